@@ -1,0 +1,1 @@
+"""Post-training of transformer language models."""

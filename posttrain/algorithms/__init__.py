@@ -1,0 +1,1 @@
+"""One file an algorithm: config, objective, thin trainer."""

@@ -1,0 +1,1 @@
+"""Checks: plain data in, findings out."""

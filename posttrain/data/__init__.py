@@ -1,0 +1,1 @@
+"""Rows before the model: formats, templates, tokens, packing, collating, sampling."""

@@ -1,0 +1,51 @@
+"""Every optional import goes through `require`, so a missing package is one clear error at the moment of use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+from posttrain.errors import MissingDependencyError
+
+__all__ = ["is_available", "require"]
+
+# Import name -> the extra of this package that installs it.
+EXTRAS = {
+    "bitsandbytes": "quantization",
+    "deepspeed": "deepspeed",
+    "liger_kernel": "liger",
+    "math_verify": "math",
+    "matplotlib": "plots",
+    "trackio": "trackio",
+    "vllm": "vllm",
+    "wandb": "wandb",
+}
+
+
+def is_available(name: str) -> bool:
+    """Whether the package ``name`` can be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def require(name: str, purpose: str) -> ModuleType:
+    """Import an optional package, or say what it is needed for and how to install it.
+
+    Args:
+        name: Import name, dotted for a submodule.
+        purpose: What cannot work without it, as the subject of a sentence: ``"the curves of the run record"``.
+
+    Raises:
+        MissingDependencyError: The package is not installed; also an `ImportError`.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        root = name.partition(".")[0]
+        if error.name is not None and error.name.partition(".")[0] != root:
+            raise  # The package is there, something it needs is not: its own message is the better one.
+        extra = EXTRAS.get(root)
+        command = f'pip install "posttrain[{extra}]"' if extra else f"pip install {root.replace('_', '-')}"
+        raise MissingDependencyError(
+            f"{purpose} needs the package {root!r}, which is not installed. Install it: {command}", name=root
+        ) from error

@@ -1,0 +1,122 @@
+"""Metrics declare their reduction when emitted, and are gathered over ranks once a log step.
+
+A metric is a pair (reduction, numbers on the device); nothing waits for the host until `MetricBuffer.compute`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["Metric", "MetricBuffer", "maximum", "mean", "minimum", "total"]
+
+Number = "float | Tensor"
+
+
+@dataclass(slots=True, frozen=True)
+class Metric:
+    """One emitted value. ``mean`` carries a weighted sum and its weight, the others only a value."""
+
+    reduction: Literal["mean", "sum", "min", "max"]
+    value: float | Tensor
+    weight: float | Tensor = 1.0
+
+
+def mean(values: float | Tensor, mask: Tensor | None = None, weight: float | Tensor | None = None) -> Metric:
+    """Mean over the true entries of ``mask`` (or over all entries), weighted by their count when merged with others.
+
+    Args:
+        values: A number, or a tensor of any shape.
+        mask: Same shape as ``values``; entries that count.
+        weight: For a number that is already a mean: how many things it is the mean of.
+    """
+    if isinstance(values, int | float):
+        count = 1.0 if weight is None else weight
+        return Metric("mean", values * count, count)
+    values = values.detach().float()
+    if weight is not None:
+        return Metric("mean", (values * weight).sum(), weight)
+    if mask is None:
+        return Metric("mean", values.sum(), values.numel())
+    kept = mask.bool()
+    return Metric("mean", values.masked_fill(~kept, 0.0).sum(), kept.sum())
+
+
+def total(value: float | Tensor) -> Metric:
+    """A count that adds up over micro-batches and ranks."""
+    return Metric("sum", value if isinstance(value, int | float) else value.detach().float().sum())
+
+
+def minimum(values: float | Tensor) -> Metric:
+    """The smallest value seen anywhere in the window; an empty tensor says nothing."""
+    if isinstance(values, int | float):
+        return Metric("min", values)
+    return Metric("min", values.detach().float().min() if values.numel() else math.inf)
+
+
+def maximum(values: float | Tensor) -> Metric:
+    """The largest value seen anywhere in the window; an empty tensor says nothing."""
+    if isinstance(values, int | float):
+        return Metric("max", values)
+    return Metric("max", values.detach().float().max() if values.numel() else -math.inf)
+
+
+class MetricBuffer:
+    """Collects metrics between two log steps and reduces them over micro-batches and ranks.
+
+    >>> buffer = MetricBuffer()
+    >>> buffer.add({"entropy": mean(2.0, weight=3), "tokens": total(3)})
+    >>> buffer.add({"entropy": mean(1.0, weight=1), "tokens": total(1)})
+    >>> buffer.compute()
+    {'entropy': 1.75, 'tokens': 4.0}
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[str, Metric] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        """Merge metrics into the window; a name keeps the reduction it was first emitted with."""
+        for name, metric in metrics.items():
+            known = self._items.get(name)
+            self._items[name] = metric if known is None else _merge(known, metric)
+
+    def compute(self, all_gather: Callable[[list[tuple[str, str, float, float]]], list] | None = None) -> dict[str, float]:
+        """Reduce to plain numbers and empty the buffer.
+
+        Args:
+            all_gather: Takes this rank's ``[(name, reduction, value, weight)]`` and returns the concatenation over ranks;
+                None on one process. One call whatever the number of metrics, and ranks may hold different names.
+        """
+        rows = [(k, m.reduction, float(m.value), float(m.weight)) for k, m in self._items.items()]
+        self._items = {}
+        if all_gather is not None:
+            rows = all_gather(rows)
+        merged: dict[str, Metric] = {}
+        for name, reduction, value, weight in rows:
+            metric = Metric(reduction, value, weight)  # type: ignore[arg-type]
+            merged[name] = metric if name not in merged else _merge(merged[name], metric)
+        return {name: _finish(metric) for name, metric in merged.items() if _is_defined(metric)}
+
+
+def _merge(a: Metric, b: Metric) -> Metric:
+    if a.reduction in ("mean", "sum"):
+        return Metric(a.reduction, a.value + b.value, a.weight + b.weight)
+    pick = min if a.reduction == "min" else max
+    return Metric(a.reduction, pick(float(a.value), float(b.value)))
+
+
+def _is_defined(metric: Metric) -> bool:
+    return metric.weight > 0 if metric.reduction == "mean" else math.isfinite(float(metric.value))
+
+
+def _finish(metric: Metric) -> float:
+    return float(metric.value) / float(metric.weight) if metric.reduction == "mean" else float(metric.value)

@@ -1,0 +1,1 @@
+"""Everything that touches a model: loading, masks, forward, log-probs, references, sharding."""

@@ -1,0 +1,1 @@
+"""The run record on disk and what is made from it."""

@@ -1,0 +1,1 @@
+"""The calling contract of reward functions, and the functions that ship."""

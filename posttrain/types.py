@@ -1,0 +1,257 @@
+"""The objects that travel from a dataset row to the loss, one dataclass a stage.
+
+Reading order is the way of the data::
+
+    dataset row -> Row -> Batch -> ModelOutputs -> LossTerms -> scalar
+    prompts -> Request -> Rollout -> Row            (online methods join at Row)
+
+Shape legend, used in every comment of the package:
+
+=====  =====================================================================
+``B``  rows of a batch (what one forward pass sees)
+``T``  tokens of a row, padding included
+``S``  sequences of a batch: one prompt with one completion each
+``N``  tokens that carry loss (``loss_mask.sum()``)
+``V``  vocabulary
+``H``  hidden size
+``P``  prompts
+``G``  completions of one prompt (the group)
+=====  =====================================================================
+
+Glossary: ``logp`` log-probability under the current policy; ``old_logp`` at the start of the update; ``ref_logp`` under
+the frozen reference; ``rollout_logp`` as the engine that sampled the token said; ``advantages`` how much better than the
+baseline; ``loss_mask`` tokens that are trained.
+
+One convention removes every off-by-one: **a per-token tensor is aligned with the token it speaks of**. ``logp[b, t]`` is
+the log-probability *of* ``input_ids[b, t]`` given what that token may see; ``Batch.predictor[b, t]`` is the column whose
+hidden state predicts it. There are no shifted labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from posttrain.metrics import Metric
+
+__all__ = [
+    "Batch",
+    "Finding",
+    "FinishReason",
+    "LossTerms",
+    "ModelOutputs",
+    "Reduction",
+    "Request",
+    "Rollout",
+    "Row",
+    "Sampling",
+]
+
+FinishReason = Literal["stop", "length", "abort"]
+Reduction = Literal["token", "sequence_token", "sequence", "constant", "local_token"]
+
+
+@dataclass(slots=True)
+class Row:
+    """One tokenised example: a prompt and its completions (1 for SFT, 2 for a pair, G for a group).
+
+    Attributes:
+        prompt_ids: Token ids shared by all completions; may be empty (plain language modelling).
+        completions: Token ids of each completion, without the prompt.
+        loss_masks: One list a completion, 1 on tokens that are trained.
+        sequence_columns: One number a completion, e.g. ``{"advantages": [0.5, -0.5]}``.
+        token_columns: One number a completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
+        model_kwargs: What the model's forward needs besides ids (images), opaque to the data layer.
+    """
+
+    prompt_ids: list[int]
+    completions: list[list[int]]
+    loss_masks: list[list[int]]
+    sequence_columns: dict[str, list[float]] = field(default_factory=dict)
+    token_columns: dict[str, list[list[float]]] = field(default_factory=dict)
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Batch:
+    """A token forest ready for the model: every row holds one or more trees, a prompt and its branches.
+
+    A token attends to earlier tokens of its own tree that are in the prefix (``branch == 0``) or in its own branch.
+    Padding, packing, a preference pair and a GRPO group are all cases of it.
+
+    Attributes:
+        input_ids: ``(B, T)`` int64.
+        position_ids: ``(B, T)`` int64; every branch restarts at the end of its prefix.
+        tree: ``(B, T)`` int64, which tree of the row a token belongs to; -1 on padding.
+        branch: ``(B, T)`` int64, 0 in a tree's prefix, 1.. in its branches.
+        predictor: ``(B, T)`` int64, the column whose hidden state predicts this token (meaningful where ``loss_mask``).
+        loss_mask: ``(B, T)`` bool, tokens that are trained. Never true on a token without a predictor.
+        sequence: ``(B, T)`` int64, index in ``[0, S)`` of the sequence a completion token belongs to; -1 elsewhere.
+        num_sequences: S.
+        origin: For each sequence, its index in the flat list of completions that was collated.
+        advantages: ``(S,)`` or ``(B, T)`` float32.
+        old_logp: ``(B, T)`` float32, None while the policy has not moved since the rollout.
+        ref_logp: ``(B, T)`` float32.
+        rollout_logp: ``(B, T)`` float32.
+        columns: Other per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name (labels, margins, weights).
+        model_kwargs: Passed to the model's forward untouched.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    tree: Tensor
+    branch: Tensor
+    predictor: Tensor
+    loss_mask: Tensor
+    sequence: Tensor
+    num_sequences: int
+    origin: list[int] = field(default_factory=list)
+    advantages: Tensor | None = None
+    old_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+    rollout_logp: Tensor | None = None
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """A copy with every tensor on ``device``."""
+        moved: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Mapping):
+                moved[item.name] = {k: v.to(device) if hasattr(v, "to") else v for k, v in value.items()}
+            elif hasattr(value, "to"):
+                moved[item.name] = value.to(device)
+        return replace(self, **moved)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real (non-padding) tokens the model computes."""
+        return int((self.tree >= 0).sum())
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """N, the tokens that carry loss."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(slots=True)
+class ModelOutputs:
+    """What an objective may see of the forward pass.
+
+    Attributes:
+        logp: ``(B, T)`` float32, aligned with the token; 0 outside ``loss_mask``.
+        entropy: ``(B, T)`` float32 in nats, of the distribution each token was predicted from; 0 outside ``loss_mask``.
+        correct: ``(B, T)`` bool, the token was the most likely one.
+        scores: ``(S,)`` reward-model scores.
+        values: ``(B, T)`` value-head outputs.
+        logits: Only when asked for: ``(N, V)`` at loss positions, in ``loss_mask`` order.
+        aux_loss: Router balance term of mixture-of-experts models, unscaled.
+    """
+
+    logp: Tensor | None = None
+    entropy: Tensor | None = None
+    correct: Tensor | None = None
+    scores: Tensor | None = None
+    values: Tensor | None = None
+    logits: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+@dataclass(slots=True)
+class LossTerms:
+    """An unreduced loss: what an objective returns and ``losses.reduce`` divides.
+
+    Attributes:
+        terms: ``(B, T)`` per token or ``(S,)`` per sequence.
+        mask: Same shape as ``terms``; which of them count.
+        reduction: How the terms become one number; see `posttrain.losses.reduce`.
+        sequence: ``(B, T)`` sequence index, needed by ``sequence_token`` and ``constant``.
+        num_sequences: S.
+        constant: The fixed length that the ``constant`` reduction divides by.
+        extra: Further terms with their own reduction (an entropy bonus, a centring penalty), added after the main one.
+        metrics: What to log.
+    """
+
+    terms: Tensor
+    mask: Tensor
+    reduction: Reduction
+    sequence: Tensor | None = None
+    num_sequences: int = 0
+    constant: float | None = None
+    extra: list[LossTerms] = field(default_factory=list)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    """How completions are drawn.
+
+    Attributes:
+        max_new_tokens: Upper bound on completion tokens, EOS included.
+        temperature: Divides the logits; 0 means greedy.
+        top_k: Keep the k most likely tokens; 0 is off.
+        top_p: Keep the smallest set with this probability mass; 1 is off.
+        min_p: Drop tokens below this share of the most likely token's probability; None or 0 is off.
+        repetition_penalty: Divides positive and multiplies negative logits of seen tokens; 1 is off.
+        stop_token_ids: Sampling ends after any of these; the stop token is kept.
+        seed: Seeds the engine's generator for this call; None continues its stream.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Request:
+    """One prompt to complete ``n`` times."""
+
+    prompt_ids: Sequence[int]
+    n: int = 1
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One sampled completion.
+
+    Attributes:
+        prompt_ids: The prompt as the engine saw it.
+        token_ids: Completion tokens, the stop token included.
+        logp: Log-probability of each completion token under the distribution at ``temperature``, before top-k, top-p
+            and min-p cut it (what a trainer recomputes); empty when the engine cannot say.
+        finish_reason: ``stop`` a stop token came; ``length`` the limit was reached; ``abort`` interrupted.
+        version: Number of the policy weights that produced it.
+        tool_mask: 1 on tokens the model wrote, 0 on tokens a tool or environment wrote; None when all are the model's.
+        text: Decoded completion, filled in by whoever has the tokenizer.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logp: list[float]
+    finish_reason: FinishReason
+    version: int = 0
+    tool_mask: list[int] | None = None
+    text: str | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Finding:
+    """One thing a check saw: a stable code, how bad it is, and what, where, why and how to fix it."""
+
+    code: str
+    severity: Literal["info", "warning", "error"]
+    what: str
+    where: str
+    why: str
+    fix: str

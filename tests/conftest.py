@@ -1,0 +1,102 @@
+"""Fixtures shared by all tests: a tiny tokenizer with a chat template and a two-layer Llama that fits it."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['role'] == 'assistant' %}"
+    "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}"
+    "{{- '\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def build_tokenizer():
+    """A byte-level BPE trained on a few lines: 300 or so tokens, pad equal to eos (a trap on purpose)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = ["What is the sum of two numbers? The answer is a number.", "user assistant system tool", "0123456789 + - ="]
+    backend.train_from_iterator(text * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        model_max_length=512,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(vocab_size: int, seed: int = 0, **overrides):
+    """A two-layer Llama with grouped key-value heads, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(settings | overrides))).eval()
+
+
+@pytest.fixture(scope="session")
+def _tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny_tokenizer(_tokenizer_folder):
+    """A fresh copy each time, so a test may change it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(_tokenizer_folder)
+
+
+@pytest.fixture
+def tiny_model(tiny_tokenizer):
+    """A two-layer Llama with the vocabulary of `tiny_tokenizer`."""
+    return build_model(len(tiny_tokenizer))
+
+
+@pytest.fixture
+def tiny_model_dir(tiny_model, tiny_tokenizer, tmp_path):
+    """A folder that `from_pretrained` loads, holding `tiny_model` and `tiny_tokenizer`."""
+    folder = tmp_path / "tiny-model"
+    tiny_model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return str(folder)
