@@ -1,0 +1,248 @@
+"""From rows to token forests: share each prompt, fill rows to a token budget, pad nothing that need not be padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import DataError
+from posttrain.types import Batch, Row
+
+__all__ = ["Layout", "collate", "split_by_sequence"]
+
+FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")  # Columns that are fields of `Batch` by name.
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How rows are laid out for one model and attention backend.
+
+    Attributes:
+        kind: ``tree`` shares prompts and packs several trees into a row; ``padded`` gives every sequence its own padded
+            row with its own copy of the prompt, for models whose attention cannot be masked freely.
+        row_tokens: Trees are packed into a row while they fit this many tokens. Short on backends with a dense mask,
+            where attention costs the square of the row; long where the mask is block-sparse.
+        max_tree_tokens: A group whose tree would be longer is split, its prompt repeated.
+        pad_to_multiple_of: Rounds T up.
+    """
+
+    kind: Literal["tree", "padded"] = "tree"
+    row_tokens: int = 512
+    max_tree_tokens: int = 8192
+    pad_to_multiple_of: int | None = None
+
+
+@dataclass(slots=True)
+class _Tree:
+    """A prompt with some of the completions of one row; ``first`` is the flat index of its first completion."""
+
+    row: Row
+    members: range
+    first: int
+    shared: bool
+
+    @property
+    def size(self) -> int:
+        prompt = len(self.row.prompt_ids)
+        lengths = [len(self.row.completions[i]) for i in self.members]
+        return prompt + sum(lengths)
+
+
+def collate(rows: Sequence[Row], *, pad_token_id: int, layout: Layout = Layout()) -> list[Batch]:  # noqa: B008 - frozen
+    """Lay rows out as batches, each one forward pass.
+
+    Args:
+        rows: Examples; the flat list of their completions, in order, is what ``Batch.origin`` indexes.
+        pad_token_id: Written to padding; never read back (padding is known by position).
+        layout: See `Layout`.
+
+    Returns:
+        Batches that hold every completion exactly once. ``num_sequences`` over all of them is the number of completions.
+
+    Raises:
+        DataError: No rows, a row without completions, or a mask, column or id list of the wrong length.
+    """
+    if not rows:
+        raise DataError("collate got an empty list of rows; a batch needs at least one.")
+    for index, row in enumerate(rows):
+        _check(row, index)
+    trees = list(_grow(rows, layout))
+    if layout.kind == "padded":
+        bins = _by_length(trees, layout.row_tokens)
+        return [_lay_out([[tree] for tree in group], pad_token_id, layout) for group in bins]
+    return [_lay_out([group], pad_token_id, layout) for group in _best_fit(trees, layout.row_tokens)]
+
+
+def split_by_sequence(values: Tensor, batch: Batch) -> list[Tensor]:
+    """Cut a per-token ``(B, T)`` tensor into one 1-D tensor a sequence, in the order of ``batch.origin``.
+
+    Only completion tokens are returned; a sequence's tensor is as long as its completion.
+    """
+    inside = batch.sequence >= 0
+    lengths = torch.bincount(batch.sequence[inside], minlength=batch.num_sequences)
+    return list(values[inside].split(lengths.tolist()))
+
+
+def _check(row: Row, index: int) -> None:
+    count = len(row.completions)
+    if count == 0:
+        raise DataError(f"row {index} has no completion; every row needs at least one.")
+    for i, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
+        if len(ids) != len(mask):
+            raise DataError(f"row {index}, completion {i}: {len(ids)} token ids but a loss mask of length {len(mask)}.")
+    for name, column in row.sequence_columns.items():
+        if len(column) != count:
+            raise DataError(f"row {index}, column {name!r}: {len(column)} values for {count} completions.")
+    for name, lists in row.token_columns.items():
+        lengths, wanted = [len(x) for x in lists], [len(x) for x in row.completions]
+        if lengths != wanted:
+            raise DataError(f"row {index}, column {name!r}: lengths {lengths} do not match the completions' {wanted}.")
+
+
+def _grow(rows: Sequence[Row], layout: Layout) -> Iterator[_Tree]:
+    """One tree a row, or several where the layout is padded or the tree would be too long."""
+    first = 0
+    for row in rows:
+        count, prompt = len(row.completions), len(row.prompt_ids)
+        start = 0
+        while start < count:
+            stop, size = start + 1, prompt + len(row.completions[start])
+            while layout.kind == "tree" and stop < count and size + len(row.completions[stop]) <= layout.max_tree_tokens:
+                size += len(row.completions[stop])
+                stop += 1
+            yield _Tree(row, range(start, stop), first + start, shared=stop - start > 1)
+            start = stop
+        first += count
+
+
+def _best_fit(trees: list[_Tree], budget: int) -> list[list[_Tree]]:
+    """Best-fit decreasing: the longest tree first, each into the fullest row that still has room."""
+    bins: list[list[_Tree]] = []
+    space: list[int] = []
+    for tree in sorted(trees, key=lambda t: -t.size):
+        fits = [i for i, room in enumerate(space) if room >= tree.size]
+        if fits:
+            best = min(fits, key=lambda i: space[i])
+            bins[best].append(tree)
+            space[best] -= tree.size
+        else:
+            bins.append([tree])
+            space.append(budget - tree.size)
+    return bins
+
+
+def _by_length(trees: list[_Tree], budget: int) -> list[list[_Tree]]:
+    """Similar lengths together, so that padding stays small; rows times width stays within the budget."""
+    groups: list[list[_Tree]] = []
+    for tree in sorted(trees, key=lambda t: -t.size):
+        if groups and (len(groups[-1]) + 1) * groups[-1][0].size <= budget:
+            groups[-1].append(tree)
+        else:
+            groups.append([tree])
+    return groups
+
+
+class _Canvas:
+    """Column-wise lists of one batch while it is being written."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[list[float]]] = {
+            name: [] for name in ("input_ids", "position_ids", "tree", "branch", "predictor", "loss_mask", "sequence")
+        }
+        self.origin: list[int] = []
+        self.columns: dict[str, list[float]] = {}
+
+    def new_row(self) -> None:
+        for column in self.tokens.values():
+            column.append([])
+
+    def write(self, **values: Sequence[float]) -> None:
+        for name, value in values.items():
+            self.tokens[name][-1].extend(value)
+
+    @property
+    def width(self) -> int:
+        return len(self.tokens["input_ids"][-1])
+
+
+def _lay_out(groups: list[list[_Tree]], pad_token_id: int, layout: Layout) -> Batch:
+    canvas = _Canvas()
+    token_names = {name for trees in groups for tree in trees for name in tree.row.token_columns}
+    for name in sorted(token_names):
+        canvas.tokens[name] = []
+    for trees in groups:
+        canvas.new_row()
+        for index, tree in enumerate(trees):
+            _write_tree(canvas, tree, index, token_names)
+    return _to_batch(canvas, token_names, pad_token_id, layout, _model_kwargs(groups))
+
+
+def _write_tree(canvas: _Canvas, tree: _Tree, index: int, token_names: set[str]) -> None:
+    row, prompt = tree.row, tree.row.prompt_ids
+    start, p = canvas.width, len(prompt)
+    canvas.write(
+        input_ids=prompt, position_ids=range(p), tree=[index] * p, branch=[0] * p, predictor=range(start - 1, start + p - 1)
+    )
+    canvas.write(loss_mask=[0] * p, sequence=[-1] * p, **{name: [0.0] * p for name in token_names})
+    for number, i in enumerate(tree.members, start=1):
+        ids, mask, at = row.completions[i], list(row.loss_masks[i]), canvas.width
+        n = len(ids)
+        predictor = list(range(at - 1, at + n - 1))
+        if n and p:
+            predictor[0] = start + p - 1  # The prompt's last token predicts the first token of every branch.
+        elif n:
+            predictor[0], mask[0] = at, 0  # Nothing precedes the first token of a row without a prompt.
+        canvas.write(input_ids=ids, position_ids=range(p, p + n), tree=[index] * n, predictor=predictor, loss_mask=mask)
+        canvas.write(branch=[number if tree.shared else 0] * n, sequence=[len(canvas.origin)] * n)
+        canvas.write(**{name: row.token_columns.get(name, {i: [0.0] * n})[i] for name in token_names})
+        canvas.origin.append(tree.first + i - tree.members.start)
+        for name, column in row.sequence_columns.items():
+            canvas.columns.setdefault(name, []).append(column[i])
+
+
+def _to_batch(
+    canvas: _Canvas, token_names: set[str], pad_token_id: int, layout: Layout, model_kwargs: dict[str, Any]
+) -> Batch:
+    width = max(len(ids) for ids in canvas.tokens["input_ids"])
+    if layout.pad_to_multiple_of:
+        width += -width % layout.pad_to_multiple_of
+    fill = {"input_ids": pad_token_id, "tree": -1, "sequence": -1}
+    tensors = {
+        name: torch.tensor(
+            [values + [fill.get(name, 0)] * (width - len(values)) for values in column],
+            dtype=torch.float32 if name in token_names else torch.long,
+        )
+        for name, column in canvas.tokens.items()
+    }
+    tensors["loss_mask"] = tensors["loss_mask"].bool()
+    tensors["predictor"] = tensors["predictor"].clamp_min(0)
+    extra = {name: tensors.pop(name) for name in token_names}
+    for name, column in canvas.columns.items():
+        if len(column) != len(canvas.origin):
+            raise DataError(f"column {name!r} is present in some rows of a batch and absent in others; give it in all.")
+        extra[name] = torch.tensor(column, dtype=torch.float32)
+    named = {name: extra.pop(name) for name in FIELDS if name in extra}
+    return Batch(
+        **tensors,
+        num_sequences=len(canvas.origin),
+        origin=canvas.origin,
+        columns=extra,
+        model_kwargs=model_kwargs,
+        **named,
+    )
+
+
+def _model_kwargs(groups: list[list[_Tree]]) -> dict[str, Any]:
+    """Opaque model inputs of the batch: tensors are concatenated in row order, anything else must agree."""
+    merged: dict[str, Any] = {}
+    for tree in (tree for trees in groups for tree in trees):
+        for name, value in tree.row.model_kwargs.items():
+            if name in merged and isinstance(value, Tensor):
+                merged[name] = torch.cat([merged[name], value])
+            else:
+                merged[name] = value
+    return merged
