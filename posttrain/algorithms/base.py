@@ -1,0 +1,346 @@
+"""`PostTrainer`: the one training loop; it does not know which algorithm runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import datasets
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_utils import EvalLoopOutput, set_seed
+
+from posttrain.algorithms.config import PostTrainingConfig
+from posttrain.data.forest import Layout, collate
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from posttrain.losses.reduce import Denominators, reduce
+from posttrain.metrics import Metric, MetricBuffer
+from posttrain.models import parallel
+from posttrain.models.attention import probe_layout
+from posttrain.models.forward import causal_lm, forward, install_token_head
+from posttrain.models.load import create_model_from_path, get_config_model_id, load_tokenizer, resolve_pad_token, wrap_with_peft
+from posttrain.models.reference import disable_dropout_in_model
+from posttrain.report.record import RunRecordCallback, check_writable
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+
+__all__ = ["PostTrainer", "PostTrainingConfig"]
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "posttrain_state.json"
+
+
+class PostTrainer(transformers.Trainer):
+    """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
+
+    A subclass gives ``objective(outputs, batch) -> LossTerms`` and the rows (`rows`); ``needs`` names what the forward
+    pass must produce. Everything else (loading, adapters, accumulation, ranks, metrics, checkpoints) is here once.
+    """
+
+    loss_is_scaled_for_ga = True  # Our denominators span the whole optimiser step, over micro-batches and ranks.
+    needs: ClassVar[frozenset[str]] = frozenset({"logp"})
+    config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
+    _tag_names: ClassVar[list[str]] = ["posttrain"]
+    _name: ClassVar[str] = "post-training"
+    _suffix: ClassVar[str] = "posttrain"
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        args: PostTrainingConfig | None = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        quantization_config: Any = None,
+        **trainer_kwargs: Any,
+    ) -> None:
+        model_id = model if isinstance(model, str) else get_config_model_id(causal_lm(model).config)
+        if args is None:
+            args = self.config_class(f"{Path(model_id).name or 'model'}-{self._suffix}")
+        self._check_arguments(model, args, train_dataset)
+        set_seed(args.seed)
+        init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
+        if processing_class is None:
+            processing_class = load_tokenizer(
+                model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
+            )
+        self.processing_class = processing_class
+        self.args = args
+        train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
+        model = self._load(model, args, init, quantization_config)
+        self.pad_token_id = resolve_pad_token(processing_class, model)
+        self.fresh_adapter = peft_config is not None
+        if args.disable_dropout:
+            disable_dropout_in_model(model)
+        model = wrap_with_peft(model, peft_config, activation_checkpointing=_checkpointing(args))
+        install_token_head(model)
+        self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
+        self.counters: dict[str, float] = {"num_tokens": 0.0}
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=self.collator(),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **trainer_kwargs,
+        )
+        if hasattr(self.model, "add_model_tags"):
+            self.model.add_model_tags(self._tag_names)
+        self.layout = self._choose_layout()
+        self.denominators = Denominators(1, 1, 1)
+        self.record = RunRecordCallback(self)
+        self.add_callback(self.record)
+
+    # What a subclass gives ---------------------------------------------------------------------------------------
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """The algorithm: unreduced loss terms and metrics of one batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define objective(outputs, batch).")
+
+    def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
+        """Prepared dataset examples as rows."""
+        raise NotImplementedError(f"{type(self).__name__} must define rows(examples).")
+
+    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
+        """Check and tokenise the datasets; runs before the model is loaded."""
+        return train, evaluation
+
+    # Construction ------------------------------------------------------------------------------------------------
+
+    def _check_arguments(self, model: Any, args: PostTrainingConfig, train_dataset: Any) -> None:
+        from posttrain.models.load import check_model_source
+
+        if not isinstance(args, transformers.TrainingArguments):
+            raise ArgumentTypeError(f"args must be a {self.config_class.__name__}, not {type(args).__name__}.")
+        known = (datasets.Dataset, datasets.IterableDataset)
+        if train_dataset is None:
+            raise DataError(f"{type(self).__name__} needs train_dataset, and it is None.")
+        if not isinstance(train_dataset, known):
+            hint = " Pass one split of it: dataset['train']." if isinstance(train_dataset, dict) else ""
+            raise ArgumentTypeError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}.{hint}")
+        if isinstance(train_dataset, datasets.IterableDataset):
+            if args.max_steps <= 0:
+                raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
+            args.accelerator_config.dispatch_batches = False
+        check_writable(args.output_dir)
+        check_model_source(model)
+
+    def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
+        if not isinstance(model, str):
+            if args.model_init_kwargs or quantization_config:
+                logger.warning(
+                    "model_init_kwargs and quantization_config are ignored: the model was given as an object, already loaded."
+                )
+            return model
+        if quantization_config is not None and init.get("quantization_config") is not None:
+            raise ConfigError("quantization_config is given both as an argument and in model_init_kwargs. Give it once.")
+        if quantization_config is not None:
+            init["quantization_config"] = quantization_config
+        init.setdefault("trust_remote_code", args.trust_remote_code)
+        return create_model_from_path(model, **init)
+
+    def _choose_layout(self) -> Layout:
+        if self.args.n_gpu > 1:
+            raise ConfigError(
+                f"{self.args.n_gpu} GPUs are visible to one process, which would train through nn.DataParallel and be wrong. "
+                f"Start one process a GPU: accelerate launch --num_processes {self.args.n_gpu} your_script.py"
+            )
+        layout = probe_layout(self.model)
+        if self.args.max_row_tokens is not None:
+            layout = replace(layout, row_tokens=self.args.max_row_tokens)
+        multiple = getattr(self.args, "pad_to_multiple_of", None)
+        return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
+
+    def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
+        """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
+        return lambda examples: collate(self.rows(examples), pad_token_id=self.pad_token_id, layout=self.layout)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = self._signature_columns or []
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        return dataset  # Rows are read by name; what is not read costs nothing.
+
+    def _get_collator_with_removed_columns(self, data_collator: Callable, description: str | None = None) -> Callable:
+        return data_collator
+
+    # One optimiser step ------------------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list[list[Batch]], None]:
+        """All micro-batches of one optimiser step, so that its denominators are known before the first forward."""
+        self._window_start = time.perf_counter()
+        drawn = [micro for _, micro in zip(range(num_batches), epoch_iterator, strict=False)]
+        micro_batches = [self.micro_batch(inputs, index) for index, inputs in enumerate(drawn)]
+        self.denominators = self._count(micro_batches)
+        return micro_batches, None
+
+    def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
+        """What the loader yielded, as batches; online trainers generate here."""
+        return inputs
+
+    def _count(self, micro_batches: Sequence[Sequence[Batch]]) -> Denominators:
+        """Tokens and sequences of the whole optimiser step, over micro-batches and ranks."""
+        batches = [batch for micro in micro_batches for batch in micro]
+        tokens = sum(batch.num_loss_tokens for batch in batches)
+        sequences = sum(batch.num_sequences for batch in batches)
+        seen = sum(batch.num_tokens for batch in batches)
+        passes = len(batches)
+        tokens, sequences, seen, passes = parallel.all_reduce_sum([tokens, sequences, seen, passes], self.accelerator)
+        self.counters["num_tokens"] += seen
+        return Denominators(tokens, sequences, passes, self.accelerator.num_processes)
+
+    def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward over the batches of one micro-batch; returns their summed loss."""
+        model.train()
+        total = torch.zeros((), device=self.args.device)
+        passes = parallel.equal_passes(len(inputs), self.accelerator)
+        for index in range(passes):
+            batch = inputs[min(index, len(inputs) - 1)].to(self.args.device)
+            idle = index >= len(inputs)  # Only to keep collectives equal over ranks.
+            with parallel.no_sync(model, last=index == passes - 1):
+                with self.compute_loss_context_manager():
+                    loss = self.compute_loss(model, batch) * (0.0 if idle else 1.0)
+                self.accelerator.backward(loss)
+            total = total + loss.detach()
+        return total
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Batch to scalar: forward, objective, reduce."""
+        outputs = forward(model, inputs, self.needs, temperature=getattr(self.args, "temperature", 1.0))
+        terms = self.objective(outputs, inputs)
+        self.buffers["train" if model.training else "eval"].add(terms.metrics)
+        loss = reduce(terms, self.denominators)
+        return (loss, outputs) if return_outputs else loss
+
+    # Evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
+        sharded = parallel.shards_parameters(self.accelerator)
+        model = self.model_wrapped if sharded else self.model
+        model.eval()
+        if self.accelerator.mixed_precision != "no" and model is self.model and not hasattr(model, "_original_forward"):
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        sums: dict[str, float] = {}
+        counts = {"token": 0.0, "sequence": 0.0, "pass": 0.0}
+        with torch.no_grad():
+            for inputs in dataloader:
+                for batch in self.eval_batches(inputs):
+                    self._eval_pass(model, batch.to(self.args.device), sums, counts)
+        loss = _eval_loss(sums, counts, self.accelerator)
+        metrics = {f"{metric_key_prefix}_loss": loss}
+        for name, value in self._reduced("eval").items():
+            metrics[f"{metric_key_prefix}_{name}"] = value
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(counts["sequence"]))  # type: ignore[arg-type]
+
+    def eval_batches(self, inputs: Any) -> list[Batch]:
+        """Batches of one evaluation micro-batch; online trainers generate here."""
+        return inputs
+
+    def _eval_pass(self, model: nn.Module, batch: Batch, sums: dict[str, float], counts: dict[str, float]) -> None:
+        with self.compute_loss_context_manager():
+            outputs = forward(model, batch, self.needs, temperature=getattr(self.args, "temperature", 1.0))
+            terms = self.objective(outputs, batch)
+        self.buffers["eval"].add(terms.metrics)
+        for part in [terms, *terms.extra]:
+            alone = replace(part, extra=[])
+            sums[part.reduction] = sums.get(part.reduction, 0.0) + float(reduce(alone, Denominators(1, 1, 1)))
+        counts["token"] += batch.num_loss_tokens
+        counts["sequence"] += batch.num_sequences
+        counts["pass"] += 1
+
+    # Logging and checkpoints -------------------------------------------------------------------------------------
+
+    def log_metrics_now(self, metrics: dict[str, Metric], mode: str = "train") -> None:
+        """Add metrics to the current window."""
+        self.buffers[mode].add(metrics)
+
+    def _reduced(self, mode: str) -> dict[str, float]:
+        gather = None
+        if self.accelerator.num_processes > 1:
+            def gather(rows: list) -> list:
+                return parallel.all_gather_objects(rows, self.accelerator)
+        return self.buffers[mode].compute(gather)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Reduce this window's metrics over ranks, once, and pass everything on."""
+        if not any(key.startswith("eval_") for key in logs):
+            logs.update(self._reduced("train"))
+            logs["num_tokens"] = self.counters["num_tokens"]
+        super().log(logs, start_time)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        name = f"{self.accelerator.process_index}_{STATE_FILE}"
+        Path(output_dir, name).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        path = Path(checkpoint, f"{self.accelerator.process_index}_{STATE_FILE}")
+        if path.is_file():
+            self.load_saved_state(json.loads(path.read_text(encoding="utf-8")))
+
+    def state_to_save(self) -> dict[str, Any]:
+        """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
+        return {"counters": self.counters}
+
+    def load_saved_state(self, state: dict[str, Any]) -> None:
+        """Undo `state_to_save`."""
+        self.counters = state["counters"]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Six per parameter and token, as the forward and backward of a dense transformer cost."""
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return 6 * parameters * sum(batch.num_tokens for batch in inputs)
+
+    def _track_num_input_tokens(self, inputs: list[Batch]) -> None:
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen = int(self.counters["num_tokens"])
+
+    @contextlib.contextmanager
+    def inference(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
+        """The model in eval mode, without gradients, under the run's precision; training mode is restored."""
+        model = model if model is not None else self.model_wrapped
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), self.accelerator.autocast():
+                yield model
+        finally:
+            model.train(training)
+
+
+def _eval_loss(sums: dict[str, float], counts: dict[str, float], accelerator: Any) -> float:
+    """Divide each reduction's sum by what it is a mean over, all of it over ranks."""
+    names = sorted(["token", "sequence_token", "sequence", "constant", "local_token"])
+    packed = [sums.get(name, 0.0) for name in names] + [counts["token"], counts["sequence"], counts["pass"]]
+    *totals, tokens, sequences, passes = parallel.all_reduce_sum(packed, accelerator)
+    divisor = {"token": tokens, "local_token": passes}
+    return sum(total / max(divisor.get(name, sequences), 1.0) for name, total in zip(names, totals, strict=True))
+
+
+def _checkpointing(args: transformers.TrainingArguments) -> bool:
+    return bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)

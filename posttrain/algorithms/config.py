@@ -1,0 +1,157 @@
+"""Config fields that several methods share, each documented once."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+import transformers
+
+from posttrain.errors import ConfigError
+from posttrain.models.load import bf16_is_faster
+
+__all__ = ["GenerationFields", "PostTrainingConfig", "ReferenceFields", "VllmFields"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PostTrainingConfig(transformers.TrainingArguments):
+    """Arguments of every trainer: those of `transformers.TrainingArguments` with defaults made for post-training.
+
+    Activations are recomputed in backward unless ``gradient_checkpointing=False`` (or ``activation_checkpointing``, its
+    newer name; either spelling works, two that contradict each other are refused).
+    """
+
+    _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]  # noqa: RUF012
+
+    logging_steps: float = field(
+        default=10, metadata={"help": "Optimiser steps between two log lines; below 1 a share of all steps."}
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "Autocast to bfloat16. None turns it on where fp16 is off and the device is really faster."},
+    )
+    lr_scheduler_kwargs: dict | str | None = field(default=None, metadata={"help": "Extra arguments of the schedule."})
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keywords for from_pretrained when the model is given as a string."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Allow code from the model's repository, for model and tokenizer."}
+    )
+    disable_dropout: bool = field(default=False, metadata={"help": "Set every dropout to 0."})
+    max_row_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens a packed row may hold. None picks 512 on a CPU, 2048 with dense masks on a GPU, 16384 with "
+            "FlexAttention. More fills a GPU better; less needs less memory."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self._resolve_checkpointing()
+        self._resolve_bf16()
+        super().__post_init__()
+        for item in fields(self):
+            if item.name in type(self)._VALID_DICT_FIELDS and isinstance(getattr(self, item.name), str):
+                value = getattr(self, item.name)
+                if item.name == "model_init_kwargs":
+                    raise ConfigError(f"model_init_kwargs={value!r} must be a mapping or a JSON object string.")
+        # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
+        self.logging_nan_inf_filter = False
+
+    def _resolve_checkpointing(self) -> None:
+        new_name = hasattr(self, "activation_checkpointing")
+        spelled = [self.gradient_checkpointing, getattr(self, "activation_checkpointing", None)]
+        given = [value for value in spelled if value is not None]
+        if len(given) == 2 and given[0] != given[1]:
+            raise ConfigError(
+                f"gradient_checkpointing={spelled[0]} and activation_checkpointing={spelled[1]} are two names of one "
+                "switch and contradict each other. Set one of them."
+            )
+        value = bool(given[0]) if given else True
+        if new_name:
+            self.activation_checkpointing, self.gradient_checkpointing = value, None
+            if self.gradient_checkpointing_kwargs is not None and self.activation_checkpointing_kwargs is None:
+                self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+            self.gradient_checkpointing_kwargs = None
+        else:
+            self.gradient_checkpointing = value
+
+    def _resolve_bf16(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and bf16_is_faster()
+            if not self.bf16 and not self.fp16:
+                logger.info("bf16=None: computing in float32, because this device is not faster in bfloat16.")
+        if self.bf16 and not torch.cuda.is_available() and not torch.backends.mps.is_available():
+            self.use_cpu = True  # transformers allows bf16 on a CPU only when it is asked for by name.
+
+
+@dataclass
+class GenerationFields:
+    """How completions are sampled during training."""
+
+    num_generations: int = field(default=8, metadata={"help": "Completions per prompt, the group G; at least 2."})
+    num_generations_eval: int | None = field(default=None, metadata={"help": "G in evaluation; None or 0: the same."})
+    max_completion_length: int = field(default=512, metadata={"help": "Most tokens of a completion, EOS included."})
+    shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts of the training set."})
+    generation_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Completions of one generation over all processes. None: per-device batch x processes x steps_per_generation."},
+    )
+    steps_per_generation: int | None = field(
+        default=None, metadata={"help": "Micro-batches trained per generation. None: gradient_accumulation_steps."}
+    )
+    temperature: float = field(default=1.0, metadata={"help": "Divides the logits, in sampling and in every log-prob; > 0."})
+    top_p: float = field(default=1.0, metadata={"help": "Nucleus mass in (0, 1]; 1 is off."})
+    top_k: int = field(default=0, metadata={"help": "Keep the k most likely tokens; 0 is off."})
+    min_p: float | None = field(default=None, metadata={"help": "Least share of the top probability; None is off."})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1 discourages repeats; 1 is off."})
+    generation_kwargs: dict | str | None = field(default=None, metadata={"help": "Override sampling settings by name."})
+    chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "Passed at every template call."})
+    cache_implementation: str | None = field(default=None, metadata={"help": "Cache of the hf engine."})
+    rollout_engine: str = field(
+        default="auto",
+        metadata={"help": "native (in process, on the trainer's weights), hf (transformers generate), or auto: native where it is exact."},
+    )
+    pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
+    ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Gather ZeRO-3 shards to generate."})
+
+
+@dataclass
+class VllmFields:
+    """Generation by vLLM; these fields are accepted now and refused with a clear error when used."""
+
+    use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM."})
+    vllm_mode: Literal["server", "colocate"] = field(default="colocate", metadata={"help": "Where vLLM runs."})
+    vllm_model_impl: str = field(default="vllm", metadata={"help": "vllm or transformers."})
+    vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "Free vLLM's memory while training."})
+    vllm_structured_outputs_regex: str | None = field(default=None, metadata={"help": "Completions match this."})
+    vllm_server_base_url: str | None = field(default=None, metadata={"help": "Overrides host and port."})
+    vllm_server_host: str = field(default="0.0.0.0", metadata={"help": "Host of the rollout server."})  # noqa: S104
+    vllm_server_port: int = field(default=8000, metadata={"help": "Port of the rollout server."})
+    vllm_server_timeout: float = field(default=240.0, metadata={"help": "Seconds to wait for the server."})
+    vllm_group_port: int = field(default=51216, metadata={"help": "Port of the weight-update group."})
+    vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Share of GPU memory, colocate."})
+    vllm_max_model_length: int | None = field(default=None, metadata={"help": "Context length."})
+    vllm_tensor_parallel_size: int = field(default=1, metadata={"help": "Colocate only."})
+    vllm_importance_sampling_correction: bool = field(default=True, metadata={"help": "Correct for engine mismatch."})
+    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"] = (
+        field(default="sequence_mask", metadata={"help": "How the ratio of trainer to engine is bounded."})
+    )
+    vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata={"help": "Upper bound of the ratio."})
+    vllm_importance_sampling_clip_min: float | None = field(default=None, metadata={"help": "Lower bound; None is 0."})
+    use_transformers_continuous_batching: bool = field(default=False, metadata={"help": "Paged generation."})
+    transformers_continuous_batching_config: dict | str | None = field(default=None, metadata={"help": "Its settings."})
+
+
+@dataclass
+class ReferenceFields:
+    """The KL penalty and the model it is measured against."""
+
+    beta: float = field(default=0.0, metadata={"help": "Weight of the KL penalty; 0 needs no reference model."})
+    sync_ref_model: bool = field(default=False, metadata={"help": "Let the reference follow the policy (TR-DPO)."})
+    ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Share of the policy in each sync."})
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimiser steps between two syncs."})

@@ -1,0 +1,125 @@
+"""The only file that says DDP, FSDP or ZeRO: what the trainers need to know of several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["all_gather_objects", "all_reduce_sum", "equal_passes", "no_sync", "shards_parameters", "whole_parameters"]
+
+
+def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
+    """Concatenate every rank's list, in rank order, on all ranks; every rank must call it."""
+    if accelerator.num_processes == 1:
+        return items
+    gathered: list[list[Any]] = [[] for _ in range(accelerator.num_processes)]
+    torch.distributed.all_gather_object(gathered, items)
+    return [item for rank in gathered for item in rank]
+
+
+def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]:
+    """Sum numbers over ranks, all of them in one collective."""
+    if accelerator.num_processes == 1:
+        return values
+    packed = torch.tensor(values, dtype=torch.float64, device=_float64_device(accelerator))
+    torch.distributed.all_reduce(packed)
+    return packed.tolist()
+
+
+def _float64_device(accelerator: Accelerator) -> torch.device:
+    return torch.device("cpu") if accelerator.device.type == "mps" else accelerator.device
+
+
+def shards_parameters(accelerator: Accelerator) -> bool:
+    """Whether a forward pass is a collective (FSDP, ZeRO-3), so that ranks must run equally many."""
+    name = str(accelerator.distributed_type)
+    if "FSDP" in name:
+        return True
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return "DEEPSPEED" in name and plugin is not None and plugin.zero_stage == 3
+
+
+def equal_passes(count: int, accelerator: Accelerator) -> int:
+    """How many forward passes every rank must run: ``count``, or the largest over ranks where passes are collectives."""
+    if not shards_parameters(accelerator):
+        return count
+    counts = torch.tensor([count], device=accelerator.device)
+    torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX)
+    return int(counts)
+
+
+@contextmanager
+def no_sync(model: Any, last: bool) -> Iterator[None]:
+    """Hold gradient averaging back until the last of several backward passes."""
+    if last or not hasattr(model, "no_sync"):
+        yield
+        return
+    with model.no_sync():
+        yield
+
+
+@contextmanager
+def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
+    """The bare model with all its parameters present, for in-process generation."""
+    name = str(accelerator.distributed_type)
+    bare = accelerator.unwrap_model(model, keep_torch_compile=False)
+    if "DEEPSPEED" in name and shards_parameters(accelerator):
+        import deepspeed  # type: ignore[import-not-found]
+
+        with deepspeed.zero.GatheredParameters(list(bare.parameters())):
+            yield bare
+    elif "FSDP" in name:
+        with _summon_fsdp(model, bare) as whole:
+            yield whole
+    else:
+        yield bare
+
+
+@contextmanager
+def _summon_fsdp(model: Any, bare: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            yield bare
+        return
+    modules: list[Any] = [m for m in model.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]
+    for module in modules:
+        module.unshard()
+    try:
+        yield bare
+    finally:
+        for module in modules:
+            module.reshard()
+
+
+def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
+    """Run something that may fail on one rank only, and make every rank see the same result: the value, or the error."""
+    error: BaseException | None = None
+    result: Any = None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+    if accelerator.num_processes == 1:
+        if error is not None:
+            raise error
+        return result
+    failures = [e for e in all_gather_objects([error], accelerator) if e is not None]
+    if error is not None:
+        raise error
+    if failures:
+        raise failures[0]
+    return result
+
+
+def mean_over_ranks(value: Tensor, accelerator: Accelerator) -> Tensor:
+    """Average a scalar tensor over ranks."""
+    return accelerator.reduce(value, reduction="mean") if accelerator.num_processes > 1 else value
