@@ -198,8 +198,12 @@ class PostTrainer(transformers.Trainer):
         seen = sum(batch.num_tokens for batch in batches)
         passes = len(batches)
         tokens, sequences, seen, passes = parallel.all_reduce_sum([tokens, sequences, seen, passes], self.accelerator)
-        self.counters["num_tokens"] += seen
+        self.count_tokens_seen(seen)
         return Denominators(tokens, sequences, passes, self.accelerator.num_processes)
+
+    def count_tokens_seen(self, tokens: float) -> None:
+        """Add the real tokens of an optimiser step, over all ranks, to the running total."""
+        self.counters["num_tokens"] += tokens
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward over the batches of one micro-batch; returns their summed loss."""

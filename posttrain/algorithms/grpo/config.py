@@ -1,0 +1,130 @@
+"""`GRPOConfig`: the loss family's choices, checked against each other before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from posttrain.algorithms.online_config import OnlineConfig
+from posttrain.errors import ConfigError, check_choice
+from posttrain.losses.policy import LOSS_TYPES
+
+__all__ = ["GRPOConfig"]
+
+logger = logging.getLogger(__name__)
+
+LEVELS = ("token", "sequence", "sequence_token")
+SCALES = ("group", "batch", "none")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+
+
+@dataclass
+class GRPOConfig(OnlineConfig):
+    """Arguments of `GRPOTrainer`: group-relative policy optimisation and the losses of its family.
+
+    Reference: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (2503.14476); Dr. GRPO (2503.20783); GSPO (2507.18071).
+    """
+
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = field(
+        default="dapo", metadata={"help": "A row of the loss table: ratio level, surrogate and reduction."}
+    )
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = field(
+        default="token", metadata={"help": "One ratio a token (GRPO), or a sequence (GSPO)."}
+    )
+    delta: float | None = field(default=None, metadata={"help": "Cap of the unclipped ratio; above 1 + epsilon_high."})
+    scale_rewards: str | bool = field(
+        default="group", metadata={"help": "Divide advantages by the std of the group, of the batch, or not at all."}
+    )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = field(
+        default="sum_then_normalize", metadata={"help": "Weigh rewards before or after normalising each (GDPO)."}
+    )
+    min_group_std: float = field(
+        default=0.0, metadata={"help": "A group whose rewards spread less than this counts as having no signal."}
+    )
+    sapo_temperature_neg: float = field(default=1.05, metadata={"help": "SAPO: sharpness for negative advantages, > 0."})
+    sapo_temperature_pos: float = field(default=1.0, metadata={"help": "SAPO: sharpness for positive advantages, > 0."})
+    vespo_k_pos: float = field(default=2.0, metadata={"help": "VESPO exponent, positive advantages."})
+    vespo_lambda_pos: float = field(default=3.0, metadata={"help": "VESPO decay, positive advantages."})
+    vespo_k_neg: float = field(default=3.0, metadata={"help": "VESPO exponent, negative advantages."})
+    vespo_lambda_neg: float = field(default=2.0, metadata={"help": "VESPO decay, negative advantages."})
+    use_bias_correction_kl: bool = field(default=False, metadata={"help": "Multiply the KL by the importance ratio."})
+    top_entropy_quantile: float = field(default=1.0, metadata={"help": "Train this share of the most uncertain tokens."})
+    entropy_coef: float = field(default=0.0, metadata={"help": "Weight of the entropy bonus."})
+    off_policy_mask_threshold: float | None = field(
+        default=None, metadata={"help": "Drop bad sequences the policy has moved away from by more than this, > 0."}
+    )
+    cast_lm_head_to_fp32: bool = field(default=False, metadata={"help": "Compute the output layer in float32."})
+    router_aux_loss_coef: float = field(default=0.001, metadata={"help": "Expert balance, mixture-of-experts only."})
+    use_adaptive_entropy: bool = field(default=False, metadata={"help": "Steer entropy_coef towards entropy_target."})
+    entropy_coef_min: float = field(default=0.0, metadata={"help": "Lower bound of the steered coefficient."})
+    entropy_coef_max: float = field(default=1.0, metadata={"help": "Upper bound of the steered coefficient."})
+    entropy_coef_delta: float = field(default=0.005, metadata={"help": "Step of the steered coefficient."})
+    entropy_target: float = field(default=0.2, metadata={"help": "Entropy in nats to hold."})
+    log_completions_hub_repo: str | None = field(default=None, metadata={"help": "Dataset repository for completions."})
+
+    def __post_init__(self) -> None:
+        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)  # type: ignore[call-overload]
+        self._check_choices()
+        super().__post_init__()
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_choices(self) -> None:
+        check_choice("loss_type", self.loss_type, LOSS_TYPES)
+        check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
+        check_choice("scale_rewards", self.scale_rewards, SCALES)
+        check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
+
+    def _check_ranges(self) -> None:
+        rules: list[tuple[str, bool, str]] = [
+            ("top_entropy_quantile", 0 <= self.top_entropy_quantile <= 1, "must be in [0, 1]"),
+            ("off_policy_mask_threshold", (self.off_policy_mask_threshold or 1) > 0, "must be above 0, or None"),
+            ("sapo_temperature_neg", self.sapo_temperature_neg > 0, "must be above 0"),
+            ("sapo_temperature_pos", self.sapo_temperature_pos > 0, "must be above 0"),
+            ("delta", self.delta is None or self.delta > 0, "must be above 0, or None"),
+        ]
+        for name, holds, rule in rules:
+            if not holds:
+                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        unavailable: dict[str, Any] = {
+            "use_adaptive_entropy": False, "cast_lm_head_to_fp32": False, "log_completions_hub_repo": None,
+            "use_liger_kernel": False, "max_tool_calling_iterations": None, "sync_ref_model": False,
+        }
+        for name, default in unavailable.items():
+            if getattr(self, name) != default:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not available in this version; leave it at {default!r}.")
+        if self.log_completions_hub_repo and not self.log_completions:
+            raise ConfigError("log_completions_hub_repo is set but log_completions=False. Turn log_completions on.")
+
+    def _check_combinations(self) -> None:
+        level, kind = self.importance_sampling_level, self.loss_type
+        if kind == "luspo":
+            for name, fits in {
+                "importance_sampling_level": level == "sequence",
+                "beta": self.beta == 0,
+                "top_entropy_quantile": self.top_entropy_quantile == 1,
+            }.items():
+                if not fits:
+                    raise ConfigError(
+                        f"loss_type='luspo' weighs whole sequences, so {name}={getattr(self, name)!r} cannot be used with it. "
+                        "Set importance_sampling_level='sequence', beta=0.0 and top_entropy_quantile=1.0."
+                    )
+        if kind == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
+            raise ConfigError(
+                f"loss_type='cispo' with epsilon_high={self.epsilon_high}: CISPO caps the ratio itself, so a cap below 1 would "
+                "scale every token down. Use epsilon_high=5.0."
+            )
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        if self.delta is not None and self.delta < 1 + high:
+            logger.warning("delta=%s is below 1 + epsilon_high = %s and cancels the clip.", self.delta, 1 + high)
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
+            logger.warning("scale_rewards=%r is ignored with normalize_then_sum.", self.scale_rewards)
+        if level != "token" and kind in ("bnpo", "dr_grpo", "dapo", "cispo"):
+            logger.warning(
+                "importance_sampling_level=%r with loss_type=%r lets each sequence count by its length; GSPO is loss_type='grpo'.",
+                level, kind,
+            )
+        if level != "token" and kind == "vespo":
+            logger.warning("vespo forms its own sequence weight; importance_sampling_level=%r is ignored.", level)

@@ -1,0 +1,142 @@
+"""`OnlineConfig`: sampling, batch arithmetic and logging fields of every method that generates while it trains."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+
+from posttrain.algorithms.config import GenerationFields, PostTrainingConfig, ReferenceFields, VllmFields
+from posttrain.errors import ConfigError, check_choice
+
+__all__ = ["OnlineConfig"]
+
+ENGINES = ("auto", "native", "hf")
+
+
+@dataclass
+class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingConfig):
+    """Arguments of the trainers that sample completions from the policy they train."""
+
+    _VALID_DICT_FIELDS = [  # noqa: RUF012
+        *PostTrainingConfig._VALID_DICT_FIELDS, "generation_kwargs", "chat_template_kwargs",
+        "transformers_continuous_batching_config",
+    ]
+
+    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
+    remove_unused_columns: bool | None = field(
+        default=False, metadata={"help": "Keep only the prompt column; rewards then see no other column."}
+    )
+    num_iterations: int = field(default=1, metadata={"help": "Passes over each generation, mu >= 1."})
+    epsilon: float = field(default=0.2, metadata={"help": "Lower clip of the importance ratio: 1 - epsilon."})
+    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip: 1 + epsilon_high; None: epsilon."})
+    reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward; None: ones."})
+    mask_truncated_completions: bool = field(
+        default=False, metadata={"help": "Leave completions that hit the length limit out of the loss."}
+    )
+    check_rewards: bool = field(
+        default=True,
+        metadata={"help": "Call each reward function once on two rows before the model loads, to find its mistakes early."},
+    )
+    log_completions: bool = field(default=False, metadata={"help": "Print a sample of completions at each log step."})
+    log_multimodal: bool = field(default=True, metadata={"help": "Include images in logged tables."})
+    num_completions_to_print: int | None = field(default=None, metadata={"help": "Rows of the printed table; None: all."})
+    log_unique_prompts: bool = field(default=False, metadata={"help": "One row a prompt in trackers' tables."})
+    max_tool_calling_iterations: int | None = field(default=None, metadata={"help": "Tool rounds per completion."})
+
+    def __post_init__(self) -> None:
+        for name in ("generation_kwargs", "chat_template_kwargs"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                setattr(self, name, json.loads(value))
+        super().__post_init__()
+        self._check_sampling()
+        self._check_engine()
+        self._resolve_batches()
+
+    def _check_sampling(self) -> None:
+        rules = [
+            ("temperature", self.temperature > 0, "must be above 0 (logits are divided by it)"),
+            ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]; 1 is off"),
+            ("top_k", self.top_k >= 0, "must be 0 (off) or positive"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "must be in [0, 1] or None"),
+            ("repetition_penalty", self.repetition_penalty > 0, "must be above 0; 1 is off"),
+            ("num_iterations", self.num_iterations >= 1, "must be at least 1"),
+            ("num_generations", self.num_generations >= 2, "must be at least 2: a group of one has nothing to compare with"),
+            ("num_generations_eval", (self.num_generations_eval or 1) >= 1, "must be at least 1, or None for num_generations"),
+            ("max_completion_length", self.max_completion_length >= 1, "must be at least 1"),
+            ("beta", self.beta >= 0, "must be 0 (no penalty) or positive"),
+            ("epsilon", self.epsilon >= 0, "must be 0 or positive"),
+        ]
+        for name, holds, rule in rules:
+            if not holds:
+                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        if self.sync_ref_model and self.beta == 0:
+            raise ConfigError("sync_ref_model=True with beta=0.0: there is no reference model to sync. Set beta above 0.")
+        if self.auto_find_batch_size:
+            raise ConfigError("auto_find_batch_size=True would break groups apart as it shrinks the batch. Turn it off.")
+        do_sample = (self.generation_kwargs or {}).get("do_sample", True)
+        if not do_sample:
+            raise ConfigError("generation_kwargs={'do_sample': False} makes all completions of a group equal. Remove it.")
+
+    def _check_engine(self) -> None:
+        check_choice("rollout_engine", self.rollout_engine, ENGINES)
+        check_choice("vllm_mode", self.vllm_mode, ("server", "colocate"))
+        later = {
+            "use_vllm": "vLLM rollouts come with a later release; rollout_engine='native' generates in process",
+            "use_transformers_continuous_batching": "paged generation comes with a later release; use rollout_engine='native'",
+        }
+        for name, reason in later.items():
+            if getattr(self, name):
+                raise ConfigError(f"{name}=True is not available in this version: {reason}.")
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}.")
+
+    def _resolve_batches(self) -> None:
+        """The arithmetic of one generation: completions = per-device batch x processes x steps per generation."""
+        unit = self.per_device_train_batch_size * self.world_size
+        given, steps = self.generation_batch_size, self.steps_per_generation
+        if given is not None and steps is not None and given != unit * steps:
+            raise ConfigError(
+                f"generation_batch_size={given} and steps_per_generation={steps} are both set. Set one; the other follows "
+                f"({self.per_device_train_batch_size} per device x {self.world_size} processes x steps)."
+            )
+        if given is not None and given % unit:
+            raise ConfigError(
+                f"generation_batch_size={given} must be a multiple of per_device_train_batch_size x processes = "
+                f"{self.per_device_train_batch_size} x {self.world_size} = {unit}. Nearest: {_near(given, unit)}."
+            )
+        self.steps_per_generation = steps or (given // unit if given else self.gradient_accumulation_steps)
+        self.generation_batch_size = unit * self.steps_per_generation
+        if self.do_eval and str(self.eval_strategy) not in ("no", "IntervalStrategy.NO"):
+            rows, group = self.per_device_eval_batch_size * self.world_size, self.num_generations_eval or self.num_generations
+            if rows % group:
+                raise ConfigError(
+                    f"the evaluation batch of {self.per_device_eval_batch_size} per device x {self.world_size} processes = "
+                    f"{rows} does not hold whole groups of {group} (num_generations_eval or num_generations). "
+                    f"Nearest per_device_eval_batch_size: {_near(self.per_device_eval_batch_size, group // math.gcd(group, self.world_size))}."
+                )
+        self._check_groups(unit)
+
+    def _check_groups(self, unit: int) -> None:
+        total, group = self.generation_batch_size or 0, self.num_generations
+        if total % group == 0:
+            return
+        fits = [g for g in range(2, total + 1) if total % g == 0]
+        step = group // math.gcd(group, self.world_size * (self.steps_per_generation or 1))
+        near = sorted(fits, key=lambda g: abs(g - group))[:3]
+        raise ConfigError(
+            f"a generation of {total} completions ({self.per_device_train_batch_size} per device x {self.world_size} "
+            f"process{'es' if self.world_size > 1 else ''} x {self.steps_per_generation} steps_per_generation) does not "
+            f"divide into groups of num_generations={group}. With {self.world_size} process"
+            f"{'es' if self.world_size > 1 else ''}: num_generations could be {', '.join(map(str, sorted(near))) or 'none'}; "
+            f"or keep {group} and set per_device_train_batch_size to {_near(self.per_device_train_batch_size, step)}, "
+            f"or generation_batch_size to {_near(total, math.lcm(unit, group))}."
+        )
+
+
+def _near(value: int, step: int) -> str:
+    """The multiples of ``step`` around ``value``, as text."""
+    below, above = value // step * step, -(-value // step) * step
+    return " or ".join(str(x) for x in sorted({below or above, above}))

@@ -1,0 +1,142 @@
+"""Rewards to advantages: how much better a completion is than its baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import ConfigError, DataError, did_you_mean
+
+__all__ = ["AdvantageStats", "group_advantages", "leave_one_out_advantages", "weighted_total"]
+
+EPSILON = 1e-4  # Keeps a group without spread finite.
+
+
+@dataclass(slots=True)
+class AdvantageStats:
+    """Advantages of n completions, and the numbers behind them.
+
+    Attributes:
+        advantages: ``(n,)``; 0 where no reward function applied.
+        totals: ``(n,)`` weighted rewards, NaN where no reward function applied.
+        group_std: ``(n / G,)`` Bessel-corrected spread of each group's totals, NaN with fewer than two scored rows.
+        reward_std: Mean of ``group_std`` (0 when there is none).
+        zero_std_share: Share of groups without spread.
+    """
+
+    advantages: Tensor
+    totals: Tensor
+    group_std: Tensor
+    reward_std: float
+    zero_std_share: float
+
+
+def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
+    """``sum_k w_k r_k`` over the functions that applied; NaN where none did.
+
+    Args:
+        rewards: ``(n, K)``, NaN where a function did not apply.
+        weights: ``(K,)``.
+    """
+    total = (rewards.nan_to_num(0.0) * weights).sum(-1)
+    return total.masked_fill(rewards.isnan().all(-1), torch.nan)
+
+
+def _std(values: Tensor, dim: int = -1) -> Tensor:
+    """Bessel-corrected standard deviation of the non-NaN entries; NaN with fewer than two."""
+    kept = ~values.isnan()
+    count = kept.sum(dim, keepdim=True)
+    centre = values.nansum(dim, keepdim=True) / count
+    squares = (values - centre).square().nansum(dim, keepdim=True)
+    variance = torch.where(count > 1, squares / (count - 1).clamp_min(1), torch.nan)
+    return variance.sqrt().squeeze(dim)
+
+
+def _groups(values: Tensor, group_size: int) -> Tensor:
+    if values.shape[0] % group_size:
+        raise DataError(f"{values.shape[0]} completions do not divide into groups of {group_size}.")
+    return values.reshape(-1, group_size, *values.shape[1:])
+
+
+def group_advantages(
+    rewards: Tensor,
+    weights: Tensor,
+    group_size: int,
+    *,
+    scale_rewards: str = "group",
+    aggregation: str = "sum_then_normalize",
+    min_group_std: float = 0.0,
+) -> AdvantageStats:
+    """``A = (R - mean_g) / (std + 1e-4)``, with the std of the group, of the batch, or none.
+
+    ``normalize_then_sum`` (GDPO) normalises each function within its group, sums with weights, and normalises over the
+    batch. A row that no function scored gets 0 and is left out of every mean and std.
+
+    Args:
+        rewards: ``(n, K)`` over all ranks, groups consecutive, NaN where a function did not apply.
+        weights: ``(K,)``.
+        group_size: G.
+        scale_rewards: ``group``, ``batch`` or ``none``.
+        aggregation: ``sum_then_normalize`` or ``normalize_then_sum``.
+        min_group_std: A group that spreads less gets advantage 0: noise is not a signal.
+
+    Reference: DeepSeekMath, arXiv:2402.03300, section 4.1.2; Dr. GRPO (none), 2503.20783; GDPO, 2601.05242.
+
+    >>> rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]])
+    >>> group_advantages(rewards, torch.ones(1), 4).advantages
+    tensor([ 0.8659, -0.8659, -0.8659,  0.8659])
+    """
+    totals = weighted_total(rewards, weights)
+    grouped = _groups(totals, group_size)
+    std = _std(grouped)
+    if aggregation == "normalize_then_sum":
+        advantages = _normalize_then_sum(_groups(rewards, group_size), weights, totals)
+    elif aggregation == "sum_then_normalize":
+        advantages = (grouped - grouped.nanmean(-1, keepdim=True)).flatten() / _scale(std, totals, scale_rewards, group_size)
+    else:
+        choices = ("sum_then_normalize", "normalize_then_sum")
+        raise ConfigError(f"multi_objective_aggregation={aggregation!r} is not known{did_you_mean(aggregation, choices)}.")
+    if min_group_std > 0:
+        advantages = advantages.masked_fill((std < min_group_std).repeat_interleave(group_size), 0.0)
+    known = std[~std.isnan()]
+    return AdvantageStats(
+        advantages=advantages.nan_to_num(0.0),
+        totals=totals,
+        group_std=std,
+        reward_std=float(known.mean()) if known.numel() else 0.0,
+        zero_std_share=float((std.nan_to_num(0.0) <= 1e-8).float().mean()),
+    )
+
+
+def _scale(std: Tensor, totals: Tensor, scale_rewards: str, group_size: int) -> Tensor | float:
+    if scale_rewards == "none":
+        return 1.0
+    if scale_rewards == "batch":
+        return _std(totals) + EPSILON
+    if scale_rewards == "group":
+        return (std + EPSILON).repeat_interleave(group_size)
+    raise ConfigError(f"scale_rewards={scale_rewards!r} is not known{did_you_mean(scale_rewards, ('group', 'batch', 'none'))}.")
+
+
+def _normalize_then_sum(rewards: Tensor, weights: Tensor, totals: Tensor) -> Tensor:
+    """Each function in its own group first, so that two rewards cannot cancel before they are compared."""
+    centred = rewards - rewards.nanmean(1, keepdim=True)
+    z = centred / (_std(rewards, 1).unsqueeze(1) + EPSILON)
+    summed = (z.nan_to_num(0.0) * weights).sum(-1).flatten().masked_fill(totals.isnan(), torch.nan)
+    return (summed - summed.nanmean()) / (_std(summed) + EPSILON)
+
+
+def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
+    """``A_i = R_i - mean of the others of its group``, ``(n,)``; 0 where nothing else was scored.
+
+    Reference: RLOO, arXiv:2402.14740, equation 8.
+
+    >>> leave_one_out_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), 4)
+    tensor([ 0.6667, -0.6667, -0.6667,  0.6667])
+    """
+    grouped = _groups(totals, group_size)
+    count = (~grouped.isnan()).sum(-1, keepdim=True)
+    others = (grouped.nansum(-1, keepdim=True) - grouped) / (count - 1)
+    return torch.where(count > 1, grouped - others, 0.0).nan_to_num(0.0).flatten()

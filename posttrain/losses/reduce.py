@@ -1,0 +1,120 @@
+"""From unreduced terms to one number: the only mean over tokens in the package.
+
+Denominators are counts of the **whole optimiser step**, over all micro-batches and ranks. Splitting a batch differently
+therefore never changes the gradient. ``local_token`` (the loss type ``bnpo``) is local by definition and the one exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.types import LossTerms
+
+__all__ = ["REDUCTIONS", "Denominators", "reduce", "sequence_lengths", "sequence_mean", "sequence_sum", "spread"]
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What an optimiser step holds, counted before its first forward pass.
+
+    Attributes:
+        tokens: Tokens that carry loss, over all micro-batches and ranks.
+        sequences: Sequences, likewise.
+        passes: Forward passes, likewise (only ``local_token`` divides by it).
+        world_size: Ranks; the loss is multiplied by it because data parallelism averages gradients.
+    """
+
+    tokens: float
+    sequences: float
+    passes: float
+    world_size: int = 1
+
+
+def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
+    """Sum ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``."""
+    kept = mask & (sequence >= 0)
+    return values.new_zeros(num_sequences).index_add(0, sequence[kept], values[kept])
+
+
+def sequence_lengths(mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
+    """Masked tokens of each sequence, at least 1, ``(S,)`` float32."""
+    return sequence_sum(mask.float(), mask, sequence, num_sequences).clamp_min(1.0)
+
+
+def sequence_mean(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
+    """Mean of ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``; 0 where none is masked in."""
+    sums = sequence_sum(values, mask, sequence, num_sequences)
+    return sums / sequence_lengths(mask, sequence, num_sequences).to(sums)
+
+
+def spread(values: Tensor, sequence: Tensor) -> Tensor:
+    """Give every token its sequence's value: ``(S,)`` to ``(B, T)``, 0 outside sequences. ``(B, T)`` passes unchanged."""
+    if values.shape == sequence.shape:
+        return values
+    return values[sequence.clamp_min(0)] * (sequence >= 0).to(values.dtype)
+
+
+def _masked_sum(terms: LossTerms) -> Tensor:
+    return torch.where(terms.mask, terms.terms, 0.0).sum()
+
+
+def _token(terms: LossTerms, counts: Denominators) -> Tensor:
+    """``sum l*m / N``: every token of the step weighs the same (DAPO)."""
+    return _masked_sum(terms) / max(counts.tokens, 1.0)
+
+
+def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:
+    """``mean_i sum_t l*m / |o_i|``: every sequence weighs the same (GRPO)."""
+    assert terms.sequence is not None
+    means = sequence_mean(terms.terms, terms.mask, terms.sequence, terms.num_sequences)
+    return means.sum() / max(counts.sequences, 1.0)
+
+
+def _sequence(terms: LossTerms, counts: Denominators) -> Tensor:
+    """``mean_i l_i`` of per-sequence terms."""
+    return _masked_sum(terms) / max(counts.sequences, 1.0)
+
+
+def _constant(terms: LossTerms, counts: Denominators) -> Tensor:
+    """``sum l*m / (S * L)`` with a fixed length L: no length bias (Dr. GRPO)."""
+    assert terms.constant is not None
+    return _masked_sum(terms) / (max(counts.sequences, 1.0) * terms.constant)
+
+
+def _local_token(terms: LossTerms, counts: Denominators) -> Tensor:
+    """``sum l*m / sum m`` of this pass alone, averaged over passes (BNPO)."""
+    return _masked_sum(terms) / terms.mask.sum().clamp_min(1) / max(counts.passes, 1.0)
+
+
+REDUCTIONS: dict[str, Callable[[LossTerms, Denominators], Tensor]] = {
+    "token": _token,
+    "sequence_token": _sequence_token,
+    "sequence": _sequence,
+    "constant": _constant,
+    "local_token": _local_token,
+}
+
+
+def reduce(terms: LossTerms, denominators: Denominators) -> Tensor:
+    """The scalar to call backward on: this pass's share of the step's loss, times ``world_size``.
+
+    A pass without any token gives 0 that still depends on its terms, so that collectives in backward do not hang.
+
+    Raises:
+        ConfigError: ``terms.reduction`` is not in `REDUCTIONS`.
+
+    >>> terms = LossTerms(torch.tensor([[1.0, 5.0]]), torch.tensor([[True, False]]), "token")
+    >>> float(reduce(terms, Denominators(tokens=4, sequences=1, passes=1)))
+    0.25
+    """
+    if terms.reduction not in REDUCTIONS:
+        raise ConfigError(f"reduction={terms.reduction!r} is not known{did_you_mean(terms.reduction, REDUCTIONS)}.")
+    loss = REDUCTIONS[terms.reduction](terms, denominators) * denominators.world_size
+    for extra in terms.extra:
+        loss = loss + reduce(extra, denominators)
+    return loss

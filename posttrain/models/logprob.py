@@ -1,0 +1,179 @@
+"""Log-probabilities of chosen tokens from hidden states, a chunk of logits at a time.
+
+The ``(N, V)`` logits never exist: forward keeps two numbers a token, backward computes the chunk again. Peak memory is
+O(chunk * V) instead of O(N * V), whatever the loss does with the log-probs afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from posttrain.errors import ConfigError
+
+__all__ = ["TokenLogprobs", "token_logprobs"]
+
+CHUNK_BYTES = 64 * 2**20  # Of float32 logits. Larger chunks are no faster on a CPU or a GPU, smaller ones are slower.
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Per-token results, ``(N,)`` each; ``entropy`` and ``correct`` only when asked for."""
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    correct: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """From ``hidden @ W.T + b`` to the logits of the softmax: scale, cap, temperature, in this order."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+    chunk: int
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tempered logits in float32 (or wider), and ``tanh`` of the cap for the backward pass."""
+        x = F.linear(hidden, weight, bias)
+        x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        if self.scale != 1.0:
+            x = x.mul_(self.scale)
+        bent = None
+        if self.softcap is not None:
+            bent = x.div_(self.softcap).tanh_()
+            x = bent * self.softcap
+        if self.temperature != 1.0:
+            x = x.div_(self.temperature)
+        return x, bent
+
+    def through(self, grad: Tensor, bent: Tensor | None) -> Tensor:
+        """Gradient of the logits to gradient of ``hidden @ W.T + b``, in place."""
+        factor = self.scale / self.temperature
+        if bent is not None:
+            grad = grad.mul_(1.0 - bent.square_())
+        return grad if factor == 1.0 else grad.mul_(factor)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd functions take positional arguments
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rule: _Rule, wants: tuple[bool, bool, bool]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        entropy_too, _, correct_too = wants
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        n = targets.shape[0]
+        logp, log_z = hidden.new_empty(n, dtype=wide), hidden.new_empty(n, dtype=wide)
+        entropy = hidden.new_empty(n if entropy_too else 0, dtype=wide)
+        correct = torch.empty(n if correct_too else 0, dtype=torch.bool, device=hidden.device)
+        for start in range(0, n, rule.chunk):
+            part = slice(start, start + rule.chunk)
+            x, _ = rule.logits(hidden[part], weight, bias)
+            chosen = x.gather(1, targets[part, None]).squeeze(1)
+            top = x.amax(1)
+            if correct_too:
+                correct[part] = chosen >= top
+            e = torch.sub(x, top[:, None]).exp_()
+            z = e.sum(1)
+            log_z[part] = top + z.log()
+            logp[part] = chosen - log_z[part]
+            if entropy_too:
+                entropy[part] = log_z[part] - torch.linalg.vecdot(e, x) / z
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
+        ctx.rule, ctx.wants = rule, wants
+        ctx.mark_non_differentiable(correct)
+        if not wants[1]:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy, correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
+        rule: _Rule = ctx.rule
+        through_entropy = ctx.wants[1] and grad_entropy is not None
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        wide = grad_logp.dtype
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
+        grad_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if need_bias else None
+        for start in range(0, targets.shape[0], rule.chunk):
+            part = slice(start, start + rule.chunk)
+            x, bent = rule.logits(hidden[part], weight, bias)
+            g = grad_logp[part]
+            lp = x.sub_(log_z[part, None])
+            if through_entropy:
+                # d logp_y / dx_v = [v = y] - p_v        d H / dx_v = -p_v (log p_v + H)
+                slope = (lp + entropy[part, None]).mul_(grad_entropy[part, None]).add_(g[:, None]).neg_()
+                dx = slope.mul_(lp.exp_())
+            else:
+                dx = lp.exp_().mul_(-g[:, None])
+            dx.scatter_add_(1, targets[part, None], g[:, None])
+            dx = rule.through(dx, bent).to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = dx @ weight
+            if grad_weight is not None:
+                grad_weight.addmm_(dx.T, hidden[part]) if wide == dx.dtype else grad_weight.add_(dx.T @ hidden[part])
+            if grad_bias is not None:
+                grad_bias += dx.sum(0, dtype=wide)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    need_entropy: bool = False,
+    entropy_grad: bool = False,
+    need_correct: bool = False,
+) -> TokenLogprobs:
+    """``log_softmax(cap(scale * (h W^T + b)) / temperature)[target]`` for each of N positions.
+
+    Args:
+        hidden: ``(N, H)`` hidden states that predict the targets.
+        weight: ``(V, H)`` output layer; gets a gradient iff it requires one.
+        targets: ``(N,)`` int64.
+        bias: ``(V,)``.
+        logit_scale: Multiplies the logits (Cohere; the inverse of Granite's ``logits_scaling``).
+        softcap: ``c tanh(x / c)`` (Gemma 2).
+        temperature: > 0.
+        chunk_size: Positions at a time; None picks about 64 MiB of logits.
+        need_entropy: Also the entropy, in nats, of the tempered distribution.
+        entropy_grad: Let gradients flow through the entropy.
+        need_correct: Also whether the target was the most likely token.
+
+    Returns:
+        Log-probs in float32 (float64 for float64 input), whatever the dtype of the weights. Under autocast the products
+        run in the autocast dtype, with the weight cast once.
+
+    Raises:
+        ConfigError: ``temperature`` is not above 0.
+    """
+    if temperature <= 0:
+        raise ConfigError(f"temperature={temperature} must be above 0: logits are divided by it.")
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    elif hidden.dtype != weight.dtype:
+        hidden = hidden.to(weight.dtype)
+    bias = None if bias is None else bias.to(weight.dtype)
+    chunk = chunk_size or max(16, CHUNK_BYTES // (4 * weight.shape[0]))
+    rule = _Rule(logit_scale, softcap, temperature, chunk)
+    wants = (need_entropy or entropy_grad, entropy_grad, need_correct)
+    with torch.autocast(device, enabled=False):
+        logp, entropy, correct = _TokenLogprobs.apply(hidden, weight, bias, targets, rule, wants)
+    return TokenLogprobs(logp, entropy if wants[0] else None, correct if need_correct else None)

@@ -1,0 +1,117 @@
+"""Chunked log-probs: equal to the dense formula in value and gradient, whatever the architecture does to its logits."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from posttrain.errors import ConfigError
+from posttrain.models.logprob import token_logprobs
+
+RULES = [
+    {},
+    {"temperature": 0.7},
+    {"softcap": 3.0},
+    {"logit_scale": 0.25},
+    {"softcap": 2.0, "logit_scale": 3.0, "temperature": 1.3},
+]
+
+
+def dense(hidden, weight, targets, *, bias=None, logit_scale=1.0, softcap=None, temperature=1.0):
+    x = F.linear(hidden, weight, bias) * logit_scale
+    x = softcap * torch.tanh(x / softcap) if softcap else x
+    logprobs = torch.log_softmax(x / temperature, -1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
+
+
+def problem(dtype=torch.float64, n=13, h=6, v=11):
+    torch.manual_seed(0)
+    hidden = torch.randn(n, h, dtype=dtype, requires_grad=True)
+    weight = torch.randn(v, h, dtype=dtype, requires_grad=True)
+    bias = torch.randn(v, dtype=dtype, requires_grad=True)
+    return hidden, weight, bias, torch.randint(0, v, (n,))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("chunk", [1, 4, 13, 100])
+def test_values_and_gradients_equal_the_dense_formula_at_any_chunk(rule, chunk):
+    hidden, weight, bias, targets = problem()
+    out = token_logprobs(hidden, weight, targets, bias=bias, chunk_size=chunk, need_entropy=True, entropy_grad=True,
+                         need_correct=True, **rule)
+    logp, entropy = dense(hidden, weight, targets, bias=bias, **rule)
+    assert torch.allclose(out.logp, logp, atol=1e-12)
+    assert torch.allclose(out.entropy, entropy, atol=1e-12)
+    mix = torch.randn_like(logp)
+    ours = torch.autograd.grad((out.logp * mix + out.entropy * mix.cos()).sum(), (hidden, weight, bias))
+    theirs = torch.autograd.grad((logp * mix + entropy * mix.cos()).sum(), (hidden, weight, bias))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, atol=1e-10)
+
+
+def test_gradcheck_in_float64_through_cap_scale_bias_temperature_and_entropy():
+    hidden, weight, bias, targets = problem(n=4, h=3, v=5)
+
+    def f(h, w, b):
+        out = token_logprobs(h, w, targets[:4] % 5, bias=b, softcap=2.0, logit_scale=1.5, temperature=0.8, chunk_size=3,
+                             entropy_grad=True)
+        return out.logp, out.entropy
+
+    assert torch.autograd.gradcheck(f, (hidden, weight, bias))
+
+
+def test_float32_agrees_with_a_float64_log_softmax_to_1e5():
+    hidden, weight, bias, targets = problem(torch.float32, n=64, h=48, v=1000)
+    targets = torch.randint(0, 1000, (64,))
+    truth, _ = dense(hidden.double(), weight.double(), targets)
+    assert (token_logprobs(hidden, weight, targets).logp - truth).abs().max() < 1e-5
+
+
+def test_bf16_weights_give_float32_logprobs_near_the_truth():
+    hidden, weight, _, targets = problem(torch.float32, n=32, h=16, v=50)
+    h, w = hidden.bfloat16(), weight.bfloat16()
+    out = token_logprobs(h, w, targets)
+    truth, _ = dense(h.double(), w.double(), targets)
+    assert out.logp.dtype == torch.float32
+    assert (out.logp - truth).abs().max() < 0.1
+
+
+def test_autocast_runs_in_bf16_and_gives_float32_gradients():
+    hidden, weight, _, targets = problem(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = token_logprobs(hidden, weight, targets)
+    out.logp.sum().backward()
+    assert out.logp.dtype == torch.float32
+    assert weight.grad.dtype == torch.float32
+    assert (out.logp - dense(hidden, weight, targets)[0]).abs().max() < 0.2
+
+
+def test_no_position_at_all_still_reaches_every_parameter():
+    hidden, weight, _, _ = problem(n=3)
+    out = token_logprobs(hidden[:0], weight, torch.empty(0, dtype=torch.long))
+    out.logp.sum().backward()
+    assert weight.grad.abs().sum() == 0
+    assert hidden.grad.abs().sum() == 0
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden, weight, _, targets = problem()
+    out = token_logprobs(hidden, weight.detach(), targets)
+    out.logp.sum().backward()
+    assert hidden.grad is not None
+
+
+def test_entropy_carries_no_gradient_unless_asked():
+    hidden, weight, _, targets = problem()
+    out = token_logprobs(hidden, weight, targets, need_entropy=True)
+    assert not out.entropy.requires_grad
+
+
+def test_correct_is_the_most_likely_token():
+    hidden, weight, _, targets = problem()
+    best = F.linear(hidden, weight).argmax(1)
+    assert token_logprobs(hidden, weight, best, need_correct=True).correct.all()
+
+
+def test_temperature_must_be_positive():
+    hidden, weight, _, targets = problem()
+    with pytest.raises(ConfigError, match="temperature=0"):
+        token_logprobs(hidden, weight, targets, temperature=0)
