@@ -1,0 +1,124 @@
+"""One forward over a forest equals each sequence alone, on every backend that takes a mask, for several families."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+
+from posttrain.data.forest import Layout, collate, split_by_sequence
+from posttrain.models import attention
+from posttrain.models.attention import probe_layout
+from posttrain.models.forward import forward, sequence_logps
+from posttrain.types import Row
+from tests.conftest import build_model
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 6},
+    "gemma": {},
+    "gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0},
+    "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 4.0},
+    "phi3": {},
+}
+
+
+def family(name, implementation="sdpa"):
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[name](**SMALL, **FAMILIES[name], initializer_range=0.3)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+
+
+def rows(vocab=97):
+    g = torch.Generator().manual_seed(1)
+
+    def ids(n):
+        return torch.randint(3, vocab, (n,), generator=g).tolist()
+
+    def make(prompt, *lengths):
+        return Row(ids(prompt), [ids(n) for n in lengths], [[1] * n for n in lengths])
+
+    return [make(9, 4, 7, 1), make(5, 8), make(0, 12), make(3, 2, 2)]
+
+
+# transformers offers no sdpa for gemma2, whose attention is capped.
+CASES = [(name, how) for name in FAMILIES for how in ("sdpa", "eager") if (name, how) != ("gemma2", "sdpa")]
+
+
+@pytest.mark.parametrize(("name", "implementation"), CASES)
+def test_tree_packed_and_padded_equal_each_sequence_alone(name, implementation):
+    model, examples = family(name, implementation), rows()
+    truth = sequence_logps(model, examples)
+    for layout in (Layout("tree", row_tokens=64), Layout("tree", row_tokens=20), Layout("padded", row_tokens=64)):
+        for batch in collate(examples, pad_token_id=0, layout=layout):
+            out = forward(model, batch, frozenset({"logp", "entropy", "correct"}))
+            assert (out.entropy[batch.loss_mask] > 0).all()
+            for origin, logp in zip(batch.origin, split_by_sequence(out.logp, batch), strict=True):
+                assert torch.allclose(logp, truth[origin], atol=1e-4), (layout, origin)
+
+
+def test_gradients_of_tree_and_padded_agree():
+    grads = []
+    for layout in (Layout("tree", row_tokens=64), Layout("padded", row_tokens=64)):
+        model = build_model(97)
+        for batch in collate(rows(), pad_token_id=0, layout=layout):
+            (forward(model, batch).logp.square().sum()).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(grads[0], grads[1], atol=1e-4)
+
+
+def test_padding_content_changes_nothing():
+    model = build_model(97)
+    (batch,) = collate(rows()[:1], pad_token_id=0, layout=Layout("padded", row_tokens=64))
+    before = forward(model, batch).logp
+    batch.input_ids[batch.tree < 0] = 55
+    assert torch.equal(before, forward(model, batch).logp)
+
+
+def test_temperature_divides_the_logits():
+    model = build_model(97)
+    (batch,) = collate(rows()[1:2], pad_token_id=0)
+    hot = forward(model, batch, temperature=2.0).logp
+    logits = model(batch.input_ids).logits[0] / 2.0
+    expected = torch.log_softmax(logits, -1)[4:-1].gather(1, batch.input_ids[0, 5:, None]).squeeze(1)
+    assert torch.allclose(hot[0, 5:], expected, atol=1e-5)
+
+
+def test_an_adapter_on_the_head_is_not_dropped():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build_model(97, tie_word_embeddings=False), LoraConfig(target_modules=["lm_head"], r=2))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    (batch,) = collate(rows()[1:2], pad_token_id=0)
+    logits = model(input_ids=batch.input_ids).logits[0]
+    expected = torch.log_softmax(logits, -1)[4:-1].gather(1, batch.input_ids[0, 5:, None]).squeeze(1)
+    assert torch.allclose(forward(model, batch).logp[0, 5:], expected, atol=1e-5)
+
+
+def test_the_probe_accepts_a_llama_and_keeps_its_verdict():
+    attention.PROBED.clear()
+    assert probe_layout(build_model(97)).kind == "tree"
+    assert len(attention.PROBED) == 1
+
+
+def test_the_probe_sends_a_model_that_ignores_masks_to_padded_rows(caplog):
+    attention.PROBED.clear()
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["mamba"](vocab_size=97, hidden_size=16, num_hidden_layers=2, state_size=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert probe_layout(model).kind == "padded"
+    assert "padded rows" in caplog.text
+    truth = sequence_logps(model, rows()[:2])
+    for batch in collate(rows()[:2], pad_token_id=0, layout=Layout("padded", row_tokens=64)):
+        for origin, logp in zip(batch.origin, split_by_sequence(forward(model, batch).logp, batch), strict=True):
+            assert torch.allclose(logp, truth[origin], atol=1e-4)
