@@ -1,0 +1,94 @@
+"""What a rollout engine is, and how one is chosen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from posttrain.errors import ConfigError, RolloutError, did_you_mean
+from posttrain.types import Request, Rollout, Sampling
+
+__all__ = ["RolloutEngine", "check_requests", "create_engine"]
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Samples completions. Every engine passes the same contract tests."""
+
+    name: str
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        """All completions of request 0, then of request 1, and so on."""
+        ...
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights; engines that run on the trainer's own only note the version."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds; it is not used again."""
+        ...
+
+
+def check_requests(requests: Sequence[Request], sampling: Sampling, context: int | None, vocabulary: int | None) -> None:
+    """Refuse what no engine could do, naming the request.
+
+    Raises:
+        RolloutError: No token in a prompt, an id outside the vocabulary, or a prompt that leaves no room in the context.
+    """
+    for index, request in enumerate(requests):
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise RolloutError(f"request {index} has an empty prompt; give it at least one token (a bos token, say).")
+        if context is not None and length + sampling.max_new_tokens > context:
+            raise RolloutError(
+                f"request {index}: a prompt of {length} tokens and max_new_tokens={sampling.max_new_tokens} do not fit the "
+                f"model's context of {context} tokens."
+            )
+        if vocabulary is not None and max(request.prompt_ids) >= vocabulary:
+            raise RolloutError(
+                f"request {index} holds token id {max(request.prompt_ids)}, and the model has {vocabulary}: the tokenizer "
+                "belongs to another model."
+            )
+
+
+def _native(model: nn.Module, **options: Any) -> RolloutEngine:
+    from posttrain.rollouts.native.engine import NativeEngine
+
+    return NativeEngine(model, **options)
+
+
+def _hf(model: nn.Module, **options: Any) -> RolloutEngine:
+    from posttrain.rollouts.hf import HFEngine
+
+    return HFEngine(model, **options)
+
+
+def _auto(model: nn.Module, **options: Any) -> RolloutEngine:
+    from posttrain.rollouts.native.probe import native_is_exact
+
+    reason = native_is_exact(model)
+    if reason is None:
+        logger.info("rollout_engine='auto': native, in process on the trainer's own weights.")
+        return _native(model, **options)
+    logger.warning("rollout_engine='auto': hf (transformers generate), because the native engine is not exact here: %s.", reason)
+    return _hf(model, **options)
+
+
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {"auto": _auto, "native": _native, "hf": _hf}
+
+
+def create_engine(name: str, model: nn.Module, *, pad_token_id: int) -> RolloutEngine:
+    """Make the engine called ``name`` on ``model``.
+
+    Raises:
+        ConfigError: An unknown name.
+    """
+    if name not in ENGINES:
+        raise ConfigError(f"rollout_engine={name!r} is not known{did_you_mean(name, ENGINES)}. Choose one of {', '.join(ENGINES)}.")
+    return ENGINES[name](model, pad_token_id=pad_token_id)
