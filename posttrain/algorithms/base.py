@@ -98,7 +98,7 @@ class PostTrainer(transformers.Trainer):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
         self.denominators = Denominators(1, 1, 1)
-        self.record = RunRecordCallback(self)
+        self.record = RunRecordCallback(args, processing_class)
         self.add_callback(self.record)
 
     # What a subclass gives ---------------------------------------------------------------------------------------

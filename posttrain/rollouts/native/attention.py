@@ -57,19 +57,18 @@ class Store:
         """Append one position to each live row; returns the used part of this layer's memory."""
         n, used = key.shape[0], self.longest + 1
         if layer not in self.keys or self.keys[layer].shape[2] < used:
-            self._grow(layer, key)
+            self._grow(layer, key, value)
         keys, values = self.keys[layer], self.values[layer]
         rows = torch.arange(n, device=key.device)
         keys[rows, :, self.lengths] = key[:, :, 0]
         values[rows, :, self.lengths] = value[:, :, 0]
         return keys[:n, :, :used], values[:n, :, :used]
 
-    def _grow(self, layer: int, key: Tensor) -> None:
-        heads, size = key.shape[1], key.shape[3]
-        for memory in (self.keys, self.values):
+    def _grow(self, layer: int, key: Tensor, value: Tensor) -> None:
+        for memory, sample in ((self.keys, key), (self.values, value)):
             old = memory.get(layer)
             capacity = FIRST_BLOCK if old is None else 2 * old.shape[2]
-            new = key.new_zeros(self.slots, heads, capacity, size)
+            new = sample.new_zeros(self.slots, sample.shape[1], capacity, sample.shape[3])
             if old is not None:
                 new[:, :, : old.shape[2]] = old
             memory[layer] = new
@@ -101,6 +100,8 @@ def native_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if sliding_window is None:
         sliding_window = getattr(module, "sliding_window", None)
+    # Under autocast the rotary embedding leaves queries and keys in float32 beside half-precision values.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     if store.prefixes:
         for row, prefix in enumerate(store.prefixes):
             prefix.keys.append(key[row, :, : prefix.length].contiguous())
@@ -139,7 +140,7 @@ def _decode(
     n, heads, _, size = query.shape
     kv = keys.shape[1]
     q = query.view(n, kv, heads // kv, size) * scale
-    scores = _cap(q @ keys.transpose(2, 3), softcap)  # (n, kv, r, used)
+    scores = _cap((q @ keys.transpose(2, 3)).float(), softcap)  # (n, kv, r, used)
     index = torch.arange(keys.shape[2], device=query.device)
     ahead = index[None, :] > store.lengths[:, None]
     if window is not None:
@@ -148,7 +149,7 @@ def _decode(
     top = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - top)
     mass = weights.sum(-1, keepdim=True)
-    out = weights @ values
+    out = (weights.to(values.dtype) @ values).float()
     for prefix, rows in store.groups:
         part = _prefix_part(prefix, layer, q[rows], store.lengths[rows], softcap, window)
         if part is None:
@@ -158,7 +159,7 @@ def _decode(
         own, shared = torch.exp(top[rows] - joint), torch.exp(part_top - joint)
         mass[rows] = mass[rows] * own + part_mass * shared
         out[rows] = out[rows] * own + part_out * shared
-    return (out / mass).reshape(n, 1, heads, size)
+    return (out / mass).to(query.dtype).reshape(n, 1, heads, size)
 
 
 def _prefix_part(
@@ -173,7 +174,7 @@ def _prefix_part(
             return None
         key, value = key[:, start:], value[:, start:]
     flat = q.transpose(0, 1).reshape(kv, g * r, size)
-    scores = _cap(flat @ key.transpose(1, 2), softcap).view(kv, g, r, -1)
+    scores = _cap((flat @ key.transpose(1, 2)).float(), softcap).view(kv, g, r, -1)
     if window is not None:
         position = torch.arange(start, prefix.length, device=q.device)
         gone = (prefix.length + lengths)[:, None] - position[None, :] >= window  # (g, length)
@@ -181,7 +182,7 @@ def _prefix_part(
     top = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - top)
     mass = weights.sum(-1, keepdim=True)
-    out = (weights.view(kv, g * r, -1) @ value).view(kv, g, r, size)
+    out = (weights.view(kv, g * r, -1).to(value.dtype) @ value).float().view(kv, g, r, size)
     return top.transpose(0, 1), mass.transpose(0, 1), out.transpose(0, 1)
 
 
