@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import inspect
 import logging
-import math
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, RewardError
 from posttrain.metrics import Metric, mean, total
+from posttrain.rewards.call import RESERVED, RewardCall, head, scores_tensor
+from posttrain.rewards.concurrency import awaited, close, gather, is_concurrent, itself, run_async
+from posttrain.rewards.transform import parse_transform
 
-__all__ = ["RewardRunner", "RewardTable", "reward_name"]
+__all__ = ["RewardRunner", "RewardTable", "parallel", "reward_name"]
 
 logger = logging.getLogger(__name__)
 
-RESERVED = ("prompt", "completion", "completion_ids")
+F = TypeVar("F", bound=Callable)
+MANY, PATIENCE = 0.5, 5  # Share of unscored rows, and generations in a row, after which a run has no usable reward.
 
 
 @dataclass(slots=True)
@@ -32,11 +33,13 @@ class RewardTable:
     """Rewards of one batch of completions.
 
     Attributes:
-        values: ``(n, K)`` float32, NaN where a function returned None.
+        values: ``(n, K)`` float32, NaN where a function returned None; transformed where a transform is set.
         names: K unique names.
-        weights: ``(K,)``.
+        weights: ``(K,)`` float32.
         extra_columns: What functions logged with ``log_extra``, one value a row.
         metrics: Seconds per function, what they logged with ``log_metric``, counts of odd values.
+        seconds: Wall-clock seconds of each function, by name.
+        raw: ``values`` before any transform.
     """
 
     values: Tensor
@@ -44,25 +47,42 @@ class RewardTable:
     weights: Tensor
     extra_columns: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    raw: Tensor | None = None
+
+
+def parallel(function: F) -> F:
+    """Mark a plain function that waits (for a judge, a sandbox): it runs on a thread beside the asynchronous ones.
+
+    >>> @parallel
+    ... def judged(completions, **kwargs):
+    ...     return [1.0 for _ in completions]
+    """
+    function.runs_in_thread = True  # type: ignore[attr-defined]
+    return function
 
 
 def reward_name(function: Any) -> str:
     """``__name__``, through partials; the last part of a model's id; the class name of an instance."""
     while isinstance(function, functools.partial):
         function = function.func
+    if isinstance(function, str):
+        return function.rstrip("/").split("/")[-1]
     if isinstance(function, torch.nn.Module):
-        return str(getattr(function.config, "_name_or_path", "") or type(function).__name__).split("/")[-1]
+        config = getattr(function, "config", None)
+        return str(getattr(config, "_name_or_path", "") or type(function).__name__).split("/")[-1]
     return getattr(function, "__name__", None) or type(function).__name__
 
 
 def _unique(names: list[str]) -> list[str]:
     """Equal names get ``_1``, ``_2``: their metrics must not merge."""
-    seen: dict[str, int] = {}
-    result = []
+    result: list[str] = []
     for name in names:
-        count = seen.get(name, 0)
-        seen[name] = count + 1
-        result.append(f"{name}_{count}" if count else name)
+        count, candidate = 0, name
+        while candidate in result:
+            count += 1
+            candidate = f"{name}_{count}"
+        result.append(candidate)
     return result
 
 
@@ -70,31 +90,56 @@ class RewardRunner:
     """Calls reward functions the way users expect, and turns every mistake into a `RewardError`.
 
     A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns, trainer_state=...,
-    log_extra=..., log_metric=...)`` and returns one number, or None for "does not apply", a row. ``async def`` functions
-    run concurrently after the others.
+    log_extra=..., log_metric=...)`` and returns one number, or None for "does not apply", a row. One without ``**kwargs``
+    gets only what it names. Plain functions run in order on the calling thread; asynchronous ones, and those marked
+    `parallel`, run concurrently after them.
 
     Args:
-        reward_funcs: A callable, a sequence-classification model (or its id), or a list of them.
+        reward_funcs: A callable, a sequence-classification model (or its id), or a list of them. The list is copied.
         reward_weights: One a function; None is ones.
         processing_classes: Tokenizers of reward models, one (or None) a function.
+        transforms: One a function (see `posttrain.rewards.transform`), applied before the weights; None is none.
+        timeout: Seconds a function may take for one batch; None waits for ever. A plain function then runs on a thread.
+        model_options: Keywords for `posttrain.rewards.model.ModelReward`.
 
     Raises:
         ConfigError: No function at all, or lists of different lengths.
+
+    >>> def length(completions, **kwargs):
+    ...     return [len(text) for text in completions]
+    >>> runner = RewardRunner(length)
+    >>> runner(prompts=["a", "b"], completions=["x", "yz"], completion_ids=[[1], [2, 3]]).values.tolist()
+    [[1.0], [2.0]]
     """
 
-    def __init__(self, reward_funcs: Any, reward_weights: Sequence[float] | None = None, processing_classes: Any = None) -> None:
+    def __init__(
+        self,
+        reward_funcs: Any,
+        reward_weights: Sequence[float] | None = None,
+        processing_classes: Any = None,
+        *,
+        transforms: Sequence[str | None] | str | None = None,
+        timeout: float | None = None,
+        model_options: Mapping[str, Any] | None = None,
+    ) -> None:
         functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if not functions or functions == [None]:
             raise ConfigError("reward_funcs is empty: online training needs at least one reward function.")
-        tokenizers = list(processing_classes) if isinstance(processing_classes, list | tuple) else [processing_classes]
-        tokenizers = tokenizers * len(functions) if len(tokenizers) == 1 else tokenizers
-        for name, given in {"reward_weights": reward_weights, "reward_processing_classes": tokenizers}.items():
-            if given is not None and len(given) != len(functions):
-                raise ConfigError(f"{name} has {len(given)} entries for {len(functions)} reward functions. Give one each.")
-        self.functions = [_as_callable(f, t) for f, t in zip(functions, tokenizers, strict=True)]
-        self.names = _unique([reward_name(f) if not isinstance(f, str) else f.split("/")[-1] for f in functions])
-        self.weights = torch.tensor([1.0] * len(functions) if reward_weights is None else list(reward_weights))
-        self._warned_none = False
+        count = len(functions)
+        tokenizers = _one_each("reward_processing_classes", processing_classes, count)
+        transforms = [transforms] * count if isinstance(transforms, str) else transforms
+        weights = _one_each("reward_weights", reward_weights, count)
+        if timeout is not None and timeout <= 0:
+            raise ConfigError(f"reward_timeout={timeout} must be above 0 seconds, or None to wait for ever.")
+        options = dict(model_options or {})
+        self.functions = [_as_callable(f, t, options) for f, t in zip(functions, tokenizers, strict=True)]
+        self.names = _unique([reward_name(f) for f in functions])
+        self.weights = torch.tensor([1.0 if w is None else float(w) for w in weights])
+        self.transforms = [parse_transform(spec) for spec in _one_each("reward_transform", transforms, count)]
+        self.timeout = timeout
+        self._tables = 0
+        self._mostly_unscored = 0
+        self._said: dict[str, int] = {}
 
     def __call__(
         self,
@@ -104,62 +149,158 @@ class RewardRunner:
         completion_ids: list[list[int]],
         columns: dict[str, list[Any]] | None = None,
         trainer_state: Any = None,
+        prompt_suffixes: list[str] | None = None,
+        environments: list[Any] | None = None,
         strict: bool = False,
+        judge: bool = True,
     ) -> RewardTable:
         """Score n completions.
 
         Args:
-            prompts, completions: Strings, or lists of messages.
+            prompts: n strings, or lists of messages.
+            completions: n strings, or lists of messages.
             completion_ids: Token ids, unpadded, eos included.
             columns: Dataset columns, one value a row.
             trainer_state: Passed through.
+            prompt_suffixes: The text each completion continues (the end of the rendered prompt), for format rewards.
+            environments: Passed through when given.
             strict: NaN is an error too (a dry run); otherwise it counts as None and is reported.
+            judge: Transform and judge these rows. With several processes pass False, gather ``values``, and call `finish`.
 
         Raises:
-            RewardError: Names the function and, where there is one, the row.
+            RewardError: Names the function and, where there is one, the row; or no function scored anything.
         """
-        call = _Call(prompts, completions, completion_ids, columns or {}, trainer_state, strict)
-        results: list[Any] = [None] * len(self.functions)
-        waiting: list[tuple[int, Coroutine]] = []
-        for k, function in enumerate(self.functions):
-            started = time.perf_counter()
-            outcome = call.run(self.names[k], function)
-            if inspect.isawaitable(outcome):
-                waiting.append((k, outcome))  # type: ignore[arg-type]
-            else:
-                results[k] = outcome
-                call.metrics[f"rewards/{self.names[k]}/seconds"] = mean(time.perf_counter() - started)
-        self._await(waiting, results, call)
+        kept = {name: values for name, values in (columns or {}).items() if name not in RESERVED}
+        always = {"trainer_state": trainer_state, "prompt_suffixes": prompt_suffixes, "environments": environments}
+        always = {k: v for k, v in always.items() if v is not None or k == "trainer_state"}
+        call = RewardCall(prompts, completions, completion_ids, kept, always, strict)
+        call.check_inputs()
+        results, seconds = self._run(call)
         values = [call.check(name, result) for name, result in zip(self.names, results, strict=True)]
-        table = RewardTable(torch.tensor(values).T.reshape(len(prompts), -1), list(self.names), self.weights)
-        table.extra_columns, table.metrics = call.extra, call.metrics
-        self._note_unscored(table, call)
+        for name, spent in seconds.items():
+            call.metrics[f"rewards/{name}/seconds"] = mean(spent)
+        table = RewardTable(scores_tensor(values, len(prompts)), list(self.names), self.weights)
+        table.extra_columns, table.metrics, table.seconds = call.extra_columns(self.names), call.all_metrics(), seconds
+        return self.finish(table, groups=_neighbours(prompts), prompts=prompts, columns=kept) if judge else table
+
+    def _run(self, call: RewardCall) -> tuple[list[Any], dict[str, float]]:
+        """Results of all functions in their order, and what each took."""
+        results: list[Any] = [None] * len(self.functions)
+        seconds: dict[str, float] = {}
+        later: dict[int, Callable[[], Awaitable]] = {}
+        try:
+            for k, function in enumerate(self.functions):
+                name = self.names[k]
+                if is_concurrent(function):
+                    later[k] = functools.partial(awaited, call, name, function)
+                    continue
+                started = time.perf_counter()
+                results[k] = call.run(name, function, self.timeout)
+                seconds[name] = time.perf_counter() - started
+                if inspect.isawaitable(results[k]):
+                    later[k] = functools.partial(itself, results[k])
+        except BaseException:
+            close([result for result in results if inspect.iscoroutine(result)])
+            raise
+        if later:
+            for k, (outcome, spent) in zip(later, run_async(gather(list(later.values()), self.timeout)), strict=True):
+                if isinstance(outcome, RewardError):
+                    raise outcome
+                if isinstance(outcome, BaseException):
+                    raise call.failure(self.names[k], outcome, self.timeout) from outcome
+                results[k] = outcome
+                seconds[self.names[k]] = seconds.get(self.names[k], 0.0) + spent
+        return results, seconds
+
+    def finish(
+        self,
+        table: RewardTable,
+        *,
+        groups: Sequence[int],
+        prompts: Sequence[Any] = (),
+        columns: Mapping[str, Any] | None = None,
+    ) -> RewardTable:
+        """Transform the rewards of all processes' rows and judge whether they can train anything.
+
+        Args:
+            table: Its ``values`` hold the rows of all processes.
+            groups: ``(n,)`` which group a row belongs to.
+            prompts: For the warning; may be this process's only.
+            columns: For the warning and the error; may be this process's only.
+
+        Raises:
+            RewardError: All rows of the first batch, or more than half in 5 consecutive batches, were scored by nobody.
+        """
+        unscored = table.values.isnan().all(-1)
+        names = sorted(columns or {})
+        if unscored.any():
+            rows = unscored.nonzero().flatten().tolist()
+            table.metrics["groups/unscorable"] = total(float(len(rows)))
+            row = {name: values[rows[0]] for name, values in (columns or {}).items() if rows[0] < len(values)}
+            shown = head(prompts[rows[0]]) if rows[0] < len(prompts) else "(on another process)"
+            self._warn(
+                "none",
+                "All reward functions returned None for row %d (and %d more). Prompt: %s. Its columns: %s",
+                rows[0],
+                len(rows) - 1,
+                shown,
+                head(row, 300),
+            )
+        self._judge(unscored, names)
+        numbers = torch.as_tensor(list(groups))
+        self._warn_partial(table, numbers, unscored)
+        table.raw = table.values
+        table.values = table.values.clone()
+        for k, transform in enumerate(self.transforms):
+            if transform is not None:
+                raw = table.raw[:, k]
+                table.values[:, k] = transform(raw, numbers)
+                table.metrics[f"rewards/{table.names[k]}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
         return table
 
-    def _await(self, waiting: list[tuple[int, Coroutine]], results: list[Any], call: _Call) -> None:
-        if not waiting:
+    def _judge(self, unscored: Tensor, columns: list[str]) -> None:
+        share = float(unscored.float().mean()) if unscored.numel() else 0.0
+        self._mostly_unscored = self._mostly_unscored + 1 if share > MANY else 0
+        self._tables += 1
+        all_of_first = self._tables == 1 and share == 1.0
+        if not all_of_first and self._mostly_unscored < PATIENCE:
             return
-        started = time.perf_counter()
+        what = (
+            "every row of the first batch"
+            if all_of_first
+            else f"{share:.0%} of the rows, in {PATIENCE} batches in a row"
+        )
+        raise RewardError(
+            f"no usable reward: all reward functions ({', '.join(self.names)}) returned None for {what}. Nothing can be learned "
+            f"from that. They got the columns {columns}; usually a value they look for never occurs in one (a task called "
+            "'code' in the data and 'coding' in the function, a reference answer that does not parse)."
+        )
 
-        async def gather() -> list[Any]:
-            return await asyncio.gather(*(task for _, task in waiting), return_exceptions=True)
-
-        for (k, _), outcome in zip(waiting, _run_async(gather()), strict=True):
-            if isinstance(outcome, BaseException):
-                raise call.failure(self.names[k], outcome) from outcome
-            results[k] = outcome
-            call.metrics[f"rewards/{self.names[k]}/seconds"] = mean(time.perf_counter() - started)
-
-    def _note_unscored(self, table: RewardTable, call: _Call) -> None:
-        rows = table.values.isnan().all(-1).nonzero().flatten().tolist()
-        if rows:
-            table.metrics["groups/unscorable"] = total(float(len(rows)))
-            if not self._warned_none:
-                self._warned_none = True
-                logger.warning(
-                    "All reward functions returned None for row %d (and %d more). Columns: %s. Prompt: %s",
-                    rows[0], len(rows) - 1, sorted(call.columns), call.head(rows[0]),
+    def _warn_partial(self, table: RewardTable, groups: Tensor, unscored: Tensor) -> None:
+        """Totals inside a group are not comparable when a function scored only some of its rows."""
+        if not len(groups):
+            return
+        _, number = groups.unique(return_inverse=True)
+        count = int(number.max()) + 1
+        rows = torch.zeros(count).index_add_(0, number, (~unscored).float())
+        for k, name in enumerate(table.names):
+            scored = (~table.values[:, k].isnan()).float()
+            have = torch.zeros(count).index_add_(0, number, scored)
+            partial = int(((have > 0) & (have < rows)).sum())
+            if partial:
+                self._warn(
+                    f"partial {name}",
+                    "%s returned None for some completions of a prompt and a number for others, in %d groups: their totals are "
+                    "not comparable. Return 0.0 instead of None, or None for the whole group.",
+                    name,
+                    partial,
                 )
+
+    def _warn(self, key: str, message: str, *values: Any) -> None:
+        """The first time, and then every hundredth."""
+        count = self._said[key] = self._said.get(key, 0) + 1
+        if count % 100 == 1:
+            logger.warning(message, *values)
 
     def dry_run(self, examples: list[dict[str, Any]], *, conversational: bool) -> None:
         """Call every function once on made-up completions, before anything expensive is loaded.
@@ -175,124 +316,44 @@ class RewardRunner:
             completions=[[{"role": "assistant", "content": text}] if conversational else text for text in texts],
             completion_ids=[[0], [0, 1]],
             columns={name: [row.get(name) for row in rows] for name in rows[0] if name not in RESERVED},
+            prompt_suffixes=["", ""],
             strict=True,
+            judge=False,
         )
 
 
-@dataclass
-class _Call:
-    """One scoring of one batch."""
-
-    prompts: list[Any]
-    completions: list[Any]
-    completion_ids: list[list[int]]
-    columns: dict[str, list[Any]]
-    trainer_state: Any
-    strict: bool
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, Metric] = field(default_factory=dict)
-
-    def run(self, name: str, function: Callable) -> Any:
-        def log_extra(column: str, values: Sequence[Any]) -> None:
-            if len(values) != len(self.prompts):
-                raise RewardError(f"{name} logged {len(values)} values for column {column!r} and {len(self.prompts)} rows.")
-            self.extra[f"{name}/{column}" if column in self.extra else column] = list(values)
-
-        def log_metric(key: str, value: float) -> None:
-            self.metrics[key] = mean(float(value))
-
-        try:
-            # Shallow copies: a function that edits its lists must not change what the next one sees.
-            return function(
-                prompts=list(self.prompts),
-                completions=list(self.completions),
-                completion_ids=[list(ids) for ids in self.completion_ids],
-                trainer_state=self.trainer_state,
-                log_extra=log_extra,
-                log_metric=log_metric,
-                **{key: list(values) for key, values in self.columns.items()},
-            )
-        except Exception as error:
-            raise self.failure(name, error) from error
-
-    def failure(self, name: str, error: BaseException) -> RewardError:
-        where = self._guilty_row(error)
-        at = f" at row {where} (prompt: {self.head(where)})" if where is not None else f" (first prompt: {self.head(0)})"
-        return RewardError(
-            f"reward function {name!r} raised {type(error).__name__}: {error}{at}. A reward must give a number, or None for "
-            "'does not apply', whatever the model writes."
-        )
-
-    def _guilty_row(self, error: BaseException) -> int | None:
-        """The row a function was at when it raised, told by its loop over the completions."""
-        frame = error.__traceback__
-        while frame is not None:
-            for value in frame.tb_frame.f_locals.values():
-                for index, completion in enumerate(self.completions):
-                    if value is completion and not isinstance(value, int | type(None)):
-                        return index
-            frame = frame.tb_next
-        return None
-
-    def head(self, row: int) -> str:
-        text = str(self.prompts[row])
-        return repr(text if len(text) <= 120 else text[:120] + "...")
-
-    def check(self, name: str, result: Any) -> list[float]:
-        n = len(self.prompts)
-        if isinstance(result, Tensor) or hasattr(result, "tolist"):
-            result = result.tolist()
-        if not isinstance(result, Sequence) or isinstance(result, str | bytes):
-            raise RewardError(
-                f"reward function {name!r} returned {result!r} ({type(result).__name__}); it must return a list of {n} numbers, "
-                "one a completion."
-            )
-        if len(result) != n:
-            raise RewardError(f"reward function {name!r} returned {len(result)} rewards for {n} completions; it must return one each.")
-        return [self._number(name, row, value) for row, value in enumerate(result)]
-
-    def _number(self, name: str, row: int, value: Any) -> float:
-        if value is None:
-            return math.nan
-        if isinstance(value, str) or not hasattr(value, "__float__"):
-            raise RewardError(
-                f"reward function {name!r} returned {value!r} ({type(value).__name__}) for row {row}; it must return a number "
-                f"or None. Prompt: {self.head(row)}"
-            )
-        number = float(value)
-        if math.isinf(number) or (self.strict and math.isnan(number)):
-            raise RewardError(
-                f"reward function {name!r} returned {number} for row {row}; it must return a finite number, or None for 'does "
-                f"not apply'. Prompt: {self.head(row)}"
-            )
-        if math.isnan(number):
-            self.metrics[f"rewards/{name}/nan"] = total(1.0)
-        return number
+def _one_each(name: str, given: Any, count: int) -> list[Any]:
+    """A list with one entry a function; None stands for all."""
+    if given is None:
+        return [None] * count
+    entries = list(given) if isinstance(given, list | tuple | Tensor) else [given]
+    if len(entries) != count:
+        raise ConfigError(f"{name} has {len(entries)} entries for {count} reward functions. Give one each.")
+    return entries
 
 
-def _as_callable(function: Any, tokenizer: Any) -> Callable:
+def _as_callable(function: Any, tokenizer: Any, options: dict[str, Any]) -> Callable:
     if isinstance(function, str | torch.nn.Module):
         from posttrain.rewards.model import ModelReward
 
-        return ModelReward(function, tokenizer)
+        return ModelReward(function, tokenizer, **options)
     if not callable(function):
-        raise ConfigError(f"reward_funcs holds {function!r} ({type(function).__name__}), which is neither callable nor a model.")
+        raise ConfigError(
+            f"reward_funcs holds {function!r} ({type(function).__name__}), which is neither callable nor a model."
+        )
     return function
 
 
-def _run_async(coroutine: Coroutine) -> Any:
-    """Run to the end on a loop of its own thread, so that it also works inside a running loop (a notebook)."""
-    box: list[Any] = []
+def _neighbours(prompts: Sequence[Any]) -> list[int]:
+    """Rows in a row with one prompt are a group."""
+    numbers: list[int] = []
+    for i, prompt in enumerate(prompts):
+        numbers.append(numbers[-1] + _differ(prompt, prompts[i - 1]) if i else 0)
+    return numbers
 
-    def work() -> None:
-        try:
-            box.append(asyncio.run(coroutine))
-        except BaseException as error:  # Carried over to the caller's thread.
-            box.append(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join()
-    if isinstance(box[0], BaseException):
-        raise box[0]
-    return box[0]
+def _differ(one: Any, other: Any) -> bool:
+    try:
+        return one is not other and bool(one != other)
+    except (TypeError, ValueError, RuntimeError):  # Arrays inside, which do not compare to one truth.
+        return True

@@ -29,7 +29,9 @@ class ModelReward:
         if isinstance(model, str):
             model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
         if model.config.num_labels != 1:
-            raise ModelError(f"a reward model needs num_labels=1, and {type(model).__name__} has {model.config.num_labels}.")
+            raise ModelError(
+                f"a reward model needs num_labels=1, and {type(model).__name__} has {model.config.num_labels}."
+            )
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.config._name_or_path)
         if self.tokenizer.pad_token_id is None:
@@ -47,7 +49,9 @@ class ModelReward:
         if limit is not None and len(ids) > limit:
             self._cut += 1
             if self._cut == 1:
-                logger.warning("the reward model %s reads %d tokens: longer texts lose their beginning.", self.__name__, limit)
+                logger.warning(
+                    "the reward model %s reads %d tokens: longer texts lose their beginning.", self.__name__, limit
+                )
             ids = ids[-limit:]
         return ids
 

@@ -1,14 +1,17 @@
 """The reward contract: what functions get, and a named error for each way to break it."""
 
+import asyncio
 import functools
 import math
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from posttrain.errors import ConfigError, RewardError
-from posttrain.rewards.base import RewardRunner
+from posttrain.errors import ConfigError, MissingDependencyError, RewardError
+from posttrain.rewards.base import RewardRunner, parallel
 
 TWO = {"prompts": ["p0", "p1"], "completions": ["a", "bb"], "completion_ids": [[1], [2, 3]]}
 
@@ -34,7 +37,9 @@ def test_columns_arrive_as_keyword_arguments():
 
 
 def test_none_means_not_applicable_and_bool_tensor_and_numpy_are_numbers():
-    table = run(lambda **_: [None, True], lambda **_: torch.tensor([1.0, 2.0]), lambda **_: [np.float32(3), np.int64(4)])
+    table = run(
+        lambda **_: [None, True], lambda **_: torch.tensor([1.0, 2.0]), lambda **_: [np.float32(3), np.int64(4)]
+    )
     assert math.isnan(table.values[0, 0])
     assert table.values[1].tolist() == [1.0, 2.0, 4.0]
 
@@ -76,9 +81,9 @@ def test_nan_is_an_error_in_the_dry_run_and_counted_later():
     runner = RewardRunner(nan)
     with pytest.raises(RewardError, match="returned nan for row 0"):
         runner.dry_run([{"prompt": "q"}], conversational=False)
-    table = runner(**TWO)
-    assert table.values.isnan().all()
-    assert "rewards/nan/nan" in table.metrics
+    table = RewardRunner([nan, length])(**TWO)
+    assert table.values[:, 0].isnan().all()
+    assert table.metrics["rewards/nan/nan"].value == 2.0
 
 
 def test_the_dry_run_catches_one_number_for_the_whole_batch():
@@ -127,11 +132,70 @@ def test_weights_must_be_one_a_function():
         RewardRunner([])
 
 
-def test_all_none_is_warned_once(caplog):
-    runner = RewardRunner(lambda **_: [None, None])
-    runner(**TWO)
-    runner(**TWO)
-    assert caplog.text.count("All reward functions returned None") == 1
+def none_if(skip):
+    def maybe(completions, **_):
+        return [None if c in skip else 1.0 for c in completions]
+
+    return maybe
+
+
+def batch(*completions, prompts=None, **kwargs):
+    n = len(completions)
+    return {
+        "prompts": prompts or [f"p{i}" for i in range(n)],
+        "completions": list(completions),
+        "completion_ids": [[1]] * n,
+        **kwargs,
+    }
+
+
+def test_unscored_rows_are_warned_at_first_and_every_hundredth_time(caplog):
+    runner = RewardRunner(none_if("b"))
+    for _ in range(101):
+        table = runner(**batch("a", "b", "c", columns={"task": [1, 2, 3]}))
+    assert caplog.text.count("All reward functions returned None for row 1") == 2
+    assert "'task': 2" in caplog.text
+    assert table.metrics["groups/unscorable"].value == 1.0
+
+
+def test_a_first_batch_that_nobody_scores_stops_the_run():
+    with pytest.raises(RewardError, match=r"no usable reward.*\(maybe\).*every row of the first batch.*\['task'\]"):
+        RewardRunner(none_if("ab"))(**batch("a", "b", columns={"task": ["code", "code"]}))
+
+
+def test_mostly_unscored_batches_stop_the_run_at_the_fifth_in_a_row():
+    runner = RewardRunner(none_if("b"))
+    runner(**batch("a", "a", "a"))
+    for _ in range(4):
+        runner(**batch("b", "b", "a"))
+    runner(**batch("a", "b"))  # Half is not more than half: the count starts again.
+    for _ in range(4):
+        runner(**batch("b", "b", "a"))
+    with pytest.raises(RewardError, match="67% of the rows, in 5 batches in a row"):
+        runner(**batch("b", "b", "a"))
+
+
+def test_a_dry_run_does_not_count_as_the_first_batch():
+    runner = RewardRunner(none_if(["0", "The answer is 1.", "b"]))
+    runner.dry_run([{"prompt": "q"}], conversational=False)
+    with pytest.raises(RewardError, match="first batch"):
+        runner(**batch("b"))
+
+
+def test_a_group_scored_in_part_by_a_function_is_warned_with_its_name(caplog):
+    runner = RewardRunner([length, none_if("b")])
+    runner(**batch("a", "b", "b", prompts=["p", "q", "q"]))
+    assert "totals" not in caplog.text
+    runner(**batch("a", "b", "b", prompts=["p", "p", "q"]))
+    assert "maybe returned None for some completions of a prompt" in caplog.text
+    assert "in 1 groups" in caplog.text
+
+
+def test_rows_of_all_processes_can_be_judged_after_gathering():
+    runner = RewardRunner(none_if("b"))
+    table = runner(**batch("b", "b"), judge=False)
+    table.values = torch.cat([table.values, torch.ones(2, 1)])
+    assert runner.finish(table, groups=[0, 0, 1, 1]).values.isnan().sum() == 2
 
 
 def test_extra_columns_and_metrics_are_logged_and_clashes_prefixed():
@@ -147,3 +211,229 @@ def test_extra_columns_and_metrics_are_logged_and_clashes_prefixed():
     table = run(a, b)
     assert table.extra_columns == {"gold": ["x", "y"], "b/gold": [1, 2]}
     assert "parsed" in table.metrics
+
+
+def test_a_clash_is_resolved_in_the_order_of_the_functions_not_of_their_answers():
+    async def slow(log_extra, **_):
+        await asyncio.sleep(0.05)
+        log_extra("gold", ["slow", "slow"])
+        return [0, 0]
+
+    async def fast(log_extra, **_):
+        log_extra("gold", ["fast", "fast"])
+        log_extra("step", [1, 2])
+        return [0, 0]
+
+    table = run(slow, fast)
+    assert table.extra_columns == {"gold": ["slow"] * 2, "fast/gold": ["fast"] * 2, "fast/step": [1, 2]}
+
+
+def test_a_logged_metric_is_the_mean_of_its_calls():
+    def f(log_metric, **_):
+        for value in (1.0, 2.0, float("nan"), 6.0):
+            log_metric("depth", value)
+        return [0, 0]
+
+    assert run(f).metrics["depth"].value == 3.0
+
+
+def test_logging_the_wrong_number_of_values_is_an_error():
+    def f(log_extra, **_):
+        log_extra("gold", ["x"])
+        return [0, 0]
+
+    with pytest.raises(RewardError, match="f logged 1 values for column 'gold' and 2 rows"):
+        run(f)
+
+
+def test_asynchronous_functions_wait_at_the_same_time():
+    started = []
+
+    def waiting(name):
+        async def judge(**_):
+            started.append(name)
+            while len(started) < 3:  # Ends only if the others start before this one is done.
+                await asyncio.sleep(0.001)
+            return [1.0, 1.0]
+
+        return judge
+
+    @parallel
+    def blocking(**_):
+        started.append("thread")
+        while len(started) < 3:
+            time.sleep(0.001)
+        return [2.0, 2.0]
+
+    table = RewardRunner([waiting("a"), waiting("b"), blocking], timeout=5)(**TWO)
+    assert table.values.tolist() == [[1.0, 1.0, 2.0]] * 2
+    assert set(table.seconds) == {"judge", "judge_1", "blocking"}
+
+
+def test_asynchronous_functions_run_after_the_others_and_on_one_lasting_loop():
+    order, loops = [], []
+
+    async def later(**_):
+        order.append("async")
+        loops.append(asyncio.get_running_loop())
+        return [0, 0]
+
+    def first(**_):
+        order.append("sync")
+        assert threading.current_thread() is threading.main_thread()
+        return [0, 0]
+
+    runner = RewardRunner([later, first])
+    runner(**TWO)
+    runner(**TWO)
+    assert order == ["sync", "async"] * 2
+    assert loops[0] is loops[1]
+
+
+def test_rewards_run_inside_a_running_loop():
+    async def one(**_):
+        return [1.0, 1.0]
+
+    async def notebook():
+        return run(one)
+
+    assert asyncio.run(notebook()).values.tolist() == [[1.0], [1.0]]
+
+
+def test_an_unawaited_coroutine_from_a_plain_function_is_awaited():
+    async def inner():
+        return [4.0, 5.0]
+
+    assert run(lambda **_: inner()).values.tolist() == [[4.0], [5.0]]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_function_that_hangs_is_named_after_its_timeout(asynchronous):
+    release = threading.Event()
+
+    async def hang(**_):
+        await asyncio.sleep(30)
+
+    def hang_plain(**_):
+        release.wait(30)
+
+    with pytest.raises(
+        RewardError, match=r"'hang\w*' did not answer within reward_timeout=0.05 s for 2 completions.*'p0'"
+    ):
+        RewardRunner(hang if asynchronous else hang_plain, timeout=0.05)(**TWO)
+    release.set()
+
+
+def test_a_function_without_kwargs_gets_only_what_it_names():
+    assert run(lambda completions, answer=None: answer, columns={"answer": [1, 2], "noise": [0, 0]}).values[
+        :, 0
+    ].tolist() == [1, 2]
+
+
+def test_a_column_that_is_missing_is_named_with_the_closest_one():
+    def f(completions, solution, **_):
+        return [0, 0]
+
+    with pytest.raises(
+        RewardError, match=r"'f' needs the column 'solution'.*did you mean 'solutions'.*\['solutions'\]"
+    ):
+        run(f, columns={"solutions": [1, 2]})
+
+
+def test_a_column_with_the_name_of_an_argument_is_refused():
+    with pytest.raises(RewardError, match="column 'trainer_state' has the name of an argument"):
+        run(length, columns={"trainer_state": [1, 2]})
+    with pytest.raises(RewardError, match="'answer' has 1 values for 2 prompts"):
+        run(length, columns={"answer": [1]})
+
+
+def test_environments_and_prompt_suffixes_are_passed_only_when_there_are_any():
+    seen = []
+
+    def f(**kwargs):
+        seen.append(set(kwargs))
+        return [0, 0]
+
+    run(f)
+    run(f, environments=["e0", "e1"], prompt_suffixes=["<think>", ""])
+    assert not {"environments", "prompt_suffixes"} & seen[0]
+    assert seen[1] - seen[0] == {"environments", "prompt_suffixes"}
+    assert "trainer_state" in seen[0]
+
+
+def test_editing_messages_and_columns_stays_private():
+    def vandal(prompts, completions, completion_ids, answer, **_):
+        prompts[0][0]["content"] = completions[1][0]["content"] = "changed"
+        completions[0].append("more")
+        completion_ids[0].append(9)
+        answer[0] = "wrong"
+        return [0, 0]
+
+    messages = [[{"role": "user", "content": "q"}]] * 2
+    answers = [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "bb"}]]
+
+    def check(prompts, completions, completion_ids, answer, **_):
+        assert (prompts, completions, completion_ids, answer) == (messages, answers, [[1], [2, 3]], ["x", "y"])
+        return [0, 0]
+
+    run(vandal, check, prompts=messages, completions=answers, columns={"answer": ["x", "y"]})
+
+
+def test_the_guilty_row_is_found_among_equal_completions_by_its_other_column():
+    def parse(completions, gold, **_):
+        result = []
+        for c, g in zip(completions, gold, strict=True):
+            result.append(float(c == "x") / len(g.strip()))
+        return result
+
+    with pytest.raises(RewardError, match=r"ZeroDivisionError.*row 2 \(prompt: 'p2'\)"):
+        RewardRunner(parse)(**batch("same", "same", "same", columns={"gold": ["17", "18", "  "]}))
+
+
+def test_a_missing_package_keeps_its_own_message():
+    def f(**_):
+        raise MissingDependencyError("install math")
+
+    with pytest.raises(MissingDependencyError, match="install math"):
+        run(f)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (np.ones((2, 1)), r"returned shape \(2, 1\); it must return one number a row: \(2,\)"),
+        (torch.tensor(1.0), "returned 1.0"),
+        ({0: 1, 1: 2}, "returned {0: 1, 1: 2} .dict."),
+        ([1 + 2j, 0], r"returned \(1\+2j\) .complex. for row 0"),
+        ([[1.0], [2.0]], "returned .1.0. .list. for row 0"),
+        ([0.0, 1e300], "returned 1e.300 for row 1; it must return a finite number"),
+    ],
+)
+def test_nothing_is_broadcast_flattened_or_rounded_to_infinity(returned, message):
+    with pytest.raises(RewardError, match=message):
+        run(lambda **_: returned)
+
+
+def test_two_runners_from_one_list_share_nothing():
+    functions, weights = [length, length], [1.0, 2.0]
+    first = RewardRunner(functions, weights)
+    functions.append(length)
+    assert len(RewardRunner(functions).functions) == 3
+    assert (len(first.functions), first.weights.tolist(), functions) == (2, [1.0, 2.0], [length] * 3)
+
+
+def test_suffixes_never_collide_with_a_real_name():
+    def length_1(**_):
+        return [0, 0]
+
+    assert RewardRunner([length_1, length, length]).names == ["length_1", "length", "length_2"]
+
+
+def test_transforms_change_values_and_keep_the_raw_ones():
+    table = RewardRunner([length, length], transforms=["clip:0:1.5", None])(**TWO)
+    assert table.values.tolist() == [[1.0, 1.0], [1.5, 2.0]]
+    assert table.raw.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+    raw = table.metrics["rewards/length/raw_mean"]
+    assert raw.value / raw.weight == 1.5
+    with pytest.raises(ConfigError, match="reward_transform has 1 entries for 2"):
+        RewardRunner([length, length], transforms=["none"])

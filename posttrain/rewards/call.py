@@ -1,0 +1,271 @@
+"""One call of the reward functions: the arguments each gets, and the checks on what it returns."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import MissingDependencyError, RewardError, did_you_mean
+from posttrain.metrics import Metric, mean, total
+
+__all__ = ["RESERVED", "RewardCall", "head", "scores_tensor"]
+
+RESERVED = ("prompt", "completion", "completion_ids")
+TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
+OUR_FRAMES = ("posttrain.rewards.call", "posttrain.rewards.base", "asyncio.tasks", "concurrent.futures.thread")
+LARGEST = torch.finfo(torch.float32).max
+
+
+def head(text: Any, limit: int = 120) -> str:
+    """The beginning of a prompt, for a message."""
+    shown = str(text)
+    return repr(shown if len(shown) <= limit else shown[:limit] + "...")
+
+
+@dataclass
+class RewardCall:
+    """One scoring of one batch.
+
+    Attributes:
+        prompts: n strings or lists of messages, as `completions` are.
+        completions: What was sampled.
+        completion_ids: Its tokens, unpadded.
+        columns: Dataset columns, n values each.
+        always: Arguments that every function gets besides the rows (``trainer_state``, ``environments``).
+        strict: NaN is an error too.
+        extra: What each function logged with ``log_extra``, by function and column.
+        logged: What was logged with ``log_metric``.
+        metrics: Seconds and counts of the runner itself.
+    """
+
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    always: dict[str, Any]
+    strict: bool = False
+    extra: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    _given: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def check_inputs(self) -> None:
+        """Refuse columns that do not hold one value a row, or that carry the name of an argument."""
+        n = len(self.prompts)
+        rows = {"completions": self.completions, "completion_ids": self.completion_ids, **self.columns}
+        for name, values in rows.items():
+            if len(values) != n:
+                raise RewardError(
+                    f"{name!r} has {len(values)} values for {n} prompts; reward functions need one a row."
+                )
+        taken = {"prompts", "completions", "log_extra", "log_metric", *self.always}
+        for name in sorted(taken & set(self.columns)):
+            raise RewardError(
+                f"the dataset column {name!r} has the name of an argument that every reward function gets. Rename the column."
+            )
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        """Fresh containers for one function: what it edits, the next one does not see."""
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            if len(values) != len(self.prompts):
+                raise RewardError(
+                    f"{name} logged {len(values)} values for column {column!r} and {len(self.prompts)} rows."
+                )
+            self.extra.setdefault(name, {})[column] = list(values)
+
+        def log_metric(key: str, value: float) -> None:
+            self.logged.setdefault(key, []).append(float(value))
+
+        return {
+            "prompts": [_copy(prompt) for prompt in self.prompts],
+            "completions": [_copy(completion) for completion in self.completions],
+            "completion_ids": [list(ids) for ids in self.completion_ids],
+            **{key: list(values) for key, values in self.columns.items()},
+            **self.always,
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+        }
+
+    def accepted(self, name: str, function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments ``function`` names (all of them when it has ``**kwargs``).
+
+        Raises:
+            RewardError: It requires an argument that is neither ours nor a dataset column.
+        """
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):
+            return arguments
+        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+            raise RewardError(f"reward function {name!r} has positional-only parameters; it is called with keywords.")
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        for parameter in named:
+            if parameter.default is parameter.empty and parameter.name not in arguments:
+                raise RewardError(
+                    f"reward function {name!r} needs the column {parameter.name!r}, which the dataset does not have"
+                    f"{did_you_mean(parameter.name, self.columns)}. Its columns are {sorted(self.columns)} (and 'prompt')."
+                )
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return arguments
+        return {p.name: arguments[p.name] for p in named if p.name in arguments}
+
+    def run(self, name: str, function: Callable, timeout: float | None = None) -> Any:
+        """Call one function; what comes back may still have to be awaited."""
+        arguments = self.accepted(name, function, self.arguments(name))
+        self._given[name] = arguments
+        call = functools.partial(function, **arguments)
+        try:
+            return call() if timeout is None else _within(timeout, call)
+        except MissingDependencyError:
+            raise  # Says already what to install.
+        except Exception as error:
+            raise self.failure(name, error, timeout) from error
+
+    def failure(self, name: str, error: BaseException, timeout: float | None = None) -> RewardError:
+        """The error that tells which function failed, on which row, and why."""
+        if timeout is not None and isinstance(error, TimeoutError) and not str(error):
+            return RewardError(
+                f"reward function {name!r} did not answer within reward_timeout={timeout} s for {len(self.prompts)} completions "
+                f"(first prompt: {head(self.prompts[0])}). Bound its own waits, or raise reward_timeout."
+            )
+        row = self._guilty_row(name, error)
+        at = (
+            f" at row {row} (prompt: {head(self.prompts[row])})"
+            if row is not None
+            else f" (first prompt: {self._first()})"
+        )
+        return RewardError(
+            f"reward function {name!r} raised {type(error).__name__}: {error}{at}. A reward must give a number, or None for "
+            "'does not apply', whatever the model writes."
+        )
+
+    def _first(self) -> str:
+        return head(self.prompts[0]) if self.prompts else "none"
+
+    def _guilty_row(self, name: str, error: BaseException) -> int | None:
+        """The row a function was at when it raised, told by the loop variables of its frames.
+
+        Rows whose completion (or prompt) stands in a frame are candidates; other columns' values narrow them. Equal texts
+        may be one object: then the first of them, since a loop reaches it first.
+        """
+        given = self._given.get(name, {})
+        sources = [given.get(key, []) for key in ("completions", "prompts", *self.columns)]
+        frame = error.__traceback__
+        while frame is not None:
+            candidates: set[int] = set()
+            ours = frame.tb_frame.f_globals.get("__name__") in OUR_FRAMES
+            held = [] if ours else [v for v in frame.tb_frame.f_locals.values() if isinstance(v, str | list | dict)]
+            for source in sources:
+                rows = {i for i, item in enumerate(source) if any(value is item for value in held)}
+                if rows and len(rows) < max(len(source), 2):
+                    candidates = (candidates & rows or candidates) if candidates else rows
+            if candidates:
+                return min(candidates)
+            frame = frame.tb_next
+        return None
+
+    def check(self, name: str, result: Any) -> list[float]:
+        """As many numbers as rows, NaN for None.
+
+        Raises:
+            RewardError: Not a sequence of n real finite numbers or Nones.
+        """
+        n = len(self.prompts)
+        if hasattr(result, "tolist"):
+            shape = tuple(getattr(result, "shape", ()))
+            if len(shape) > 1:
+                raise RewardError(
+                    f"reward function {name!r} returned shape {shape}; it must return one number a row: ({n},)."
+                )
+            result = result.tolist()
+        if not isinstance(result, Sequence) or isinstance(result, str | bytes):
+            raise RewardError(
+                f"reward function {name!r} returned {result!r} ({type(result).__name__}); it must return a list of {n} numbers, "
+                "one a completion."
+            )
+        if len(result) != n:
+            raise RewardError(
+                f"reward function {name!r} returned {len(result)} rewards for {n} completions; it must return one each."
+            )
+        numbers = [self._number(name, row, value) for row, value in enumerate(result)]
+        odd = sum(value is not None and math.isnan(number) for value, number in zip(result, numbers, strict=True))
+        if odd:
+            self.metrics[f"rewards/{name}/nan"] = total(float(odd))
+        return numbers
+
+    def _number(self, name: str, row: int, value: Any) -> float:
+        if value is None:
+            return math.nan
+        scalar = not isinstance(value, str | bytes) and not getattr(value, "shape", ()) and hasattr(value, "__float__")
+        if not scalar or isinstance(value, complex):
+            raise RewardError(
+                f"reward function {name!r} returned {value!r} ({type(value).__name__}) for row {row}; it must return a number "
+                f"or None. Prompt: {head(self.prompts[row])}"
+            )
+        number = float(value)
+        if abs(number) > LARGEST or (self.strict and math.isnan(number)):
+            raise RewardError(
+                f"reward function {name!r} returned {number} for row {row}; it must return a finite number, or None for 'does "
+                f"not apply'. Prompt: {head(self.prompts[row])}"
+            )
+        return number
+
+    def extra_columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
+        """Logged columns in the order of the functions; a name that is taken gets the function's name in front."""
+        merged: dict[str, list[Any]] = {}
+        for name in names:
+            for column, values in self.extra.get(name, {}).items():
+                clash = column in merged or column in TABLE_COLUMNS or column in names
+                merged[f"{name}/{column}" if clash else column] = values
+        return merged
+
+    def all_metrics(self) -> dict[str, Metric]:
+        """Those of the runner, and the mean over calls of what functions logged."""
+        means = {}
+        for key, values in self.logged.items():
+            finite = [value for value in values if math.isfinite(value)]
+            if finite:
+                means[key] = mean(sum(finite) / len(finite))
+        return self.metrics | means
+
+
+def _copy(value: Any) -> Any:
+    """A string as it is; a list of messages with its messages copied."""
+    if not isinstance(value, list):
+        return value
+    return [dict(item) if isinstance(item, Mapping) else item for item in value]
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Run on a thread of its own and stop waiting after ``seconds``: a signal would work on the main thread only."""
+    box: list[tuple[bool, Any]] = []
+
+    def work() -> None:
+        try:
+            box.append((True, call()))
+        except BaseException as error:  # Carried over to the caller's thread.
+            box.append((False, error))
+
+    thread = threading.Thread(target=work, daemon=True, name="reward")
+    thread.start()
+    thread.join(seconds)
+    if not box:
+        raise TimeoutError
+    succeeded, outcome = box[0]
+    if not succeeded:
+        raise outcome
+    return outcome
+
+
+def scores_tensor(columns: list[list[float]], n: int) -> Tensor:
+    """K lists of n numbers as ``(n, K)`` float32."""
+    return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), n).T.contiguous()

@@ -1,0 +1,71 @@
+"""Reward functions that wait: run at once on one lasting event loop of a daemon thread."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posttrain.rewards.call import RewardCall
+
+__all__ = ["awaited", "close", "gather", "is_concurrent", "itself", "run_async"]
+
+
+def is_concurrent(function: Any) -> bool:
+    """Whether a function is asynchronous (or its ``__call__`` is), or marked to run on a thread."""
+    bare = function
+    while isinstance(bare, functools.partial):
+        bare = bare.func
+    called = getattr(type(bare), "__call__", None)  # noqa: B004
+    return getattr(bare, "runs_in_thread", False) or any(inspect.iscoroutinefunction(f) for f in (bare, called))
+
+
+async def awaited(call: RewardCall, name: str, function: Callable) -> Any:
+    """The result of one concurrent function."""
+    bare = function.func if isinstance(function, functools.partial) else function
+    if getattr(bare, "runs_in_thread", False):
+        return await asyncio.to_thread(call.run, name, function)
+    return await call.run(name, function)
+
+
+async def itself(awaitable: Awaitable) -> Any:
+    """What a plain function returned without awaiting it."""
+    return await awaitable
+
+
+async def gather(tasks: list[Callable[[], Awaitable]], timeout: float | None) -> list[tuple[Any, float]]:
+    """Pairs (result or exception, seconds) of each, all running at once."""
+
+    async def timed(task: Callable[[], Awaitable]) -> tuple[Any, float]:
+        started = time.perf_counter()
+        try:
+            outcome = await asyncio.wait_for(task(), timeout)
+        except (Exception, asyncio.CancelledError) as error:
+            outcome = error
+        return outcome, time.perf_counter() - started
+
+    return await asyncio.gather(*(timed(task) for task in tasks))
+
+
+def close(coroutines: list[Coroutine]) -> None:
+    """Drop coroutines that will never run, without Python's warning about them."""
+    for coroutine in coroutines:
+        coroutine.close()
+
+
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # By process: a forked child has no thread to run its parent's.
+
+
+def run_async(coroutine: Coroutine) -> Any:
+    """Run on one lasting loop of a daemon thread: works inside a running loop (a notebook), and clients keep connections."""
+    loop = _LOOPS.get(os.getpid())
+    if loop is None:
+        loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True, name="async-rewards").start()
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()

@@ -1,0 +1,91 @@
+"""Transforms of one reward column, for rewards whose raw size would drown the others or blow up a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import ConfigError, did_you_mean
+
+__all__ = ["TRANSFORMS", "parse_transform"]
+
+Transform = Callable[[Tensor, Tensor], Tensor]
+# Name -> how it is written with its numbers.
+TRANSFORMS = {
+    "none": "none",
+    "clip": "clip:a:b",
+    "log1p": "log1p",
+    "rank": "rank",
+    "tanh": "tanh:s",
+    "zscore": "zscore",
+}
+
+
+def parse_transform(spec: str | None) -> Transform | None:
+    """The function behind a name; it takes ``(n,)`` rewards (NaN: not scored) and ``(n,)`` group numbers.
+
+    ``clip:a:b`` bounds to [a, b]; ``log1p`` is ``sign(r) log(1 + |r|)``; ``tanh:s`` is ``tanh(r / s)``; ``rank`` is the
+    share of the group's other rewards that are smaller (ties count half), in [0, 1]; ``zscore`` is ``(r - mean) / (std +
+    1e-4)`` over all rows. NaN stays NaN.
+
+    Raises:
+        ConfigError: An unknown name, or numbers that are missing or make no sense.
+
+    >>> parse_transform("clip:0:1")(torch.tensor([-3.0, 0.5, 9.0]), torch.zeros(3)).tolist()
+    [0.0, 0.5, 1.0]
+    """
+    name, *given = str(spec or "none").split(":")
+    if name not in TRANSFORMS:
+        known = ", ".join(TRANSFORMS.values())
+        raise ConfigError(
+            f"reward_transform={spec!r} is not known{did_you_mean(name, TRANSFORMS)}. Choose one of: {known}."
+        )
+    numbers = _numbers(str(spec), name, given)
+    if name == "none":
+        return None
+    if name == "clip":
+        low, high = numbers
+        return lambda r, groups: r.clamp(low, high)
+    if name == "tanh":
+        return lambda r, groups: torch.tanh(r / numbers[0])
+    return {"log1p": _log1p, "rank": _rank, "zscore": _zscore}[name]
+
+
+def _numbers(spec: str, name: str, given: Sequence[str]) -> list[float]:
+    wanted = TRANSFORMS[name].count(":")
+    try:
+        numbers = [float(text) for text in given]
+    except ValueError:
+        numbers = [math.nan]
+    if len(given) != wanted or not all(map(math.isfinite, numbers)):
+        raise ConfigError(
+            f"reward_transform={spec!r} must be written as {TRANSFORMS[name]!r} with {wanted} finite numbers."
+        )
+    if name == "clip" and numbers[0] >= numbers[1]:
+        raise ConfigError(f"reward_transform={spec!r} needs a < b; a is {numbers[0]} and b is {numbers[1]}.")
+    if name == "tanh" and numbers[0] <= 0:
+        raise ConfigError(f"reward_transform={spec!r} needs s > 0: rewards are divided by it.")
+    return numbers
+
+
+def _log1p(rewards: Tensor, groups: Tensor) -> Tensor:
+    return rewards.sign() * rewards.abs().log1p()
+
+
+def _rank(rewards: Tensor, groups: Tensor) -> Tensor:
+    pair = (groups[:, None] == groups[None, :]) & ~rewards.isnan()[None, :]
+    pair.fill_diagonal_(False)
+    below = (rewards[:, None] > rewards[None, :]).float() + 0.5 * (rewards[:, None] == rewards[None, :]).float()
+    others = pair.sum(1)
+    share = torch.where(others > 0, (below * pair).sum(1) / others.clamp(min=1), torch.full_like(rewards, 0.5))
+    return share.masked_fill(rewards.isnan(), math.nan)
+
+
+def _zscore(rewards: Tensor, groups: Tensor) -> Tensor:
+    scored = rewards[~rewards.isnan()]
+    if scored.numel() < 2:
+        return rewards - rewards
+    return (rewards - scored.mean()) / (scored.std() + 1e-4)
