@@ -27,6 +27,7 @@ from posttrain.models.attention import probe_layout
 from posttrain.models.forward import causal_lm, forward, install_token_head
 from posttrain.models.load import create_model_from_path, get_config_model_id, load_tokenizer, resolve_pad_token, wrap_with_peft
 from posttrain.models.reference import disable_dropout_in_model
+from posttrain.report.interrupt import GracefulInterrupt
 from posttrain.report.record import RunRecordCallback, check_writable
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
@@ -99,7 +100,9 @@ class PostTrainer(transformers.Trainer):
         self.layout = self._choose_layout()
         self.denominators = Denominators(1, 1, 1)
         self.record = RunRecordCallback(args, processing_class)
-        self.add_callback(self.record)
+        self.interrupt = GracefulInterrupt()
+        for callback in (self.interrupt, self.record):
+            self.add_callback(callback)
 
     # What a subclass gives ---------------------------------------------------------------------------------------
 
@@ -173,6 +176,17 @@ class PostTrainer(transformers.Trainer):
 
     def _get_collator_with_removed_columns(self, data_collator: Callable, description: str | None = None) -> Callable:
         return data_collator
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; Ctrl-C finishes the step, saves a checkpoint and returns, with ``trainer.interrupt.requested`` set."""
+        self.interrupt.install()
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.interrupt.restore()
+            for callback in self.callback_handler.callbacks:
+                if hasattr(callback, "stop"):
+                    callback.stop()
 
     # One optimiser step ------------------------------------------------------------------------------------------
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.metadata
 import json
 import logging
+import math
 import os
-import platform
-import subprocess
-import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
 
-from posttrain.errors import ConfigError
+from posttrain.report.lock import FolderLock, check_writable
+from posttrain.report.manifest import describe_run, hide_secrets, template_hash
+from posttrain.report.parquet import merge_parquet, read_rows, write_rows
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -26,72 +24,53 @@ __all__ = ["RunRecord", "RunRecordCallback", "check_writable"]
 
 logger = logging.getLogger(__name__)
 
-SECRETS = ("hub_token", "push_to_hub_token")
-PACKAGES = ("posttrain", "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
-
-
-def check_writable(output_dir: str | None) -> None:
-    """Refuse an ``output_dir`` that cannot be written, before anything is computed.
-
-    Raises:
-        ConfigError: It is a file, or the system refuses to write there; the system's reason is given.
-    """
-    if not output_dir:
-        raise ConfigError("output_dir is empty. Give a folder for checkpoints and the run record.")
-    folder = Path(output_dir).expanduser()
-    probe = folder / ".posttrain-write-test"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("", encoding="utf-8")
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir={output_dir!r} cannot be written: {error.strerror or error}. Choose another folder, or change its "
-            "permissions."
-        ) from error
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+FILES = ("metrics.jsonl", "manifest.json", "completions.parquet", "eval_completions.parquet")
+PREFIXES = ("", "eval_")  # Training and evaluation never share a file.
 
 
 class RunRecord:
     """Files of one run: ``manifest.json``, ``metrics.jsonl``, ``completions/*.parquet``, ``completions.parquet``.
 
-    A line of metrics is flushed to the disk before the next step; a manifest is written whole or not at all. On resume,
-    lines of steps that will be taken again are dropped.
+    A line of metrics is on the disk before the next step; every other file is written whole or not at all. On resume,
+    lines and rows of steps that will be taken again are dropped; a fresh run moves the record of an older one aside.
 
     Args:
-        output_dir: The run's folder.
+        output_dir: The run's folder; it is made when something is written.
     """
 
-    def __init__(self, output_dir: str) -> None:
-        self.folder = Path(output_dir)
+    def __init__(self, output_dir: str | Path) -> None:
+        self.folder = Path(output_dir).expanduser()
         self.metrics_path = self.folder / "metrics.jsonl"
-        self._pending: dict[str, list[dict[str, Any]]] = {"": [], "eval_": []}
+        self.completions_dir = self.folder / "completions"
+        self._pending: dict[str, list[dict[str, Any]]] = {prefix: [] for prefix in PREFIXES}
+        self._unmerged = False
         self._warned = False
+        # What an older run left here: an evaluation before training may add lines that are ours.
+        self._old_bytes = self.metrics_path.stat().st_size if self.metrics_path.is_file() else 0
+        self._old_parts = set(self._parts(*PREFIXES))
 
     def manifest(self, **content: Any) -> None:
-        """Write what identifies the run: versions, hardware, command, and whatever is given."""
-        known = {
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "versions": {name: _version(name) for name in PACKAGES},
-            "git_commit": _git_commit(),
-        }
-        _write_atomically(self.folder / "manifest.json", json.dumps(known | content, indent=2, default=str) + "\n")
+        """Write what identifies the run: versions, hardware, command, and whatever is given, without secrets."""
+        text = json.dumps(_plain(hide_secrets(describe_run() | content)), indent=2, default=str)
+        _write_atomically(self.folder / "manifest.json", text + "\n")
 
-    def metrics(self, step: int, values: dict[str, Any]) -> None:
-        """Append one line, and wait until it is on the disk."""
-        line = {"step": step, "time": round(time.time(), 3), **values}
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append one line ``{"step", "time", ...}``, and wait until it is on the disk."""
+        line = json.dumps(_plain({"step": step, "time": round(time.time(), 3), **values}), default=str) + "\n"
+        self.folder.mkdir(parents=True, exist_ok=True)
         with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, default=float) + "\n")
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
+
+    def begin(self, step: int) -> None:
+        """Make the folder ready for a run that stands after ``step``: 0 is a fresh one, more is a resumed one."""
+        if step:
+            self.rewind(step)
+        else:
+            self._set_aside()
+        self._old_bytes = self.metrics_path.stat().st_size if self.metrics_path.is_file() else 0
+        self._old_parts = set(self._parts(*PREFIXES))
 
     def rewind(self, step: int) -> None:
         """Drop lines and completions of later steps, which a resumed run takes again."""
@@ -99,105 +78,156 @@ class RunRecord:
             lines = self.metrics_path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if _step_of(line) <= step]
             _write_atomically(self.metrics_path, "".join(line + "\n" for line in kept))
-        for path in (self.folder / "completions").glob("*.parquet"):
-            if int(path.stem.rsplit("_", 1)[-1]) > step:
+        for path in self._parts(*PREFIXES):
+            if _step_of_part(path) > step:
                 path.unlink()
+                self._unmerged = True
+
+    def _set_aside(self) -> None:
+        """Move the record of an older run to ``record-1``, ``record-2``, ...: starting again must not erase it."""
+        if not self._old_bytes and not self._old_parts:
+            return
+        number = 1
+        while (aside := self.folder / f"record-{number}").exists():
+            number += 1
+        aside.mkdir()
+        content = self.metrics_path.read_bytes() if self.metrics_path.is_file() else b""
+        ours = content[self._old_bytes :]
+        for name in FILES:
+            if (self.folder / name).is_file():
+                os.replace(self.folder / name, aside / name)
+        if self._old_bytes:
+            (aside / "metrics.jsonl").write_bytes(content[: self._old_bytes])
+        if ours:
+            _write_atomically(self.metrics_path, ours.decode("utf-8"))
+        for path in sorted(self._old_parts):
+            (aside / "completions").mkdir(exist_ok=True)
+            os.replace(path, aside / "completions" / path.name)
+        logger.warning("%s holds the record of an earlier run; it was moved to %s.", self.folder, aside)
+
+    def _parts(self, *prefixes: str) -> list[Path]:
+        """Files of completions in the order of their steps."""
+        found = [p for prefix in prefixes for p in self.completions_dir.glob(f"{prefix}completions_*.parquet")]
+        return sorted(found, key=lambda path: (path.name.startswith("eval_"), _step_of_part(path)))
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
         """Keep rows until the next `flush`; evaluation has files of its own."""
         self._pending["eval_" if evaluation else ""] += rows
 
     def flush(self, step: int) -> None:
-        """Write the kept rows as ``completions/[eval_]completions_<step>.parquet``; a failure is told once, never raised."""
+        """Write the kept rows to ``completions/[eval_]completions_<step>.parquet``; a failure is told once, never raised."""
         for prefix, rows in self._pending.items():
             if not rows:
                 continue
-            try:
-                path = self.folder / "completions" / f"{prefix}completions_{step:05d}.parquet"
-                path.parent.mkdir(exist_ok=True)
-                _write_parquet(path, rows)
-            except Exception as error:  # A table must never stop training.
-                if not self._warned:
-                    logger.warning("the completions of step %d could not be written: %s", step, error)
-                self._warned = True
             self._pending[prefix] = []
+            path = self.completions_dir / f"{prefix}completions_{step:05d}.parquet"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                earlier = read_rows(path) if path.is_file() else []  # A second evaluation set at the same step.
+                write_rows(path, earlier + rows)
+                self._unmerged = True
+            except Exception as error:  # A table must never stop training.
+                self._complain(f"the completions of step {step}", error)
 
     def merge_completions(self) -> None:
-        """Make ``completions.parquet`` of all training parts."""
-        import pyarrow.parquet as pq
+        """Make ``completions.parquet`` (and ``eval_completions.parquet``) of all parts; a failure is told, never raised."""
+        if not self._unmerged:
+            return
+        try:
+            for prefix in PREFIXES:
+                merge_parquet(self._parts(prefix), self.folder / f"{prefix}completions.parquet")
+            self._unmerged = False
+        except Exception as error:
+            self._complain("completions.parquet", error)
 
-        parts = sorted((self.folder / "completions").glob("completions_*.parquet"))
-        rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
-        if rows:
-            _write_parquet(self.folder / "completions.parquet", rows)
+    def _complain(self, what: str, error: Exception) -> None:
+        if not self._warned:
+            logger.warning("%s could not be written: %s: %s", what, type(error).__name__, error)
+        self._warned = True
 
 
-def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Columns that only some rows have are padded with None; the file appears whole."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table = pa.table({name: [row.get(name) for row in rows] for name in names})
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    pq.write_table(table, part)
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(part, path)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of tensors and arrays as Python numbers; what JSON has no number for as the text ``NaN`` or ``Infinity``."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return float("inf")  # A line cut off by a crash.
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # A line cut off by a crash.
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git_commit() -> str | None:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        out = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
-        return out.stdout.strip() or None
-    return None
+def _step_of_part(path: Path) -> int:
+    number = path.stem.rsplit("_", 1)[-1]
+    return int(number) if number.isdigit() else 0
 
 
 class RunRecordCallback(transformers.TrainerCallback):
-    """Keeps the run record of a trainer; only the main process writes."""
+    """Keeps the run record of a trainer; only the main process writes.
+
+    Args:
+        args: The trainer's; ``output_dir`` is the run's folder.
+        tokenizer: Its chat template is identified in the manifest.
+    """
 
     def __init__(self, args: TrainingArguments, tokenizer: Any = None) -> None:
         self.record = RunRecord(args.output_dir or ".")
+        self.lock = FolderLock(self.record.folder)
         self.args, self.tokenizer = args, tokenizer
+        self._step = 0
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
         """See `RunRecord.add_completions`."""
-        self.record.add_completions(rows, evaluation=evaluation)
+        if self.args.process_index == 0:
+            self.record.add_completions(rows, evaluation=evaluation)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the manifest; on resume, rewind."""
+        """Take the folder, drop or move aside what is not of this run, and write the manifest."""
         if not state.is_world_process_zero:
             return
-        self.record.rewind(state.global_step)
-        if state.global_step and (self.record.folder / "manifest.json").is_file():
-            return
-        template = str(getattr(self.tokenizer, "chat_template", None) or "")
-        config = {k: v for k, v in args.to_dict().items() if k not in SECRETS}
+        self.lock.acquire()
+        self._step = state.global_step
+        self.record.begin(state.global_step)
+        previous = _read_json(self.record.folder / "manifest.json") if state.global_step else {}
+        resumed = [*previous.get("resumed", []), {"step": state.global_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}]
         self.record.manifest(
+            **({"first_started": previous.get("first_started", previous.get("started")), "resumed": resumed} if previous else {}),
             seed=args.seed,
-            chat_template_sha256=hashlib.sha256(template.encode()).hexdigest() if template else None,
+            chat_template_sha256=template_hash(self.tokenizer),
             max_steps=state.max_steps,
-            config=config,
+            config=args.to_dict(),
         )
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Keep the lock fresh."""
+        self._step = state.global_step
+        self.lock.beat()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **_: Any
     ) -> None:
         """One line of metrics, one file of completions."""
         if state.is_world_process_zero:
-            self.record.metrics(state.global_step, logs or {})
+            self.record.metrics(state.global_step, {"epoch": state.epoch, **(logs or {})})
             self.record.flush(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -208,4 +238,19 @@ class RunRecordCallback(transformers.TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave everything on disk."""
-        self.on_save(args, state, control)
+        self._step = state.global_step
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave everything on disk and give the folder back; safe to call twice, and called also when training raises."""
+        if self.args.process_index == 0:
+            self.record.flush(self._step)
+            self.record.merge_completions()
+            self.lock.release()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

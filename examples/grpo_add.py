@@ -1,0 +1,1 @@
+../posttrain/cli/demo_script.py

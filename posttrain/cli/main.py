@@ -1,0 +1,111 @@
+"""The `posttrain` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+__all__ = ["main"]
+
+HELP = """usage: posttrain COMMAND [options]
+
+Post-training of transformer language models.
+
+training commands (all take --config file.yaml; COMMAND --help lists every option):
+  sft     supervised fine-tuning
+  grpo    group-relative policy optimisation
+
+other commands:
+  demo    teach a small language model to add, on this machine, in a few minutes
+  env     what a bug report needs
+
+options:
+  -h, --help  show this message
+  --version   show the version
+  --traceback show the Python traceback of an error (or set POSTTRAIN_TRACEBACK=1)
+"""
+
+
+def _train(name: str) -> Callable[[list[str]], int]:
+    def command(argv: list[str]) -> int:
+        from posttrain.cli.train import run
+
+        return run(name, argv)
+
+    return command
+
+
+def _demo(argv: list[str]) -> int:
+    from posttrain.cli.demo import run
+
+    return run(argv)
+
+
+def _env(argv: list[str]) -> int:
+    if argv and argv[0] in ("-h", "--help"):
+        sys.stdout.write("usage: posttrain env\n\nShow versions, hardware and settings, ready to paste.\n")
+        return 0
+    from posttrain.cli.env import report
+
+    sys.stdout.write(report() + "\n")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "sft": _train("sft"),
+    "grpo": _train("grpo"),
+    "demo": _demo,
+    "env": _env,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        0 success; 1 a configuration or data error (one line on stderr); 2 wrong usage; 130 interrupted.
+    """
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    traceback = os.environ.get("POSTTRAIN_TRACEBACK") == "1"
+    if "--traceback" in tokens:
+        tokens.remove("--traceback")
+        traceback = True
+    if not tokens or tokens[0] in ("-h", "--help"):
+        sys.stdout.write(HELP)
+        return 0
+    if tokens[0] == "--version":
+        from posttrain import __version__
+
+        sys.stdout.write(f"posttrain {__version__}\n")
+        return 0
+    if tokens[0] not in COMMANDS:
+        from posttrain.errors import did_you_mean
+
+        sys.stderr.write(f"posttrain: {tokens[0]!r} is not a command{did_you_mean(tokens[0], COMMANDS)}. See posttrain --help.\n")
+        return 2
+    return _guarded(COMMANDS[tokens[0]], tokens[1:], traceback)
+
+
+def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bool) -> int:
+    import logging
+
+    from posttrain.errors import PosttrainError
+
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        return command(argv)
+    except SystemExit as stop:  # argparse: 0 for --help, 2 for wrong usage.
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except (PosttrainError, ValueError, OSError) as error:
+        if traceback:
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

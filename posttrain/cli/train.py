@@ -1,0 +1,223 @@
+"""`posttrain sft`, `posttrain grpo`: config to trainer to trained model, in process or under `accelerate launch`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import ConfigError, did_you_mean
+
+__all__ = ["COMMANDS", "GRPOScriptArguments", "ScriptArguments", "run"]
+
+CONFIGS = Path(__file__).parent / "accelerate_configs"
+
+
+@dataclass
+class ScriptArguments:
+    """Which data to train on."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Hub id, folder, or .jsonl, .json, .csv, .parquet file."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
+    dataset_streaming: bool = field(default=False, metadata={"help": "Stream the dataset."})
+    ignore_bias_buffers: bool = field(default=False, metadata={"help": "Leave bool buffers out of DDP's broadcasts."})
+
+
+@dataclass
+class GRPOScriptArguments(ScriptArguments):
+    """Which data, and how completions are rewarded."""
+
+    reward_model_name_or_path: str | None = field(default=None, metadata={"help": "A sequence-classification model."})
+    reward_funcs: list[str] | None = field(default=None, metadata={"help": "Names, or dotted paths module.function."})
+
+
+@dataclass(frozen=True)
+class Command:
+    """One training command: where its classes are, and what it is for."""
+
+    trainer: str
+    config: str
+    help: str
+    script_args: type = ScriptArguments
+
+
+COMMANDS: dict[str, Command] = {
+    "sft": Command("posttrain.algorithms.sft:SFTTrainer", "posttrain.algorithms.sft:SFTConfig", "supervised fine-tuning"),
+    "grpo": Command(
+        "posttrain.algorithms.grpo:GRPOTrainer", "posttrain.algorithms.grpo:GRPOConfig",
+        "group-relative policy optimisation", GRPOScriptArguments,
+    ),
+}
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def parser_for(name: str) -> Any:
+    """The parser of one training command."""
+    from posttrain.cli.parser import PosttrainArgumentParser
+    from posttrain.data.mixture import DatasetMixtureConfig
+    from posttrain.models.load import ModelConfig
+
+    command = COMMANDS[name]
+    types = (command.script_args, _load(command.config), ModelConfig, DatasetMixtureConfig)
+    return PosttrainArgumentParser(types, prog=f"posttrain {name}")
+
+
+def run(name: str, argv: list[str]) -> int:
+    """Train as ``argv`` says.
+
+    One process trains in this one. Flags of ``accelerate launch`` (or ``--accelerate_config``) start several.
+    """
+    argv, launch = _accelerate_shortcut(argv)
+    *parsed, rest = parser_for(name).parse_args_and_config(argv, return_remaining_strings=True)
+    launch += _launch_flags(rest, name)
+    if launch and "LOCAL_RANK" not in os.environ:
+        return _launch(name, argv, rest, launch)
+    train(name, *parsed)
+    return 0
+
+
+def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> None:
+    """Load data, build the trainer, train, save, push."""
+    from posttrain.models.load import get_peft_config, get_quantization_config
+
+    if not model_args.model_name_or_path:
+        raise ConfigError("--model_name_or_path is missing: which model shall be trained?")
+    given = dict(config.model_init_kwargs or {})
+    config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | given
+    data = _datasets(script_args, mixture, config)
+    evaluate = str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no"
+    if evaluate and script_args.dataset_test_split not in data:
+        raise ConfigError(
+            f"eval_strategy={config.eval_strategy!r} needs a split {script_args.dataset_test_split!r}, and the data has "
+            f"{sorted(data)}. Set dataset_test_split or test_split_size, or eval_strategy to 'no'."
+        )
+    extra: dict[str, Any] = {}
+    if isinstance(script_args, GRPOScriptArguments):
+        extra["reward_funcs"] = reward_functions(script_args)
+    trainer = _load(COMMANDS[name].trainer)(
+        model=model_args.model_name_or_path,
+        args=config,
+        train_dataset=data[_train_split(script_args, mixture)],
+        eval_dataset=data[script_args.dataset_test_split] if evaluate else None,
+        peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
+        **extra,
+    )
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.save_model(config.output_dir)
+    if config.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+def _train_split(script_args: Any, mixture: Any) -> str:
+    return "train" if mixture.datasets else script_args.dataset_train_split
+
+
+def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
+    from posttrain.data.mixture import get_dataset, load_rows
+
+    if mixture.datasets:
+        return get_dataset(mixture, seed=config.seed)
+    if not script_args.dataset_name:
+        raise ConfigError("neither --dataset_name nor datasets is given: what shall the model be trained on?")
+    data = load_rows(script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+    data = data if isinstance(data, dict) else {"train": data}
+    if script_args.dataset_train_split not in data:
+        raise ConfigError(f"dataset_train_split={script_args.dataset_train_split!r} is not among {sorted(data)}.")
+    return data
+
+
+def reward_functions(script_args: Any) -> list[Any]:
+    """The reward model first, then the named functions; a dotted path is imported from the working directory."""
+    from posttrain.rewards import REWARDS
+
+    functions: list[Any] = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
+    for name in script_args.reward_funcs or []:
+        if name in REWARDS:
+            functions.append(REWARDS[name])
+        elif "." in name:
+            functions.append(_import_reward(name))
+        else:
+            raise ConfigError(
+                f"reward_funcs: {name!r} is not known{did_you_mean(name, REWARDS)}. Give one of {sorted(REWARDS)} or a dotted "
+                "path module.function."
+            )
+    return functions
+
+
+def _import_reward(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"reward_funcs: {path!r} cannot be imported from {os.getcwd()}: {error}") from error
+
+
+# Launching ---------------------------------------------------------------------------------------------------------
+
+
+def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:
+    """``--accelerate_config name`` to ``--config_file path`` of ``accelerate launch``."""
+    for index, token in enumerate(argv):
+        flag, _, value = token.partition("=")
+        if flag not in ("--accelerate_config", "--accelerate-config"):
+            continue
+        used = 1 if value else 2
+        value = value or (argv[index + 1] if index + 1 < len(argv) else "")
+        packaged = CONFIGS / f"{value}.yaml"
+        path = Path(value) if Path(value).is_file() else packaged
+        if not value or not path.is_file():
+            names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
+            raise ConfigError(f"--accelerate_config {value}: neither a file nor one of {names}{did_you_mean(value, names)}.")
+        flags = ["--config_file", str(path)]
+        if path == packaged and not any(t.startswith(("--num_processes", "--num-processes")) for t in argv):
+            flags += ["--num_processes", str(_visible_devices() if value != "single_gpu" else 1)]
+        return argv[:index] + argv[index + used :], flags
+    return argv, []
+
+
+def _visible_devices() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _launch_flags(rest: list[str], name: str) -> list[str]:
+    """What no field took must be flags of ``accelerate launch``; anything else is a typo."""
+    if not rest:
+        return []
+    from accelerate.commands.launch import launch_command_parser
+
+    known = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    fields = parser_for(name).fields
+    for token in rest:
+        flag = token.split("=")[0]
+        if flag.startswith("--") and flag not in known:
+            bare = flag.lstrip("-").replace("-", "_")
+            raise ConfigError(f"unknown argument {flag!r}{did_you_mean(bare, fields)}: no field of {name} and no option of accelerate launch.")
+    return list(rest)
+
+
+def _launch(name: str, argv: list[str], rest: list[str], launch: list[str]) -> int:
+    """Run this same command in every process that accelerate starts."""
+    left = list(rest)
+    script_args = []
+    for token in argv:  # The tokens that belong to the launcher, in order, are not the script's.
+        if left and token == left[0]:
+            left.pop(0)
+        else:
+            script_args.append(token)
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "-m", "posttrain.cli.main", name, *script_args]
+    return subprocess.run(command, check=False).returncode

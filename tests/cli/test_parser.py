@@ -1,0 +1,133 @@
+"""Flags and YAML: the same converter, clear words for every mistake."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from posttrain.cli.parser import TrlParser, load_config
+from posttrain.cli.train import COMMANDS, parser_for
+from posttrain.errors import ConfigError
+
+EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/configs/*.yaml"))
+
+
+@dataclass
+class Args:
+    learning_rate: float = field(default=0.1, metadata={"help": "100% of it"})
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    reward_funcs: list[str] | None = None
+    bf16: bool = True
+    steps: int | None = 5
+    extra: dict | str | None = None
+
+
+@pytest.fixture
+def parse(tmp_path):
+    def run(yaml="", *flags, **kwargs):
+        path = tmp_path / "c.yaml"
+        path.write_text(yaml)
+        return TrlParser(Args).parse_args_and_config(["--config", str(path), *flags], **kwargs)
+
+    return run
+
+
+def test_command_line_beats_file_beats_default(parse):
+    (args,) = parse("learning_rate: 0.5\nsteps: 7", "--learning_rate", "0.9")
+    assert (args.learning_rate, args.steps, args.dtype) == (0.9, 7, "float32")
+
+
+def test_a_scientific_number_without_a_dot_is_a_number(parse):
+    assert parse("learning_rate: 2e-5")[0].learning_rate == 2e-5
+
+
+def test_a_scalar_for_a_list_field_is_a_list_of_one(parse):
+    assert parse("reward_funcs: accuracy_reward")[0].reward_funcs == ["accuracy_reward"]
+    assert parse("reward_funcs: [a, b]")[0].reward_funcs == ["a", "b"]
+
+
+def test_choices_are_checked_in_the_file_too(parse, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("dtype: bf16")
+    assert stop.value.code == 2
+    assert "float32" in capsys.readouterr().err
+
+
+def test_null_is_none_and_booleans_are_booleans(parse):
+    (args,) = parse("steps: null\nbf16: false")
+    assert args.steps is None
+    assert args.bf16 is False
+    assert parse("", "--no_bf16")[0].bf16 is False
+
+
+def test_an_unknown_key_names_the_closest(parse):
+    with pytest.raises(ConfigError, match=r"'learning_rat' \(did you mean 'learning_rate'\?\)"):
+        parse("learning_rat: 1.0")
+    with pytest.raises(ConfigError, match=r"'--learning_rat' \(did you mean"):
+        parse("", "--learning_rat", "1")
+
+
+def test_prefixes_are_not_accepted(parse):
+    assert parse("", "--learning", "1", return_remaining_strings=True)[-1] == ["--learning", "1"]
+
+
+def test_config_path_may_follow_an_equals_sign_and_the_last_one_wins(tmp_path):
+    for name, steps in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.yaml").write_text(f"steps: {steps}")
+    tokens = ["--config", str(tmp_path / "a.yaml"), f"--config={tmp_path / 'b.yaml'}"]
+    assert TrlParser(Args).parse_args_and_config(tokens)[0].steps == 2
+
+
+def test_config_mistakes_are_told(tmp_path):
+    with pytest.raises(ConfigError, match="needs the path"):
+        TrlParser(Args).parse_args_and_config(["--config"])
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(str(tmp_path / "none.yaml"))
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        load_config(str(tmp_path / "list.yaml"))
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(str(tmp_path / "bad.yaml"))
+    (tmp_path / "empty.yaml").write_text("")
+    assert load_config(str(tmp_path / "empty.yaml")) == {}
+
+
+def test_env_is_set_and_must_be_a_mapping(parse, monkeypatch):
+    monkeypatch.delenv("POSTTRAIN_TEST_VALUE", raising=False)
+    parse("env: {POSTTRAIN_TEST_VALUE: 3}")
+    import os
+
+    assert os.environ.pop("POSTTRAIN_TEST_VALUE") == "3"
+    with pytest.raises(ConfigError, match="'env' block"):
+        parse("env: 3")
+
+
+def test_a_nested_mapping_reaches_a_dict_field(parse):
+    assert parse("extra: {a: 1}")[0].extra == '{"a": 1}'
+
+
+def test_a_field_called_config_is_refused():
+    @dataclass
+    class Bad:
+        config: str = ""
+
+    with pytest.raises(ConfigError, match="'config'.*reserved"):
+        TrlParser(Bad)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_training_command_prints(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parser_for(name).parser.parse_args(["--help"])
+    assert stop.value.code == 0
+    assert "--learning_rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_every_shipped_config_parses(path):
+    script, config, model, _ = parser_for(path.stem).parse_args_and_config(["--config", str(path)])
+    assert config.output_dir.startswith("runs/")
+    assert script.dataset_name
+    assert model.model_name_or_path
