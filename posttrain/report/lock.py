@@ -39,8 +39,8 @@ def check_writable(output_dir: str | None) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"output_dir={output_dir!r} cannot be written: {error.strerror or error}. Choose another folder, or change its "
-            "permissions."
+            f"output_dir={output_dir!r} cannot be written: {error.strerror or error}. Choose another folder, or change "
+            "its permissions."
         ) from error
     FolderLock(folder).check()
 
@@ -68,7 +68,8 @@ class FolderLock:
             return
         raise ConfigError(
             f"output_dir={str(self.path.parent)!r} is in use by process {owner['pid']} on {owner['host']} since "
-            f"{owner['since']}. Two runs in one folder would overwrite each other. Choose another output_dir, or stop it."
+            f"{owner['since']}. Two runs in one folder would overwrite each other. Choose another output_dir, or stop "
+            "it."
         )
 
     def acquire(self) -> None:
@@ -83,7 +84,10 @@ class FolderLock:
         owner = self._owner()
         if owner is not None and _is_foreign(owner):
             logger.warning(
-                "%s was held by process %s on %s, which is gone: taking it over.", self.path.parent, owner["pid"], owner["host"]
+                "%s was held by process %s on %s, which is gone: taking it over.",
+                self.path.parent,
+                owner["pid"],
+                owner["host"],
             )
         part = self.path.with_name(f"{NAME}.{os.getpid()}")
         part.write_text(_me(), encoding="utf-8")

@@ -19,7 +19,9 @@ __all__ = ["describe_run", "hide_secrets", "template_hash"]
 
 PACKAGES = ("posttrain", "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
 # Names whose values are secrets; `eos_token` and the like are not. A hub token is recognised wherever it stands.
-SECRET_NAME = re.compile(r"^(hub_token|push_to_hub_token|token|use_auth_token|auth_token|access_token)$|api_key|password|secret")
+SECRET_NAME = re.compile(
+    r"^(hub_token|push_to_hub_token|token|use_auth_token|auth_token|access_token)$|api_key|password|secret"
+)
 SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}")
 HIDDEN = "<hidden>"
 
@@ -75,7 +77,9 @@ def _command(arguments: list[str]) -> list[str]:
 def _hardware() -> dict[str, Any]:
     import torch
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
     try:
         usable = len(os.sched_getaffinity(0))
     except AttributeError:  # Not on every system.

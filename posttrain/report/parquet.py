@@ -53,7 +53,10 @@ def merge_parquet(parts: Sequence[Path], target: Path) -> None:
 def _column(values: list[Any]) -> pa.Array:
     import pyarrow as pa
 
-    plain = [None if isinstance(v, float) and math.isnan(v) else v.item() if getattr(v, "shape", None) == () else v for v in values]
+    plain = [
+        None if isinstance(v, float) and math.isnan(v) else v.item() if getattr(v, "shape", None) == () else v
+        for v in values
+    ]
     try:
         return pa.array(plain)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):

@@ -208,9 +208,16 @@ class RunRecordCallback(transformers.TrainerCallback):
         self._step = state.global_step
         self.record.begin(state.global_step)
         previous = _read_json(self.record.folder / "manifest.json") if state.global_step else {}
-        resumed = [*previous.get("resumed", []), {"step": state.global_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}]
+        resumed = [
+            *previous.get("resumed", []),
+            {"step": state.global_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
+        ]
         self.record.manifest(
-            **({"first_started": previous.get("first_started", previous.get("started")), "resumed": resumed} if previous else {}),
+            **(
+                {"first_started": previous.get("first_started", previous.get("started")), "resumed": resumed}
+                if previous
+                else {}
+            ),
             seed=args.seed,
             chat_template_sha256=template_hash(self.tokenizer),
             max_steps=state.max_steps,

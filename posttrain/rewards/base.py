@@ -271,9 +271,9 @@ class RewardRunner:
             else f"{share:.0%} of the rows, in {PATIENCE} batches in a row"
         )
         raise RewardError(
-            f"no usable reward: all reward functions ({', '.join(self.names)}) returned None for {what}. Nothing can be learned "
-            f"from that. They got the columns {columns}; usually a value they look for never occurs in one (a task called "
-            "'code' in the data and 'coding' in the function, a reference answer that does not parse)."
+            f"no usable reward: all reward functions ({', '.join(self.names)}) returned None for {what}. Nothing can "
+            f"be learned from that. They got the columns {columns}; usually a value they look for never occurs in one "
+            "(a task called 'code' in the data and 'coding' in the function, a reference answer that does not parse)."
         )
 
     def _warn_partial(self, table: RewardTable, groups: Tensor, unscored: Tensor) -> None:
@@ -290,8 +290,8 @@ class RewardRunner:
             if partial:
                 self._warn(
                     f"partial {name}",
-                    "%s returned None for some completions of a prompt and a number for others, in %d groups: their totals are "
-                    "not comparable. Return 0.0 instead of None, or None for the whole group.",
+                    "%s returned None for some completions of a prompt and a number for others, in %d groups: their "
+                    "totals are not comparable. Return 0.0 instead of None, or None for the whole group.",
                     name,
                     partial,
                 )

@@ -69,7 +69,8 @@ class RewardCall:
         taken = {"prompts", "completions", "log_extra", "log_metric", *self.always}
         for name in sorted(taken & set(self.columns)):
             raise RewardError(
-                f"the dataset column {name!r} has the name of an argument that every reward function gets. Rename the column."
+                f"the dataset column {name!r} has the name of an argument that every reward function gets. Rename the "
+                "column."
             )
 
     def arguments(self, name: str) -> dict[str, Any]:
@@ -112,7 +113,8 @@ class RewardCall:
             if parameter.default is parameter.empty and parameter.name not in arguments:
                 raise RewardError(
                     f"reward function {name!r} needs the column {parameter.name!r}, which the dataset does not have"
-                    f"{did_you_mean(parameter.name, self.columns)}. Its columns are {sorted(self.columns)} (and 'prompt')."
+                    f"{did_you_mean(parameter.name, self.columns)}. Its columns are {sorted(self.columns)} (and "
+                    "'prompt')."
                 )
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return arguments
@@ -134,8 +136,8 @@ class RewardCall:
         """The error that tells which function failed, on which row, and why."""
         if timeout is not None and isinstance(error, TimeoutError) and not str(error):
             return RewardError(
-                f"reward function {name!r} did not answer within reward_timeout={timeout} s for {len(self.prompts)} completions "
-                f"(first prompt: {head(self.prompts[0])}). Bound its own waits, or raise reward_timeout."
+                f"reward function {name!r} did not answer within reward_timeout={timeout} s for {len(self.prompts)} "
+                f"completions (first prompt: {head(self.prompts[0])}). Bound its own waits, or raise reward_timeout."
             )
         row = self._guilty_row(name, error)
         at = (
@@ -144,8 +146,8 @@ class RewardCall:
             else f" (first prompt: {self._first()})"
         )
         return RewardError(
-            f"reward function {name!r} raised {type(error).__name__}: {error}{at}. A reward must give a number, or None for "
-            "'does not apply', whatever the model writes."
+            f"reward function {name!r} raised {type(error).__name__}: {error}{at}. A reward must give a number, or "
+            "None for 'does not apply', whatever the model writes."
         )
 
     def _first(self) -> str:
@@ -189,8 +191,8 @@ class RewardCall:
             result = result.tolist()
         if not isinstance(result, Sequence) or isinstance(result, str | bytes):
             raise RewardError(
-                f"reward function {name!r} returned {result!r} ({type(result).__name__}); it must return a list of {n} numbers, "
-                "one a completion."
+                f"reward function {name!r} returned {result!r} ({type(result).__name__}); it must return a list of {n} "
+                "numbers, one a completion."
             )
         if len(result) != n:
             raise RewardError(
@@ -208,14 +210,14 @@ class RewardCall:
         scalar = not isinstance(value, str | bytes) and not getattr(value, "shape", ()) and hasattr(value, "__float__")
         if not scalar or isinstance(value, complex):
             raise RewardError(
-                f"reward function {name!r} returned {value!r} ({type(value).__name__}) for row {row}; it must return a number "
-                f"or None. Prompt: {head(self.prompts[row])}"
+                f"reward function {name!r} returned {value!r} ({type(value).__name__}) for row {row}; it must return a "
+                f"number or None. Prompt: {head(self.prompts[row])}"
             )
         number = float(value)
         if abs(number) > LARGEST or (self.strict and math.isnan(number)):
             raise RewardError(
-                f"reward function {name!r} returned {number} for row {row}; it must return a finite number, or None for 'does "
-                f"not apply'. Prompt: {head(self.prompts[row])}"
+                f"reward function {name!r} returned {number} for row {row}; it must return a finite number, or None "
+                f"for 'does not apply'. Prompt: {head(self.prompts[row])}"
             )
         return number
 

@@ -1,0 +1,341 @@
+"""The run record: readable at any moment, whole after a crash, and never two runs in one folder."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+import types
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from posttrain.errors import ConfigError
+from posttrain.report.lock import NAME, FolderLock
+from posttrain.report.manifest import hide_secrets
+from posttrain.report.record import RunRecord, RunRecordCallback, check_writable
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def row(step, **extra):
+    return {"step": step, "prompt": f"p{step}", "completion": "c", "accuracy": 1.0, **extra, "advantage": 0.5}
+
+
+# Metrics -------------------------------------------------------------------------------------------------------
+
+
+def test_a_metrics_line_is_on_disk_before_the_next_one(tmp_path):
+    record = RunRecord(tmp_path)
+    for step in (1, 2):
+        record.metrics(step, {"loss": torch.tensor(0.5), "reward": step / 4})
+        assert [line["step"] for line in lines(tmp_path)] == list(range(1, step + 1))
+    assert lines(tmp_path)[1]["loss"] == 0.5
+    assert abs(lines(tmp_path)[1]["time"] - time.time()) < 60
+
+
+def test_a_loss_that_is_not_a_number_stays_visible_in_valid_json(tmp_path):
+    RunRecord(tmp_path).metrics(1, {"loss": math.nan, "grad_norm": math.inf})
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert math.isnan(float(line["loss"]))
+    assert math.isinf(float(line["grad_norm"]))
+
+
+def test_a_resumed_run_repeats_no_step_and_drops_a_line_cut_off_by_a_crash(tmp_path):
+    first = RunRecord(tmp_path)
+    for step in range(1, 6):
+        first.metrics(step, {"loss": 1.0})
+        first.add_completions([row(step)])
+        first.flush(step)
+    first.add_completions([row(5)], evaluation=True)
+    first.flush(5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    second = RunRecord(tmp_path)
+    second.begin(3)
+    second.metrics(4, {"loss": 2.0})
+    second.add_completions([row(4)])
+    second.flush(4)
+    second.merge_completions()
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+    assert pq.read_table(tmp_path / "completions.parquet")["step"].to_pylist() == [1, 2, 3, 4]
+    assert not list((tmp_path / "completions").glob("eval_*"))
+
+
+def test_a_fresh_run_moves_an_older_record_aside_and_keeps_its_own_first_evaluation(tmp_path):
+    old = RunRecord(tmp_path)
+    old.begin(0)
+    old.metrics(1, {"loss": 1.0})
+    old.add_completions([row(1)])
+    old.flush(1)
+    old.merge_completions()
+    old.manifest(seed=1)
+    new = RunRecord(tmp_path)
+    new.metrics(0, {"eval_reward": 0.25})  # Evaluated before training.
+    new.begin(0)
+    new.metrics(1, {"loss": 9.0})
+    assert [line.get("loss") for line in lines(tmp_path)] == [None, 9.0]
+    assert [line["loss"] for line in lines(tmp_path / "record-1")] == [1.0]
+    assert (tmp_path / "record-1" / "completions" / "completions_00001.parquet").is_file()
+    assert json.loads((tmp_path / "record-1" / "manifest.json").read_text())["seed"] == 1
+    assert not (tmp_path / "completions.parquet").exists()
+    RunRecord(tmp_path / "empty").begin(0)
+    assert not (tmp_path / "empty").exists()
+
+
+# Completions ---------------------------------------------------------------------------------------------------
+
+
+def test_completions_have_a_file_a_step_and_evaluation_has_its_own(tmp_path):
+    record = RunRecord(tmp_path)
+    record.add_completions([row(10), row(10)])
+    record.add_completions([row(10)], evaluation=True)
+    record.flush(10)
+    record.add_completions([row(10)], evaluation=True)  # A second evaluation set at the same step.
+    record.flush(10)
+    counts = {p.name: pq.read_table(p).num_rows for p in (tmp_path / "completions").iterdir()}
+    assert counts == {"completions_00010.parquet": 2, "eval_completions_00010.parquet": 2}
+    record.merge_completions()
+    assert pq.read_table(tmp_path / "completions.parquet").num_rows == 2
+    assert pq.read_table(tmp_path / "eval_completions.parquet").num_rows == 2
+
+
+def test_a_column_that_only_some_batches_logged_is_padded_and_a_missing_reward_is_none(tmp_path):
+    record = RunRecord(tmp_path)
+    record.add_completions([row(1), row(1, gold="x")])
+    record.flush(1)
+    record.add_completions([row(2, accuracy=math.nan, depth=3)])
+    record.flush(2)
+    record.merge_completions()
+    table = pq.read_table(tmp_path / "completions.parquet").to_pylist()
+    assert [r["gold"] for r in table] == [None, "x", None]
+    assert [r["depth"] for r in table] == [None, None, 3]
+    assert [r["accuracy"] for r in table] == [1.0, 1.0, None]
+
+
+def test_a_column_of_odd_or_changing_types_becomes_text_and_never_stops_training(tmp_path):
+    record = RunRecord(tmp_path)
+    record.add_completions([row(1, gold=42), row(1, gold="x=5"), row(1, gold=types.SimpleNamespace(a=1))])
+    record.flush(1)
+    record.add_completions([row(2, gold=7)])
+    record.flush(2)
+    record.merge_completions()
+    gold = pq.read_table(tmp_path / "completions.parquet")["gold"].to_pylist()
+    assert gold == ["42", "x=5", "namespace(a=1)", "7"]
+
+
+def test_integers_and_floats_of_one_column_stay_numbers(tmp_path):
+    record = RunRecord(tmp_path)
+    for step, value in ((1, 1), (2, 0.5), (3, None)):
+        record.add_completions([row(step, score=value)])
+        record.flush(step)
+    record.merge_completions()
+    assert pq.read_table(tmp_path / "completions.parquet")["score"].to_pylist() == [1.0, 0.5, None]
+
+
+def test_a_table_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path, caplog):
+    record = RunRecord(tmp_path)
+    (tmp_path / "completions").write_text("a file where the folder should be")
+    for step in (1, 2):
+        record.add_completions([row(step)])
+        record.flush(step)
+    record.merge_completions()
+    assert caplog.text.count("could not be written") == 1
+
+
+def test_a_crash_while_writing_leaves_the_older_file_whole(tmp_path, monkeypatch):
+    record = RunRecord(tmp_path)
+    record.add_completions([row(1)])
+    record.flush(1)
+    record.merge_completions()
+    record.add_completions([row(2)])
+    record.flush(2)
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    record.merge_completions()
+    assert pq.read_table(tmp_path / "completions.parquet")["step"].to_pylist() == [1]
+
+
+# Manifest ------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_says_what_ran_and_keeps_no_secret(tmp_path, monkeypatch):
+    secret = "hf_" + "x" * 30
+    monkeypatch.setattr(
+        sys, "argv", ["/somewhere/train.py", "--hub_token", "abc", "--wandb-api-key=def", "--seed", "3", secret]
+    )
+    config = {"hub_token": "abc", "eos_token": "</s>", "model_init_kwargs": {"token": secret, "revision": secret}}
+    RunRecord(tmp_path / "new").manifest(seed=3, config=config)
+    text = (tmp_path / "new" / "manifest.json").read_text()
+    manifest = json.loads(text)
+    assert not any(word in text for word in ("abc", "def", secret))
+    assert manifest["config"] == {"eos_token": "</s>", "model_init_kwargs": {"revision": "<hidden>"}}
+    assert manifest["command"] == [
+        "train.py",
+        "--hub_token",
+        "<hidden>",
+        "--wandb-api-key=<hidden>",
+        "--seed",
+        "3",
+        "<hidden>",
+    ]
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert set(manifest["versions"]) >= {"posttrain", "transformers", "accelerate", "datasets", "peft"}
+    assert manifest["hardware"]["cpus"] >= 1
+
+
+def test_secrets_are_hidden_wherever_they_are_nested():
+    assert hide_secrets([{"a": {"api_key": 1, "b": ["x", {"password": 2}]}}]) == [{"a": {"b": ["x", {}]}}]
+
+
+# The folder ----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_the_systems_reason(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir='.*file' cannot be written: File exists"):
+        check_writable(str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        check_writable(str(tmp_path / "file" / "below"))
+    with pytest.raises(ConfigError, match="output_dir is empty"):
+        check_writable("")
+    check_writable(str(tmp_path / "new" / "deep"))
+    assert not list((tmp_path / "new" / "deep").iterdir())
+
+
+@pytest.fixture
+def other():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def held_by(folder, pid, host=None, **more):
+    owner = {"pid": pid, "host": host or socket.gethostname(), "since": "2026-01-02 03:04:05", **more}
+    (folder / NAME).write_text(json.dumps(owner))
+
+
+def test_a_folder_of_a_live_run_is_refused_and_taken_over_when_it_is_gone(tmp_path, other, caplog):
+    held_by(tmp_path, other.pid)
+    with pytest.raises(ConfigError, match=rf"in use by process {other.pid} on .* since 2026-01-02 03:04:05"):
+        check_writable(str(tmp_path))
+    with pytest.raises(ConfigError, match="Choose another output_dir"):
+        FolderLock(tmp_path).acquire()
+    other.kill()
+    other.wait()
+    check_writable(str(tmp_path))
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    assert "is gone: taking it over" in caplog.text
+    assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    lock.release()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_pid_that_was_given_to_another_process_does_not_hold_the_folder(tmp_path, other):
+    held_by(tmp_path, other.pid, born=time.time() - 10_000)
+    check_writable(str(tmp_path))
+
+
+def test_a_run_on_another_machine_holds_the_folder_while_it_gives_signs_of_life(tmp_path):
+    held_by(tmp_path, 1, host="node7")
+    with pytest.raises(ConfigError, match="process 1 on node7"):
+        check_writable(str(tmp_path))
+    long_ago = time.time() - 3600
+    os.utime(tmp_path / NAME, (long_ago, long_ago))
+    check_writable(str(tmp_path))
+
+
+def test_the_same_process_and_a_broken_lock_file_do_not_block(tmp_path):
+    FolderLock(tmp_path).acquire()
+    FolderLock(tmp_path).acquire()
+    (tmp_path / NAME).write_text("{")
+    FolderLock(tmp_path).acquire()
+
+
+def test_ranks_of_one_distributed_run_do_not_refuse_each_other(tmp_path, other, monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}.items():
+        monkeypatch.setenv(name, value)
+    held_by(tmp_path, other.pid, launcher=[os.environ.get("TORCHELASTIC_RUN_ID"), "localhost", "29511"])
+    check_writable(str(tmp_path))
+    monkeypatch.setenv("MASTER_PORT", "29512")
+    with pytest.raises(ConfigError, match="in use"):
+        check_writable(str(tmp_path))
+
+
+# In a trainer --------------------------------------------------------------------------------------------------
+
+
+def trainer(folder, tokenizer, **options):
+    import transformers
+    from datasets import Dataset
+
+    from tests.conftest import build_model
+
+    class Fails(transformers.TrainerCallback):
+        at = 0
+
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == self.at:
+                raise RuntimeError("as asked")
+
+    args = transformers.TrainingArguments(
+        str(folder),
+        max_steps=4,
+        logging_steps=1,
+        save_steps=2,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        per_device_train_batch_size=1,
+        **options,
+    )
+    ids = Dataset.from_list([{"input_ids": [1, 5, 6, 2], "labels": [1, 5, 6, 2]}] * 8)
+    record, fails = RunRecordCallback(args, tokenizer), Fails()
+    # Before the one that fails: what it wrote up to then must be there.
+    return (
+        transformers.Trainer(build_model(len(tokenizer)), args, train_dataset=ids, callbacks=[record, fails]),
+        record,
+        fails,
+    )
+
+
+def test_a_trainer_leaves_metrics_manifest_and_no_lock(tmp_path, tiny_tokenizer):
+    run, record, _ = trainer(tmp_path, tiny_tokenizer, seed=5)
+    record.add_completions([row(0)])
+    run.train()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 4]
+    assert {"loss", "epoch", "grad_norm", "time"} <= set(lines(tmp_path)[0])
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert (manifest["seed"], manifest["max_steps"], manifest["config"]["save_steps"]) == (5, 4, 2)
+    assert len(manifest["chat_template_sha256"]) == 64
+    assert "hub_token" not in manifest["config"]
+    assert pq.read_table(tmp_path / "completions.parquet").num_rows == 1
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_run_that_raised_can_be_resumed_without_doubling_a_step(tmp_path, tiny_tokenizer):
+    run, record, fails = trainer(tmp_path, tiny_tokenizer)
+    fails.at = 3
+    with pytest.raises(RuntimeError, match="as asked"):
+        run.train()
+    record.add_completions([row(3)])
+    assert (tmp_path / NAME).exists()
+    record.stop()  # What the training loop does in its `finally`.
+    record.stop()
+    assert not (tmp_path / NAME).exists()
+    assert pq.read_table(tmp_path / "completions.parquet").num_rows == 1
+    again, _, _ = trainer(tmp_path, tiny_tokenizer)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 4]
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert [entry["step"] for entry in manifest["resumed"]] == [2]
