@@ -26,7 +26,7 @@ def check_writable(output_dir: str | None) -> None:
     """Refuse an ``output_dir`` that cannot be written or is in use by another run, before anything is computed.
 
     Raises:
-        ConfigError: It is a file, or the system refuses to write there (the system's reason is given), or a live process
+        ConfigError: It is a file, or the system refuses to write there (its reason is given), or a live process
             trains into it.
     """
     if not output_dir:

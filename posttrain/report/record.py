@@ -115,7 +115,7 @@ class RunRecord:
         self._pending["eval_" if evaluation else ""] += rows
 
     def flush(self, step: int) -> None:
-        """Write the kept rows to ``completions/[eval_]completions_<step>.parquet``; a failure is told once, never raised."""
+        """Write the kept rows to ``completions/[eval_]completions_<step>.parquet``; a failure is logged."""
         for prefix, rows in self._pending.items():
             if not rows:
                 continue
@@ -130,7 +130,7 @@ class RunRecord:
                 self._complain(f"the completions of step {step}", error)
 
     def merge_completions(self) -> None:
-        """Make ``completions.parquet`` (and ``eval_completions.parquet``) of all parts; a failure is told, never raised."""
+        """Make ``completions.parquet`` (and ``eval_completions.parquet``) of all parts; a failure is logged."""
         if not self._unmerged:
             return
         try:
@@ -157,7 +157,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of tensors and arrays as Python numbers; what JSON has no number for as the text ``NaN`` or ``Infinity``."""
+    """Numbers of tensors as Python numbers; what JSON has no number for as the text ``NaN`` or ``Infinity``."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -249,7 +249,7 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """Leave everything on disk and give the folder back; safe to call twice, and called also when training raises."""
+        """Leave everything on disk and give the folder back; safe to call twice, and also when training raises."""
         if self.args.process_index == 0:
             self.record.flush(self._step)
             self.record.merge_completions()

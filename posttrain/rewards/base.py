@@ -90,8 +90,8 @@ class RewardRunner:
     """Calls reward functions the way users expect, and turns every mistake into a `RewardError`.
 
     A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns, trainer_state=...,
-    log_extra=..., log_metric=...)`` and returns one number, or None for "does not apply", a row. One without ``**kwargs``
-    gets only what it names. Plain functions run in order on the calling thread; asynchronous ones, and those marked
+    log_extra=..., log_metric=...)`` and returns one number a row, or None for "does not apply". One without
+    ``**kwargs`` gets only what it names. Plain functions run in order on the calling thread; asynchronous ones, and those marked
     `parallel`, run concurrently after them.
 
     Args:
@@ -165,7 +165,7 @@ class RewardRunner:
             prompt_suffixes: The text each completion continues (the end of the rendered prompt), for format rewards.
             environments: Passed through when given.
             strict: NaN is an error too (a dry run); otherwise it counts as None and is reported.
-            judge: Transform and judge these rows. With several processes pass False, gather ``values``, and call `finish`.
+            judge: Transform and judge these rows. With several processes: False, gather ``values``, then `finish`.
 
         Raises:
             RewardError: Names the function and, where there is one, the row; or no function scored anything.

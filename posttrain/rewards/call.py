@@ -156,8 +156,8 @@ class RewardCall:
     def _guilty_row(self, name: str, error: BaseException) -> int | None:
         """The row a function was at when it raised, told by the loop variables of its frames.
 
-        Rows whose completion (or prompt) stands in a frame are candidates; other columns' values narrow them. Equal texts
-        may be one object: then the first of them, since a loop reaches it first.
+        Rows whose completion (or prompt) stands in a frame are candidates; other columns' values narrow them. Equal
+        texts may be one object: then the first of them, since a loop reaches it first.
         """
         given = self._given.get(name, {})
         sources = [given.get(key, []) for key in ("completions", "prompts", *self.columns)]

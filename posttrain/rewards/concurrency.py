@@ -63,7 +63,7 @@ _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # By process: a forked child 
 
 
 def run_async(coroutine: Coroutine) -> Any:
-    """Run on one lasting loop of a daemon thread: works inside a running loop (a notebook), and clients keep connections."""
+    """Run on one lasting loop of a daemon thread: works in a notebook, and clients keep their connections."""
     loop = _LOOPS.get(os.getpid())
     if loop is None:
         loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()

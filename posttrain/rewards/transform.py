@@ -28,8 +28,8 @@ def parse_transform(spec: str | None) -> Transform | None:
     """The function behind a name; it takes ``(n,)`` rewards (NaN: not scored) and ``(n,)`` group numbers.
 
     ``clip:a:b`` bounds to [a, b]; ``log1p`` is ``sign(r) log(1 + |r|)``; ``tanh:s`` is ``tanh(r / s)``; ``rank`` is the
-    share of the group's other rewards that are smaller (ties count half), in [0, 1]; ``zscore`` is ``(r - mean) / (std +
-    1e-4)`` over all rows. NaN stays NaN.
+    share of the group's other rewards that are smaller (ties count half), in [0, 1]; ``zscore`` is
+    ``(r - mean) / (std + 1e-4)`` over all rows. NaN stays NaN.
 
     Raises:
         ConfigError: An unknown name, or numbers that are missing or make no sense.
