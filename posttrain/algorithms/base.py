@@ -21,7 +21,7 @@ from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.metrics import Metric, MetricBuffer
+from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.attention import probe_layout
 from posttrain.models.forward import causal_lm, forward, install_token_head
@@ -86,6 +86,7 @@ class PostTrainer(transformers.Trainer):
         install_token_head(model)
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self.counters: dict[str, float] = {"num_tokens": 0.0}
+        self._window_start: float | None = None
         super().__init__(
             model=model,
             args=args,
@@ -300,6 +301,12 @@ class PostTrainer(transformers.Trainer):
             def gather(rows: list) -> list:
                 return parallel.all_gather_objects(rows, self.accelerator)
         return self.buffers[mode].compute(gather)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self._window_start is not None:
+            self.log_metrics_now({"step_time": mean(time.perf_counter() - self._window_start)})
+            self._window_start = None
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""

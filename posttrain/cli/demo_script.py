@@ -8,6 +8,8 @@ from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer, complete
 
+LIMIT = 12  # Tokens of an answer: enough to repeat the question, or to learn not to.
+
 
 def question(a: int, b: int) -> dict:
     """One row: a prompt for the model, and the answer for the reward functions."""
@@ -39,7 +41,7 @@ def brevity(completions: list, answer: list, **_) -> list[float]:
     return [-0.01 * max(0, len(c[0]["content"].strip()) - len(a)) for c, a in zip(completions, answer, strict=True)]
 
 
-def make_trainer(model: str, output_dir: str, steps: int = 14, **options) -> GRPOTrainer:
+def make_trainer(model: str, output_dir: str, steps: int = 20, **options) -> GRPOTrainer:
     """GRPO with 8 questions x 8 answers a step."""
     train, held_out = questions(8 * steps)
     config = GRPOConfig(
@@ -47,10 +49,9 @@ def make_trainer(model: str, output_dir: str, steps: int = 14, **options) -> GRP
         max_steps=steps,
         per_device_train_batch_size=64,
         num_generations=8,
-        max_completion_length=10,
+        max_completion_length=LIMIT,
+        temperature=0.8,
         learning_rate=2e-5,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=2,
         gradient_checkpointing=False,
         logging_steps=1,
         save_steps=5,
@@ -64,7 +65,7 @@ def make_trainer(model: str, output_dir: str, steps: int = 14, **options) -> GRP
 def exam(trainer: GRPOTrainer) -> list[tuple[str, str, str]]:
     """(question, right answer, what the model says), greedily, on the held-out questions."""
     rows = list(trainer.eval_dataset)
-    said = complete(trainer.model, trainer.processing_class, [row["prompt"] for row in rows], max_new_tokens=10)
+    said = complete(trainer.model, trainer.processing_class, [row["prompt"] for row in rows], max_new_tokens=LIMIT)
     return [(r["prompt"][0]["content"], r["answer"], s.strip()) for r, s in zip(rows, said, strict=True)]
 
 
