@@ -10,11 +10,19 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from posttrain.errors import DataError
+from posttrain.errors import ConfigError, DataError
 
 __all__ = ["RepeatSampler", "repeat_iterable_dataset"]
 
 logger = logging.getLogger(__name__)
+
+LARGE_TAIL = 0.05  # A dropped share of the rows above this is worth a warning.
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be an integer of at least 1, or nothing would ever be emitted.")
 
 
 class RepeatSampler(Sampler[int]):
@@ -29,9 +37,10 @@ class RepeatSampler(Sampler[int]):
         batch_size: Indices of a chunk (the prompts of one generation).
         repeat_count: How often a chunk is emitted.
         shuffle: False keeps 0..n-1.
-        seed: None is a fixed default, not chance.
+        seed: None is a fixed default, not chance: two samplers without a seed agree.
 
     Raises:
+        ConfigError: A count below 1.
         DataError: Fewer rows than one chunk, which would train nothing.
 
     >>> list(RepeatSampler(range(5), mini_repeat_count=3, batch_size=2, repeat_count=1, shuffle=False))
@@ -47,40 +56,66 @@ class RepeatSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int | None = None,
     ) -> None:
+        _check_counts(mini_repeat_count=mini_repeat_count, batch_size=batch_size, repeat_count=repeat_count)
         self.num_samples = len(data_source)
-        if self.num_samples < batch_size:
-            raise DataError(
-                f"the dataset has {self.num_samples} rows, fewer than the {batch_size} of one chunk: nothing would be sampled."
-            )
         self.mini_repeat_count, self.batch_size, self.repeat_count = mini_repeat_count, batch_size, repeat_count
         self.shuffle, self.seed = shuffle, seed
         self._epoch = 0
-        dropped = self.num_samples % batch_size
+        self._drawn = 0  # Permutations taken from the stream so far; `_state` is the generator right after them.
+        self._state: torch.Tensor | None = None
+        self._check_size()
+
+    def _check_size(self) -> None:
+        n, chunk, group = self.num_samples, self.batch_size, self.mini_repeat_count
+        if n < chunk:
+            raise DataError(
+                f"the dataset has {n} rows, fewer than the {chunk} of one chunk: nothing would be sampled. One generation "
+                f"batch of {chunk * group} rows holds {chunk} prompts, {group} times each, so at least {chunk} prompts are "
+                "needed. Add prompts, lower generation_batch_size (or steps_per_generation), or raise num_generations."
+            )
+        dropped = n % chunk
         if dropped:
-            logger.info("%d of %d rows do not fill a last chunk of %d and are skipped.", dropped, self.num_samples, batch_size)
+            level = logging.WARNING if dropped > LARGE_TAIL * n else logging.INFO
+            logger.log(
+                level, "%d of %d rows (%.1f %%) do not fill a last chunk of %d and are skipped in each pass.",
+                dropped, n, 100 * dropped / n, chunk,
+            )  # fmt: skip
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is number ``epoch``, counted from 0."""
+        if epoch < 0:
+            raise ConfigError(f"epoch={epoch} must be 0 or more.")
         self._epoch = epoch
 
-    def _permutation(self) -> list[int]:
+    def _permutation(self, epoch: int) -> list[int]:
+        """The ``epoch``-th permutation of the stream; going forward draws only what is new."""
         if not self.shuffle:
             return list(range(self.num_samples))
         generator = torch.Generator()
-        if self.seed is not None:
-            generator.manual_seed(self.seed)
-        for _ in range(self._epoch):
-            torch.randperm(self.num_samples, generator=generator)
-        return torch.randperm(self.num_samples, generator=generator).tolist()
+        if self._state is not None and self._drawn <= epoch:
+            generator.set_state(self._state)
+        else:
+            self._drawn = 0
+            if self.seed is not None:
+                generator.manual_seed(self.seed)
+        while self._drawn <= epoch:
+            order = torch.randperm(self.num_samples, generator=generator)
+            self._drawn += 1
+        self._state = generator.get_state()
+        return order.tolist()
 
     def __iter__(self) -> Iterator[int]:
-        order = self._permutation()
+        order = self._permutation(self._epoch)
         self._epoch += 1
+        return self._emit(order)
+
+    def _emit(self, order: list[int]) -> Iterator[int]:
         for start in range(0, self.num_samples - self.batch_size + 1, self.batch_size):
             chunk = order[start : start + self.batch_size]
             for _ in range(self.repeat_count):
                 for index in chunk:
-                    yield from [index] * self.mini_repeat_count
+                    for _ in range(self.mini_repeat_count):
+                        yield index
 
     def __len__(self) -> int:
         return self.num_samples // self.batch_size * self.batch_size * self.mini_repeat_count * self.repeat_count
@@ -97,7 +132,21 @@ def _repeat_chunk(batch: dict[str, list], mini_repeat_count: int, batch_size: in
 def repeat_iterable_dataset(dataset: Any, mini_repeat_count: int, batch_size: int = 1, repeat_count: int = 1) -> Any:
     """The order of an unshuffled `RepeatSampler` over a stream; the incomplete last chunk is dropped, columns are kept.
 
-    Needs ``dispatch_batches=False`` and no loader workers, which would interleave groups.
+    Repeated records are deep copies, so changing one leaves the others alone. ``set_epoch`` reaches a shuffle upstream. Needs
+    ``dispatch_batches=False`` and no loader workers, which would interleave groups.
+
+    Args:
+        dataset: An ``IterableDataset``.
+        mini_repeat_count: How often a record stands in a row (the group size).
+        batch_size: Records of a chunk.
+        repeat_count: How often a chunk is emitted.
+
+    Returns:
+        A lazy ``IterableDataset``.
+
+    Raises:
+        ConfigError: A count below 1.
     """
     settings = {"mini_repeat_count": mini_repeat_count, "batch_size": batch_size, "repeat_count": repeat_count}
+    _check_counts(**settings)
     return dataset.map(_repeat_chunk, batched=True, batch_size=batch_size, fn_kwargs=settings)
