@@ -1,8 +1,14 @@
 """Loading by name and mixing: fractions, seeds, and files that are broken."""
 
 import json
+import logging
+import os
+import subprocess
+import sys
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from posttrain.data.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset, load_rows
@@ -83,3 +89,183 @@ def test_streaming_refuses_what_needs_lengths(jsonl):
         get_dataset(DatasetMixtureConfig([jsonl("a", 4)], streaming=True, test_split_size=0.5))
     with pytest.raises(ConfigError, match="empty"):
         get_dataset(DatasetMixtureConfig())
+
+
+def test_a_line_that_is_no_object_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n3\n')
+    with pytest.raises(DataError, match=r"line 2: a row must be a JSON object, and it is a int"):
+        load_rows(str(path))
+
+
+def test_a_broken_line_in_a_folder_names_file_and_line(tmp_path):
+    (tmp_path / "good.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "poor.jsonl").write_text('{"a": 1}\n\n{"a": \n')
+    with pytest.raises(DataError, match=r"poor\.jsonl, line 3"):
+        load_rows(str(tmp_path))
+
+
+def test_an_empty_file_and_a_broken_array_are_named(tmp_path):
+    (tmp_path / "e.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"e\.jsonl' is empty"):
+        load_rows(str(tmp_path / "e.jsonl"))
+    (tmp_path / "b.json").write_text('[{"a": 1},\n {"a": ]')
+    with pytest.raises(DataError, match=r"b\.json, line 1"):
+        load_rows(str(tmp_path / "b.json"))
+
+
+def test_json_csv_and_parquet_files_load(tmp_path):
+    rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
+    (tmp_path / "r.json").write_text(json.dumps(rows))
+    (tmp_path / "r.csv").write_text("a,b\n1,x\n2,y\n")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet")
+    for suffix in ("json", "csv", "parquet"):
+        assert load_rows(str(tmp_path / f"r.{suffix}"), split="train").to_list() == rows
+        assert list(load_rows(str(tmp_path / f"r.{suffix}"), split="train", streaming=True)) == rows
+
+
+def test_parquet_files_of_mixed_types_name_column_types_and_files(tmp_path):
+    pq.write_table(pa.table({"a": [1], "b": ["x"]}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"a": ["one"], "b": ["y"]}), tmp_path / "2.parquet")
+    with pytest.raises(DataError, match=r"column 'a' is int64 in 1\.parquet and string in 2\.parquet"):
+        load_rows(str(tmp_path))
+
+
+def test_a_split_of_a_file_is_never_another_one(jsonl):
+    assert load_rows(jsonl("a", 10), split="train[2:4]")["answer"] == [2, 3]
+    with pytest.raises(DataError, match="split 'test'"):
+        load_rows(jsonl("a", 10), split="test")
+
+
+def test_splits_of_a_saved_folder(tmp_path):
+    rows = datasets.Dataset.from_list([{"i": i} for i in range(10)])
+    datasets.DatasetDict({"train": rows, "dev": rows.select(range(3))}).save_to_disk(tmp_path / "d")
+    assert set(load_rows(str(tmp_path / "d"))) == {"train", "dev"}
+    assert load_rows(str(tmp_path / "d"), split="train[:20%]+dev[1:]")["i"] == [0, 1, 1, 2]
+    assert [row["i"] for row in load_rows(str(tmp_path / "d"), split="dev", streaming=True)] == [0, 1, 2]
+    with pytest.raises(DataError, match=r"no split 'dve' \(did you mean 'dev'\?\); it has \['dev', 'train'\]"):
+        load_rows(str(tmp_path / "d"), split="dve")
+    rows.save_to_disk(tmp_path / "one")
+    assert len(load_rows(str(tmp_path / "one"), split="train")) == 10
+
+
+def test_options_without_use_are_refused(jsonl):
+    with pytest.raises(ConfigError, match="one file, which has no use for .*data_files"):
+        load_rows(jsonl("a", 2), data_files="b.jsonl")
+
+
+def test_a_mistyped_file_name_gets_its_neighbour(jsonl):
+    path = jsonl("prompts", 2)
+    with pytest.raises(DataError, match=r"does not exist \(did you mean 'prompts\.jsonl'\?\)"):
+        load_rows(path.replace("prompts", "promps"))
+
+
+def test_offline_mode_is_said(tmp_path):
+    code = (
+        "from posttrain.data.mixture import load_rows\n"
+        "try: load_rows('nobody/nothing')\n"
+        "except ValueError as error: print(error)\n"
+    )
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    assert "dataset 'nobody/nothing' could not be loaded: it is no local path and not in the cache, and offline mode is on" in out.stdout
+
+
+def test_zero_weight_takes_nothing_and_does_not_limit_the_others(jsonl):
+    members = [DatasetConfig(jsonl("a", 4), fraction=1.0), DatasetConfig(jsonl("b", 1, 100), fraction=0.0)]
+    assert get_dataset(DatasetMixtureConfig(members))["train"]["answer"] == [0, 1, 2, 3]
+
+
+def test_head_warns_and_random_is_a_seeded_choice(jsonl, caplog):
+    members = [DatasetConfig(jsonl("a", 40), fraction=0.5), DatasetConfig(jsonl("b", 10, 100), fraction=0.5)]
+    with caplog.at_level(logging.WARNING, logger="posttrain"):
+        assert get_dataset(DatasetMixtureConfig(members))["train"]["answer"] == [*range(10), *range(100, 110)]
+    assert "first 10 of 40 rows" in caplog.text
+    caplog.clear()
+    one, two, other = (get_dataset(DatasetMixtureConfig(members, sample="random"), seed=s)["train"]["answer"] for s in (1, 1, 2))
+    assert one == two != other
+    assert one[:10] != list(range(10))
+    assert set(one[:10]) < set(range(40))
+    assert caplog.text == ""
+
+
+def test_train_and_test_part_the_rows(jsonl):
+    parts = get_dataset(DatasetMixtureConfig([jsonl("a", 20)], test_split_size=0.25))
+    assert sorted(parts["train"]["answer"] + parts["test"]["answer"]) == list(range(20))
+    with pytest.raises(DataError, match="of 1 rows leaves a split empty"):
+        get_dataset(DatasetMixtureConfig([jsonl("b", 1)], test_split_size=0.5))
+
+
+def test_two_processes_draw_the_same_split(jsonl):
+    path = jsonl("a", 30)
+    code = (
+        "import sys\nfrom posttrain.data.mixture import *\n"
+        "d = get_dataset(DatasetMixtureConfig([sys.argv[1]], test_split_size=0.3), seed=7)\nprint(d['test']['answer'][:])\n"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code, path], env=os.environ | {"PYTHONHASHSEED": str(i)}, capture_output=True, text=True,
+            timeout=100, check=True,
+        ).stdout
+        for i in range(2)
+    ]
+    assert runs[0] == runs[1] != ""
+
+
+def test_members_with_other_types_are_named(jsonl, tmp_path):
+    other = tmp_path / "o.jsonl"
+    other.write_text('{"prompt": "x", "answer": "1"}\n')
+    with pytest.raises(DataError, match=r"column 'answer' is Value\('int64'\) in .* and Value\('string'\)"):
+        get_dataset(DatasetMixtureConfig([jsonl("a", 2), str(other)]))
+
+
+def test_columns_make_members_agree_and_a_wrong_one_is_named(jsonl, tmp_path):
+    other = tmp_path / "o.jsonl"
+    other.write_text('{"prompt": "x", "solution": "1"}\n')
+    members = [{"path": jsonl("a", 1), "columns": ["prompt"]}, {"path": str(other), "columns": ["prompt"]}]
+    assert get_dataset(DatasetMixtureConfig(members))["train"].to_list() == [{"prompt": "q0"}, {"prompt": "x"}]
+    members[0]["columns"] = ["promt"]
+    with pytest.raises(DataError, match=r"no column 'promt' \(did you mean 'prompt'\?\)"):
+        get_dataset(DatasetMixtureConfig(members))
+
+
+def test_streaming_gives_a_stream_of_all_members_in_order(jsonl):
+    parts = get_dataset(DatasetMixtureConfig([jsonl("a", 2), jsonl("b", 2, 10)], streaming=True))
+    assert isinstance(parts, datasets.IterableDatasetDict)
+    assert [row["answer"] for row in parts["train"]] == [0, 1, 10, 11]
+    members = [{"path": jsonl("a", 2), "fraction": 1.0}]
+    with pytest.raises(ConfigError, match="fraction needs the lengths"):
+        get_dataset(DatasetMixtureConfig(members, streaming=True))
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"path": "a", "splt": "x"}, r"unknown key 'splt' \(did you mean 'split'\?\)"),
+        ({"split": "x"}, "has no 'path'"),
+        (3, "not a int"),
+        ("{broken", "looks like a JSON object"),
+    ],
+)
+def test_a_member_that_cannot_be_read_is_named(item, message):
+    with pytest.raises(ConfigError, match=message):
+        DatasetMixtureConfig([item])
+
+
+@pytest.mark.parametrize("size", [0, 1, 2.0, -0.5])
+def test_a_test_split_that_is_no_share_is_refused(size):
+    with pytest.raises(ConfigError, match="test_split_size"):
+        DatasetMixtureConfig(["a"], test_split_size=size)
+    with pytest.raises(ConfigError, match=r"sample='haed' is not known \(did you mean 'head'\?\)"):
+        DatasetMixtureConfig(["a"], sample="haed")
+
+
+def test_members_come_from_the_command_line_as_paths_or_json():
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(DatasetMixtureConfig)
+    (mixture,) = parser.parse_args_into_dataclasses(["--datasets", "a", '{"path": "b", "fraction": 0.5}', "--streaming"])
+    assert mixture.datasets == [DatasetConfig("a"), DatasetConfig("b", fraction=0.5)]
+    assert mixture.streaming
+    assert parser.parse_args_into_dataclasses([])[0].datasets == []
+    assert "--test_split_size" in parser.format_help()

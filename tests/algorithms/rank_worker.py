@@ -1,0 +1,32 @@
+"""What each process of the two-rank test runs: one step, then the loss, metrics and weights as JSON on rank 0."""
+
+import json
+import sys
+
+import torch
+
+from posttrain import Rollout  # noqa: F401 - the public package must import in a worker too
+from tests.algorithms.helpers import chats, grpo, prompts, sft
+from tests.conftest import build_tokenizer
+
+
+def main(kind, folder, batch, accumulation):
+    """Train one step and print what it did."""
+    tokenizer = build_tokenizer()
+    common = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 1, "optim": "sgd",
+              "learning_rate": 1.0, "use_cpu": True, "shuffle_dataset": False}
+    if kind == "sft":
+        trainer = sft(folder, tokenizer, data=chats(8), seed=3, **common)
+    else:
+        trainer = grpo(folder, tokenizer, beta=0.05, data=prompts(4), loss_type=kind, scale_rewards="batch", **common)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        bare = trainer.accelerator.unwrap_model(trainer.model)
+        step = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, bare.parameters(), strict=True)])
+        logs = next(row for row in trainer.state.log_history if "loss" in row)
+        sys.stdout.write("RESULT " + json.dumps({"step": step.tolist(), "logs": logs}) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
