@@ -4,70 +4,108 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 
-from posttrain.errors import ConfigError, DataError
+from posttrain.errors import ConfigError, DataError, check_choice, did_you_mean
 
 __all__ = ["DatasetConfig", "DatasetMixtureConfig", "get_dataset", "load_rows"]
 
 logger = logging.getLogger(__name__)
 
-LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # File ending -> loader's name.
+SAMPLES = ("head", "random")
 
 
 @dataclass
 class DatasetConfig:
-    """One member of a mixture.
+    """One member of a mixture; a bare string on the command line is a path."""
 
-    Attributes:
-        path: Hub id, folder or file.
-        name: Configuration on the hub.
-        data_dir, data_files: For `datasets.load_dataset`.
-        split: Which split.
-        columns: Columns to keep; None keeps all.
-        fraction: Share of the mixture; all members or none must have one.
-        sample: ``head`` takes the first rows of a fraction, ``random`` a seeded choice.
-    """
-
-    path: str
-    name: str | None = None
-    data_dir: str | None = None
-    data_files: Any = None
-    split: str = "train"
-    columns: list[str] | None = None
-    fraction: float | None = None
-    sample: str = "head"
+    path: str = field(metadata={"help": "Hub id, folder (saved by datasets, or of files), or one data file."})
+    name: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
+    data_dir: str | None = field(default=None, metadata={"help": "Folder inside a hub dataset."})
+    data_files: str | list[str] | dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Files of a folder or hub dataset: a path, a list, or a mapping of splits to paths."},
+    )
+    split: str = field(default="train", metadata={"help": "Split to load; slices like 'train[:10%]' work."})
+    columns: list[str] | None = field(default=None, metadata={"help": "Columns to keep; none given keeps all."})
+    fraction: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight in the mixture, 0 or more (weights are normalised). All members have one, or none has."
+        },
+    )
 
 
 @dataclass
 class DatasetMixtureConfig:
-    """Several datasets as one."""
+    """Several datasets as one, in the order given."""
 
-    datasets: list[Any] = field(default_factory=list, metadata={"help": "Members: paths, or mappings with path, split, fraction."})
-    streaming: bool = field(default=False, metadata={"help": "Load without downloading everything first."})
-    test_split_size: float | None = field(default=None, metadata={"help": "Share of rows held out for evaluation."})
+    datasets: list[DatasetConfig] = field(
+        default_factory=list,
+        metadata={"help": "Members: paths, or mappings with path and optionally name, split, columns, fraction."},
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "Read while training; no fractions and no test split then."}
+    )
+    test_split_size: float | None = field(
+        default=None, metadata={"help": "Share of rows held out as split 'test', between 0 and 1; the split is seeded."}
+    )
+    sample: Literal["head", "random"] = field(
+        default="head",
+        metadata={"help": "Which rows a fraction takes: the first ('head') or a seeded choice ('random')."},
+    )
 
     def __post_init__(self) -> None:
-        self.datasets = [_member(item) for item in self.datasets]
+        given = self.datasets if isinstance(self.datasets, list | tuple) else [self.datasets]
+        self.datasets = [_member(item) for item in given]
+        check_choice("sample", self.sample, SAMPLES)
+        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
+            raise ConfigError(
+                f"test_split_size={self.test_split_size} must be a share of the rows, above 0 and below 1."
+            )
 
 
 def _member(item: Any) -> DatasetConfig:
+    """A member from a path, a mapping, or a mapping in JSON (how a config file reaches the command line)."""
+    text = item.path if isinstance(item, DatasetConfig) else item
+    if isinstance(text, str) and text.lstrip().startswith("{"):
+        try:
+            item = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"a member of datasets looks like a JSON object and is not one ({error}): {text!r}."
+            ) from error
     if isinstance(item, DatasetConfig):
         return item
     if isinstance(item, str):
         return DatasetConfig(item)
-    try:
-        return DatasetConfig(**item)
-    except TypeError as error:
-        raise ConfigError(f"a member of datasets cannot be read: {item!r} ({error}). It needs at least a path.") from error
+    if not isinstance(item, Mapping):
+        raise ConfigError(
+            f"a member of datasets must be a path or a mapping with one, not a {type(item).__name__}: {item!r}."
+        )
+    known = [f.name for f in fields(DatasetConfig)]
+    for key in item:
+        if key not in known:
+            raise ConfigError(
+                f"a member of datasets has the unknown key {key!r}{did_you_mean(key, known)}; known are {known}."
+            )
+    if "path" not in item:
+        raise ConfigError(f"a member of datasets has no 'path': {dict(item)!r}.")
+    return DatasetConfig(**item)
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
 
 
 def load_rows(
-    path: str,
+    path_or_id: str,
     *,
     name: str | None = None,
     split: str | None = None,
@@ -75,119 +113,260 @@ def load_rows(
     data_files: Any = None,
     streaming: bool = False,
 ) -> Any:
-    """A dataset from the hub, a folder (saved or of files), or one .jsonl, .json, .csv or .parquet file.
+    """Load a dataset from the hub, a folder (saved, or of files), or one .jsonl, .json, .csv or .parquet file.
+
+    ``HF_HUB_OFFLINE`` and ``HF_DATASETS_OFFLINE`` are respected: then only local data and the cache are looked at.
+
+    Args:
+        path_or_id: Where the rows are.
+        name: Configuration of a hub dataset.
+        split: One split, slices like ``train[:100]`` included; None loads all. One file is the split ``train``.
+        data_dir: As for ``datasets.load_dataset``; not for a single file or a saved folder.
+        data_files: Likewise.
+        streaming: Read lazily. A broken line then shows when it is reached.
+
+    Returns:
+        A ``Dataset``, or a ``DatasetDict`` with ``split=None``; their iterable twins with ``streaming``. A folder that
+        holds one saved ``Dataset`` gives that.
 
     Raises:
-        DataError: Nothing is there, or a file cannot be read: the line, or the column, is named.
+        ConfigError: Options that the kind of source has no use for.
+        DataError: Nothing is there, the split is unknown, or a file cannot be read (file and line, or column, named).
     """
-    file = Path(path).expanduser()
-    if file.is_file():
-        return _load_file(file, split, streaming)
-    if file.is_dir() and (file / "dataset_info.json").is_file() or (file / "dataset_dict.json").is_file():
-        loaded = datasets.load_from_disk(str(file))
-        return loaded[split] if split is not None and isinstance(loaded, dict) else loaded
-    if file.is_absolute() and not file.exists():
-        raise DataError(f"dataset {path!r} does not exist.")
+    file = Path(path_or_id).expanduser()
+    saved = file.is_dir() and any((file / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json"))
+    if saved or file.is_file():
+        unused = {
+            k: v for k, v in (("name", name), ("data_dir", data_dir), ("data_files", data_files)) if v is not None
+        }
+        if unused:
+            kind = "a saved folder" if saved else "one file"
+            raise ConfigError(f"dataset {path_or_id!r} is {kind}, which has no use for {unused}. Leave that out.")
+        return _load_saved(file, split, streaming) if saved else _load_file(file, split, streaming)
+    if (file.is_absolute() or file.suffix in LOADERS) and not file.exists():
+        raise DataError(f"dataset {path_or_id!r} does not exist{_neighbour(file)}. Looked at {file.absolute()}.")
+    options = {"name": name, "data_dir": data_dir, "data_files": data_files, "split": split, "streaming": streaming}
     try:
-        return datasets.load_dataset(path, name, split=split, data_dir=data_dir, data_files=data_files, streaming=streaming)
+        return datasets.load_dataset(str(file) if file.is_dir() else path_or_id, **options)
     except Exception as error:
-        where = "as a folder, a file or on the hub" if not datasets.config.HF_HUB_OFFLINE else "locally (offline mode is on)"
-        raise DataError(f"dataset {path!r} could not be loaded {where}: {error}") from error
+        raise DataError(f"dataset {path_or_id!r} could not be loaded{_why(file, error)}") from error
+
+
+def _neighbour(file: Path) -> str:
+    return did_you_mean(file.name, (item.name for item in file.parent.iterdir())) if file.parent.is_dir() else ""
+
+
+def _why(file: Path, error: Exception) -> str:
+    """What is known about a failed load: the broken line, the column, or the loader's own words."""
+    if file.is_dir():
+        for part in sorted(item for item in file.rglob("*") if item.suffix in (".jsonl", ".json")):
+            _check_json(part)
+        return f": {_parquet_conflict(sorted(file.rglob('*.parquet'))) or error.__cause__ or error}"
+    if datasets.config.HF_HUB_OFFLINE:
+        return f": it is no local path and not in the cache, and offline mode is on. ({error})"
+    return f" as a folder, a file, or a hub id: {error}"
+
+
+def _load_saved(folder: Path, split: str | None, streaming: bool) -> Any:
+    loaded = datasets.load_from_disk(str(folder))
+    if split is not None:
+        loaded = _pick(loaded, split, folder)
+    if not streaming:
+        return loaded
+    if isinstance(loaded, datasets.Dataset):
+        return loaded.to_iterable_dataset()
+    return datasets.IterableDatasetDict({key: value.to_iterable_dataset() for key, value in loaded.items()})
+
+
+def _pick(loaded: Any, spec: str, folder: Path) -> Any:
+    """The rows of a split, slices and sums included, of saved data; one saved ``Dataset`` counts as ``train``."""
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded, str(loaded.split or "train"): loaded}
+    try:
+        parts = datasets.ReadInstruction.from_spec(spec).to_absolute({key: len(value) for key, value in splits.items()})
+    except (ValueError, AssertionError) as error:
+        near = did_you_mean(spec, splits)
+        raise DataError(
+            f"dataset {str(folder)!r} has no split {spec!r}{near}; it has {sorted(splits)}. ({error})"
+        ) from error
+    rows = [
+        splits[p.splitname].select(range(p.from_ or 0, len(splits[p.splitname]) if p.to is None else p.to))
+        for p in parts
+    ]
+    return rows[0] if len(rows) == 1 else datasets.concatenate_datasets(rows)
 
 
 def _load_file(file: Path, split: str | None, streaming: bool) -> Any:
     kind = LOADERS.get(file.suffix)
     if kind is None:
         raise DataError(f"dataset file {str(file)!r} ends in {file.suffix!r}; known are {', '.join(LOADERS)}.")
-    if file.suffix == ".jsonl":
-        _check_lines(file)
+    if file.stat().st_size == 0:
+        raise DataError(f"dataset file {str(file)!r} is empty.")
     try:
-        loaded = datasets.load_dataset(kind, data_files=str(file), streaming=streaming)
+        return datasets.load_dataset(kind, data_files=str(file), split=split, streaming=streaming)
     except Exception as error:
+        if kind == "json":
+            _check_json(file)
         cause = error.__cause__ or error
-        raise DataError(f"dataset file {str(file)!r} cannot be read: {cause}. Check that every row has the same types.") from error
-    return loaded["train"] if split is not None else loaded
+        raise DataError(
+            f"dataset file {str(file)!r} cannot be read{f' (split {split!r})' if split else ''}: {cause}. "
+            "One file has one split, 'train', and every column one type."
+        ) from error
 
 
-def _check_lines(file: Path) -> None:
-    with file.open(encoding="utf-8") as lines:
+def _check_json(file: Path) -> None:
+    """Raise for the first line that is not one JSON object; a .json file may also be one array of objects."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        if file.suffix == ".json" and _is_one_document(file):
+            return
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            shown = line.strip()[:80]
             try:
-                json.loads(line)
+                row = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{file}, line {number}: it is not valid JSON ({error}): {line.strip()[:80]!r}") from error
+                raise DataError(f"{file}, line {number}: it is not valid JSON ({error}): {shown!r}") from error
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{file}, line {number}: a row must be a JSON object, and it is a {type(row).__name__}: {shown!r}"
+                )
 
 
-def get_dataset(mixture: DatasetMixtureConfig, seed: int = 42) -> Any:
-    """Load and concatenate the members; with ``test_split_size``, split by ``seed``, the same on every rank.
+def _is_one_document(file: Path) -> bool:
+    try:
+        json.loads(file.read_text(encoding="utf-8", errors="replace"))
+    except ValueError:
+        return False
+    return True
 
-    With fractions, ``w_i = f_i / sum f`` and ``N = min len_i / w_i``: member i gives ``round(w_i N)`` rows.
+
+def _parquet_conflict(files: list[Path]) -> str | None:
+    """The first column whose type, or presence, differs between parquet files."""
+    import pyarrow.parquet as pq
+
+    if len(files) < 2:
+        return None
+    first = pq.read_schema(files[0])
+    for file in files[1:]:
+        schema = pq.read_schema(file)
+        for name in sorted({*first.names, *schema.names}):
+            one, two = (str(s.field(name).type) if name in s.names else "absent" for s in (first, schema))
+            if one != two:
+                where = f"{one} in {files[0].name} and {two} in {file.name}"
+                return f"column {name!r} is {where}. Give it one type in all files."
+    return None
+
+
+# Mixing --------------------------------------------------------------------------------------------------------------
+
+
+def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
+    r"""Load and concatenate the members; with ``test_split_size``, split by ``seed``, the same on every rank.
+
+    With fractions ``f``: ``w_i = f_i / \sum f`` and ``N = \min_{w_i > 0} len_i / w_i``; member i gives ``round(w_i N)``
+    rows.
+
+    Args:
+        mixture_config: Members and how to mix them.
+        seed: Of the test split and of ``sample="random"``; trainers pass ``args.seed``.
 
     Returns:
-        A ``DatasetDict`` with ``train`` and, when asked for, ``test``.
+        A ``DatasetDict`` (an ``IterableDatasetDict`` when streaming) with ``train`` and, when asked for, ``test``.
 
     Raises:
-        ConfigError: No member, fractions on some members only, negative or all zero, or with streaming.
-        DataError: Members whose columns differ.
+        ConfigError: No member; fractions on some members only, negative, all zero, or with streaming; a test split with
+            streaming.
+        DataError: A member that cannot be loaded, members whose columns differ, or a test split that leaves no rows.
     """
-    members = mixture.datasets
+    members, streaming = mixture_config.datasets, mixture_config.streaming
     if not members:
         raise ConfigError("datasets is empty: a mixture needs at least one member.")
-    fractions = _fractions(mixture)
-    if mixture.streaming and mixture.test_split_size is not None:
-        raise ConfigError("test_split_size needs the whole dataset, and streaming=True. Turn one off.")
-    parts = [_load_member(member, mixture.streaming) for member in members]
-    if fractions is not None:
-        parts = _take_fractions(parts, fractions, members, seed)
+    weights = _weights(mixture_config)
+    if streaming and mixture_config.test_split_size is not None:
+        raise ConfigError(
+            f"test_split_size={mixture_config.test_split_size} needs the number of rows, which streaming=True does not "
+            "know. Turn one off."
+        )
+    parts = [_load_member(member, streaming) for member in members]
+    if weights is not None:
+        parts = [_take(*item, mixture_config.sample, seed) for item in _counts(parts, weights, members)]
     _check_columns(parts, members)
     joined = datasets.concatenate_datasets(parts)
-    if mixture.test_split_size is not None:
-        return joined.train_test_split(test_size=mixture.test_split_size, seed=seed)
-    return (datasets.IterableDatasetDict if mixture.streaming else datasets.DatasetDict)({"train": joined})
+    if mixture_config.test_split_size is None:
+        return (datasets.IterableDatasetDict if streaming else datasets.DatasetDict)({"train": joined})
+    try:
+        return joined.train_test_split(test_size=mixture_config.test_split_size, seed=seed)
+    except ValueError as error:
+        raise DataError(
+            f"test_split_size={mixture_config.test_split_size} of {len(joined)} rows leaves a split empty: {error}"
+        ) from error
 
 
-def _fractions(mixture: DatasetMixtureConfig) -> list[float] | None:
+def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
     given = [member.fraction for member in mixture.datasets]
-    if all(f is None for f in given):
+    fractions = [f for f in given if f is not None]
+    if not fractions:
         return None
-    if any(f is None for f in given):
+    if len(fractions) < len(given):
         raise ConfigError(f"fraction is set on some datasets only: {given}. Set it on all, or on none.")
     if mixture.streaming:
-        raise ConfigError("fraction needs the lengths of the datasets, and streaming=True. Turn one off.")
-    if any(f < 0 for f in given) or sum(given) == 0:
-        raise ConfigError(f"fractions {given} must not be negative, and at least one must be above 0.")
-    return [f / sum(given) for f in given]
+        raise ConfigError(
+            "fraction needs the lengths of the datasets, which streaming=True does not know. Turn one off."
+        )
+    if any(f < 0 or not math.isfinite(f) for f in fractions) or sum(fractions) == 0:
+        raise ConfigError(
+            f"fractions {fractions} must be finite and must not be negative, and at least one must be above 0."
+        )
+    return [f / sum(fractions) for f in fractions]
 
 
 def _load_member(member: DatasetConfig, streaming: bool) -> Any:
     loaded = load_rows(
-        member.path, name=member.name, split=member.split, data_dir=member.data_dir, data_files=member.data_files,
+        member.path,
+        name=member.name,
+        split=member.split,
+        data_dir=member.data_dir,
+        data_files=member.data_files,
         streaming=streaming,
     )
-    return loaded.select_columns(member.columns) if member.columns else loaded
+    if not member.columns:
+        return loaded
+    known = loaded.column_names
+    for column in member.columns:
+        if known is not None and column not in known:
+            raise DataError(
+                f"dataset {member.path!r} has no column {column!r}{did_you_mean(column, known)}; it has {known}."
+            )
+    return loaded.select_columns(member.columns)
 
 
-def _take_fractions(parts: list[Any], weights: list[float], members: list[DatasetConfig], seed: int) -> list[Any]:
-    total = min(len(part) / w for part, w in zip(parts, weights, strict=True) if w > 0)
-    taken = []
-    for part, weight, member in zip(parts, weights, members, strict=True):
-        count = round(weight * total)
-        if member.sample == "random":
-            part = part.shuffle(seed=seed)
-        elif count < len(part):
-            logger.warning("%s: taking the first %d of %d rows; sample='random' takes a seeded choice.", member.path, count, len(part))
-        taken.append(part.select(range(count)))
-    return taken
+def _counts(parts: list[Any], weights: list[float], members: list[DatasetConfig]) -> list[tuple[Any, int, str]]:
+    total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True) if weight > 0)
+    triples = zip(parts, weights, members, strict=True)
+    return [(part, min(round(weight * total), len(part)), member.path) for part, weight, member in triples]
+
+
+def _take(part: Any, count: int, path: str, sample: str, seed: int) -> Any:
+    if count < len(part) and sample == "random":
+        part = part.shuffle(seed=seed)
+    elif 0 < count < len(part):
+        logger.warning(
+            "dataset %s: its fraction takes the first %d of %d rows, which is biased if the rows are in an order; "
+            "sample='random' takes a seeded choice.",
+            path, count, len(part),
+        )  # fmt: skip
+    return part.select(range(count))
 
 
 def _check_columns(parts: list[Any], members: list[DatasetConfig]) -> None:
-    first = set(parts[0].column_names or ())
-    for part, member in zip(parts, members, strict=True):
-        columns = set(part.column_names or ())
-        if columns != first:
-            raise DataError(
-                f"dataset {member.path!r} has columns {sorted(columns)}, but {members[0].path!r} has {sorted(first)}; they differ "
-                f"in {sorted(columns ^ first)}. Choose common ones with columns=[...]."
-            )
+    known = [(part, member.path) for part, member in zip(parts, members, strict=True) if part.features is not None]
+    for part, path in known[1:]:
+        (first, first_path), columns = known[0], part.features
+        for name in sorted({*first.features, *columns}):
+            one, two = (str(f[name]) if name in f else "absent" for f in (first.features, columns))
+            if one != two and "Value('null')" not in (one, two):
+                differing = sorted({*first.features} ^ {*columns}) or [name]
+                raise DataError(
+                    f"dataset {path!r} cannot follow {first_path!r}: they differ in {differing}; column {name!r} is {one} "
+                    f"in {first_path!r} and {two} in {path!r}. Choose common columns with columns=[...], or cast one."
+                )

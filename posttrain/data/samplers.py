@@ -1,4 +1,4 @@
-"""The order of prompts in online training: every prompt G times in a row, every generation replayed as often as needed."""
+"""The order of prompts in online training: each one G times in a row, each generation as often as it is used."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def _check_counts(**counts: int) -> None:
 
 
 class RepeatSampler(Sampler[int]):
-    """Cuts a permutation into chunks, and emits each chunk ``repeat_count`` times with each index ``mini_repeat_count`` times.
+    """Cuts a permutation into chunks and emits each ``repeat_count`` times, with each index ``mini_repeat_count`` times.
 
-    The incomplete last chunk is dropped. Pass e yields the e-th permutation of one seeded stream, so a resumed run goes on
-    with the order that an uninterrupted one would have had.
+    The incomplete last chunk is dropped. Pass e yields the e-th permutation of one seeded stream, so a resumed run goes
+    on with the order that an uninterrupted one would have had.
 
     Args:
         data_source: Anything with a length n.
@@ -69,9 +69,10 @@ class RepeatSampler(Sampler[int]):
         n, chunk, group = self.num_samples, self.batch_size, self.mini_repeat_count
         if n < chunk:
             raise DataError(
-                f"the dataset has {n} rows, fewer than the {chunk} of one chunk: nothing would be sampled. One generation "
-                f"batch of {chunk * group} rows holds {chunk} prompts, {group} times each, so at least {chunk} prompts are "
-                "needed. Add prompts, lower generation_batch_size (or steps_per_generation), or raise num_generations."
+                f"the dataset has {n} rows, fewer than the {chunk} of one chunk: nothing would be sampled. One "
+                f"generation batch of {chunk * group} rows holds {chunk} prompts, {group} times each, so at least {chunk} "
+                "prompts are needed. Add prompts, lower generation_batch_size (or steps_per_generation), or raise "
+                "num_generations."
             )
         dropped = n % chunk
         if dropped:
@@ -121,7 +122,9 @@ class RepeatSampler(Sampler[int]):
         return self.num_samples // self.batch_size * self.batch_size * self.mini_repeat_count * self.repeat_count
 
 
-def _repeat_chunk(batch: dict[str, list], mini_repeat_count: int, batch_size: int, repeat_count: int) -> dict[str, list]:
+def _repeat_chunk(
+    batch: dict[str, list], mini_repeat_count: int, batch_size: int, repeat_count: int
+) -> dict[str, list]:
     size = len(next(iter(batch.values())))
     if size < batch_size:
         return {name: [] for name in batch}
@@ -132,8 +135,8 @@ def _repeat_chunk(batch: dict[str, list], mini_repeat_count: int, batch_size: in
 def repeat_iterable_dataset(dataset: Any, mini_repeat_count: int, batch_size: int = 1, repeat_count: int = 1) -> Any:
     """The order of an unshuffled `RepeatSampler` over a stream; the incomplete last chunk is dropped, columns are kept.
 
-    Repeated records are deep copies, so changing one leaves the others alone. ``set_epoch`` reaches a shuffle upstream. Needs
-    ``dispatch_batches=False`` and no loader workers, which would interleave groups.
+    Repeated records are deep copies, so changing one leaves the others alone. ``set_epoch`` reaches a shuffle upstream.
+    Needs ``dispatch_batches=False`` and no loader workers, which would interleave groups.
 
     Args:
         dataset: An ``IterableDataset``.

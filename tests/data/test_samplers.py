@@ -70,7 +70,11 @@ def test_the_golden_of_the_data_chapter():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    n=st.integers(1, 30), mini=st.integers(1, 4), batch=st.integers(1, 6), repeat=st.integers(1, 3), shuffle=st.booleans()
+    n=st.integers(1, 30),
+    mini=st.integers(1, 4),
+    batch=st.integers(1, 6),
+    repeat=st.integers(1, 3),
+    shuffle=st.booleans(),
 )
 def test_every_chunk_repeats_whole_groups_and_the_length_is_true(n, mini, batch, repeat, shuffle):
     if n < batch:
@@ -128,7 +132,9 @@ def test_the_stream_has_the_sampler_s_order_and_keeps_its_columns():
     rows = [{"prompt": str(i), "answer": i} for i in range(7)]
     stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
     got = list(repeat_iterable_dataset(stream, 2, batch_size=3, repeat_count=2))
-    assert [row["answer"] for row in got] == list(RepeatSampler(range(7), 2, batch_size=3, repeat_count=2, shuffle=False))
+    assert [row["answer"] for row in got] == list(
+        RepeatSampler(range(7), 2, batch_size=3, repeat_count=2, shuffle=False)
+    )
     assert got[0] == rows[0]
 
 
@@ -142,7 +148,11 @@ def test_repeated_records_are_copies():
 
 def test_set_epoch_reaches_a_shuffle_upstream():
     def order(epoch):
-        stream = datasets.Dataset.from_list([{"i": i} for i in range(50)]).to_iterable_dataset().shuffle(seed=1, buffer_size=50)
+        stream = (
+            datasets.Dataset.from_list([{"i": i} for i in range(50)])
+            .to_iterable_dataset()
+            .shuffle(seed=1, buffer_size=50)
+        )
         repeated = repeat_iterable_dataset(stream, 2, batch_size=5)
         repeated.set_epoch(epoch)
         return [row["i"] for row in repeated]
