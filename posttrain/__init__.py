@@ -58,7 +58,7 @@ _PUBLIC = {
     "token_logprobs": "models.logprob",
 }
 
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605 - a list of names, made of the table above
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

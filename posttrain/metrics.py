@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["Metric", "MetricBuffer", "maximum", "mean", "minimum", "total"]
@@ -89,7 +88,9 @@ class MetricBuffer:
             known = self._items.get(name)
             self._items[name] = metric if known is None else _merge(known, metric)
 
-    def compute(self, all_gather: Callable[[list[tuple[str, str, float, float]]], list] | None = None) -> dict[str, float]:
+    def compute(
+        self, all_gather: Callable[[list[tuple[str, str, float, float]]], list] | None = None
+    ) -> dict[str, float]:
         """Reduce to plain numbers and empty the buffer.
 
         Args:
@@ -115,7 +116,7 @@ def _merge(a: Metric, b: Metric) -> Metric:
 
 
 def _is_defined(metric: Metric) -> bool:
-    return metric.weight > 0 if metric.reduction == "mean" else math.isfinite(float(metric.value))
+    return float(metric.weight) > 0 if metric.reduction == "mean" else math.isfinite(float(metric.value))
 
 
 def _finish(metric: Metric) -> float:

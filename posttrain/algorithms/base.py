@@ -25,7 +25,13 @@ from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.attention import probe_layout
 from posttrain.models.forward import causal_lm, forward, install_token_head
-from posttrain.models.load import create_model_from_path, get_config_model_id, load_tokenizer, resolve_pad_token, wrap_with_peft
+from posttrain.models.load import (
+    create_model_from_path,
+    get_config_model_id,
+    load_tokenizer,
+    resolve_pad_token,
+    wrap_with_peft,
+)
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.report.interrupt import GracefulInterrupt
 from posttrain.report.record import RunRecordCallback, check_writable
@@ -77,13 +83,7 @@ class PostTrainer(transformers.Trainer):
         self.processing_class = processing_class
         self.args = args
         train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
-        model = self._load(model, args, init, quantization_config)
-        self.pad_token_id = resolve_pad_token(processing_class, model)
-        self.fresh_adapter = peft_config is not None
-        if args.disable_dropout:
-            disable_dropout_in_model(model)
-        model = wrap_with_peft(model, peft_config, activation_checkpointing=_checkpointing(args))
-        install_token_head(model)
+        model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self.counters: dict[str, float] = {"num_tokens": 0.0}
         self._window_start: float | None = None
@@ -131,7 +131,9 @@ class PostTrainer(transformers.Trainer):
             raise DataError(f"{type(self).__name__} needs train_dataset, and it is None.")
         if not isinstance(train_dataset, known):
             hint = " Pass one split of it: dataset['train']." if isinstance(train_dataset, dict) else ""
-            raise ArgumentTypeError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}.{hint}")
+            raise ArgumentTypeError(
+                f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}.{hint}"
+            )
         if isinstance(train_dataset, datasets.IterableDataset):
             if args.max_steps <= 0:
                 raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
@@ -147,11 +149,22 @@ class PostTrainer(transformers.Trainer):
                 )
             return model
         if quantization_config is not None and init.get("quantization_config") is not None:
-            raise ConfigError("quantization_config is given both as an argument and in model_init_kwargs. Give it once.")
+            raise ConfigError(
+                "quantization_config is given both as an argument and in model_init_kwargs. Give it once."
+            )
         if quantization_config is not None:
             init["quantization_config"] = quantization_config
         init.setdefault("trust_remote_code", args.trust_remote_code)
         return create_model_from_path(model, **init)
+
+    def _prepare_model(self, model: Any, args: PostTrainingConfig, peft_config: Any) -> Any:
+        self.pad_token_id = resolve_pad_token(self.processing_class, model)
+        self.fresh_adapter = peft_config is not None
+        if args.disable_dropout:
+            disable_dropout_in_model(model)
+        model = wrap_with_peft(model, peft_config, activation_checkpointing=_checkpointing(args))
+        install_token_head(model)
+        return model
 
     def _choose_layout(self) -> Layout:
         if self.args.n_gpu > 1:
@@ -298,8 +311,10 @@ class PostTrainer(transformers.Trainer):
     def _reduced(self, mode: str) -> dict[str, float]:
         gather = None
         if self.accelerator.num_processes > 1:
+
             def gather(rows: list) -> list:
                 return parallel.all_gather_objects(rows, self.accelerator)
+
         return self.buffers[mode].compute(gather)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -99,12 +99,16 @@ class GenerationFields:
     shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts of the training set."})
     generation_batch_size: int | None = field(
         default=None,
-        metadata={"help": "Completions of one generation over all processes. None: per-device batch x processes x steps_per_generation."},
+        metadata={
+            "help": "Completions of one generation over all processes. None: per-device batch x processes x steps_per_generation."
+        },
     )
     steps_per_generation: int | None = field(
         default=None, metadata={"help": "Micro-batches trained per generation. None: gradient_accumulation_steps."}
     )
-    temperature: float = field(default=1.0, metadata={"help": "Divides the logits, in sampling and in every log-prob; > 0."})
+    temperature: float = field(
+        default=1.0, metadata={"help": "Divides the logits, in sampling and in every log-prob; > 0."}
+    )
     top_p: float = field(default=1.0, metadata={"help": "Nucleus mass in (0, 1]; 1 is off."})
     top_k: int = field(default=0, metadata={"help": "Keep the k most likely tokens; 0 is off."})
     min_p: float | None = field(default=None, metadata={"help": "Least share of the top probability; None is off."})
@@ -114,7 +118,9 @@ class GenerationFields:
     cache_implementation: str | None = field(default=None, metadata={"help": "Cache of the hf engine."})
     rollout_engine: str = field(
         default="auto",
-        metadata={"help": "native (in process, on the trainer's weights), hf (transformers generate), or auto: native where it is exact."},
+        metadata={
+            "help": "native (in process, on the trainer's weights), hf (transformers generate), or auto: native if exact."
+        },
     )
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
     ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Gather ZeRO-3 shards to generate."})
@@ -130,7 +136,7 @@ class VllmFields:
     vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "Free vLLM's memory while training."})
     vllm_structured_outputs_regex: str | None = field(default=None, metadata={"help": "Completions match this."})
     vllm_server_base_url: str | None = field(default=None, metadata={"help": "Overrides host and port."})
-    vllm_server_host: str = field(default="0.0.0.0", metadata={"help": "Host of the rollout server."})  # noqa: S104
+    vllm_server_host: str = field(default="0.0.0.0", metadata={"help": "Host of the rollout server."})
     vllm_server_port: int = field(default=8000, metadata={"help": "Port of the rollout server."})
     vllm_server_timeout: float = field(default=240.0, metadata={"help": "Seconds to wait for the server."})
     vllm_group_port: int = field(default=51216, metadata={"help": "Port of the weight-update group."})
@@ -138,9 +144,9 @@ class VllmFields:
     vllm_max_model_length: int | None = field(default=None, metadata={"help": "Context length."})
     vllm_tensor_parallel_size: int = field(default=1, metadata={"help": "Colocate only."})
     vllm_importance_sampling_correction: bool = field(default=True, metadata={"help": "Correct for engine mismatch."})
-    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"] = (
-        field(default="sequence_mask", metadata={"help": "How the ratio of trainer to engine is bounded."})
-    )
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"
+    ] = field(default="sequence_mask", metadata={"help": "How the ratio of trainer to engine is bounded."})
     vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata={"help": "Upper bound of the ratio."})
     vllm_importance_sampling_clip_min: float | None = field(default=None, metadata={"help": "Lower bound; None is 0."})
     use_transformers_continuous_batching: bool = field(default=False, metadata={"help": "Paged generation."})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import datasets
@@ -18,74 +17,22 @@ from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import collate, split_by_sequence
 from posttrain.data.formats import is_conversational
+from posttrain.data.prompts import check_prompts
 from posttrain.data.samplers import RepeatSampler, repeat_iterable_dataset
 from posttrain.data.tokenize import tokenize_prompts
-from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.errors import ConfigError, DataError
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference
 from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rollouts.base import RolloutEngine, create_engine
-from posttrain.types import Batch, Request, Rollout, Row, Sampling
+from posttrain.rollouts.generation import Generation
+from posttrain.types import Batch, Request, Row, Sampling
 
 __all__ = ["Generation", "OnlineConfig", "OnlineTrainer"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(slots=True)
-class Generation:
-    """What one call to the engine produced on this rank, one entry a completion, groups consecutive.
-
-    Attributes:
-        examples: The dataset row each completion answers.
-        rollouts: Token ids, log-probs and finish reasons.
-        completions: What reward functions see: text, or a list of messages.
-        advantages: Filled in after scoring, one number a completion.
-        token_columns: Per-completion lists of per-token numbers (``old_logp``, ``ref_logp``, ``rollout_logp``).
-        born: Optimiser step whose weights sampled it.
-    """
-
-    examples: list[dict[str, Any]]
-    rollouts: list[Rollout]
-    completions: list[Any]
-    advantages: list[float] = dataclasses.field(default_factory=list)
-    token_columns: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
-    born: int = 0
-
-    def loss_mask(self, index: int, skip_truncated: bool) -> list[int]:
-        """1 on tokens the model wrote; all 0 on a truncated completion when those are masked."""
-        rollout = self.rollouts[index]
-        if skip_truncated and rollout.finish_reason != "stop":
-            return [0] * len(rollout.token_ids)
-        return rollout.tool_mask or [1] * len(rollout.token_ids)
-
-    def groups(self) -> list[list[int]]:
-        """Indices of completions that stand together and share a prompt."""
-        found: list[list[int]] = []
-        for i, rollout in enumerate(self.rollouts):
-            if found and self.rollouts[found[-1][0]].prompt_ids == rollout.prompt_ids:
-                found[-1].append(i)
-            else:
-                found.append([i])
-        return found
-
-    def rows(self, indices: Sequence[int], *, skip_truncated: bool) -> list[Row]:
-        """The chosen completions as rows; neighbours with the same prompt share one."""
-        rows: list[Row] = []
-        for i in indices:
-            rollout = self.rollouts[i]
-            if not rows or rows[-1].prompt_ids != rollout.prompt_ids:
-                rows.append(Row(list(rollout.prompt_ids), [], []))
-            row = rows[-1]
-            row.completions.append(list(rollout.token_ids))
-            row.loss_masks.append(self.loss_mask(i, skip_truncated))
-            if self.advantages:
-                row.sequence_columns.setdefault("advantages", []).append(self.advantages[i])
-            for name, column in self.token_columns.items():
-                row.token_columns.setdefault(name, []).append(column[i])
-        return rows
 
 
 class OnlineTrainer(PostTrainer):
@@ -152,7 +99,12 @@ class OnlineTrainer(PostTrainer):
             )
         dropped = len(train) % wanted
         if dropped > 0.05 * len(train):
-            logger.warning("%d of %d prompts do not fill a last generation of %d and are skipped in every epoch.", dropped, len(train), wanted)
+            logger.warning(
+                "%d of %d prompts do not fill a last generation of %d and are skipped in every epoch.",
+                dropped,
+                len(train),
+                wanted,
+            )
 
     def _check_context(self) -> None:
         text: Any = self.model.config.get_text_config()
@@ -386,8 +338,16 @@ class OnlineTrainer(PostTrainer):
             extra = {name: column[i] for name, column in table.extra_columns.items()}
             prompt = self.processing_class.decode(rollout.prompt_ids)
             advantage = generation.advantages[i]
-            rows.append({"step": self.state.global_step, "prompt": prompt, "completion": rollout.text, **rewards, **extra,
-                         "advantage": advantage})
+            rows.append(
+                {
+                    "step": self.state.global_step,
+                    "prompt": prompt,
+                    "completion": rollout.text,
+                    **rewards,
+                    **extra,
+                    "advantage": advantage,
+                }
+            )
         return rows
 
     # Checkpoints -------------------------------------------------------------------------------------------------
@@ -413,52 +373,3 @@ def _splits(evaluation: Any) -> dict[str, Any]:
     if isinstance(evaluation, dict):
         return {f"eval_dataset[{key!r}]": value for key, value in evaluation.items()}
     return {"eval_dataset": evaluation}
-
-
-def check_prompts(dataset: Any, name: str, tokenizer: Any) -> list[dict[str, Any]]:
-    """Refuse a dataset without usable prompts; returns its first rows.
-
-    Raises:
-        DataError: No rows, no ``prompt`` column, an empty prompt, or strings mixed with message lists.
-        ModelError: Conversational prompts and a tokenizer without a chat template.
-    """
-    head = list(_take(dataset, 2))
-    if not head:
-        raise DataError(f"{name} is empty.")
-    if "prompt" not in head[0]:
-        raise DataError(f"{name} has no 'prompt' column; its columns are {sorted(head[0])}. Online methods need prompts.")
-    chat = is_conversational(head[0])
-    for index, prompt in enumerate(_prompts(dataset)):
-        _check_prompt(prompt, index, name, chat)
-    if chat and not getattr(tokenizer, "chat_template", None):
-        raise ModelError(
-            f"{name} is conversational (prompts are lists of messages), but the tokenizer has no chat template. Set "
-            "tokenizer.chat_template, use an instruction-tuned checkpoint, or give prompts as strings."
-        )
-    return head
-
-
-def _check_prompt(prompt: Any, index: int, name: str, chat: bool) -> None:
-    if isinstance(prompt, list) != chat:
-        raise DataError(
-            f"{name} row {index}: the prompt is a {type(prompt).__name__} while row 0 has a {'list of messages' if chat else 'str'}. "
-            "Give all rows the same kind."
-        )
-    if not prompt:
-        what = "an empty list of messages" if chat else "empty"
-        raise DataError(f"{name} row {index}, column 'prompt': it is {what}. Give it at least one {'message' if chat else 'character'}.")
-
-
-def _prompts(dataset: Any) -> Iterator[Any]:
-    if isinstance(dataset, datasets.Dataset):
-        yield from dataset.select_columns("prompt").with_format(None)["prompt"]
-    else:
-        for row in _take(dataset, 64):
-            yield row["prompt"]
-
-
-def _take(dataset: Any, count: int) -> Iterator[dict[str, Any]]:
-    for index, row in enumerate(dataset):
-        if index == count:
-            return
-        yield row

@@ -19,7 +19,9 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
     """Arguments of the trainers that sample completions from the policy they train."""
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012
-        *PostTrainingConfig._VALID_DICT_FIELDS, "generation_kwargs", "chat_template_kwargs",
+        *PostTrainingConfig._VALID_DICT_FIELDS,
+        "generation_kwargs",
+        "chat_template_kwargs",
         "transformers_continuous_batching_config",
     ]
 
@@ -36,11 +38,15 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
     )
     check_rewards: bool = field(
         default=True,
-        metadata={"help": "Call each reward function once on two rows before the model loads, to find its mistakes early."},
+        metadata={
+            "help": "Call each reward function once on two rows before the model loads, to find its mistakes early."
+        },
     )
     log_completions: bool = field(default=False, metadata={"help": "Print a sample of completions at each log step."})
     log_multimodal: bool = field(default=True, metadata={"help": "Include images in logged tables."})
-    num_completions_to_print: int | None = field(default=None, metadata={"help": "Rows of the printed table; None: all."})
+    num_completions_to_print: int | None = field(
+        default=None, metadata={"help": "Rows of the printed table; None: all."}
+    )
     log_unique_prompts: bool = field(default=False, metadata={"help": "One row a prompt in trackers' tables."})
     max_tool_calling_iterations: int | None = field(default=None, metadata={"help": "Tool rounds per completion."})
 
@@ -62,8 +68,16 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "must be in [0, 1] or None"),
             ("repetition_penalty", self.repetition_penalty > 0, "must be above 0; 1 is off"),
             ("num_iterations", self.num_iterations >= 1, "must be at least 1"),
-            ("num_generations", self.num_generations >= 2, "must be at least 2: a group of one has nothing to compare with"),
-            ("num_generations_eval", (self.num_generations_eval or 1) >= 1, "must be at least 1, or None for num_generations"),
+            (
+                "num_generations",
+                self.num_generations >= 2,
+                "must be at least 2: a group of one has nothing to compare with",
+            ),
+            (
+                "num_generations_eval",
+                (self.num_generations_eval or 1) >= 1,
+                "must be at least 1, or None for num_generations",
+            ),
             ("max_completion_length", self.max_completion_length >= 1, "must be at least 1"),
             ("beta", self.beta >= 0, "must be 0 (no penalty) or positive"),
             ("epsilon", self.epsilon >= 0, "must be 0 or positive"),
@@ -72,12 +86,18 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
             if not holds:
                 raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
         if self.sync_ref_model and self.beta == 0:
-            raise ConfigError("sync_ref_model=True with beta=0.0: there is no reference model to sync. Set beta above 0.")
+            raise ConfigError(
+                "sync_ref_model=True with beta=0.0: there is no reference model to sync. Set beta above 0."
+            )
         if self.auto_find_batch_size:
-            raise ConfigError("auto_find_batch_size=True would break groups apart as it shrinks the batch. Turn it off.")
+            raise ConfigError(
+                "auto_find_batch_size=True would break groups apart as it shrinks the batch. Turn it off."
+            )
         do_sample = (self.generation_kwargs or {}).get("do_sample", True)
         if not do_sample:
-            raise ConfigError("generation_kwargs={'do_sample': False} makes all completions of a group equal. Remove it.")
+            raise ConfigError(
+                "generation_kwargs={'do_sample': False} makes all completions of a group equal. Remove it."
+            )
 
     def _check_engine(self) -> None:
         check_choice("rollout_engine", self.rollout_engine, ENGINES)
@@ -91,7 +111,9 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
                 raise ConfigError(f"{name}=True is not available in this version: {reason}.")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
-            raise ConfigError(f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}.")
+            raise ConfigError(
+                f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}."
+            )
 
     def _resolve_batches(self) -> None:
         """The arithmetic of one generation: completions = per-device batch x processes x steps per generation."""
@@ -110,12 +132,16 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
         self.steps_per_generation = steps or (given // unit if given else self.gradient_accumulation_steps)
         self.generation_batch_size = unit * self.steps_per_generation
         if self.do_eval and str(self.eval_strategy) not in ("no", "IntervalStrategy.NO"):
-            rows, group = self.per_device_eval_batch_size * self.world_size, self.num_generations_eval or self.num_generations
+            rows, group = (
+                self.per_device_eval_batch_size * self.world_size,
+                self.num_generations_eval or self.num_generations,
+            )
             if rows % group:
+                whole = group // math.gcd(group, self.world_size)
                 raise ConfigError(
                     f"the evaluation batch of {self.per_device_eval_batch_size} per device x {self.world_size} processes = "
                     f"{rows} does not hold whole groups of {group} (num_generations_eval or num_generations). "
-                    f"Nearest per_device_eval_batch_size: {_near(self.per_device_eval_batch_size, group // math.gcd(group, self.world_size))}."
+                    f"Nearest per_device_eval_batch_size: {_near(self.per_device_eval_batch_size, whole)}."
                 )
         self._check_groups(unit)
 

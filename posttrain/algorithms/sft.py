@@ -31,11 +31,14 @@ class SFTConfig(PostTrainingConfig):
     learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate; about ten times more for LoRA."})
     dataset_text_field: str = field(default="text", metadata={"help": "Column of plain language modelling."})
     dataset_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Only key: skip_prepare_dataset, for rows that already hold input_ids and labels."}
+        default=None,
+        metadata={"help": "Only key: skip_prepare_dataset, for rows that already hold input_ids and labels."},
     )
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the dataset."})
     eos_token: str | None = field(default=None, metadata={"help": "Token that ends a sequence; None: the tokenizer's."})
-    chat_template_path: str | None = field(default=None, metadata={"help": "A .jinja file, or a tokenizer to clone from."})
+    chat_template_path: str | None = field(
+        default=None, metadata={"help": "A .jinja file, or a tokenizer to clone from."}
+    )
     max_length: int | None = field(default=1024, metadata={"help": "Tokens a row may have; None never cuts."})
     truncation_mode: Literal["keep_start", "keep_end"] = field(
         default="keep_start", metadata={"help": "Which end of a long row is kept."}
@@ -45,7 +48,8 @@ class SFTConfig(PostTrainingConfig):
     )
     assistant_only_loss: bool = field(default=False, metadata={"help": "Train only what the assistant says."})
     loss_type: Literal["nll", "chunked_nll", "dft"] | None = field(
-        default=None, metadata={"help": "nll; dft weighs it by the token's probability; None: chunked_nll, nll in little memory."}
+        default=None,
+        metadata={"help": "nll; dft weighs it by the token's probability; None: chunked_nll, nll in little memory."},
     )
     shuffle_dataset: bool = field(default=False, metadata={"help": "Shuffle once before training."})
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
@@ -124,7 +128,9 @@ class SFTTrainer(PostTrainer):
         for index, example in enumerate(examples):
             ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
             if any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
-                raise DataError(f"row {index} of a batch: a label is neither its token nor {IGNORED}; labels are not shifted.")
+                raise DataError(
+                    f"row {index} of a batch: a label is neither its token nor {IGNORED}; labels are not shifted."
+                )
             start = 0
             for length in example.get("seq_lengths") or [len(ids)]:
                 document, targets = ids[start : start + length], labels[start : start + length]

@@ -100,7 +100,9 @@ def run(argv: list[str]) -> int:
     use_rich_progress(trainer)
     console.print("Asking 64 held-out questions [bold]before[/] training ...")
     before = script.exam(trainer)
-    console.print(f"{_right(before)} of {len(before)} right. Training: GRPO, {args.steps} steps, 8 questions x 8 answers each.")
+    console.print(
+        f"{_right(before)} of {len(before)} right. Training: GRPO, {args.steps} steps, 8 questions x 8 answers each."
+    )
     trainer.train(resume_from_checkpoint=last)
     if trainer.interrupt.requested:
         console.print(
@@ -124,7 +126,9 @@ def _last_checkpoint(folder: str) -> str:
 
     last = get_last_checkpoint(folder) if Path(folder).is_dir() else None
     if last is None:
-        raise CheckpointError(f"--resume: there is no checkpoint in {folder!r}. Start without --resume, or name the run's folder.")
+        raise CheckpointError(
+            f"--resume: there is no checkpoint in {folder!r}. Start without --resume, or name the run's folder."
+        )
     return last
 
 

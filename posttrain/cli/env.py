@@ -11,8 +11,24 @@ from posttrain import __version__
 
 __all__ = ["report"]
 
-OPTIONAL = ("bitsandbytes", "deepspeed", "liger-kernel", "vllm", "flash-attn", "kernels", "math-verify", "fastapi", "uvicorn")
-CORE = {"Transformers": "transformers", "Accelerate": "accelerate", "Datasets": "datasets", "PEFT": "peft", "HF Hub": "huggingface_hub"}
+OPTIONAL = (
+    "bitsandbytes",
+    "deepspeed",
+    "liger-kernel",
+    "vllm",
+    "flash-attn",
+    "kernels",
+    "math-verify",
+    "fastapi",
+    "uvicorn",
+)
+CORE = {
+    "Transformers": "transformers",
+    "Accelerate": "accelerate",
+    "Datasets": "datasets",
+    "PEFT": "peft",
+    "HF Hub": "huggingface_hub",
+}
 
 
 def _version(name: str) -> str:

@@ -82,7 +82,9 @@ def main(argv: list[str] | None = None) -> int:
     if tokens[0] not in COMMANDS:
         from posttrain.errors import did_you_mean
 
-        sys.stderr.write(f"posttrain: {tokens[0]!r} is not a command{did_you_mean(tokens[0], COMMANDS)}. See posttrain --help.\n")
+        sys.stderr.write(
+            f"posttrain: {tokens[0]!r} is not a command{did_you_mean(tokens[0], COMMANDS)}. See posttrain --help.\n"
+        )
         return 2
     return _guarded(COMMANDS[tokens[0]], tokens[1:], traceback)
 

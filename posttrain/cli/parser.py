@@ -54,7 +54,10 @@ class PosttrainArgumentParser:
         self.fields = {item.name: item for kind in types for item in dataclasses.fields(kind) if item.init}
 
     def parse_args_and_config(
-        self, args: Sequence[str] | None = None, return_remaining_strings: bool = False, fail_with_unknown_args: bool = True
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
     ) -> tuple[Any, ...]:
         """Instances of the dataclasses; with ``return_remaining_strings``, also the strings that no field took.
 
@@ -132,7 +135,9 @@ def load_config(path: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: it must be a mapping of field names to values, not a {type(content).__name__}.")
+        raise ConfigError(
+            f"--config {path}: it must be a mapping of field names to values, not a {type(content).__name__}."
+        )
     return content
 
 

@@ -21,7 +21,9 @@ CONFIGS = Path(__file__).parent / "accelerate_configs"
 class ScriptArguments:
     """Which data to train on."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Hub id, folder, or .jsonl, .json, .csv, .parquet file."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Hub id, folder, or .jsonl, .json, .csv, .parquet file."}
+    )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
@@ -48,10 +50,14 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "sft": Command("posttrain.algorithms.sft:SFTTrainer", "posttrain.algorithms.sft:SFTConfig", "supervised fine-tuning"),
+    "sft": Command(
+        "posttrain.algorithms.sft:SFTTrainer", "posttrain.algorithms.sft:SFTConfig", "supervised fine-tuning"
+    ),
     "grpo": Command(
-        "posttrain.algorithms.grpo:GRPOTrainer", "posttrain.algorithms.grpo:GRPOConfig",
-        "group-relative policy optimisation", GRPOScriptArguments,
+        "posttrain.algorithms.grpo:GRPOTrainer",
+        "posttrain.algorithms.grpo:GRPOConfig",
+        "group-relative policy optimisation",
+        GRPOScriptArguments,
     ),
 }
 
@@ -180,7 +186,9 @@ def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:
         path = Path(value) if Path(value).is_file() else packaged
         if not value or not path.is_file():
             names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
-            raise ConfigError(f"--accelerate_config {value}: neither a file nor one of {names}{did_you_mean(value, names)}.")
+            raise ConfigError(
+                f"--accelerate_config {value}: neither a file nor one of {names}{did_you_mean(value, names)}."
+            )
         flags = ["--config_file", str(path)]
         if path == packaged and not any(t.startswith(("--num_processes", "--num-processes")) for t in argv):
             flags += ["--num_processes", str(_visible_devices() if value != "single_gpu" else 1)]
@@ -206,7 +214,9 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
         flag = token.split("=")[0]
         if flag.startswith("--") and flag not in known:
             bare = flag.lstrip("-").replace("-", "_")
-            raise ConfigError(f"unknown argument {flag!r}{did_you_mean(bare, fields)}: no field of {name} and no option of accelerate launch.")
+            raise ConfigError(
+                f"unknown argument {flag!r}{did_you_mean(bare, fields)}: no field of {name} and no option of accelerate launch."
+            )
     return list(rest)
 
 
@@ -219,5 +229,14 @@ def _launch(name: str, argv: list[str], rest: list[str], launch: list[str]) -> i
             left.pop(0)
         else:
             script_args.append(token)
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "-m", "posttrain.cli.main", name, *script_args]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *launch,
+        "-m",
+        "posttrain.cli.main",
+        name,
+        *script_args,
+    ]
     return subprocess.run(command, check=False).returncode

@@ -109,7 +109,11 @@ def assistant_mask(
     """
     if has_generation_markers(tokenizer.chat_template):
         out = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tools=tools or None,
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tools=tools or None,
             **template_kwargs,
         )
         return out["input_ids"], out["assistant_masks"]

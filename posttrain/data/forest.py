@@ -52,7 +52,7 @@ class _Tree:
         return prompt + sum(lengths)
 
 
-def collate(rows: Sequence[Row], *, pad_token_id: int, layout: Layout = Layout()) -> list[Batch]:  # noqa: B008 - frozen
+def collate(rows: Sequence[Row], *, pad_token_id: int, layout: Layout = Layout()) -> list[Batch]:
     """Lay rows out as batches, each one forward pass.
 
     Args:
@@ -111,7 +111,9 @@ def _grow(rows: Sequence[Row], layout: Layout) -> Iterator[_Tree]:
         start = 0
         while start < count:
             stop, size = start + 1, prompt + len(row.completions[start])
-            while layout.kind == "tree" and stop < count and size + len(row.completions[stop]) <= layout.max_tree_tokens:
+            while (
+                layout.kind == "tree" and stop < count and size + len(row.completions[stop]) <= layout.max_tree_tokens
+            ):
                 size += len(row.completions[stop])
                 stop += 1
             yield _Tree(row, range(start, stop), first + start, shared=stop - start > 1)
@@ -185,7 +187,11 @@ def _write_tree(canvas: _Canvas, tree: _Tree, index: int, token_names: set[str])
     row, prompt = tree.row, tree.row.prompt_ids
     start, p = canvas.width, len(prompt)
     canvas.write(
-        input_ids=prompt, position_ids=range(p), tree=[index] * p, branch=[0] * p, predictor=range(start - 1, start + p - 1)
+        input_ids=prompt,
+        position_ids=range(p),
+        tree=[index] * p,
+        branch=[0] * p,
+        predictor=range(start - 1, start + p - 1),
     )
     canvas.write(loss_mask=[0] * p, sequence=[-1] * p, **{name: [0.0] * p for name in token_names})
     for number, i in enumerate(tree.members, start=1):

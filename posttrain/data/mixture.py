@@ -367,6 +367,7 @@ def _check_columns(parts: list[Any], members: list[DatasetConfig]) -> None:
             if one != two and "Value('null')" not in (one, two):
                 differing = sorted({*first.features} ^ {*columns}) or [name]
                 raise DataError(
-                    f"dataset {path!r} cannot follow {first_path!r}: they differ in {differing}; column {name!r} is {one} "
-                    f"in {first_path!r} and {two} in {path!r}. Choose common columns with columns=[...], or cast one."
+                    f"dataset {path!r} cannot follow {first_path!r}: they differ in {differing}; column {name!r} is "
+                    f"{one} in {first_path!r} and {two} in {path!r}. Choose common columns with "
+                    "columns=[...], or cast one of them."
                 )

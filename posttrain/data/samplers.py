@@ -26,7 +26,7 @@ def _check_counts(**counts: int) -> None:
 
 
 class RepeatSampler(Sampler[int]):
-    """Cuts a permutation into chunks and emits each ``repeat_count`` times, with each index ``mini_repeat_count`` times.
+    """Cuts a permutation into chunks and emits each ``repeat_count`` times, every index ``mini_repeat_count`` times.
 
     The incomplete last chunk is dropped. Pass e yields the e-th permutation of one seeded stream, so a resumed run goes
     on with the order that an uninterrupted one would have had.
@@ -70,9 +70,9 @@ class RepeatSampler(Sampler[int]):
         if n < chunk:
             raise DataError(
                 f"the dataset has {n} rows, fewer than the {chunk} of one chunk: nothing would be sampled. One "
-                f"generation batch of {chunk * group} rows holds {chunk} prompts, {group} times each, so at least {chunk} "
-                "prompts are needed. Add prompts, lower generation_batch_size (or steps_per_generation), or raise "
-                "num_generations."
+                f"generation batch of {chunk * group} rows holds {chunk} prompts, {group} times each, so at least "
+                f"{chunk} prompts are needed. Add prompts, lower generation_batch_size (or steps_per_generation), "
+                "or raise num_generations."
             )
         dropped = n % chunk
         if dropped:

@@ -30,7 +30,9 @@ def _encode(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as bad:
-                raise DataError(f"row {index} of the batch holds text that is not valid Unicode ({bad.reason}): {text[:80]!r}") from bad
+                raise DataError(
+                    f"row {index} of the batch holds text that is not valid Unicode ({bad.reason}): {text[:80]!r}"
+                ) from bad
         raise DataError(f"the tokenizer could not read a batch of {len(texts)} texts: {error}") from error
 
 
@@ -48,7 +50,11 @@ def _prompt_text(tokenizer: Any, row: dict[str, Any], kwargs: dict[str, Any]) ->
     last = prompt[-1]["role"] == "assistant"
     row_kwargs = kwargs | (row.get("chat_template_kwargs") or {})
     return render(
-        tokenizer, prompt, add_generation_prompt=not last, continue_final_message=last, tools=_tools(row.get("tools")),
+        tokenizer,
+        prompt,
+        add_generation_prompt=not last,
+        continue_final_message=last,
+        tools=_tools(row.get("tools")),
         **row_kwargs,
     )
 
@@ -182,7 +188,9 @@ def _kwargs(row: dict[str, Any]) -> dict[str, Any]:
 
 def _messages_ids(row: dict, messages: Any, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
     if not is_messages(messages):
-        raise DataError(f"column 'messages' must be a list of messages with a role and content, and it is {str(messages)[:80]!r}.")
+        raise DataError(
+            f"column 'messages' must be a list of messages with a role and content, and it is {str(messages)[:80]!r}."
+        )
     if options.assistant_only_loss:
         return assistant_mask(tokenizer, messages, **_kwargs(row))
     ids = _encode(tokenizer, [render(tokenizer, messages, **_kwargs(row))], special=False)[0]
@@ -192,7 +200,9 @@ def _messages_ids(row: dict, messages: Any, tokenizer: Any, options: _Options) -
 def _prompt_completion_ids(row: dict, tokenizer: Any, options: _Options) -> tuple[list[int], list[int], bool]:
     prompt, completion = row["prompt"], row["completion"]
     if is_messages(prompt) != is_messages(completion) or not prompt or not completion:
-        raise DataError("prompt and completion must both be strings or both be lists of messages, and neither may be empty.")
+        raise DataError(
+            "prompt and completion must both be strings or both be lists of messages, and neither may be empty."
+        )
     if is_messages(prompt):
         head = _encode(tokenizer, [_prompt_text(tokenizer, row, {})], special=False)[0]
         ids, said = _messages_ids(row, prompt + completion, tokenizer, options)
@@ -248,14 +258,21 @@ def prepare_sft_dataset(
     extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
     if formatting_func is not None and "input_ids" not in first:
         dataset = dataset.map(
-            _format, remove_columns=columns, fn_kwargs={"function": formatting_func, "column": dataset_text_field}, **extra
+            _format,
+            remove_columns=columns,
+            fn_kwargs={"function": formatting_func, "column": dataset_text_field},
+            **extra,
         )
         columns = [dataset_text_field]
     options = _Options(dataset_text_field, completion_only_loss, assistant_only_loss, max_length, truncation_mode)
     report = PreparationReport(name, rows_in=0 if streaming else len(dataset))
     mapped = dataset.map(
-        sft_columns, batched=True, with_indices=True, remove_columns=columns,
-        fn_kwargs={"tokenizer": tokenizer, "options": options}, **extra,
+        sft_columns,
+        batched=True,
+        with_indices=True,
+        remove_columns=columns,
+        fn_kwargs={"tokenizer": tokenizer, "options": options},
+        **extra,
     )
     kept = mapped.filter(_trains_something, input_columns=["labels"], **extra)
     if not streaming:
@@ -302,16 +319,25 @@ def _tell(report: PreparationReport, max_length: int | None) -> None:
     """One warning a kind, with numbers."""
     n = report.rows_in
     if report.dropped:
-        logger.warning("%s dataset: dropped %d of %d rows (%s).", report.name, n - report.rows_out, n, "; ".join(report.dropped))
+        logger.warning(
+            "%s dataset: dropped %d of %d rows (%s).", report.name, n - report.rows_out, n, "; ".join(report.dropped)
+        )
     if report.truncated:
         logger.warning(
             "%s dataset: %d of %d rows were cut at max_length=%s and lost %d trained tokens.",
-            report.name, report.truncated, n, max_length, report.cut_tokens,
+            report.name,
+            report.truncated,
+            n,
+            max_length,
+            report.cut_tokens,
         )
     if report.diverged:
         logger.warning(
             "%s dataset: in %d of %d rows the prompt tokenises differently once its completion follows; the boundary is where "
-            "the tokens part.", report.name, report.diverged, n,
+            "the tokens part.",
+            report.name,
+            report.diverged,
+            n,
         )
     if report.no_eos == report.rows_out:
         logger.warning("%s dataset: no row trains the eos token, so the model will not learn to stop.", report.name)

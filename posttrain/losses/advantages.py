@@ -94,10 +94,14 @@ def group_advantages(
     if aggregation == "normalize_then_sum":
         advantages = _normalize_then_sum(_groups(rewards, group_size), weights, totals)
     elif aggregation == "sum_then_normalize":
-        advantages = (grouped - grouped.nanmean(-1, keepdim=True)).flatten() / _scale(std, totals, scale_rewards, group_size)
+        advantages = (grouped - grouped.nanmean(-1, keepdim=True)).flatten() / _scale(
+            std, totals, scale_rewards, group_size
+        )
     else:
         choices = ("sum_then_normalize", "normalize_then_sum")
-        raise ConfigError(f"multi_objective_aggregation={aggregation!r} is not known{did_you_mean(aggregation, choices)}.")
+        raise ConfigError(
+            f"multi_objective_aggregation={aggregation!r} is not known{did_you_mean(aggregation, choices)}."
+        )
     if min_group_std > 0:
         advantages = advantages.masked_fill((std < min_group_std).repeat_interleave(group_size), 0.0)
     known = std[~std.isnan()]
@@ -117,7 +121,9 @@ def _scale(std: Tensor, totals: Tensor, scale_rewards: str, group_size: int) -> 
         return _std(totals) + EPSILON
     if scale_rewards == "group":
         return (std + EPSILON).repeat_interleave(group_size)
-    raise ConfigError(f"scale_rewards={scale_rewards!r} is not known{did_you_mean(scale_rewards, ('group', 'batch', 'none'))}.")
+    raise ConfigError(
+        f"scale_rewards={scale_rewards!r} is not known{did_you_mean(scale_rewards, ('group', 'batch', 'none'))}."
+    )
 
 
 def _normalize_then_sum(rewards: Tensor, weights: Tensor, totals: Tensor) -> Tensor:

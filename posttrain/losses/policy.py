@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -79,7 +80,7 @@ def vespo_weight(
 
     Reference: VESPO, arXiv:2602.10693.
     """
-    floor = torch.log(torch.tensor(1e-8))
+    floor = math.log(1e-8)
     log_w = sequence_sum(log_ratio.detach().clamp(-20.0, 20.0), mask, sequence, num_sequences)
     if rollout_weight is not None:
         log_w = log_w + sequence_sum(rollout_weight.log().clamp(floor, 20.0), mask, sequence, num_sequences)

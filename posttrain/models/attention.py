@@ -79,7 +79,9 @@ def attention_mask(batch: Batch, config: PretrainedConfig, dtype: torch.dtype) -
         allowed = forest_mask(batch, window)
         if implementation == "sdpa":
             return allowed
-        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
+        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(
+            ~allowed, torch.finfo(dtype).min
+        )
 
     kinds = set(getattr(text, "layer_types", None) or ())
     window = getattr(text, "sliding_window", None)
@@ -145,7 +147,9 @@ def probe_layout(model: Module) -> Layout:
         if reason:
             logger.warning(
                 "%s with attn_implementation=%r does not compute shared prompts and packed rows as it computes sequences "
-                "alone (%s). Training uses padded rows: correct, and slower.", *key[:2], reason,
+                "alone (%s). Training uses padded rows: correct, and slower.",
+                *key[:2],
+                reason,
             )
             layout = Layout("padded", row_tokens=4096)
     PROBED[key] = layout

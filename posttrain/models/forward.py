@@ -100,9 +100,11 @@ def _head_forward(inner: Any, head: TokenHead, *args: Any, **kwargs: Any) -> dic
 def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
     """Log-probs of the targets under the model's own output layer."""
     layer = inner.get_output_embeddings()
-    layer = getattr(layer, "modules_to_save", {}).get(getattr(layer, "active_adapter", None) or "default", layer) if (
-        hasattr(layer, "modules_to_save")
-    ) else layer
+    layer = (
+        getattr(layer, "modules_to_save", {}).get(getattr(layer, "active_adapter", None) or "default", layer)
+        if (hasattr(layer, "modules_to_save"))
+        else layer
+    )
     rule = LogitRule.of(inner.config)
     if type(layer) is nn.Linear and not head.need_logits:
         out = token_logprobs(
@@ -146,9 +148,7 @@ def _balance(inner: Any, router_logits: Any, mask: Any) -> Tensor:
 
     module = importlib.import_module(type(inner).__module__)
     two_dimensional = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    return module.load_balancing_loss_func(
-        router_logits, inner.num_experts, inner.num_experts_per_tok, two_dimensional
-    )
+    return module.load_balancing_loss_func(router_logits, inner.num_experts, inner.num_experts_per_tok, two_dimensional)
 
 
 def forward(

@@ -55,7 +55,9 @@ class ModelConfig:
         default=None, metadata={"help": "Parameter names that get an adapter (expert tensors)."}
     )
     lora_modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules trained and saved whole."})
-    lora_task_type: str = field(default="CAUSAL_LM", metadata={"help": "SEQ_CLS for reward models, TOKEN_CLS for PRMs."})
+    lora_task_type: str = field(
+        default="CAUSAL_LM", metadata={"help": "SEQ_CLS for reward models, TOKEN_CLS for PRMs."}
+    )
     use_rslora: bool = field(default=False, metadata={"help": "Scale by alpha / sqrt(r)."})
     use_dora: bool = field(default=False, metadata={"help": "Train magnitude and direction apart."})
     load_in_8bit: bool = field(default=False, metadata={"help": "8-bit weights (bitsandbytes)."})
@@ -68,7 +70,11 @@ class ModelConfig:
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_8bit=True and load_in_4bit=True contradict each other. Set one of them.")
         modules = self.lora_target_modules
-        if modules is not None and len(modules) == 1 and (modules[0] == "all-linear" or set(modules[0]) & set("*+|^$(\\")):
+        if (
+            modules is not None
+            and len(modules) == 1
+            and (modules[0] == "all-linear" or set(modules[0]) & set("*+|^$(\\"))
+        ):
             # A pattern or the word must reach peft as a string; a plain name stays a list, or peft reads it as a regex.
             self.lora_target_modules = modules[0]  # type: ignore[assignment]
 
@@ -209,7 +215,9 @@ def get_config_model_id(config: Any) -> str:
     return getattr(config, "_name_or_path", "") or ""
 
 
-def load_tokenizer(model_id: str, *, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    model_id: str, *, trust_remote_code: bool = False, revision: str | None = None
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer that belongs to a model.
 
     Raises:
@@ -218,9 +226,18 @@ def load_tokenizer(model_id: str, *, trust_remote_code: bool = False, revision: 
     from transformers import AutoTokenizer
 
     if not model_id:
-        raise ModelError("the model was built in memory, so its tokenizer cannot be found. Pass processing_class=tokenizer.")
+        raise ModelError(
+            "the model was built in memory, so its tokenizer cannot be found. Pass processing_class=tokenizer."
+        )
     if Path(model_id).is_dir():
-        names = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"}
+        names = {
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "tokenizer.model",
+            "vocab.json",
+            "vocab.txt",
+            "spiece.model",
+        }
         if not names & set(os.listdir(model_id)):
             raise ModelError(
                 f"the model folder {model_id!r} holds no tokenizer (none of {', '.join(sorted(names))}). Save one there with "
@@ -238,7 +255,9 @@ def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None =
     """
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise ModelError("the tokenizer has neither a pad nor an eos token. Set tokenizer.pad_token before training.")
+            raise ModelError(
+                "the tokenizer has neither a pad nor an eos token. Set tokenizer.pad_token before training."
+            )
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no pad token; %r serves, and padding is told by position.", tokenizer.eos_token)
     pad = int(tokenizer.pad_token_id)

@@ -62,8 +62,14 @@ class _Rule:
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917 - autograd functions take positional arguments
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rule: _Rule, wants: tuple[bool, bool, bool]
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        rule: _Rule,
+        wants: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
         entropy_too, _, correct_too = wants
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32

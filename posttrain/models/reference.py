@@ -51,7 +51,9 @@ def disable_dropout_in_model(model: nn.Module) -> None:
 def create_reference_model(model: nn.Module) -> nn.Module:
     """A frozen deep copy in eval mode; the given model is left as it was."""
     inner: Any = model
-    patched = inner.__dict__.pop("forward", None)  # A patched forward is bound to the original: the copy must not use it.
+    patched = inner.__dict__.pop(
+        "forward", None
+    )  # A patched forward is bound to the original: the copy must not use it.
     try:
         reference = copy.deepcopy(model)
     finally:

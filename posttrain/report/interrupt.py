@@ -32,7 +32,9 @@ class GracefulInterrupt(transformers.TrainerCallback):
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        logger.warning("Interrupted: finishing this step, then saving a checkpoint. Press Ctrl-C again to stop at once.")
+        logger.warning(
+            "Interrupted: finishing this step, then saving a checkpoint. Press Ctrl-C again to stop at once."
+        )
 
     def install(self) -> None:
         """Take over SIGINT; only the main thread can."""

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from posttrain.rewards.base import RewardRunner, RewardTable
+from posttrain.rewards.concurrency import parallel
 from posttrain.rewards.format import think_format_reward
 from posttrain.rewards.length import get_soft_overlong_punishment
+from posttrain.rewards.model import ModelReward
 from posttrain.rewards.repetition import get_repetition_penalty_reward
 
-__all__ = ["REWARDS", "get_repetition_penalty_reward", "get_soft_overlong_punishment", "think_format_reward"]
+__all__ = [
+    "REWARDS",
+    "ModelReward",
+    "RewardRunner",
+    "RewardTable",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
+    "parallel",
+    "think_format_reward",
+]
 
-# What the command line can name.
+# What the command line can name. A name that begins with `get_` is that factory's reward with the constants given here.
 REWARDS: dict[str, Callable] = {
+    "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
     "repetition_penalty_reward": get_repetition_penalty_reward(),
     "think_format_reward": think_format_reward,
 }

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,13 @@ from torch import Tensor
 from posttrain.errors import ConfigError, RewardError
 from posttrain.metrics import Metric, mean, total
 from posttrain.rewards.call import RESERVED, RewardCall, head, scores_tensor
-from posttrain.rewards.concurrency import awaited, close, gather, is_concurrent, itself, run_async
+from posttrain.rewards.concurrency import awaited, close, gather, is_concurrent, itself, parallel, run_async
 from posttrain.rewards.transform import parse_transform
 
 __all__ = ["RewardRunner", "RewardTable", "parallel", "reward_name"]
 
 logger = logging.getLogger(__name__)
 
-F = TypeVar("F", bound=Callable)
 MANY, PATIENCE = 0.5, 5  # Share of unscored rows, and generations in a row, after which a run has no usable reward.
 
 
@@ -49,17 +48,6 @@ class RewardTable:
     metrics: dict[str, Metric] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     raw: Tensor | None = None
-
-
-def parallel(function: F) -> F:
-    """Mark a plain function that waits (for a judge, a sandbox): it runs on a thread beside the asynchronous ones.
-
-    >>> @parallel
-    ... def judged(completions, **kwargs):
-    ...     return [1.0 for _ in completions]
-    """
-    function.runs_in_thread = True  # type: ignore[attr-defined]
-    return function
 
 
 def reward_name(function: Any) -> str:
@@ -91,8 +79,8 @@ class RewardRunner:
 
     A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns, trainer_state=...,
     log_extra=..., log_metric=...)`` and returns one number a row, or None for "does not apply". One without
-    ``**kwargs`` gets only what it names. Plain functions run in order on the calling thread; asynchronous ones, and those marked
-    `parallel`, run concurrently after them.
+    ``**kwargs`` gets only what it names. Plain functions run in order on the calling thread; asynchronous ones, and
+    those marked `parallel`, run concurrently after them.
 
     Args:
         reward_funcs: A callable, a sequence-classification model (or its id), or a list of them. The list is copied.

@@ -9,12 +9,25 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from posttrain.rewards.call import RewardCall
 
-__all__ = ["awaited", "close", "gather", "is_concurrent", "itself", "run_async"]
+__all__ = ["awaited", "close", "gather", "is_concurrent", "itself", "parallel", "run_async"]
+
+F = TypeVar("F", bound=Callable)
+
+
+def parallel(function: F) -> F:
+    """Mark a plain function that waits (for a judge, a sandbox): it runs on a thread beside the asynchronous ones.
+
+    >>> @parallel
+    ... def judged(completions, **kwargs):
+    ...     return [1.0 for _ in completions]
+    """
+    function.runs_in_thread = True  # type: ignore[attr-defined]
+    return function
 
 
 def is_concurrent(function: Any) -> bool:

@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["completion_text", "think_format_reward"]
 
+OPEN, CLOSE = "<think>", "</think>"
+
 
 def completion_text(completion: Any) -> str:
-    """The text to judge: a string, or the last assistant message that says something."""
+    """The text to judge: a string, or the last assistant message that says something.
+
+    >>> completion_text([{"role": "assistant", "content": "42"}, {"role": "tool", "content": "ok"}])
+    '42'
+    """
     if isinstance(completion, str):
         return completion
-    said = [m.get("content") or "" for m in completion if m.get("role") == "assistant"]
-    return next((text for text in reversed(said) if text), "")
+    said = [_content(message) for message in completion if message.get("role", "assistant") == "assistant"]
+    return next((text for text in reversed(said) if text.strip()), "")
 
 
-def think_format_reward(completions: list[Any], **_: Any) -> list[float]:
+def _content(message: Any) -> str:
+    """A message's text, also when it comes in parts."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content if part.get("type", "text") == "text")
+
+
+def think_format_reward(
+    completions: Sequence[Any], prompt_suffixes: Sequence[str] | None = None, **_: Any
+) -> list[float]:
     """1 where the text begins with ``<think>``, closes it later, and opens no second one; else 0.
+
+    Args:
+        completions: Strings or lists of messages.
+        prompt_suffixes: The end of each rendered prompt. Where it leaves a ``<think>`` open (templates of reasoning
+            models do), the completion continues it and is judged with it.
 
     >>> think_format_reward(["<think>why</think>42", "42", " <think>a</think>"])
     [1.0, 0.0, 0.0]
+    >>> think_format_reward(["why</think>42"], prompt_suffixes=["<|assistant|><think>"])
+    [1.0]
     """
-    texts = [completion_text(c) for c in completions]
-    return [float(t.startswith("<think>") and "</think>" in t and t.count("<think>") == 1) for t in texts]
+    texts = [completion_text(completion) for completion in completions]
+    if prompt_suffixes is not None:
+        texts = [_opened(suffix) + text for suffix, text in zip(prompt_suffixes, texts, strict=True)]
+    return [float(_is_well_formed(text)) for text in texts]
+
+
+def _opened(suffix: str) -> str:
+    """The opening tag and what follows it, where a prompt leaves it open."""
+    start = suffix.rfind(OPEN)
+    return suffix[start:] if start >= 0 and CLOSE not in suffix[start:] else ""
+
+
+def _is_well_formed(text: str) -> bool:
+    return text.startswith(OPEN) and CLOSE in text and text.count(OPEN) == 1

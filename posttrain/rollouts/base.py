@@ -35,7 +35,9 @@ class RolloutEngine(Protocol):
         ...
 
 
-def check_requests(requests: Sequence[Request], sampling: Sampling, context: int | None, vocabulary: int | None) -> None:
+def check_requests(
+    requests: Sequence[Request], sampling: Sampling, context: int | None, vocabulary: int | None
+) -> None:
     """Refuse what no engine could do, naming the request.
 
     Raises:
@@ -76,7 +78,9 @@ def _auto(model: nn.Module, **options: Any) -> RolloutEngine:
     if reason is None:
         logger.info("rollout_engine='auto': native, in process on the trainer's own weights.")
         return _native(model, **options)
-    logger.warning("rollout_engine='auto': hf (transformers generate), because the native engine is not exact here: %s.", reason)
+    logger.warning(
+        "rollout_engine='auto': hf (transformers generate), because the native engine is not exact here: %s.", reason
+    )
     return _hf(model, **options)
 
 
@@ -90,5 +94,7 @@ def create_engine(name: str, model: nn.Module, *, pad_token_id: int) -> RolloutE
         ConfigError: An unknown name.
     """
     if name not in ENGINES:
-        raise ConfigError(f"rollout_engine={name!r} is not known{did_you_mean(name, ENGINES)}. Choose one of {', '.join(ENGINES)}.")
+        raise ConfigError(
+            f"rollout_engine={name!r} is not known{did_you_mean(name, ENGINES)}. Choose one of {', '.join(ENGINES)}."
+        )
     return ENGINES[name](model, pad_token_id=pad_token_id)

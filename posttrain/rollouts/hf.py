@@ -90,7 +90,12 @@ class HFEngine:
         sampled = sampling.temperature > 0
         extra: dict[str, Any] = {}
         if sampled:
-            extra = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+            extra = {
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+            }
         return GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             do_sample=sampled,

@@ -30,7 +30,9 @@ class ScriptedEngine:
 
     name = "scripted"
 
-    def __init__(self, script: Sequence[Sequence[int]] | Callable[[Sequence[int], int], Sequence[int]], logp: float = -1.0):
+    def __init__(
+        self, script: Sequence[Sequence[int]] | Callable[[Sequence[int], int], Sequence[int]], logp: float = -1.0
+    ):
         self.script, self.logp = script, logp
         self.requests: list[Request] = []
         self.version = 0

@@ -10,7 +10,10 @@ from tests.conftest import build_model
 
 def prompts(count=16):
     """Conversational prompts of different lengths with a column for the reward."""
-    rows = [{"prompt": [{"role": "user", "content": f"What is {i} {'and so on ' * (i % 3)}?"}], "answer": i} for i in range(count)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {i} {'and so on ' * (i % 3)}?"}], "answer": i}
+        for i in range(count)
+    ]
     return datasets.Dataset.from_list(rows)
 
 
@@ -34,8 +37,17 @@ def scripted(stop=2):
 def grpo_args(folder, **settings):
     """Arguments of a run that takes a second."""
     base = {
-        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 2, "logging_steps": 1,
-        "learning_rate": 1e-2, "report_to": "none", "bf16": False, "save_strategy": "no", "disable_tqdm": True, "seed": 7,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "bf16": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 7,
         "lr_scheduler_type": "constant",
     }
     return GRPOConfig(str(folder), **(base | settings))
@@ -46,8 +58,13 @@ def grpo(folder, tokenizer, model=None, engine=None, rewards=count_a, data=None,
     extra = {} if engine == "native" else {"rollout_engine": engine or scripted()}
     keys = {k: settings.pop(k) for k in ("eval_dataset", "peft_config") if k in settings}
     return GRPOTrainer(
-        model or build_model(len(tokenizer)), rewards, grpo_args(folder, **settings),
-        train_dataset=data if data is not None else prompts(), processing_class=tokenizer, **extra, **keys,
+        model or build_model(len(tokenizer)),
+        rewards,
+        grpo_args(folder, **settings),
+        train_dataset=data if data is not None else prompts(),
+        processing_class=tokenizer,
+        **extra,
+        **keys,
     )
 
 
@@ -61,14 +78,24 @@ def chats(count=12):
 def sft(folder, tokenizer, model=None, data=None, **settings):
     """An SFT trainer on a two-layer model."""
     base = {
-        "per_device_train_batch_size": 4, "max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "report_to": "none",
-        "bf16": False, "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "bf16": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "lr_scheduler_type": "constant",
     }
     keys = {k: settings.pop(k) for k in ("eval_dataset", "peft_config") if k in settings}
     args = SFTConfig(str(folder), **(base | settings))
     return SFTTrainer(
-        model or build_model(len(tokenizer)), args, train_dataset=data if data is not None else chats(),
-        processing_class=tokenizer, **keys,
+        model or build_model(len(tokenizer)),
+        args,
+        train_dataset=data if data is not None else chats(),
+        processing_class=tokenizer,
+        **keys,
     )
 
 

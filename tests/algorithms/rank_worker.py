@@ -13,8 +13,15 @@ from tests.conftest import build_tokenizer
 def main(kind, folder, batch, accumulation):
     """Train one step and print what it did."""
     tokenizer = build_tokenizer()
-    common = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 1, "optim": "sgd",
-              "learning_rate": 1.0, "use_cpu": True, "shuffle_dataset": False}
+    common = {
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": 1,
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "use_cpu": True,
+        "shuffle_dataset": False,
+    }
     if kind == "sft":
         trainer = sft(folder, tokenizer, data=chats(8), seed=3, **common)
     else:

@@ -19,9 +19,22 @@ def test_a_step_changes_the_weights_and_logs_the_peer_s_names(tiny_tokenizer, tm
     trainer.train()
     assert not torch.equal(before, weights(trainer))
     (first, second) = [row for row in trainer.state.log_history if "loss" in row]
-    for name in ("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "completions/mean_length", "num_tokens",
-                 "completions/clipped_ratio", "clip_ratio/region_mean", "rewards/count_a/mean", "rewards/count_a/std", "step_time",
-                 "completions/max_terminated_length", "grad_norm"):
+    for name in (
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "kl",
+        "entropy",
+        "completions/mean_length",
+        "num_tokens",
+        "completions/clipped_ratio",
+        "clip_ratio/region_mean",
+        "rewards/count_a/mean",
+        "rewards/count_a/std",
+        "step_time",
+        "completions/max_terminated_length",
+        "grad_norm",
+    ):
         assert name in first, name
     assert first["kl"] == pytest.approx(0, abs=1e-6)
     assert second["kl"] > 1e-6
@@ -39,8 +52,16 @@ def test_every_loss_type_trains(tiny_tokenizer, tmp_path, loss_type):
 def test_accumulation_does_not_change_the_update(tiny_tokenizer, tmp_path):
     results = []
     for batch, steps in ((8, 1), (4, 2), (2, 4)):
-        trainer = grpo(tmp_path, tiny_tokenizer, per_device_train_batch_size=batch, gradient_accumulation_steps=steps,
-                       beta=0.05, shuffle_dataset=False, max_steps=1, optim="sgd")
+        trainer = grpo(
+            tmp_path,
+            tiny_tokenizer,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=steps,
+            beta=0.05,
+            shuffle_dataset=False,
+            max_steps=1,
+            optim="sgd",
+        )
         trainer.train()
         results.append((losses(trainer)[0], trainer.state.log_history[0]["grad_norm"], weights(trainer)))
     for loss, norm, after in results[1:]:
@@ -61,8 +82,18 @@ SCHEDULES = [  # gas, spg, mu -> generations in 4 optimiser steps, old log-probs
 @pytest.mark.parametrize(("gas", "spg", "mu", "generations", "stored"), SCHEDULES)
 def test_the_schedule_generates_as_often_as_its_table_says(tiny_tokenizer, tmp_path, gas, spg, mu, generations, stored):
     engine = scripted()
-    trainer = grpo(tmp_path, tiny_tokenizer, engine=engine, per_device_train_batch_size=4, gradient_accumulation_steps=gas,
-                   steps_per_generation=spg, num_iterations=mu, max_steps=4, num_train_epochs=50, data=prompts(64))
+    trainer = grpo(
+        tmp_path,
+        tiny_tokenizer,
+        engine=engine,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=gas,
+        steps_per_generation=spg,
+        num_iterations=mu,
+        max_steps=4,
+        num_train_epochs=50,
+        data=prompts(64),
+    )
     seen = []
     original = trainer.compute_loss
 
@@ -84,13 +115,26 @@ def test_the_ratio_is_one_when_stored_logps_are_fresh(tiny_tokenizer, tmp_path):
 
 
 def test_a_run_that_was_stopped_equals_one_that_was_not(tiny_tokenizer, tmp_path):
-    settings = {"engine": "native", "rollout_engine": "native", "max_steps": 6, "gradient_accumulation_steps": 2,
-                "steps_per_generation": 6, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2,
-                "lr_scheduler_type": "linear", "beta": 0.05, "data": prompts(12), "num_train_epochs": 9}
+    settings = {
+        "engine": "native",
+        "rollout_engine": "native",
+        "max_steps": 6,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 6,
+        "per_device_train_batch_size": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "lr_scheduler_type": "linear",
+        "beta": 0.05,
+        "data": prompts(12),
+        "num_train_epochs": 9,
+    }
     whole = grpo(tmp_path / "whole", tiny_tokenizer, **settings)
     whole.train()
     part = grpo(tmp_path / "part", tiny_tokenizer, **settings)
-    part.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))  # In the middle of a generation's slices.
+    part.train(
+        resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2")
+    )  # In the middle of a generation's slices.
     steps = {row["step"]: row["loss"] for row in whole.state.log_history if "loss" in row}
     again = {row["step"]: row["loss"] for row in part.state.log_history if "loss" in row}
     assert set(again) == set(steps)
@@ -102,7 +146,13 @@ def test_a_run_that_was_stopped_equals_one_that_was_not(tiny_tokenizer, tmp_path
 def test_lora_takes_the_bare_model_as_its_reference(tiny_tokenizer, tmp_path):
     from peft import LoraConfig
 
-    trainer = grpo(tmp_path, tiny_tokenizer, beta=0.1, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), max_steps=3)
+    trainer = grpo(
+        tmp_path,
+        tiny_tokenizer,
+        beta=0.1,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+        max_steps=3,
+    )
     assert trainer.reference.copy is None
     base = {n: p.clone() for n, p in trainer.model.named_parameters() if "lora" not in n}
     trainer.train()
@@ -150,15 +200,26 @@ def test_truncated_completions_can_be_left_out(tiny_tokenizer, tmp_path):
 
 def test_evaluation_has_its_own_group_size_and_prefix(tiny_tokenizer, tmp_path):
     engine = scripted()
-    trainer = grpo(tmp_path, tiny_tokenizer, engine=engine, eval_dataset=prompts(6), num_generations_eval=2,
-                   per_device_eval_batch_size=4, eval_strategy="steps", eval_steps=1, max_steps=1)
+    trainer = grpo(
+        tmp_path,
+        tiny_tokenizer,
+        engine=engine,
+        eval_dataset=prompts(6),
+        num_generations_eval=2,
+        per_device_eval_batch_size=4,
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=1,
+    )
     metrics = trainer.evaluate()
     assert {"eval_loss", "eval_reward", "eval_completions/mean_length"} <= set(metrics)
     assert [r.n for r in engine.requests] == [2] * 6
 
 
 def test_several_evaluation_sets_keep_their_names_apart(tiny_tokenizer, tmp_path):
-    trainer = grpo(tmp_path, tiny_tokenizer, eval_dataset={"a": prompts(2), "b": prompts(4)}, per_device_eval_batch_size=4)
+    trainer = grpo(
+        tmp_path, tiny_tokenizer, eval_dataset={"a": prompts(2), "b": prompts(4)}, per_device_eval_batch_size=4
+    )
     metrics = trainer.evaluate()
     assert {"eval_a_reward", "eval_b_reward"} <= set(metrics)
 
@@ -241,7 +302,12 @@ def unloadable(tiny_tokenizer, tmp_path):
 
 def refused(error, match, model, tmp_path, data=None, rewards=count_a, **settings):
     with pytest.raises(error, match=match):
-        GRPOTrainer(model, rewards, grpo_args(tmp_path / "out", **settings), train_dataset=data if data is not None else prompts())
+        GRPOTrainer(
+            model,
+            rewards,
+            grpo_args(tmp_path / "out", **settings),
+            train_dataset=data if data is not None else prompts(),
+        )
 
 
 def rows(*values):
@@ -266,7 +332,11 @@ def test_bad_prompts_are_refused_before_the_model_loads(unloadable, tmp_path):
 
 @pytest.mark.parametrize(
     ("returned", "match"),
-    [([1.0], "returned 1 rewards for 2"), (["good", "bad"], "returned 'good' .str."), ([float("nan")] * 2, "returned nan for row 0")],
+    [
+        ([1.0], "returned 1 rewards for 2"),
+        (["good", "bad"], "returned 'good' .str."),
+        ([float("nan")] * 2, "returned nan for row 0"),
+    ],
 )
 def test_a_broken_reward_is_refused_before_the_model_loads(unloadable, tmp_path, returned, match):
     refused(RewardError, match, unloadable, tmp_path, rewards=lambda **_: returned)
@@ -280,8 +350,14 @@ def test_a_reward_that_needs_a_missing_column_is_told(unloadable, tmp_path):
 
 
 def test_too_few_prompts_are_refused_with_the_arithmetic(unloadable, tmp_path):
-    refused(ConfigError, "has 3 prompts, but one generation takes 4", unloadable, tmp_path, data=prompts(3),
-            per_device_train_batch_size=16)
+    refused(
+        ConfigError,
+        "has 3 prompts, but one generation takes 4",
+        unloadable,
+        tmp_path,
+        data=prompts(3),
+        per_device_train_batch_size=16,
+    )
 
 
 def test_a_folder_without_tokenizer_or_template_is_refused(tiny_tokenizer, unloadable, tmp_path):
@@ -327,7 +403,10 @@ def test_an_unwritable_output_dir_is_refused(unloadable, tmp_path):
         ({"gradient_checkpointing": True, "activation_checkpointing": False}, "contradict"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"scale_rewards": "grup"}, "did you mean 'group'"),
-        ({"eval_strategy": "steps", "per_device_eval_batch_size": 6, "do_eval": True}, "does not hold whole groups of 4"),
+        (
+            {"eval_strategy": "steps", "per_device_eval_batch_size": 6, "do_eval": True},
+            "does not hold whole groups of 4",
+        ),
     ],
 )
 def test_bad_settings_are_refused_when_the_config_is_made(tmp_path, settings, match):
@@ -338,12 +417,31 @@ def test_bad_settings_are_refused_when_the_config_is_made(tmp_path, settings, ma
 def test_defaults_are_the_peer_s(tmp_path):
     args = GRPOConfig(str(tmp_path))
     expected = {
-        "learning_rate": 1e-6, "logging_steps": 10, "num_generations": 8, "max_completion_length": 512, "beta": 0.0,
-        "epsilon": 0.2, "epsilon_high": None, "delta": None, "loss_type": "dapo", "scale_rewards": "group", "temperature": 1.0,
-        "top_p": 1.0, "top_k": 0, "min_p": None, "num_iterations": 1, "importance_sampling_level": "token",
-        "mask_truncated_completions": False, "gradient_checkpointing": True, "remove_unused_columns": False,
-        "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0, "top_entropy_quantile": 1.0,
-        "multi_objective_aggregation": "sum_then_normalize", "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
+        "learning_rate": 1e-6,
+        "logging_steps": 10,
+        "num_generations": 8,
+        "max_completion_length": 512,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "epsilon_high": None,
+        "delta": None,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": None,
+        "num_iterations": 1,
+        "importance_sampling_level": "token",
+        "mask_truncated_completions": False,
+        "gradient_checkpointing": True,
+        "remove_unused_columns": False,
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 3.0,
+        "top_entropy_quantile": 1.0,
+        "multi_objective_aggregation": "sum_then_normalize",
+        "ref_model_mixup_alpha": 0.6,
+        "ref_model_sync_steps": 512,
     }
     assert {k: getattr(args, k) for k in expected} == expected
     assert GRPOConfig(str(tmp_path), scale_rewards=False).scale_rewards == "none"
@@ -351,4 +449,6 @@ def test_defaults_are_the_peer_s(tmp_path):
 
 def test_tools_and_environments_say_that_they_come_later(tiny_tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="tools is not available"):
-        GRPOTrainer(build_model(len(tiny_tokenizer)), count_a, grpo_args(tmp_path), train_dataset=prompts(), tools=[len])
+        GRPOTrainer(
+            build_model(len(tiny_tokenizer)), count_a, grpo_args(tmp_path), train_dataset=prompts(), tools=[len]
+        )

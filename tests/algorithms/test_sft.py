@@ -12,8 +12,10 @@ from tests.algorithms.helpers import chats, losses, sft, weights
 from tests.conftest import build_model
 
 MESSAGES = [
-    {"role": "user", "content": "What is 2?"}, {"role": "assistant", "content": "A number."},
-    {"role": "user", "content": "And 3?"}, {"role": "assistant", "content": "The same."},
+    {"role": "user", "content": "What is 2?"},
+    {"role": "assistant", "content": "A number."},
+    {"role": "user", "content": "And 3?"},
+    {"role": "assistant", "content": "The same."},
 ]
 
 
@@ -48,7 +50,9 @@ def test_the_first_loss_is_the_plain_mean_over_trained_tokens(tiny_tokenizer, tm
 def test_accumulation_does_not_change_the_update(tiny_tokenizer, tmp_path):
     results = []
     for batch, steps in ((8, 1), (4, 2), (1, 8)):
-        trainer = sft(tmp_path, tiny_tokenizer, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1)
+        trainer = sft(
+            tmp_path, tiny_tokenizer, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1
+        )
         trainer.train()
         results.append((losses(trainer)[0], trainer.state.log_history[0]["grad_norm"]))
     for loss, norm in results[1:]:
@@ -57,7 +61,13 @@ def test_accumulation_does_not_change_the_update(tiny_tokenizer, tmp_path):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny_tokenizer, tmp_path):
-    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear", "num_train_epochs": 4}
+    settings = {
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "lr_scheduler_type": "linear",
+        "num_train_epochs": 4,
+    }
     whole, part = sft(tmp_path / "a", tiny_tokenizer, **settings), sft(tmp_path / "b", tiny_tokenizer, **settings)
     whole.train()
     part.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
@@ -110,7 +120,9 @@ def test_plain_text_of_a_custom_column_ends_in_one_eos(tiny_tokenizer):
 @pytest.mark.parametrize("markers", [True, False])
 def test_assistant_only_trains_each_answer_and_its_end_of_turn(tiny_tokenizer, markers):
     if not markers:
-        tiny_tokenizer.chat_template = tiny_tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+        tiny_tokenizer.chat_template = tiny_tokenizer.chat_template.replace("{% generation %}", "").replace(
+            "{% endgeneration %}", ""
+        )
     (row,) = prepared([{"messages": MESSAGES}], tiny_tokenizer, assistant_only_loss=True)
     assert trained_text(row, tiny_tokenizer) == "A number.<|im_end|>The same.<|im_end|>"
 
@@ -126,7 +138,12 @@ def test_a_given_completion_mask_is_honoured(tiny_tokenizer):
 
 
 def test_formatting_wins_over_other_columns(tiny_tokenizer):
-    (row,) = prepared([{"messages": MESSAGES, "x": "abc"}], tiny_tokenizer, formatting_func=lambda r: r["x"] + "!", dataset_text_field="t")
+    (row,) = prepared(
+        [{"messages": MESSAGES, "x": "abc"}],
+        tiny_tokenizer,
+        formatting_func=lambda r: r["x"] + "!",
+        dataset_text_field="t",
+    )
     assert tiny_tokenizer.decode(row["input_ids"]) == "abc!<|im_end|>"
 
 
@@ -162,7 +179,12 @@ def test_bad_arguments_are_refused(tiny_tokenizer, tmp_path):
 
     args = SFTConfig(str(tmp_path), report_to="none")
     with pytest.raises(ArgumentTypeError, match=r"not DatasetDict. Pass one split"):
-        SFTTrainer(build_model(10), args, train_dataset=datasets.DatasetDict({"train": chats()}), processing_class=tiny_tokenizer)
+        SFTTrainer(
+            build_model(10),
+            args,
+            train_dataset=datasets.DatasetDict({"train": chats()}),
+            processing_class=tiny_tokenizer,
+        )
     with pytest.raises(DataError, match="train_dataset"):
         SFTTrainer(build_model(10), args, processing_class=tiny_tokenizer)
     with pytest.raises(ConfigError, match="set max_steps"):
@@ -181,7 +203,15 @@ def test_a_stream_trains(tiny_tokenizer, tmp_path):
 
 def test_defaults_are_the_peer_s(tmp_path):
     args = SFTConfig(str(tmp_path))
-    expected = {"learning_rate": 2e-5, "max_length": 1024, "truncation_mode": "keep_start", "dataset_text_field": "text",
-                "completion_only_loss": None, "assistant_only_loss": False, "loss_type": "chunked_nll", "logging_steps": 10,
-                "gradient_checkpointing": True}
+    expected = {
+        "learning_rate": 2e-5,
+        "max_length": 1024,
+        "truncation_mode": "keep_start",
+        "dataset_text_field": "text",
+        "completion_only_loss": None,
+        "assistant_only_loss": False,
+        "loss_type": "chunked_nll",
+        "logging_steps": 10,
+        "gradient_checkpointing": True,
+    }
     assert {k: getattr(args, k) for k in expected} == expected

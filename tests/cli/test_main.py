@@ -65,8 +65,15 @@ def test_every_packaged_accelerate_config_is_one():
 
     kinds = {p.stem: yaml.safe_load(p.read_text())["distributed_type"] for p in CONFIGS.glob("*.yaml")}
     assert kinds == {
-        "single_gpu": "NO", "multi_gpu": "MULTI_GPU", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED",
-        "fsdp1": "FSDP", "fsdp2": "FSDP", "cp_2gpu": "FSDP", "ulysses_4gpu": "DEEPSPEED",
+        "single_gpu": "NO",
+        "multi_gpu": "MULTI_GPU",
+        "zero1": "DEEPSPEED",
+        "zero2": "DEEPSPEED",
+        "zero3": "DEEPSPEED",
+        "fsdp1": "FSDP",
+        "fsdp2": "FSDP",
+        "cp_2gpu": "FSDP",
+        "ulysses_4gpu": "DEEPSPEED",
     }
 
 
@@ -77,14 +84,18 @@ def write_jsonl(path, rows):
 
 def test_sft_then_grpo_from_configs_end_to_end(tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    chats = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i)}]} for i in range(8)]
+    chats = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i)}]} for i in range(8)
+    ]
     data = write_jsonl(tmp_path / "chats.jsonl", chats)
     (tmp_path / "sft.yaml").write_text(
         f"model_name_or_path: {tiny_model_dir}\ndataset_name: {data}\noutput_dir: sft\nmax_steps: 2\nreport_to: none\n"
         "per_device_train_batch_size: 2\nlogging_steps: 1\nbf16: false\n"
     )
     assert main(["sft", "--config", "sft.yaml", "--learning_rate", "1e-3"]) == 0
-    (tmp_path / "my_rewards.py").write_text("def short(completions, **kw):\n    return [-len(c[0]['content']) for c in completions]\n")
+    (tmp_path / "my_rewards.py").write_text(
+        "def short(completions, **kw):\n    return [-len(c[0]['content']) for c in completions]\n"
+    )
     prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(8)])
     (tmp_path / "grpo.yaml").write_text(
         f"model_name_or_path: sft\ndataset_name: {prompts}\noutput_dir: grpo\nmax_steps: 2\nreport_to: none\nbf16: false\n"

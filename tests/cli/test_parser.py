@@ -113,7 +113,7 @@ def test_a_field_called_config_is_refused():
     class Bad:
         config: str = ""
 
-    with pytest.raises(ConfigError, match="'config'.*reserved"):
+    with pytest.raises(ConfigError, match=r"'config'.*reserved"):
         TrlParser(Bad)
 
 

@@ -21,7 +21,13 @@ def test_a_group_is_one_tree_that_shares_its_prompt():
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5]]
     assert batch.branch.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
     assert batch.sequence.tolist() == [[-1, -1, -1, 0, 0, 1, 1, 1]]
-    assert batch.predictor[0, 3:].tolist() == [2, 3, 2, 5, 6]  # both branches are predicted from the prompt's last token
+    assert batch.predictor[0, 3:].tolist() == [
+        2,
+        3,
+        2,
+        5,
+        6,
+    ]  # both branches are predicted from the prompt's last token
     assert batch.num_sequences == 2
     assert batch.num_loss_tokens == 5
 
@@ -44,7 +50,7 @@ def test_padded_layout_repeats_the_prompt_and_pads_right():
 def test_a_group_longer_than_the_limit_is_split_with_its_prompt():
     layout = Layout(row_tokens=8, max_tree_tokens=8)
     batches = collate([row([1, 2], [3] * 3, [4] * 3, [5] * 3)], pad_token_id=0, layout=layout)
-    assert sorted(sum((b.origin for b in batches), [])) == [0, 1, 2]
+    assert sorted(i for b in batches for i in b.origin) == [0, 1, 2]
     assert sorted(b.num_tokens for b in batches) == [5, 8]
 
 
@@ -65,8 +71,12 @@ groups = st.tuples(ids, st.lists(st.lists(st.integers(3, 50), min_size=1, max_si
 @given(st.lists(groups, min_size=1, max_size=6), st.sampled_from(["tree", "padded"]), st.integers(4, 40))
 def test_no_completion_is_lost_doubled_or_changed(examples, kind, budget):
     rows = [
-        row(p, *cs, sequence_columns={"advantages": [float(i) for i in range(len(cs))]},
-            token_columns={"old_logp": [[float(t) for t in c] for c in cs]})
+        row(
+            p,
+            *cs,
+            sequence_columns={"advantages": [float(i) for i in range(len(cs))]},
+            token_columns={"old_logp": [[float(t) for t in c] for c in cs]},
+        )
         for p, cs in examples
     ]
     flat = [(p, c, float(i)) for p, cs in examples for i, c in enumerate(cs)]

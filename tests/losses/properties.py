@@ -42,7 +42,9 @@ def toy_rows(seed: int = 0, groups: int = 3, old: bool = True) -> list[Row]:
         completions = [draw(int(torch.randint(1, 7, (), generator=g))) for _ in range(4)]
         masks = [[1] * len(c) for c in completions]
         masks[0][-1] = 0  # A token without loss inside a completion.
-        columns = {name: [noise(len(c)) for c in completions] for name in (["old_logp", "ref_logp"] if old else ["ref_logp"])}
+        columns = {
+            name: [noise(len(c)) for c in completions] for name in (["old_logp", "ref_logp"] if old else ["ref_logp"])
+        }
         advantages = torch.randn(4, generator=g).tolist()
         rows.append(Row(draw(5), completions, masks, {"advantages": advantages}, columns))
     return rows
@@ -50,7 +52,9 @@ def toy_rows(seed: int = 0, groups: int = 3, old: bool = True) -> list[Row]:
 
 def policy(seed: int = 1) -> torch.Tensor:
     """A bigram policy's logits: differentiable, and the same whatever the layout."""
-    return torch.randn(TABLE, TABLE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.randn(
+        TABLE, TABLE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
 
 
 def outputs(theta: torch.Tensor, batch: Batch) -> ModelOutputs:

@@ -31,8 +31,12 @@ def t(*values):
 def test_reductions_by_hand(reduction, expected):
     """Two sequences, terms (1, 2) and (7): token (1+2+7)/3; per sequence ((1+2)/2 + 7)/2; constant 10/(2*4)."""
     terms = LossTerms(
-        t(1, 2, 7, 99)[None], torch.tensor([[True, True, True, False]]), reduction,
-        sequence=torch.tensor([[0, 0, 1, -1]]), num_sequences=2, constant=4.0,
+        t(1, 2, 7, 99)[None],
+        torch.tensor([[True, True, True, False]]),
+        reduction,
+        sequence=torch.tensor([[0, 0, 1, -1]]),
+        num_sequences=2,
+        constant=4.0,
     )
     assert float(reduce(terms, Denominators(3, 2, 1))) == pytest.approx(expected)
 
@@ -70,7 +74,10 @@ def test_batch_scale_uses_the_std_of_the_whole_batch():
 
 def test_two_rewards_summed_first_or_normalised_first():
     r = t(1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0).reshape(8, 2)
-    both = [group_advantages(r, torch.ones(2), 4, aggregation=a).advantages for a in ("sum_then_normalize", "normalize_then_sum")]
+    both = [
+        group_advantages(r, torch.ones(2), 4, aggregation=a).advantages
+        for a in ("sum_then_normalize", "normalize_then_sum")
+    ]
     assert torch.allclose(both[0], t(1.3054, 0.2611, -0.7833, -0.7833, 0.4999, 0.4999, 0.4999, -1.4997), atol=6e-5)
     assert torch.allclose(both[1], t(1.8069, 0.2796, -1.0432, -1.0432, 0.2796, 0.2796, 0.4841, -1.0432), atol=6e-5)
 
@@ -149,7 +156,9 @@ def test_sapo_constants():
 def test_vespo_constants(w, advantage, phi):
     """phi = exp(lam + k log w - lam w), pos (k, lam) = (2, 3), neg (3, 2); e.g. w = 2, A > 0: exp(3 + 2 ln 2 - 6) = .1992."""
     ones = torch.ones(1, 1, dtype=torch.bool)
-    got = vespo_weight(t(math.log(w))[None], t(advantage), ones, torch.zeros(1, 1, dtype=torch.long), 1, pos=(2, 3), neg=(3, 2))
+    got = vespo_weight(
+        t(math.log(w))[None], t(advantage), ones, torch.zeros(1, 1, dtype=torch.long), 1, pos=(2, 3), neg=(3, 2)
+    )
     assert float(got) == pytest.approx(phi, abs=1e-4)
 
 
@@ -170,7 +179,9 @@ def loop(name, theta, rows, cfg):
         for i, ids in enumerate(row.completions):
             previous = [row.prompt_ids[-1], *ids[:-1]]
             lp = [logprobs[p, y] for p, y in zip(previous, ids, strict=True)]
-            sequences.append((lp, row.token_columns["old_logp"][i], row.loss_masks[i], row.sequence_columns["advantages"][i]))
+            sequences.append(
+                (lp, row.token_columns["old_logp"][i], row.loss_masks[i], row.sequence_columns["advantages"][i])
+            )
     tokens = sum(sum(m) for _, _, m, _ in sequences)
     total = 0.0
     for lp, old, mask, a in sequences:
@@ -192,7 +203,12 @@ def loop(name, theta, rows, cfg):
             else:
                 piece = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
             term = term + piece * m
-        divisor = {"grpo": n * len(sequences), "sapo": n * len(sequences), "dr_grpo": 16 * len(sequences), "luspo": len(sequences)}
+        divisor = {
+            "grpo": n * len(sequences),
+            "sapo": n * len(sequences),
+            "dr_grpo": 16 * len(sequences),
+            "luspo": len(sequences),
+        }
         total = total + term / divisor.get(name, tokens)
     return total
 
@@ -205,7 +221,9 @@ def test_every_loss_type_equals_a_scalar_loop(name):
     (grad,) = torch.autograd.grad(expected, theta)
     (batch,) = layouts(rows)["packed"]
     batch, ours = double(batch), policy()
-    loss = reduce(grpo(name).objective(outputs(ours, batch), batch), Denominators(batch.num_loss_tokens, batch.num_sequences, 1))
+    loss = reduce(
+        grpo(name).objective(outputs(ours, batch), batch), Denominators(batch.num_loss_tokens, batch.num_sequences, 1)
+    )
     loss.backward()
     # Columns travel as float32, so the two agree to its precision and not to float64's.
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5, abs=1e-7)
@@ -233,7 +251,9 @@ def test_off_policy_mask_keeps_good_and_near_sequences():
     assert keep.tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize(("quantile", "kept"), [(0.2, [9, 10]), (0.5, [6, 7, 8, 9, 10]), (0.0, [10]), (1.0, list(range(1, 11)))])
+@pytest.mark.parametrize(
+    ("quantile", "kept"), [(0.2, [9, 10]), (0.5, [6, 7, 8, 9, 10]), (0.0, [10]), (1.0, list(range(1, 11)))]
+)
 def test_entropy_mask_keeps_the_top_share(quantile, kept):
     entropy = torch.arange(1, 12)[None] / 10.0
     mask = torch.ones(1, 11, dtype=torch.bool)
@@ -245,8 +265,13 @@ def test_entropy_mask_keeps_the_top_share(quantile, kept):
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [("token_truncate", [2.0, 0.5, 1.0]), ("token_mask", [0.0, 0.5, 1.0]), ("sequence_truncate", [1.5, 1.5, 1.0]),
-     ("sequence_mask", [1.5, 1.5, 1.0]), ("geometric", [1.5**0.5, 1.5**0.5, 1.0])],
+    [
+        ("token_truncate", [2.0, 0.5, 1.0]),
+        ("token_mask", [0.0, 0.5, 1.0]),
+        ("sequence_truncate", [1.5, 1.5, 1.0]),
+        ("sequence_mask", [1.5, 1.5, 1.0]),
+        ("geometric", [1.5**0.5, 1.5**0.5, 1.0]),
+    ],
 )
 def test_rollout_corrections(mode, expected):
     """Ratios (3, .5) and (1), bound 2: their product is 1.5, their geometric mean sqrt(1.5)."""

@@ -97,8 +97,12 @@ def test_the_on_policy_gradient_is_the_plain_policy_gradient(name):
         terms = case.objective(out, batch)
         advantages = batch.advantages[batch.sequence.clamp_min(0)]
         return type(terms)(
-            -advantages * out.logp, batch.loss_mask, reduction, sequence=batch.sequence,
-            num_sequences=batch.num_sequences, constant=terms.constant,
+            -advantages * out.logp,
+            batch.loss_mask,
+            reduction,
+            sequence=batch.sequence,
+            num_sequences=batch.num_sequences,
+            constant=terms.constant,
         )
 
     batches = layouts(toy_rows(old=False))["tree"]
@@ -116,7 +120,9 @@ def test_gradcheck_in_float64(case):
         pytest.skip("stops a gradient by definition; its gradient is pinned by the oracle test")
     theta = policy().detach()[:, :].clone().requires_grad_()
     counts = Denominators(batch.num_loss_tokens, batch.num_sequences, 1)
-    assert torch.autograd.gradcheck(lambda t: reduce(case.objective(outputs(t, batch), batch), counts), theta, atol=1e-6)
+    assert torch.autograd.gradcheck(
+        lambda t: reduce(case.objective(outputs(t, batch), batch), counts), theta, atol=1e-6
+    )
 
 
 @every

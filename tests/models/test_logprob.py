@@ -35,8 +35,17 @@ def problem(dtype=torch.float64, n=13, h=6, v=11):
 @pytest.mark.parametrize("chunk", [1, 4, 13, 100])
 def test_values_and_gradients_equal_the_dense_formula_at_any_chunk(rule, chunk):
     hidden, weight, bias, targets = problem()
-    out = token_logprobs(hidden, weight, targets, bias=bias, chunk_size=chunk, need_entropy=True, entropy_grad=True,
-                         need_correct=True, **rule)
+    out = token_logprobs(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        chunk_size=chunk,
+        need_entropy=True,
+        entropy_grad=True,
+        need_correct=True,
+        **rule,
+    )
     logp, entropy = dense(hidden, weight, targets, bias=bias, **rule)
     assert torch.allclose(out.logp, logp, atol=1e-12)
     assert torch.allclose(out.entropy, entropy, atol=1e-12)
@@ -51,15 +60,24 @@ def test_gradcheck_in_float64_through_cap_scale_bias_temperature_and_entropy():
     hidden, weight, bias, targets = problem(n=4, h=3, v=5)
 
     def f(h, w, b):
-        out = token_logprobs(h, w, targets[:4] % 5, bias=b, softcap=2.0, logit_scale=1.5, temperature=0.8, chunk_size=3,
-                             entropy_grad=True)
+        out = token_logprobs(
+            h,
+            w,
+            targets[:4] % 5,
+            bias=b,
+            softcap=2.0,
+            logit_scale=1.5,
+            temperature=0.8,
+            chunk_size=3,
+            entropy_grad=True,
+        )
         return out.logp, out.entropy
 
     assert torch.autograd.gradcheck(f, (hidden, weight, bias))
 
 
 def test_float32_agrees_with_a_float64_log_softmax_to_1e5():
-    hidden, weight, bias, targets = problem(torch.float32, n=64, h=48, v=1000)
+    hidden, weight, _, targets = problem(torch.float32, n=64, h=48, v=1000)
     targets = torch.randint(0, 1000, (64,))
     truth, _ = dense(hidden.double(), weight.double(), targets)
     assert (token_logprobs(hidden, weight, targets).logp - truth).abs().max() < 1e-5
@@ -106,7 +124,7 @@ def test_entropy_carries_no_gradient_unless_asked():
 
 
 def test_correct_is_the_most_likely_token():
-    hidden, weight, _, targets = problem()
+    hidden, weight, _, _ = problem()
     best = F.linear(hidden, weight).argmax(1)
     assert token_logprobs(hidden, weight, best, need_correct=True).correct.all()
 

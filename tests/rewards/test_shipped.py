@@ -10,8 +10,14 @@ from posttrain.rewards import REWARDS, get_repetition_penalty_reward, get_soft_o
 
 def test_think_format_table():
     table = {
-        "<think>a</think>b": 1.0, "\n<think>a</think>b": 0.0, " <think>a</think>": 0.0, "<think></think>": 1.0,
-        "<think>a</think></think>": 1.0, "<think><think>a</think>": 0.0, "<think>a": 0.0, "a</think>": 0.0,
+        "<think>a</think>b": 1.0,
+        "\n<think>a</think>b": 0.0,
+        " <think>a</think>": 0.0,
+        "<think></think>": 1.0,
+        "<think>a</think></think>": 1.0,
+        "<think><think>a</think>": 0.0,
+        "<think>a": 0.0,
+        "a</think>": 0.0,
     }
     assert think_format_reward(list(table)) == list(table.values())
     assert think_format_reward([[{"role": "assistant", "content": "<think>a</think>b"}]]) == [1.0]

@@ -75,9 +75,7 @@ def test_logps_are_those_before_truncation(engine):
 
 
 def test_a_seed_reproduces_and_another_differs(engine):
-    a, b, c = (
-        [r.token_ids for r in engine.generate(requests(3), Sampling(8, seed=seed))] for seed in (11, 11, 12)
-    )
+    a, b, c = ([r.token_ids for r in engine.generate(requests(3), Sampling(8, seed=seed))] for seed in (11, 11, 12))
     assert a == b
     assert a != c
 

@@ -44,7 +44,9 @@ def test_what_a_sequence_draws_does_not_depend_on_the_slots():
     results = []
     for slots in (2, 3, 9):
         engine = NativeEngine(build_model(50), pad_token_id=0, max_slots=slots)
-        results.append([r.token_ids for r in engine.generate(requests, Sampling(10, seed=4, stop_token_ids=(3, 4, 5, 6)))])
+        results.append(
+            [r.token_ids for r in engine.generate(requests, Sampling(10, seed=4, stop_token_ids=(3, 4, 5, 6)))]
+        )
     assert results[0] == results[1] == results[2]
 
 

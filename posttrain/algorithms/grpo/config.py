@@ -43,14 +43,18 @@ class GRPOConfig(OnlineConfig):
     min_group_std: float = field(
         default=0.0, metadata={"help": "A group whose rewards spread less than this counts as having no signal."}
     )
-    sapo_temperature_neg: float = field(default=1.05, metadata={"help": "SAPO: sharpness for negative advantages, > 0."})
+    sapo_temperature_neg: float = field(
+        default=1.05, metadata={"help": "SAPO: sharpness for negative advantages, > 0."}
+    )
     sapo_temperature_pos: float = field(default=1.0, metadata={"help": "SAPO: sharpness for positive advantages, > 0."})
     vespo_k_pos: float = field(default=2.0, metadata={"help": "VESPO exponent, positive advantages."})
     vespo_lambda_pos: float = field(default=3.0, metadata={"help": "VESPO decay, positive advantages."})
     vespo_k_neg: float = field(default=3.0, metadata={"help": "VESPO exponent, negative advantages."})
     vespo_lambda_neg: float = field(default=2.0, metadata={"help": "VESPO decay, negative advantages."})
     use_bias_correction_kl: bool = field(default=False, metadata={"help": "Multiply the KL by the importance ratio."})
-    top_entropy_quantile: float = field(default=1.0, metadata={"help": "Train this share of the most uncertain tokens."})
+    top_entropy_quantile: float = field(
+        default=1.0, metadata={"help": "Train this share of the most uncertain tokens."}
+    )
     entropy_coef: float = field(default=0.0, metadata={"help": "Weight of the entropy bonus."})
     off_policy_mask_threshold: float | None = field(
         default=None, metadata={"help": "Drop bad sequences the policy has moved away from by more than this, > 0."}
@@ -90,12 +94,18 @@ class GRPOConfig(OnlineConfig):
             if not holds:
                 raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
         unavailable: dict[str, Any] = {
-            "use_adaptive_entropy": False, "cast_lm_head_to_fp32": False, "log_completions_hub_repo": None,
-            "use_liger_kernel": False, "max_tool_calling_iterations": None, "sync_ref_model": False,
+            "use_adaptive_entropy": False,
+            "cast_lm_head_to_fp32": False,
+            "log_completions_hub_repo": None,
+            "use_liger_kernel": False,
+            "max_tool_calling_iterations": None,
+            "sync_ref_model": False,
         }
         for name, default in unavailable.items():
             if getattr(self, name) != default:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not available in this version; leave it at {default!r}.")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not available in this version; leave it at {default!r}."
+                )
         if self.log_completions_hub_repo and not self.log_completions:
             raise ConfigError("log_completions_hub_repo is set but log_completions=False. Turn log_completions on.")
 
@@ -124,8 +134,9 @@ class GRPOConfig(OnlineConfig):
             logger.warning("scale_rewards=%r is ignored with normalize_then_sum.", self.scale_rewards)
         if level != "token" and kind in ("bnpo", "dr_grpo", "dapo", "cispo"):
             logger.warning(
-                "importance_sampling_level=%r with loss_type=%r lets each sequence count by its length; GSPO is loss_type='grpo'.",
-                level, kind,
+                "importance_sampling_level=%r with loss_type=%r weighs sequences by length; GSPO is loss_type='grpo'.",
+                level,
+                kind,
             )
         if level != "token" and kind == "vespo":
             logger.warning("vespo forms its own sequence weight; importance_sampling_level=%r is ignored.", level)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from posttrain.algorithms.grpo.config import GRPOConfig
-from posttrain.algorithms.grpo.objective import grpo_objective, grpo_needs
+from posttrain.algorithms.grpo.objective import grpo_needs, grpo_objective
 from posttrain.algorithms.online import OnlineTrainer
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import group_advantages
@@ -52,7 +52,11 @@ class GRPOTrainer(OnlineTrainer):
         environment_factory: Any = None,
         **kwargs: Any,
     ) -> None:
-        for name, value in {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}.items():
+        for name, value in {
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }.items():
             if value:
                 raise ConfigError(f"{name} is not available in this version of GRPOTrainer. Leave it out.")
         super().__init__(model, reward_funcs, args, **kwargs)

@@ -133,7 +133,13 @@ def _cap(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def _decode(
-    store: Store, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None,
+    store: Store,
+    layer: int,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None,
     window: int | None,
 ) -> Tensor:
     """One new query a row against its group's prefix and its own suffix, ``(n, 1, heads, size)``."""

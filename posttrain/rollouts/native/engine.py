@@ -141,7 +141,11 @@ class _Run:
 
     def _prefill(self, cursor: int) -> None:
         """Compute the prompt at ``cursor`` and as many after it as fit one pass and the free rows."""
-        chosen, width, rows = [self.prompts[cursor]], len(self.prompts[cursor].request.prompt_ids), self.prompts[cursor].waiting
+        chosen, width, rows = (
+            [self.prompts[cursor]],
+            len(self.prompts[cursor].request.prompt_ids),
+            self.prompts[cursor].waiting,
+        )
         for prompt in self.prompts[cursor + 1 :]:
             wider = max(width, len(prompt.request.prompt_ids))
             if wider * (len(chosen) + 1) > PREFILL_TOKENS or len(self.live) + rows >= self.store.slots:
@@ -156,7 +160,9 @@ class _Run:
         self.store.prefixes = [p.prefix for p in chosen if p.prefix is not None]
         try:
             positions = torch.arange(width, device=self.device).expand(len(chosen), -1)
-            hidden = self.engine.inner.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            hidden = self.engine.inner.base_model(
+                input_ids=ids, position_ids=positions, use_cache=False
+            ).last_hidden_state
         finally:
             self.store.prefixes = []
         last = torch.tensor([len(x) - 1 for x in lists], device=self.device)
@@ -232,7 +238,10 @@ class _Run:
         prompt = sequence.prompt
         stopped = sequence.tokens[-1] in self.sampling.stop_token_ids
         self.done[sequence.number] = Rollout(
-            list(prompt.request.prompt_ids), sequence.tokens, sequence.logps, "stop" if stopped else "length",
+            list(prompt.request.prompt_ids),
+            sequence.tokens,
+            sequence.logps,
+            "stop" if stopped else "length",
             self.engine.version,
         )
         prompt.live -= 1

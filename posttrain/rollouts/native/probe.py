@@ -35,7 +35,9 @@ def _compare(model: nn.Module, inner: Any, dtype: torch.dtype) -> str | None:
     sampling = Sampling(max_new_tokens=6, seed=0)
     try:
         with evaluating(model):
-            rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate([Request(p, 2) for p in prompts], sampling)
+            rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate(
+                [Request(p, 2) for p in prompts], sampling
+            )
             rows = [Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)]) for r in rollouts]
             truth = sequence_logps(model, rows)
     except Exception as error:  # Any failure means the same: this model is not for this engine.

@@ -1,0 +1,65 @@
+"""What one call to an engine produced, with what scoring adds to it, on its way to rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.types import Rollout, Row
+
+__all__ = ["Generation"]
+
+
+@dataclasses.dataclass(slots=True)
+class Generation:
+    """What one call to the engine produced on this rank, one entry a completion, groups consecutive.
+
+    Attributes:
+        examples: The dataset row each completion answers.
+        rollouts: Token ids, log-probs and finish reasons.
+        completions: What reward functions see: text, or a list of messages.
+        advantages: Filled in after scoring, one number a completion.
+        token_columns: Per-completion lists of per-token numbers (``old_logp``, ``ref_logp``, ``rollout_logp``).
+        born: Optimiser step whose weights sampled it.
+    """
+
+    examples: list[dict[str, Any]]
+    rollouts: list[Rollout]
+    completions: list[Any]
+    advantages: list[float] = dataclasses.field(default_factory=list)
+    token_columns: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
+    born: int = 0
+
+    def loss_mask(self, index: int, skip_truncated: bool) -> list[int]:
+        """1 on tokens the model wrote; all 0 on a truncated completion when those are masked."""
+        rollout = self.rollouts[index]
+        if skip_truncated and rollout.finish_reason != "stop":
+            return [0] * len(rollout.token_ids)
+        return rollout.tool_mask or [1] * len(rollout.token_ids)
+
+    def groups(self) -> list[list[int]]:
+        """Indices of completions that stand together and share a prompt."""
+        found: list[list[int]] = []
+        for i, rollout in enumerate(self.rollouts):
+            if found and self.rollouts[found[-1][0]].prompt_ids == rollout.prompt_ids:
+                found[-1].append(i)
+            else:
+                found.append([i])
+        return found
+
+    def rows(self, indices: Sequence[int], *, skip_truncated: bool) -> list[Row]:
+        """The chosen completions as rows; neighbours with the same prompt share one."""
+        rows: list[Row] = []
+        for i in indices:
+            rollout = self.rollouts[i]
+            if not rows or rows[-1].prompt_ids != rollout.prompt_ids:
+                rows.append(Row(list(rollout.prompt_ids), [], []))
+            row = rows[-1]
+            row.completions.append(list(rollout.token_ids))
+            row.loss_masks.append(self.loss_mask(i, skip_truncated))
+            if self.advantages:
+                row.sequence_columns.setdefault("advantages", []).append(self.advantages[i])
+            for name, column in self.token_columns.items():
+                row.token_columns.setdefault(name, []).append(column[i])
+        return rows

@@ -1,0 +1,76 @@
+"""Errors name the closest choice; metrics keep the reduction they were emitted with."""
+
+import doctest
+
+import pytest
+import torch
+
+import posttrain.errors
+import posttrain.losses.advantages
+import posttrain.losses.reduce
+import posttrain.metrics
+import posttrain.rewards.format
+import posttrain.rewards.length
+import posttrain.rewards.repetition
+import posttrain.rollouts.scripted
+from posttrain.errors import ConfigError, MissingDependencyError, check_choice
+from posttrain.integrations import require
+from posttrain.metrics import MetricBuffer, maximum, mean, minimum, total
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        posttrain.errors,
+        posttrain.metrics,
+        posttrain.losses.advantages,
+        posttrain.losses.reduce,
+        posttrain.rollouts.scripted,
+        posttrain.rewards.format,
+        posttrain.rewards.length,
+        posttrain.rewards.repetition,
+    ],
+)
+def test_examples_in_docstrings_run(module):
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_an_unknown_choice_names_the_closest_and_all():
+    with pytest.raises(
+        ConfigError, match=r"loss_type='gpro' is not known \(did you mean 'grpo'\?\)\. Choose one of: 'grpo', 'dapo'"
+    ):
+        check_choice("loss_type", "gpro", ["grpo", "dapo"])
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_a_missing_package_says_for_what_and_how():
+    with pytest.raises(
+        MissingDependencyError, match=r"the judge needs the package 'no_such_package'.*pip install no-such-package"
+    ):
+        require("no_such_package", "the judge")
+    assert issubclass(MissingDependencyError, ImportError)
+
+
+def test_means_weigh_by_count_and_extremes_stay_extremes():
+    buffer = MetricBuffer()
+    for values in ([1.0, 2.0, 3.0], [10.0]):
+        x = torch.tensor(values)
+        buffer.add({"mean": mean(x), "min": minimum(x), "max": maximum(x), "sum": total(x)})
+    assert buffer.compute() == {"mean": 4.0, "min": 1.0, "max": 10.0, "sum": 16.0}
+    assert buffer.compute() == {}
+
+
+def test_masked_entries_do_not_count_even_when_not_a_number():
+    x, mask = torch.tensor([1.0, float("nan")]), torch.tensor([True, False])
+    buffer = MetricBuffer()
+    buffer.add({"m": mean(x, mask), "none": mean(x, torch.zeros(2, dtype=torch.bool)), "empty": minimum(x[:0])})
+    assert buffer.compute() == {"m": 1.0}
+
+
+def test_ranks_may_hold_different_names():
+    buffer = MetricBuffer()
+    buffer.add({"here": mean(1.0)})
+    other = [("there", "sum", 2.0, 1.0), ("here", "mean", 3.0, 1.0)]
+    assert buffer.compute(lambda rows: rows + other) == {"here": 2.0, "there": 2.0}

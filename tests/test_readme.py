@@ -1,0 +1,45 @@
+"""The README tells what is true: its code compiles, its names exist, its commands are there."""
+
+import ast
+import re
+from pathlib import Path
+
+import posttrain
+from posttrain.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.S)
+
+
+def test_python_examples_compile_and_import_only_public_names():
+    examples = blocks("python")
+    assert examples
+    for code in examples:
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and node.module == "posttrain":
+                for name in node.names:
+                    assert name.name in posttrain.__all__
+
+
+def test_commands_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    lines = [line.strip() for block in blocks("bash") for line in block.splitlines() if line.strip()]
+    assert any(line.startswith("make demo") for line in lines)
+    assert any(line.startswith("make test") for line in lines)
+    for line in lines:
+        words = line.split("#")[0].split()
+        if words[0] == "make":
+            assert words[1] in targets, line
+        elif words[0] == "posttrain":
+            assert words[1] in COMMANDS, line
+        elif words[0] == "python":
+            assert (ROOT / words[1]).exists(), line
+
+
+def test_linked_files_exist():
+    for target in re.findall(r"\]\((?!http)([^)#]+)", TEXT):
+        assert (ROOT / target).exists(), target
