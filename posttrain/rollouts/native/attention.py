@@ -1,8 +1,8 @@
 """Attention over a shared prefix and an own suffix, plugged into transformers' models by name.
 
 The model's own decoder code runs unchanged; only the attention product is ours. Prefill computes each prompt once and keeps
-its keys and values per prompt. Decoding multiplies all live queries of a group with the shared prefix in one product,
-without repeating key-value heads, and each query with its own suffix; the two partial softmaxes are merged exactly.
+its keys and values in blocks of prompts. Decoding multiplies all live queries of a prompt with it in one product, without
+repeating key-value heads, and each query with its own suffix; one softmax spans both.
 """
 
 from __future__ import annotations
@@ -17,19 +17,51 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["NAME", "Prefix", "Store", "native_attention", "plugged_in"]
+__all__ = ["NAME", "Block", "Group", "Store", "native_attention", "plugged_in"]
 
 NAME = "posttrain_native"
 FIRST_BLOCK = 64  # Suffix positions allocated at first; doubled when they are used up.
 
 
 @dataclass(slots=True)
-class Prefix:
-    """Keys and values of one prompt, one ``(KV heads, length, head size)`` pair a layer."""
+class Block:
+    """Keys and values of prompts that were prefilled together, right-padded to the longest.
 
-    length: int
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    Attributes:
+        prompts: Numbers of the prompts, in batch order.
+        lengths: ``(P,)`` tokens of each.
+        keys, values: Per layer ``(P, KV heads, width, head size)``.
+    """
+
+    prompts: list[int]
+    lengths: Tensor
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def keep(self, prompts: list[int]) -> None:
+        """Free the memory of all other prompts."""
+        index = torch.tensor([self.prompts.index(p) for p in prompts], device=self.lengths.device)
+        self.prompts, self.lengths = prompts, self.lengths[index]
+        width = int(self.lengths.max())
+        for memory in (self.keys, self.values):
+            for layer, tensor in memory.items():
+                memory[layer] = tensor[index, :, :width]
+
+
+@dataclass(slots=True)
+class Group:
+    """The live rows of one block.
+
+    Attributes:
+        rows: ``(m,)`` live rows, prompt by prompt.
+        grid: ``(P, g)`` the same rows by prompt, g the most that one prompt has, gaps filled with a repeated row.
+        place: ``(m,)`` where each of ``rows`` stands in the flattened grid.
+    """
+
+    block: Block
+    rows: Tensor
+    grid: Tensor
+    place: Tensor
 
 
 @dataclass(slots=True)
@@ -38,20 +70,43 @@ class Store:
 
     Attributes:
         slots: Sequences that can be live at once.
-        prefixes: Prompts that the current prefill fills, in batch order; empty while decoding.
-        groups: While decoding: each live prompt with the ``(g,)`` rows of its live sequences.
+        filling: The block that the current prefill fills; None while decoding.
+        groups: While decoding: the live rows by block; each live row is in exactly one.
+        prefix: ``(n,)`` prompt tokens of each live row.
         lengths: ``(n,)`` suffix tokens stored so far by each live row, the current one not included.
         longest: The largest of them, on the host.
         keys, values: Per layer ``(slots, KV heads, capacity, head size)``.
+        hidden: By sliding window, what each row may not see in this step; computed once for all layers.
     """
 
     slots: int
-    prefixes: list[Prefix] = field(default_factory=list)
-    groups: list[tuple[Prefix, Tensor]] = field(default_factory=list)
+    filling: Block | None = None
+    groups: list[Group] = field(default_factory=list)
+    prefix: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     lengths: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     longest: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+    hidden: dict[int | None, Tensor] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Columns that hold the prompts: the widest live block."""
+        return max(next(iter(group.block.keys.values())).shape[2] for group in self.groups)
+
+    def unseen(self, window: int | None, columns: int) -> Tensor:
+        """``(n, 1, 1, width + columns)`` true where a row may not look."""
+        if window not in self.hidden:
+            device, width = self.lengths.device, self.width
+            shared = torch.arange(width, device=device)[None] >= self.prefix[:, None]
+            index = torch.arange(columns, device=device)
+            own = index[None] > self.lengths[:, None]
+            if window is not None:
+                now = self.prefix + self.lengths
+                shared = shared | (now[:, None] - torch.arange(width, device=device)[None] >= window)
+                own = own | (self.lengths[:, None] - index[None] >= window)
+            self.hidden[window] = torch.cat([shared, own], 1)[:, None, None]
+        return self.hidden[window]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append one position to each live row; returns the used part of this layer's memory."""
@@ -102,10 +157,9 @@ def native_attention(
         sliding_window = getattr(module, "sliding_window", None)
     # Under autocast the rotary embedding leaves queries and keys in float32 beside half-precision values.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    if store.prefixes:
-        for row, prefix in enumerate(store.prefixes):
-            prefix.keys.append(key[row, :, : prefix.length].contiguous())
-            prefix.values.append(value[row, :, : prefix.length].contiguous())
+    if store.filling is not None:
+        layer: Any = module.layer_idx
+        store.filling.keys[layer], store.filling.values[layer] = key.contiguous(), value.contiguous()
         return _prefill(query, key, value, scale, softcap, sliding_window).transpose(1, 2), None
     keys, values = store.write(module.layer_idx, key, value)  # type: ignore[arg-type]
     out = _decode(store, module.layer_idx, query, keys, values, scale, softcap, sliding_window)  # type: ignore[arg-type]
@@ -142,54 +196,37 @@ def _decode(
     softcap: float | None,
     window: int | None,
 ) -> Tensor:
-    """One new query a row against its group's prefix and its own suffix, ``(n, 1, heads, size)``."""
+    """One new query a row against its prompt and its own suffix, ``(n, 1, heads, size)``; one softmax over both."""
     n, heads, _, size = query.shape
-    kv = keys.shape[1]
+    kv, used, width = keys.shape[1], keys.shape[2], store.width
     q = query.view(n, kv, heads // kv, size) * scale
-    scores = _cap((q @ keys.transpose(2, 3)).float(), softcap)  # (n, kv, r, used)
-    index = torch.arange(keys.shape[2], device=query.device)
-    ahead = index[None, :] > store.lengths[:, None]
-    if window is not None:
-        ahead = ahead | (store.lengths[:, None] - index[None, :] >= window)
-    scores = scores.masked_fill(ahead[:, None, None, :], -torch.inf)
-    top = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - top)
-    mass = weights.sum(-1, keepdim=True)
-    out = (weights.to(values.dtype) @ values).float()
-    for prefix, rows in store.groups:
-        part = _prefix_part(prefix, layer, q[rows], store.lengths[rows], softcap, window)
-        if part is None:
-            continue
-        part_top, part_mass, part_out = part
-        joint = torch.maximum(top[rows], part_top)
-        own, shared = torch.exp(top[rows] - joint), torch.exp(part_top - joint)
-        mass[rows] = mass[rows] * own + part_mass * shared
-        out[rows] = out[rows] * own + part_out * shared
-    return (out / mass).to(query.dtype).reshape(n, 1, heads, size)
+    scores = torch.empty(n, kv, heads // kv, width + used, dtype=torch.float32, device=q.device)
+    scores[..., width:] = q @ keys.transpose(2, 3)
+    for group in store.groups:
+        block = group.block.keys[layer]
+        part = _by_prompt(q, group) @ block.transpose(2, 3)  # (P, kv, g r, block width)
+        scores[group.rows, :, :, : block.shape[2]] = _by_row(part, group, q.shape[2]).float()
+    scores = _cap(scores, softcap).masked_fill_(store.unseen(window, used), -torch.inf)
+    weights = scores.softmax(-1).to(values.dtype)
+    out = weights[..., width:] @ values
+    for group in store.groups:
+        block = group.block.values[layer]
+        part = _by_prompt(weights[..., : block.shape[2]], group) @ block
+        out[group.rows] += _by_row(part, group, q.shape[2])
+    return out.to(query.dtype).reshape(n, 1, heads, size)
 
 
-def _prefix_part(
-    prefix: Prefix, layer: int, q: Tensor, lengths: Tensor, softcap: float | None, window: int | None
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Partial softmax of g queries over their shared prompt: maximum, mass and weighted values."""
-    g, kv, r, size = q.shape
-    key, value, start = prefix.keys[layer], prefix.values[layer], 0
-    if window is not None:  # The oldest position that any of these queries still sees.
-        start = max(0, prefix.length + int(lengths.min()) - window + 1)
-        if start >= prefix.length:
-            return None
-        key, value = key[:, start:], value[:, start:]
-    flat = q.transpose(0, 1).reshape(kv, g * r, size)
-    scores = _cap((flat @ key.transpose(1, 2)).float(), softcap).view(kv, g, r, -1)
-    if window is not None:
-        position = torch.arange(start, prefix.length, device=q.device)
-        gone = (prefix.length + lengths)[:, None] - position[None, :] >= window  # (g, length)
-        scores = scores.masked_fill(gone[None, :, None, :], -1e30)
-    top = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - top)
-    mass = weights.sum(-1, keepdim=True)
-    out = (weights.view(kv, g * r, -1).to(value.dtype) @ value).float().view(kv, g, r, size)
-    return top.transpose(0, 1), mass.transpose(0, 1), out.transpose(0, 1)
+def _by_prompt(x: Tensor, group: Group) -> Tensor:
+    """``(n, kv, r, c)`` to ``(P, kv, g r, c)``: all queries of a prompt side by side, for one product with it."""
+    prompts, g = group.grid.shape
+    return x[group.grid].transpose(1, 2).reshape(prompts, x.shape[1], g * x.shape[2], x.shape[3])
+
+
+def _by_row(x: Tensor, group: Group, r: int) -> Tensor:
+    """``(P, kv, g r, c)`` back to ``(m, kv, r, c)`` in the order of ``group.rows``."""
+    prompts, g = group.grid.shape
+    spread = x.view(prompts, x.shape[1], g, r, x.shape[3]).transpose(1, 2)
+    return spread.reshape(prompts * g, x.shape[1], r, x.shape[3])[group.place]
 
 
 @contextmanager

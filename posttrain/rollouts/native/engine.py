@@ -13,7 +13,7 @@ from posttrain.errors import RolloutError
 from posttrain.models.forward import LogitRule, causal_lm
 from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.hf import evaluating
-from posttrain.rollouts.native.attention import Prefix, Store, plugged_in
+from posttrain.rollouts.native.attention import Block, Group, Store, plugged_in
 from posttrain.rollouts.sampling import sample
 from posttrain.types import Request, Rollout, Sampling
 
@@ -24,12 +24,12 @@ PREFILL_TOKENS = 1024  # Short prompts share a prefill; one long prompt fills th
 
 @dataclass(slots=True)
 class _Prompt:
-    """One request: its prefix while any completion needs it, and the logits its first tokens are drawn from."""
+    """One request: its block while any completion needs it, and the logits its first tokens are drawn from."""
 
     index: int
     request: Request
     waiting: int
-    prefix: Prefix | None = None
+    block: Block | None = None
     logits: Tensor | None = None
     live: int = 0
 
@@ -134,7 +134,7 @@ class _Run:
             if prompt.waiting == 0:
                 cursor += 1
                 continue
-            if prompt.prefix is None:
+            if prompt.block is None:
                 self._prefill(cursor)
             self._start(prompt, min(prompt.waiting, self.store.slots - len(self.live)))
         return cursor
@@ -155,20 +155,19 @@ class _Run:
         lists = [list(p.request.prompt_ids) for p in chosen]
         pad = self.engine.pad_token_id
         ids = torch.tensor([x + [pad] * (width - len(x)) for x in lists], device=self.device)
-        for prompt, x in zip(chosen, lists, strict=True):
-            prompt.prefix = Prefix(len(x))
-        self.store.prefixes = [p.prefix for p in chosen if p.prefix is not None]
+        lengths = torch.tensor([len(x) for x in lists], device=self.device)
+        block = Block([p.index for p in chosen], lengths)
+        self.store.filling = block
         try:
             positions = torch.arange(width, device=self.device).expand(len(chosen), -1)
             hidden = self.engine.inner.base_model(
                 input_ids=ids, position_ids=positions, use_cache=False
             ).last_hidden_state
         finally:
-            self.store.prefixes = []
-        last = torch.tensor([len(x) - 1 for x in lists], device=self.device)
-        logits = self.engine.logits(hidden[torch.arange(len(chosen), device=self.device), last])
+            self.store.filling = None
+        logits = self.engine.logits(hidden[torch.arange(len(chosen), device=self.device), lengths - 1])
         for prompt, row in zip(chosen, logits, strict=True):
-            prompt.logits = row
+            prompt.block, prompt.logits = block, row
 
     def _start(self, prompt: _Prompt, count: int) -> None:
         """Draw the first token of ``count`` completions of a prompt."""
@@ -181,17 +180,18 @@ class _Run:
         if prompt.waiting == 0:
             prompt.logits = None
         self.live += sequences
-        length = prompt.prefix.length if prompt.prefix is not None else 0
+        length = len(prompt.request.prompt_ids)
         self.tokens = torch.cat([self.tokens, tokens])
         self.positions = torch.cat([self.positions, torch.full((count,), length, device=self.device)])
         self.store.lengths = torch.cat([self.store.lengths, torch.zeros(count, dtype=torch.long, device=self.device)])
-        self._finish()
+        self._finish(started=True)
 
     # Steps -------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         """One token for every live sequence."""
         self.store.longest = max(len(s.tokens) for s in self.live) - 1
+        self.store.hidden = {}
         hidden = self.engine.inner.base_model(
             input_ids=self.tokens[:, None], position_ids=self.positions[:, None], use_cache=False
         ).last_hidden_state[:, 0]
@@ -215,7 +215,7 @@ class _Run:
             sequence.logps.append(logp)
         return tokens
 
-    def _finish(self) -> None:
+    def _finish(self, *, started: bool = False) -> None:
         """Hand over completions that stopped or are full, and close the gaps they leave."""
         stops, limit = set(self.sampling.stop_token_ids), self.sampling.max_new_tokens
         ended = [i for i, s in enumerate(self.live) if s.tokens[-1] in stops or len(s.tokens) >= limit]
@@ -232,7 +232,8 @@ class _Run:
             index = torch.tensor(order, dtype=torch.long, device=self.device)
             self.tokens, self.positions = self.tokens[index], self.positions[index]
             self.store.lengths = self.store.lengths[index]
-        self._regroup()
+        if ended or started:
+            self._regroup()
 
     def _hand_over(self, sequence: _Sequence) -> None:
         prompt = sequence.prompt
@@ -246,15 +247,30 @@ class _Run:
         )
         prompt.live -= 1
         if prompt.live == 0 and prompt.waiting == 0:
-            prompt.prefix = None  # Nobody reads this prompt any more.
+            prompt.block = None  # Nobody reads this prompt any more.
 
     def _regroup(self) -> None:
+        """Tell the attention which live rows read which prompt; forget prompts that nobody reads."""
         rows: dict[int, list[int]] = {}
         for row, sequence in enumerate(self.live):
             rows.setdefault(sequence.prompt.index, []).append(row)
-        groups = []
-        for index, members in rows.items():
-            prefix = self.prompts[index].prefix
-            assert prefix is not None
-            groups.append((prefix, torch.tensor(members, device=self.device)))
-        self.store.groups = groups
+        blocks: dict[int, Block] = {}
+        for prompt in self.prompts:
+            if prompt.block is not None:
+                blocks[id(prompt.block)] = prompt.block
+        self.store.groups = [g for block in blocks.values() if (g := self._group(block, rows)) is not None]
+        lengths = [len(s.prompt.request.prompt_ids) for s in self.live]
+        self.store.prefix = torch.tensor(lengths, dtype=torch.long, device=self.device)
+
+    def _group(self, block: Block, rows: dict[int, list[int]]) -> Group | None:
+        needed = [p for p in block.prompts if self.prompts[p].block is not None]
+        if len(needed) < len(block.prompts):
+            block.keep(needed)
+        members = [rows.get(p, []) for p in block.prompts]
+        flat = [row for member in members for row in member]
+        if not flat:
+            return None
+        g = max(map(len, members))
+        grid = [member + flat[:1] * (g - len(member)) for member in members]
+        place = [i * g + j for i, member in enumerate(members) for j in range(len(member))]
+        return Group(block, *(torch.tensor(x, device=self.device) for x in (flat, grid, place)))
