@@ -54,6 +54,7 @@ def run(side: str, model: str, steps: int, parity: bool) -> dict:
         num_generations=8,
         max_completion_length=48,
         beta=0.04,
+        use_bias_correction_kl=False,  # The two defaults differ.
         learning_rate=1e-5,
         bf16=False,
         gradient_checkpointing=False,

@@ -100,16 +100,30 @@ def sample(
     top = x.amax(-1, keepdim=True)
     if bool(top.isnan().any()):
         raise RolloutError(f"the model gave NaN logits for rows {top.isnan().flatten().nonzero().flatten().tolist()}.")
-    weights = (x - top).exp_()
-    log_z = top.squeeze(-1) + weights.sum(-1).log()
-    shaped = x
+    if greedy or sampling.repetition_penalty != 1.0 or _truncates(sampling):
+        return _shaped(x, top, sampling, uniform, history)
+    weights = x.sub_(top).exp_()  # In place: at this size a fresh tensor costs more than the arithmetic.
+    token = draw(weights, uniform)
+    return token, (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
+
+
+def _truncates(sampling: Sampling) -> bool:
+    return bool(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p)
+
+
+def _shaped(
+    x: Tensor, top: Tensor, sampling: Sampling, uniform: Tensor, history: list[list[int]] | None
+) -> tuple[Tensor, Tensor]:
+    """Greedy, penalised or truncated: the draw is from other logits than the log-prob is of."""
+    greedy = sampling.temperature == 0
+    log_z = top.squeeze(-1) + (x - top).exp_().sum(-1).log()
+    log_probs = x
     if sampling.repetition_penalty != 1.0:
         scale = 1.0 if greedy else sampling.temperature
-        shaped = penalize_repetition(x * scale, history or [], sampling.repetition_penalty) / scale
-    if not greedy:
-        shaped = truncate(shaped, sampling)
+        x = penalize_repetition(x * scale, history or [], sampling.repetition_penalty) / scale
     if greedy:
-        token = shaped.argmax(-1)
+        token = x.argmax(-1)
     else:
-        token = draw(weights if shaped is x else (shaped - shaped.amax(-1, keepdim=True)).exp_(), uniform)
-    return token, x.gather(1, token[:, None]).squeeze(1) - log_z
+        x = truncate(x, sampling)
+        token = draw((x - x.amax(-1, keepdim=True)).exp_(), uniform)
+    return token, log_probs.gather(1, token[:, None]).squeeze(1) - log_z

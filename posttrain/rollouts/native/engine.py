@@ -176,7 +176,7 @@ class _Run:
         sequences = [_Sequence(begun + i, prompt) for i in range(count)]
         prompt.waiting -= count
         prompt.live += count
-        tokens = self._draw(prompt.logits.expand(count, -1), sequences, [0] * count)
+        tokens = self._draw(prompt.logits.repeat(count, 1), sequences, [0] * count)
         if prompt.waiting == 0:
             prompt.logits = None
         self.live += sequences
