@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from posttrain.errors import DataError, ModelError
+from posttrain.data.formats import is_conversational
+from posttrain.errors import ConfigError, DataError, ModelError
 
-__all__ = ["assistant_mask", "common_prefix", "has_generation_markers", "render", "terminal_token_ids", "turn_end"]
+__all__ = [
+    "apply_chat_template",
+    "assistant_mask",
+    "common_prefix",
+    "has_generation_markers",
+    "maybe_apply_chat_template",
+    "render",
+    "render_prompt",
+    "terminal_token_ids",
+    "turn_end",
+]
+
+logger = logging.getLogger(__name__)
 
 PROBE = "7f3a probe 9c1e"  # Content that no template writes by itself.
 
@@ -49,8 +64,108 @@ def _brief(messages: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix of two id lists."""
+def render_prompt(tokenizer: Any, prompt: list[dict[str, Any]], tools: Any = None, **template_kwargs: Any) -> str:
+    """A prompt as the model must see it before it speaks: with the generation prompt, or going on with its own words.
+
+    Raises:
+        DataError: The prompt is empty, or ends with a turn that nobody answers.
+    """
+    if not prompt:
+        raise DataError("the row has an empty prompt; it needs at least one message.")
+    last = prompt[-1].get("role")
+    if last not in ("user", "tool", "assistant"):
+        raise DataError(
+            f"the prompt ends with a message of role {last!r}; it must end with 'user' or 'tool' (to be answered) or "
+            "'assistant' (to be continued)."
+        )
+    mode = {"continue_final_message": True} if last == "assistant" else {"add_generation_prompt": True}
+    return render(tokenizer, prompt, tools=tools, **mode, **template_kwargs)
+
+
+KEY_SETS = (
+    {"messages"},
+    {"prompt"},
+    {"prompt", "completion"},
+    {"prompt", "chosen", "rejected"},
+    {"chosen", "rejected"},
+    {"prompt", "completion", "label"},
+)
+_prefill_told = False
+
+
+def apply_chat_template(
+    example: dict[str, Any],
+    processing_class: Any,
+    tools: Any = None,
+    *,
+    merge_prefill: bool = False,
+    **template_kwargs: Any,
+) -> dict[str, Any]:
+    """Render a conversational row as text: ``messages`` becomes ``text``, other columns keep their names.
+
+    A prompt and its answers are cut at the longest common prefix of their renderings, so ``prompt + answer`` is always what
+    the whole conversation renders to.
+
+    Args:
+        example: One of ``messages``; ``prompt``; ``prompt`` with ``completion`` (and ``label``); ``prompt`` with ``chosen`` and
+            ``rejected``; these two alone. Other columns are dropped.
+        processing_class: Tokenizer with a chat template.
+        tools: Schemas or functions; an empty list is none.
+        merge_prefill: Join a prompt that ends with the assistant's words with the answer that goes on; otherwise they are
+            two turns.
+        template_kwargs: For the template.
+
+    Raises:
+        KeyError: Another set of columns.
+        DataError: An empty prompt, or one that nobody answers.
+    """
+    row = {k: example[k] for k in ("prompt", "chosen", "rejected", "completion", "messages", "label") if k in example}
+    if set(row) not in KEY_SETS:
+        raise KeyError(f"columns {sorted(row)} fit no conversational type; see the documentation of dataset formats.")
+    twice = sorted(set(template_kwargs) & set(example.get("chat_template_kwargs") or {}))
+    if twice:
+        raise TypeError(f"{twice} are given both as arguments and in the row's chat_template_kwargs.")
+    kwargs = {"tools": tools or None, **template_kwargs, **(example.get("chat_template_kwargs") or {})}
+    label = {"label": row["label"]} if "label" in row else {}
+    if "messages" in row:
+        return {"text": render(processing_class, row["messages"], **kwargs)}
+    answers = {k: row[k] for k in ("completion", "chosen", "rejected") if k in row}
+    if "prompt" not in row:
+        return {k: render(processing_class, messages, **kwargs) for k, messages in answers.items()}
+    prompt = render_prompt(processing_class, row["prompt"], **kwargs)
+    join = _merged if merge_prefill else _appended
+    whole = {k: render(processing_class, join(row["prompt"], messages), **kwargs) for k, messages in answers.items()}
+    cut = min((common_prefix(prompt, text) for text in whole.values()), default=len(prompt))
+    return {"prompt": prompt[:cut], **{k: text[cut:] for k, text in whole.items()}, **label}
+
+
+def _appended(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    global _prefill_told
+    if prompt[-1].get("role") == "assistant" and not _prefill_told:
+        _prefill_told = True
+        logger.warning(
+            "a prompt ends with the assistant's words and its answer is another turn: the model will see two assistant turns. "
+            "Pass merge_prefill=True to join them."
+        )
+    return prompt + answer
+
+
+def _merged(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if prompt[-1].get("role") != "assistant":
+        return prompt + answer
+    if not isinstance(prompt[-1].get("content"), str) or not isinstance(answer[0].get("content"), str):
+        raise ConfigError("merge_prefill=True joins text; the prompt's last message or the answer's first has none.")
+    joined = {**answer[0], "content": prompt[-1]["content"] + answer[0]["content"]}
+    return [*prompt[:-1], joined, *answer[1:]]
+
+
+def maybe_apply_chat_template(example: dict[str, Any], processing_class: Any, tools: Any = None, **kwargs: Any) -> dict:
+    """`apply_chat_template` of a conversational row; any other row comes back as it is."""
+    return apply_chat_template(example, processing_class, tools, **kwargs) if is_conversational(example) else example
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the longest common prefix of two id lists, or two texts."""
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return index

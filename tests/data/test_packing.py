@@ -65,8 +65,8 @@ def test_more_vectors(documents, size, strategy, rows, lengths):
 
 def slow_best_fit(lengths, size):
     """The rule word by word: a list of bins, one document at a time."""
-    bins, reached, clock = [], [], 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    bins, reached = [], []
+    for clock, index in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
         fitting = [b for b, (room, _) in enumerate(reached) if room >= lengths[index]]
         if fitting:
             b = min(fitting, key=lambda b: reached[b])
@@ -74,14 +74,15 @@ def slow_best_fit(lengths, size):
             bins.append([])
             reached.append((size, clock))
             b = len(bins) - 1
-        clock += 1
         bins[b].append(index)
-        reached[b] = (reached[b][0] - lengths[index], clock)
+        reached[b] = (reached[b][0] - lengths[index], clock + 1)
     return bins
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 20).flatmap(lambda s: st.tuples(st.just(s), st.lists(st.integers(1, s), min_size=1, max_size=60))))
+@given(
+    st.integers(1, 20).flatmap(lambda s: st.tuples(st.just(s), st.lists(st.integers(1, s), min_size=1, max_size=60)))
+)
 def test_placement_is_best_fit_decreasing_document_by_document(case):
     size, lengths = case
     order, counts = best_fit_decreasing(np.array(lengths), size)
@@ -93,7 +94,12 @@ DOCS = st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=3
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(DOCS, st.integers(1, 9), st.sampled_from(["bfd_split", "wrapped"]), st.sampled_from(["plain", "slice", "pick", "shuffle"]))
+@given(
+    DOCS,
+    st.integers(1, 9),
+    st.sampled_from(["bfd_split", "wrapped"]),
+    st.sampled_from(["plain", "slice", "pick", "shuffle"]),
+)
 def test_no_token_is_lost_or_doubled_however_the_dataset_is_indexed(documents, size, strategy, view):
     data = dataset(documents)
     if view == "slice":

@@ -1,0 +1,106 @@
+"""Preference rows: where the prompt ends, and pairs taken apart."""
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.data.pairs import (
+    extract_prompt,
+    maybe_extract_prompt,
+    maybe_unpair_preference_dataset,
+    unpair_preference_dataset,
+)
+from posttrain.errors import DataError
+
+U, A = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
+B = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("The sky is blue.", "The sky is green.", "The sky is"),
+        ("The sky is blue", "The sky is black", "The sky is"),
+        ("abc ", "xyz", ""),
+        ("abc", "abcdef", ""),
+        ("The sky is blue", "The sky is blue today", "The sky is"),
+        ("2+2= 4", "2+2= 5", "2+2="),
+        ("天空是蓝色", "天空是黑色", "天空是"),
+        ([U, A], [U, B], [U]),
+        ([U, A], [U, A, U, B], [U]),
+    ],
+)
+def test_the_shared_prompt_ends_at_a_word_or_a_message(chosen, rejected, prompt):
+    out = extract_prompt({"chosen": chosen, "rejected": rejected})
+    assert out["prompt"] == prompt
+    assert out["prompt"] + out["chosen"] == chosen
+    assert out["prompt"] + out["rejected"] == rejected
+
+
+@given(st.text("ab ,蓝", min_size=1, max_size=12), st.text("ab ,蓝", min_size=1, max_size=12))
+def test_nothing_is_lost_and_no_answer_is_empty(chosen, rejected):
+    if chosen == rejected:
+        return
+    out = extract_prompt({"chosen": chosen, "rejected": rejected})
+    assert (out["prompt"] + out["chosen"], out["prompt"] + out["rejected"]) == (chosen, rejected)
+    assert out["chosen"] and out["rejected"]
+    assert not out["prompt"].endswith(" ")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "match"),
+    [
+        ("a", "a", "no preference"),
+        ("", "a", "chosen is empty"),
+        ("a", "", "rejected is empty"),
+        ([U], [A], "first message"),
+    ],
+)
+def test_rows_without_a_pair_are_refused(chosen, rejected, match):
+    with pytest.raises(DataError, match=match):
+        extract_prompt({"chosen": chosen, "rejected": rejected})
+
+
+def test_a_prompt_that_the_answers_repeat_is_taken_off_them():
+    assert maybe_extract_prompt({"prompt": [U], "chosen": [U, A], "rejected": [U, B]}) == {
+        "prompt": [U],
+        "chosen": [A],
+        "rejected": [B],
+    }
+    row = {"prompt": "q", "chosen": [U, A], "rejected": [U, B], "score": 1}
+    assert maybe_extract_prompt(row) == {"prompt": [U], "chosen": [A], "rejected": [B], "score": 1}
+    for untouched in (
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": [U], "chosen": [A], "rejected": [B]},
+        {"text": "a"},
+    ):
+        assert maybe_extract_prompt(untouched) == untouched
+
+
+def pairs(n=3):
+    return datasets.Dataset.from_dict(
+        {"prompt": list("pqr")[:n], "chosen": list("abc")[:n], "rejected": list("xyz")[:n]}
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_unpairing_puts_both_answers_side_by_side(stream):
+    data = pairs().to_iterable_dataset() if stream else pairs()
+    rows = list(maybe_unpair_preference_dataset(data, num_proc=1, desc="unpair"))
+    assert [(r["prompt"], r["completion"], r["label"]) for r in rows] == [
+        ("p", "a", True), ("p", "x", False), ("q", "b", True), ("q", "y", False), ("r", "c", True), ("r", "z", False),
+    ]  # fmt: skip
+
+
+def test_the_other_order_and_untouched_data():
+    assert unpair_preference_dataset(pairs(), interleave=False)["completion"][:] == list("abcxyz")
+    plain = datasets.Dataset.from_dict({"prompt": ["a"], "completion": ["b"], "label": [True]})
+    assert maybe_unpair_preference_dataset(plain) is plain
+    both = datasets.DatasetDict(train=pairs(), test=pairs(1))
+    assert len(unpair_preference_dataset(both)["test"]) == 2
+
+
+def test_columns_that_would_be_overwritten_are_named():
+    with pytest.raises(DataError, match=r"already has \['label'\]"):
+        unpair_preference_dataset(pairs().add_column("label", [1, 2, 3]))
