@@ -1,0 +1,306 @@
+"""What tokenised rows give away about the data: a code, the rows concerned, why it matters, how to fix it.
+
+A *sequence* is a prompt with one completion (or a prompt alone, where completions are sampled later). Findings count rows;
+their indices are those of the list that was given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from posttrain.checks.row_context import RowContext, TokenSequence, count_of
+from posttrain.data.chat import common_prefix
+from posttrain.types import Finding, Row
+
+__all__ = ["CHECKS", "check_rows", "dropped_rows"]
+
+RARE = 0.01  # Duplicates and identical pairs up to one row in a hundred are noise of a real data set.
+WINDOW = 8  # Tokens on either side of a boundary that are tokenised again: no merge reaches further than a word.
+DAMAGED = re.compile("[\ufffd\ud800-\udfff]")
+
+
+def bos_double(context: RowContext) -> Finding | None:
+    """Two bos tokens side by side, or a second one further on where the template does not open turns with it."""
+    bos = context.tokenizer.bos_token_id
+    if bos is None:
+        return None
+    once = not context.bos_opens_turns and bos != context.tokenizer.eos_token_id
+    bad = [
+        s.row
+        for s in context.sequences
+        if any(a == b == bos for a, b in zip(s.ids, s.ids[1:], strict=False)) or (once and s.ids.count(bos) > 1)
+    ]
+    return context.finding(
+        "DATA-BOS-DOUBLE",
+        "warning",
+        bad,
+        what=f"begin twice: {context.tokenizer.bos_token!r} (id {bos}) stands more than once.",
+        why="text that already holds the token was tokenised with special tokens on, or prompt and completion each got one. "
+        "A model has never seen two, and answers differently after them.",
+        fix="give messages and let the chat template write special tokens, or strip the token from the text; tokenise "
+        "completions with add_special_tokens=False.",
+    )
+
+
+def eos_double(context: RowContext) -> Finding | None:
+    """Two eos tokens with nothing but white space between them."""
+    eos = context.tokenizer.eos_token_id
+    if eos is None:
+        return None
+    bad = [s.row for s in context.sequences if _ends_twice(context, s.ids, eos)]
+    return context.finding(
+        "DATA-EOS-DOUBLE",
+        "warning",
+        bad,
+        what=f"end twice: {context.tokenizer.eos_token!r} (id {eos}) follows itself with only white space between.",
+        why="the text already ended with the token when another was appended, or rows were padded with it beforehand. The "
+        "model learns to say it twice, and trained padding weighs on the loss.",
+        fix="leave the token out of the text (it is appended once for you), strip trailing newlines after it, and give rows "
+        "without padding.",
+    )
+
+
+def _ends_twice(context: RowContext, ids: list[int], eos: int) -> bool:
+    last: int | None = None
+    for position, token in enumerate(ids):
+        if token == eos:
+            if last is not None:
+                return True
+            # A first token that is bos and eos in one opens the text; it ends nothing.
+            last = None if position == 0 and eos == context.tokenizer.bos_token_id else position
+        elif not context.blank(token):
+            last = None
+    return False
+
+
+def eos_untrained(context: RowContext) -> Finding | None:
+    """The last trained token, white space aside, ends no turn; rows cut at the limit are not counted."""
+    asked = [s for s in context.sequences if any(s.trained) and not context.cut(s)]
+    bad = [s.row for s in asked if not _trains_its_end(context, s)]
+    names = ", ".join(repr(context.decode([i])) for i in sorted(context.ends)) or "none known"
+    return context.finding(
+        "DATA-EOS-UNTRAINED",
+        "error" if len(bad) == len(asked) else "warning",
+        bad,
+        what=f"train no token that ends them (tokens that do: {names}).",
+        why="the loss looks healthy, but the model is not taught to stop: at generation it runs to the length limit.",
+        fix="let the loss mask include the end of each turn (inside {% generation %} for assistant_only_loss), or set "
+        "eos_token to what the template ends a turn with.",
+    )
+
+
+def _trains_its_end(context: RowContext, sequence: TokenSequence) -> bool:
+    for token, trained in zip(reversed(sequence.ids), reversed(sequence.trained), strict=True):
+        if trained and not context.blank(token):
+            return token in context.ends
+    return False
+
+
+def duplicate(context: RowContext) -> Finding | None:
+    """Rows that equal an earlier one, token by token and mask by mask."""
+    seen: set[Any] = set()
+    bad = []
+    for index, row in enumerate(context.rows):
+        key = (tuple(row.prompt_ids), tuple(map(tuple, row.completions)), tuple(map(tuple, row.loss_masks)))
+        if key in seen:
+            bad.append(index)
+        seen.add(key)
+    return context.finding(
+        "DATA-DUPLICATE",
+        "warning" if len(bad) > RARE * len(context.rows) else "info",
+        bad,
+        what="repeat an earlier row exactly.",
+        why="repeats are trained several times an epoch and are memorised; one in a held-out split makes its score a lie.",
+        fix="remove repeats before training, e.g. dataset.to_pandas().drop_duplicates(), unless the weight is meant.",
+    )
+
+
+def untrained_row(context: RowContext) -> Finding | None:
+    """A completion in which no token is trained."""
+    asked = [s for s in context.sequences if s.has_completion and s.start < len(s.ids)]
+    bad = [s.row for s in asked if not any(s.trained)]
+    return context.finding(
+        "DATA-UNTRAINED-ROW",
+        "error" if len(bad) == len(asked) else "warning",
+        bad,
+        what="train no token at all.",
+        why="they cost time and teach nothing; a batch of them has loss 0 or no loss at all. Usually the answer was cut off, or "
+        "the mask marks none.",
+        fix="raise max_length, set truncation_mode='keep_end', or check completion_mask, assistant_masks and labels.",
+    )
+
+
+def pair_identical(context: RowContext) -> Finding | None:
+    """Preference pairs with equal answers; groups that were sampled (they have advantages) may repeat themselves."""
+    pairs = [
+        (i, r) for i, r in enumerate(context.rows) if len(r.completions) == 2 and "advantages" not in r.sequence_columns
+    ]
+    bad = [index for index, row in pairs if list(row.completions[0]) == list(row.completions[1])]
+    return context.finding(
+        "DATA-PAIR-IDENTICAL",
+        "error" if len(bad) > RARE * len(pairs) else "warning",
+        bad,
+        what="have a chosen and a rejected answer of the same tokens.",
+        why="such a pair prefers nothing: its loss is a constant and its gradient zero. Answers may differ as text and still be "
+        "equal after truncation.",
+        fix="remove pairs with equal answers; where they part only behind the limit, raise max_length.",
+    )
+
+
+def empty_completion(context: RowContext) -> Finding | None:
+    """A completion without tokens, or whose trained tokens are all special or white space."""
+    bad = []
+    for s in context.sequences:
+        said = [t for t, trained in zip(s.ids, s.trained, strict=True) if trained]
+        nothing = bool(said) and all(t in context.special or context.blank(t) for t in said)
+        if s.has_completion and (s.start == len(s.ids) or nothing):
+            bad.append(s.row)
+    return context.finding(
+        "DATA-EMPTY-COMPLETION",
+        "warning",
+        bad,
+        what="have an empty completion: no words are trained.",
+        why="the model is taught to say nothing. Empty answers, or a boundary between prompt and completion in the wrong place, "
+        "are the usual reasons.",
+        fix="drop rows with empty answers; if the answers are there, check where the prompt ends.",
+    )
+
+
+def truncated(context: RowContext) -> Finding | None:
+    """Rows as long as the limit."""
+    bad = [s.row for s in context.sequences if context.cut(s)]
+    return context.finding(
+        "DATA-TRUNCATED",
+        "warning",
+        bad,
+        what=f"reach the limit of {context.limit} tokens.",
+        why="what lay beyond it was cut (a row of exactly that length is whole); with the end goes the token that ends the "
+        "answer.",
+        fix="raise max_length, split long rows, or drop them.",
+    )
+
+
+def damaged_text(context: RowContext) -> Finding | None:
+    """Replacement characters or lone surrogates in the decoded text; a character that the limit cut in half is not counted."""
+    bad = []
+    for sequence, text in zip(context.sequences, context.texts, strict=True):
+        if DAMAGED.search(text.strip("\ufffd") if context.cut(sequence) else text):
+            bad.append(sequence.row)
+    return context.finding(
+        "DATA-REPLACEMENT-CHAR",
+        "warning",
+        bad,
+        what="decode to text with replacement characters (U+FFFD) or lone surrogates.",
+        why="the file was read in a wrong encoding, or a character was cut in the middle; the model learns the damage.",
+        fix="read the source as UTF-8 (or what it is) again, and cut text between characters, never between bytes.",
+    )
+
+
+def unknown_token(context: RowContext) -> Finding | None:
+    """The unknown token, where it has no other use."""
+    tokenizer = context.tokenizer
+    unk = tokenizer.unk_token_id
+    if unk is None or unk in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return None
+    bad = [s.row for s in context.sequences if unk in s.ids]
+    return context.finding(
+        "DATA-UNKNOWN-TOKEN",
+        "warning",
+        bad,
+        what=f"hold {tokenizer.unk_token!r} (id {unk}): characters that the tokenizer does not know.",
+        why="what they said is lost to the model, and it learns to answer with the unknown token.",
+        fix="normalise or remove those characters, or add them to the tokenizer and train the embeddings.",
+    )
+
+
+def id_out_of_range(context: RowContext) -> Finding | None:
+    """Ids that the tokenizer does not have."""
+    size = len(context.tokenizer)
+    bad = [s.row for s in context.sequences if s.ids and not 0 <= min(s.ids) <= max(s.ids) < size]
+    return context.finding(
+        "DATA-ID-OUT-OF-RANGE",
+        "error",
+        bad,
+        what=f"hold token ids outside the vocabulary of {size}.",
+        why="the rows were tokenised with another tokenizer, or labels took the place of ids; a model fails on them, or trains "
+        "embeddings that stand for nothing.",
+        fix="tokenise the rows with this model's tokenizer.",
+    )
+
+
+def whitespace_merge(context: RowContext) -> Finding | None:
+    """A prompt that ends in a space which the tokenizer would join to the word that follows."""
+    bad = [s.row for s in context.sequences if _space_would_merge(context, s)]
+    return context.finding(
+        "DATA-FIRST-TOKEN-WHITESPACE-MERGE",
+        "warning",
+        bad,
+        what="have a prompt that ends in a space of its own, which the tokenizer joins to the next word elsewhere.",
+        why="words are known to the model with their space in front; after a lone space it has to begin in a way it has hardly "
+        "seen, and answers get worse.",
+        fix="end prompts without a space and begin completions with it: 'The sky is' and ' blue'.",
+    )
+
+
+def _space_would_merge(context: RowContext, sequence: TokenSequence) -> bool:
+    boundary = sequence.trained.index(True) if any(sequence.trained) else sequence.start
+    if boundary == 0 or sequence.ids[boundary - 1] in context.special:
+        return False
+    tail = sequence.ids[max(0, boundary - WINDOW) : boundary]
+    before = context.decode(tail)
+    if not before.endswith((" ", "\t")):
+        return False
+    head = sequence.ids[boundary : boundary + WINDOW]
+    joined = context.decode(tail + head) if head else before + "a"
+    if not joined.startswith(before) or joined[len(before) :][:1].isspace():
+        return False
+    alone = context.encode(before)
+    return common_prefix(alone, context.encode(joined)) < len(alone)
+
+
+CHECKS: tuple[Callable[[RowContext], Finding | None], ...] = (
+    id_out_of_range,
+    bos_double,
+    eos_double,
+    eos_untrained,
+    untrained_row,
+    empty_completion,
+    pair_identical,
+    whitespace_merge,
+    damaged_text,
+    unknown_token,
+    truncated,
+    duplicate,
+)
+
+
+def check_rows(rows: Sequence[Row], tokenizer: Any, *, limit: int | None = None) -> list[Finding]:
+    """Every finding about ``rows``, the worst first.
+
+    Args:
+        rows: Tokenised rows of any method; not changed.
+        tokenizer: The tokenizer they were made with.
+        limit: Tokens at which sequences were cut (``max_length``), or None.
+
+    Returns:
+        Findings, at most one a code; none when nothing was found.
+    """
+    context = RowContext(rows, tokenizer, limit)
+    found = [finding for check in CHECKS if (finding := check(context)) is not None]
+    return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
+
+
+def dropped_rows(before: int, after: int) -> Finding | None:
+    """Rows that preparation left out, if any."""
+    if after >= before:
+        return None
+    return Finding(
+        "DATA-DROPPED",
+        "warning",
+        f"{count_of(before - after, before)} were left out when the rows were prepared.",
+        "the sampled rows",
+        "they have no trained token left after truncation and masking; training will leave them out too.",
+        "raise max_length, or check completion_only_loss, assistant_only_loss and the masks.",
+    )
