@@ -20,7 +20,9 @@ def questions(count: int) -> list[dict]:
     """Prompts of about 130 tokens in SmolLM2's chat template."""
     rng = random.Random(0)
     told = [" ".join(rng.choices(WORDS, k=88)) for _ in range(count)]
-    return [{"prompt": [{"role": "user", "content": f"Use some of these words in a story: {words}."}]} for words in told]
+    return [
+        {"prompt": [{"role": "user", "content": f"Use some of these words in a story: {words}."}]} for words in told
+    ]
 
 
 def reward(completions: list, **_) -> list[float]:
@@ -68,7 +70,11 @@ def run(side: str, model: str, steps: int, parity: bool) -> dict:
         seed=0,
     )
     trainer = library.GRPOTrainer(
-        model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(questions(2 * steps)), callbacks=[Clock()]
+        model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(questions(2 * steps)),
+        callbacks=[Clock()],
     )
     if parity:
         fix_completions(side, trainer)
@@ -125,7 +131,9 @@ def main() -> None:
     pairs = harness.alternate(__file__, args.pairs, "--model", model, "--steps", str(args.steps))
     speed = harness.ratios([(a["step_seconds"], b["step_seconds"]) for a, b in pairs])
     memory = harness.ratios([(b["peak_gb"], a["peak_gb"]) for a, b in pairs])
-    print(f"GRPO step: {speed['median']}x faster ({speed['min']} to {speed['max']}), memory {memory['median']} of the peer's")
+    print(
+        f"GRPO step: {speed['median']}x faster ({speed['min']} to {speed['max']}), memory {memory['median']} of the peer's"
+    )
     harness.save("grpo", {"speed_up": speed, "memory_ratio": memory, "parity": parity, "runs": pairs})
 
 

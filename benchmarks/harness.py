@@ -76,7 +76,9 @@ def ratios(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 def hardware() -> dict[str, Any]:
     """The machine in the words of its processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    name = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
     flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
     wanted = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     return {"cpu": name, "cores": len(os.sched_getaffinity(0)), "flags": wanted}
@@ -101,7 +103,9 @@ def save(name: str, result: dict[str, Any]) -> None:
 def parser(description: str) -> argparse.ArgumentParser:
     """Options that every comparison has."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("--side", choices=["ours", "peer"], help="run one side in this process (used by the script itself)")
+    made.add_argument(
+        "--side", choices=["ours", "peer"], help="run one side in this process (used by the script itself)"
+    )
     made.add_argument("--model", help="folder or hub id; by default the model of `posttrain demo`")
     made.add_argument("--pairs", type=int, default=3, help="alternating pairs of runs")
     return made

@@ -73,7 +73,9 @@ def main() -> None:
         print(f"pair {number + 1}: native {ours:.0f} tokens/s, generate {theirs:.0f}", flush=True)
         pairs.append((theirs, ours))
     speed = harness.ratios(pairs)
-    print(f"native is {speed['median']}x faster ({speed['min']} to {speed['max']}); log-probs differ by at most {gap:.1e}")
+    print(
+        f"native is {speed['median']}x faster ({speed['min']} to {speed['max']}); log-probs differ by at most {gap:.1e}"
+    )
     harness.save(
         "rollouts",
         {
