@@ -1,0 +1,1 @@
+"""Callbacks for any trainer: averaged weights, moving references, sampled completions, merged checkpoints."""

@@ -1,0 +1,352 @@
+"""`BEMACallback`: a bias-corrected exponential moving average of the trained weights."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from posttrain.errors import CheckpointError, ConfigError, ModelError
+from posttrain.models.reference import Reference
+from posttrain.report.callbacks.sync_reference import bare, has_adapter, is_sharded, resumed_from, write_tensors
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+__all__ = ["BEMACallback"]
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "bema"
+STATE_FILE = "bema_state.safetensors"
+ABSENT: Any = object()
+
+
+class BEMACallback(transformers.TrainerCallback):
+    """Averages the trained weights while training, and saves the average to ``<output_dir>/bema`` at its end.
+
+    At optimiser step ``t``, with weights ``theta_t`` and ``theta_0`` those of the snapshot::
+
+        alpha_t = (lag + multiplier * t) ** -bias_power
+        beta_t  = max((lag + multiplier * t) ** -ema_power, min_ema_multiplier)
+        E       = (1 - beta_t) * E + beta_t * theta_t
+        result  = E + alpha_t * (theta_t - theta_0)
+
+    ``ema_power=0`` makes ``E`` the current weights (no averaging); ``bias_power=0`` keeps the correction at full size, a
+    large one switches it off. The average is kept in float32, by name, of the parameters that are trained: with an adapter
+    it is an average of the adapter. Its state is written into every checkpoint and read back on resume. The last step
+    counts also where the schedule misses it, so a short run is never saved as the weights it began with.
+
+    Args:
+        update_freq: Optimiser steps between two updates, counted from ``update_after``.
+        ema_power: How fast the average stops moving, at least 0.
+        bias_power: How fast the correction fades, at least 0.
+        lag: Steps that the powers are taken ahead.
+        update_after: Step at which the snapshot is taken (0: the start); nothing is averaged before.
+        multiplier: Weight of the step in the powers.
+        min_ema_multiplier: Lower bound of ``beta_t``, between 0 and 1.
+        device: Where snapshot and average are kept.
+        update_ref_model: Also load the result into the reference model of the trainer.
+        ref_model_update_freq: Steps between two of these, counted from ``ref_model_update_after``.
+        ref_model_update_after: First step at which the reference may change.
+
+    Raises:
+        ConfigError: A value out of range.
+
+    Reference: EMA Without the Lag: Bias-Corrected Iterate Averaging Schemes (arXiv:2508.00180), Algorithm 1.
+
+    >>> callback = BEMACallback(update_freq=2, update_after=3)
+    >>> [t for t in range(1, 10) if callback.updates_at(t)]
+    [5, 7, 9]
+    >>> round(callback.beta(90), 6), round(callback.alpha(90), 6)
+    (0.1, 0.398107)
+    """
+
+    # The model whose weights `update_ref_model` replaces, where the trainer passes no ``ref_model`` to its callbacks.
+    ref_model: Any = ABSENT
+
+    def __init__(
+        self,
+        update_freq: int = 400,
+        ema_power: float = 0.5,
+        bias_power: float = 0.2,
+        lag: int = 10,
+        update_after: int = 0,
+        multiplier: float = 1.0,
+        min_ema_multiplier: float = 0.0,
+        device: str | torch.device = "cpu",
+        *,
+        update_ref_model: bool = False,
+        ref_model_update_freq: int = 400,
+        ref_model_update_after: int = 0,
+    ) -> None:
+        self.update_freq, self.update_after = update_freq, update_after
+        self.ema_power, self.bias_power = ema_power, bias_power
+        self.lag, self.multiplier, self.min_ema_multiplier = lag, multiplier, min_ema_multiplier
+        self.device = torch.device(device)
+        self.update_ref_model = update_ref_model
+        self.ref_model_update_freq, self.ref_model_update_after = ref_model_update_freq, ref_model_update_after
+        self._check()
+        self._forget()
+
+    def _check(self) -> None:
+        for name in ("update_freq", "ref_model_update_freq"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1 (optimiser steps).")
+        for name in ("update_after", "ref_model_update_after", "ema_power", "bias_power", "lag", "multiplier"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative.")
+        if self.lag + self.multiplier < 1:
+            raise ConfigError(
+                f"lag={self.lag} + multiplier={self.multiplier} must be at least 1: below, the average would overshoot the "
+                "weights it averages."
+            )
+        if not 0.0 <= self.min_ema_multiplier <= 1.0:
+            raise ConfigError(f"min_ema_multiplier={self.min_ema_multiplier} must be between 0 and 1.")
+
+    def _forget(self) -> None:
+        self._start: dict[str, Tensor] = {}  # theta_0, in the dtype of the parameter.
+        self._ema: dict[str, Tensor] = {}  # E, at least float32.
+        self._result: dict[str, Tensor] = {}  # Of the last update; kept only where a reference will want it.
+        self._final: tuple[int, dict[str, Tensor]] | None = None
+        self._moved_reference = False
+
+    def alpha(self, step: int) -> float:
+        """Size of the bias correction at a step."""
+        return (self.lag + self.multiplier * step) ** -self.bias_power
+
+    def beta(self, step: int) -> float:
+        """Weight of the current parameters in the average at a step."""
+        return max((self.lag + self.multiplier * step) ** -self.ema_power, self.min_ema_multiplier)
+
+    def updates_at(self, step: int) -> bool:
+        """Whether the average is updated at a step."""
+        return step > self.update_after and (step - self.update_after) % self.update_freq == 0
+
+    # Events ------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Take the snapshot, or go on where the checkpoint stood."""
+        model = bare(model)
+        self._forget()
+        self._refuse(model)
+        reference = self._reference(model, kwargs) if self.update_ref_model else None
+        if not (state.is_world_process_zero or self.update_ref_model):
+            return  # Weights are the same on every rank: one average of them is enough.
+        self._snapshot(model)
+        if state.global_step > self.update_after:
+            self._load(resumed_from(args, state), state.global_step, reference)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Update the average, and the reference, where they are due."""
+        if not self._start:
+            return
+        model, step = bare(model), state.global_step
+        if step == self.update_after:
+            self._snapshot(model)
+        elif self.updates_at(step):
+            self._update(model, step)
+        since = step - self.ref_model_update_after
+        if self.update_ref_model and since >= 0 and since % self.ref_model_update_freq == 0:
+            _copy_into(self._reference(model, kwargs), self._result)
+            self._moved_reference = True
+        if control.should_training_stop or step >= state.max_steps:
+            self._finish(model, state)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Early stopping is decided here, and the best weights then replace the last ones before training ends."""
+        if args.load_best_model_at_end:
+            self._finish(bare(model), state)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Put the state beside the checkpoint that was just written."""
+        if args.load_best_model_at_end:
+            self._finish(bare(model), state)
+        folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+        wanted = self._start and state.global_step > self.update_after and not args.save_only_model
+        if not (wanted and state.is_world_process_zero and folder.is_dir()):
+            return
+        parts = {"start": self._start, "ema": self._ema, "result": self._result}
+        if self._moved_reference:
+            named = dict(bare(self._reference(bare(model), kwargs)).named_parameters())
+            parts["reference"] = {name: named[name] for name in self._start}
+        tensors = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+        write_tensors(folder / STATE_FILE, tensors, {"step": str(state.global_step)})
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        processing_class: Any = None,
+        **_: Any,
+    ) -> None:
+        """Save the averaged model where it can be loaded from."""
+        if not (self._start and state.is_world_process_zero):
+            return
+        model = bare(model)
+        if self._final is None or self._final[0] != state.global_step:
+            if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                logger.warning(
+                    "BEMA: the best weights have replaced the last ones; saving the average of the last update."
+                )
+                self._final = (state.global_step, self._ema)
+            else:
+                self._finish(model, state)
+        folder = Path(args.output_dir or ".") / FOLDER
+        _save(model, self._final[1], folder)  # type: ignore[index]
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+        logger.info("BEMA: the averaged weights of step %d are in %s.", state.global_step, folder)
+
+    # The average -------------------------------------------------------------------------------------------------
+
+    def _refuse(self, model: Any) -> None:
+        if is_sharded(model):
+            raise ModelError(
+                "BEMA needs whole parameters on every process, and these are sharded (FSDP, ZeRO-3 or tensor parallelism). "
+                "Use DDP or ZeRO-2, or train without BEMA."
+            )
+        if not hasattr(model, "save_pretrained"):
+            raise ModelError(
+                f"BEMA saves its model with save_pretrained, which a {type(model).__name__} does not have."
+            )
+        if not _trained(model):
+            raise ModelError("BEMA averages trained parameters, and none of the model's has requires_grad=True.")
+
+    @torch.no_grad()
+    def _snapshot(self, model: nn.Module) -> None:
+        self._start = {name: p.detach().to(self.device, copy=True) for name, p in _trained(model).items()}
+        self._ema = {name: _exact(value).clone() for name, value in self._start.items()}
+        self._result = {name: value.clone() for name, value in self._ema.items()} if self.update_ref_model else {}
+
+    @torch.no_grad()
+    def _update(self, model: nn.Module, step: int) -> None:
+        named, alpha, beta = dict(model.named_parameters()), self.alpha(step), self.beta(step)
+        for name, ema in self._ema.items():
+            theta = named[name].detach().to(self.device, ema.dtype)
+            ema.lerp_(theta, beta)
+            if self._result:
+                self._result[name] = ema + alpha * (theta - self._start[name])
+
+    @torch.no_grad()
+    def _finish(self, model: nn.Module, state: TrainerState) -> None:
+        """The result as of now, the present weights averaged in; the running state is left as it is."""
+        step = state.global_step
+        if not (self._start and state.is_world_process_zero):
+            return
+        if step < self.update_after:
+            logger.warning(
+                "BEMA: the run is at step %d, before update_after=%d; the result is the weights themselves.",
+                step,
+                self.update_after,
+            )
+        if late := _trained(model).keys() - self._start.keys():
+            logger.warning("BEMA: %d parameters became trainable later and are not averaged.", len(late))
+        named, alpha = dict(model.named_parameters()), self.alpha(step)
+        beta = 0.0 if self.updates_at(step) else self.beta(step)
+        result = {}
+        for name, ema in self._ema.items():
+            theta = named[name].detach().to(self.device, ema.dtype)
+            mixed = torch.lerp(ema, theta, beta) + alpha * (theta - self._start[name])
+            result[name] = mixed if step > self.update_after else theta.clone()
+        self._final = (step, result)
+
+    # Resume and reference ----------------------------------------------------------------------------------------
+
+    def _load(self, folder: Path | None, step: int, reference: Any) -> None:
+        from safetensors.torch import load_file
+
+        path = folder / STATE_FILE if folder is not None else None
+        if path is None or not path.is_file():
+            raise CheckpointError(
+                f"BEMA: resuming at step {step}, and {path or 'the checkpoint folder'} with the average so far is not there. "
+                "Resume from a checkpoint that this callback saved (in output_dir, or named by args.resume_from_checkpoint), "
+                f"or set update_after={step} to start an average from here."
+            )
+        parts: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in load_file(path, device=str(self.device)).items():
+            part, _, parameter = name.partition(".")
+            parts.setdefault(part, {})[parameter] = tensor
+        shapes = {name: value.shape for name, value in self._start.items()}
+        saved = {name: value.shape for name, value in parts["start"].items()}
+        if odd := sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name)):
+            raise CheckpointError(
+                f"BEMA: {path} averages other parameters than this run trains: {odd[0]!r} has shape "
+                f"{_shape(saved.get(odd[0]))} there and {_shape(shapes.get(odd[0]))} here ({len(odd)} differ)."
+            )
+        self._start, self._ema = parts["start"], parts["ema"]
+        if self.update_ref_model:
+            self._result = parts.get("result", self._ema)
+            if "reference" in parts:
+                _copy_into(reference, parts["reference"])
+                self._moved_reference = True
+
+    def _reference(self, model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+        """The reference the trainer passed, checked."""
+        reference = kwargs.get("ref_model", self.ref_model)
+        if reference is ABSENT:
+            raise ConfigError(
+                "update_ref_model=True, and the trainer passes no ref_model to its callbacks. Use it with a trainer that has a "
+                "reference model, or set callback.ref_model."
+            )
+        if isinstance(reference, Reference):
+            reference = reference.copy
+        if reference is None or has_adapter(model):
+            raise ConfigError(
+                "update_ref_model=True needs a reference model of its own, with all weights: here it is "
+                f"{'the policy with its adapter off' if has_adapter(model) else 'None'}. Pass a ref_model to the trainer, "
+                "without peft_config, or set update_ref_model=False."
+            )
+        if bare(reference) is model:
+            raise ConfigError("update_ref_model=True, and the reference is the policy itself: it would be overwritten.")
+        lacking = sorted(_trained(model).keys() - dict(bare(reference).named_parameters()).keys())
+        if lacking:
+            raise ModelError(f"update_ref_model=True: the reference has no parameter {lacking[0]!r}, which is trained.")
+        return reference
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """At least float32: in bfloat16 an update of a hundredth is rounded away."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "none" if shape is None else str(tuple(shape))
+
+
+@torch.no_grad()
+def _copy_into(reference: nn.Module, values: dict[str, Tensor]) -> None:
+    named = dict(bare(reference).named_parameters())
+    for name, value in values.items():
+        named[name].copy_(value)
+
+
+def _save(model: Any, values: dict[str, Tensor], folder: Path) -> None:
+    """Save the model with these values in place of its own, which stay as they are; tied weights stay tied."""
+    named = dict(model.named_parameters())
+    replaced = {id(named[name]): value.to(named[name].dtype) for name, value in values.items()}
+    state = {name: replaced.get(id(v), v.detach()) for name, v in model.state_dict(keep_vars=True).items()}
+    adapters: dict[str, Any] = {}
+    if hasattr(model, "disable_adapter"):
+        adapters["selected_adapters"] = [
+            adapter for adapter in model.peft_config if any(f".{adapter}" in name for name in values)
+        ]
+    model.save_pretrained(folder, state_dict=state, **adapters)

@@ -1,0 +1,254 @@
+"""`SyncRefModelCallback`: a reference model that follows the policy (TR-DPO), and what callbacks know of wrappers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from posttrain.errors import CheckpointError, ConfigError, ModelError
+from posttrain.integrations import require
+from posttrain.models.reference import Reference
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+__all__ = ["SyncRefModelCallback", "bare", "has_adapter", "is_sharded", "resumed_from", "write_tensors"]
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "ref_model.safetensors"
+# Attributes that a parameter has only where a process holds a part of it: ZeRO-3, both kinds of FSDP, tensor parallelism.
+SHARD_MARKS = ("ds_id", "_fsdp_flattened", "_is_flat_param", "device_mesh")
+
+
+def bare(model: Any) -> Any:
+    """The model inside every wrapper that trains it (DDP, DP, DeepSpeed, FSDP, compile); adapters stay on."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        inner = getattr(model, "module", None) if inner is None else inner
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def has_adapter(model: Any) -> bool:
+    """Whether the model carries a peft adapter, as a `PeftModel` or put on by transformers."""
+    return hasattr(model, "disable_adapter") or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any parameter is only partly on this process."""
+    return any(hasattr(parameter, mark) for parameter in model.parameters() for mark in SHARD_MARKS)
+
+
+def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
+    """The checkpoint folder this run was resumed from: the one that holds this very trainer state.
+
+    A callback is not told the folder. The candidates are ``args.resume_from_checkpoint`` and the output directory's own
+    checkpoint of this step; one of another run, whose history differs, is passed over.
+    """
+    given = args.resume_from_checkpoint
+    candidates = [Path(given)] if isinstance(given, str) else []
+    candidates.append(Path(args.output_dir or ".") / f"checkpoint-{state.global_step}")
+    ours = json.dumps([state.global_step, state.log_history])
+    for folder in candidates:
+        try:
+            saved = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if json.dumps([saved.get("global_step"), saved.get("log_history")]) == ours:
+            return folder
+    return None
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file that is whole or absent."""
+    from safetensors.torch import save_file
+
+    part = path.with_name(path.name + ".part")
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
+    os.replace(part, path)
+
+
+class SyncRefModelCallback(transformers.TrainerCallback):
+    """Moves the reference towards the policy every ``args.ref_model_sync_steps`` optimiser steps.
+
+    ``ref = (1 - a) * ref + a * policy`` with ``a = args.ref_model_mixup_alpha``, parameter by parameter, paired by name.
+    A reference stored in half precision has a float32 copy in main memory that the mixing runs on: where ``a`` is small,
+    ``a * (policy - ref)`` is below half a unit of bfloat16 and the reference would never move. The moved reference is
+    written into every checkpoint and read back on resume.
+
+    Args:
+        ref_model: The frozen model, or a `posttrain.models.reference.Reference` that holds one; None does nothing.
+        accelerator: The trainer's.
+
+    Raises:
+        ModelError: The reference is quantised, carries an adapter, or is no model of its own.
+
+    Reference: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), soft update.
+    """
+
+    def __init__(self, ref_model: Any, accelerator: Any) -> None:
+        if isinstance(ref_model, Reference):
+            if ref_model.copy is None:
+                raise ModelError(
+                    "sync_ref_model needs a reference of its own, and this one is the policy with its adapter off. Merge the "
+                    "adapter first, or train without sync_ref_model."
+                )
+            ref_model = ref_model.copy
+        self.ref_model = ref_model
+        self.accelerator = accelerator
+        self._masters: dict[str, Tensor] = {}
+        self._told = False
+        if ref_model is not None:
+            _refuse(ref_model, "reference")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Check what can be checked before the first step, and take up a resumed reference."""
+        if self.ref_model is None:
+            return
+        steps, alpha = _settings(args)
+        if steps < 1 or not 0.0 <= alpha <= 1.0:
+            raise ConfigError(
+                f"ref_model_sync_steps={steps} must be at least 1, and ref_model_mixup_alpha={alpha} between 0 and 1."
+            )
+        _refuse(bare(model), "policy")
+        self._pairs(model)
+        if state.global_step >= steps:
+            self._load(resumed_from(args, state), state.global_step)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Sync when it is due."""
+        steps, alpha = _settings(args)
+        if self.ref_model is not None and state.global_step % steps == 0:
+            self.sync(model, alpha)
+
+    @torch.no_grad()
+    def sync(self, policy: nn.Module, alpha: float) -> None:
+        """Mix ``alpha`` of the policy into the reference now; with sharded parameters every rank must call it."""
+        pairs = self._pairs(policy)
+        with _gathered([p for _, ref, theta in pairs for p in (ref, theta)]) as writes:
+            for name, ref, theta in pairs if writes else ():
+                ref, theta = _local(ref), _local(theta)
+                exact = torch.promote_types(ref.dtype, torch.float32)
+                if ref.dtype == exact:
+                    ref.copy_(torch.lerp(ref, theta.to(ref.device, exact), alpha))
+                    continue
+                master = self._masters.setdefault(name, ref.to("cpu", exact))
+                master.lerp_(theta.to("cpu", exact), alpha)
+                ref.copy_(master)
+
+    def _pairs(self, policy: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
+        """``(name, reference, policy)`` for every parameter.
+
+        Raises:
+            ModelError: Names, shapes or layouts differ.
+        """
+        ours, theirs = _parameters(self.ref_model), _parameters(policy)
+        if odd := sorted(ours.keys() ^ theirs.keys()):
+            raise ModelError(
+                f"the reference has {len(ours)} parameters and the policy {len(theirs)}; {len(odd)} names are in one of them "
+                f"only, the first is {odd[0]!r}. Both must be the same architecture."
+            )
+        for name, ref in ours.items():
+            if _layout(ref) != _layout(theirs[name]):
+                raise ModelError(
+                    f"parameter {name!r} is laid out as {_layout(ref)} in the reference and as {_layout(theirs[name])} in the "
+                    "policy. Shard both the same way (the same wrapping and mesh), or neither."
+                )
+        return [(name, ref, theirs[name]) for name, ref in ours.items()]
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Put the reference beside the policy's checkpoint, once it has moved."""
+        if self.ref_model is None or state.global_step < _settings(args)[0] or args.save_only_model:
+            return
+        named = _parameters(self.ref_model)
+        if is_sharded(self.ref_model) and not any(hasattr(p, "ds_id") for p in named.values()):
+            if not self._told:
+                logger.warning(
+                    "a reference sharded by FSDP is not saved: this run cannot be resumed with sync_ref_model."
+                )
+            self._told = True
+            return
+        with _gathered(list(named.values())):
+            folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+            if state.is_world_process_zero and folder.is_dir():
+                tensors = {name: self._masters.get(name, parameter) for name, parameter in named.items()}
+                write_tensors(folder / STATE_FILE, tensors, {"step": str(state.global_step)})
+
+    @torch.no_grad()
+    def _load(self, folder: Path | None, step: int) -> None:
+        from safetensors.torch import load_file
+
+        path = folder / STATE_FILE if folder is not None else None
+        if path is None or not path.is_file():
+            raise CheckpointError(
+                f"resuming at step {step}: the reference had moved by then, and {path or 'the checkpoint folder'} is not "
+                "there. Training on would measure against the original reference. Resume from a checkpoint that this "
+                "callback saved (in output_dir, or named by args.resume_from_checkpoint)."
+            )
+        saved, named = load_file(path), _parameters(self.ref_model)
+        if odd := sorted(saved.keys() ^ named.keys()):
+            raise CheckpointError(f"{path} belongs to another model: {odd[0]!r} is in one of the two only.")
+        with _gathered(list(named.values())) as writes:
+            for name, parameter in named.items() if writes else ():
+                parameter.copy_(saved[name])
+                if saved[name].dtype != parameter.dtype:
+                    self._masters[name] = saved[name]
+
+
+def _settings(args: Any) -> tuple[int, float]:
+    return args.ref_model_sync_steps, args.ref_model_mixup_alpha
+
+
+def _refuse(model: Any, role: str) -> None:
+    if has_adapter(model):
+        raise ModelError(
+            f"sync_ref_model mixes all weights, and the {role} carries an adapter. Merge it first (merge_and_unload), or "
+            "train without sync_ref_model."
+        )
+    dtype = next((p.dtype for p in model.parameters() if not p.is_floating_point()), None)
+    if dtype is not None or getattr(model, "quantization_method", None) is not None:
+        raise ModelError(
+            f"sync_ref_model cannot mix into quantised weights, and the {role} is quantised. Load it in bfloat16 or float32."
+        )
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters by the name they have without wrappers, inner ones included."""
+    named = bare(model).named_parameters()
+    return {name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""): p for name, p in named}
+
+
+def _layout(parameter: Any) -> tuple[Any, ...]:
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    return shape, getattr(parameter, "placements", None), getattr(parameter, "device_mesh", None)
+
+
+def _local(parameter: Any) -> Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+@contextmanager
+def _gathered(parameters: Sequence[Any]) -> Iterator[bool]:
+    """Parameters in one piece, and whether this process may write them."""
+    partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not partitioned:
+        yield True
+        return
+    deepspeed = require("deepspeed", "a reference model sharded by ZeRO-3")
+    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0):
+        yield torch.distributed.get_rank() == 0
