@@ -1,0 +1,312 @@
+"""Chat templates for training: one whose assistant turns are marked and stay put, and what a template can do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.data.chat import assistant_mask, common_prefix, has_generation_markers, render, turn_end
+from posttrain.data.formats import is_messages
+from posttrain.data.template_abilities import (
+    is_chat_template_prefix_preserving,
+    is_chat_template_stop_token_trained,
+    offsets_find_turns,
+    supports_tool_calling,
+)
+from posttrain.data.template_families import Match, best_match, inner_tokenizer, template_text, with_template
+from posttrain.data.template_probes import PROBES
+from posttrain.errors import ArgumentTypeError, DataError, ModelError
+from posttrain.types import Finding
+
+__all__ = [
+    "TemplateReport",
+    "check_template",
+    "get_training_chat_template",
+    "is_chat_template_prefix_preserving",
+    "is_chat_template_stop_token_trained",
+    "supports_tool_calling",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def get_training_chat_template(processing_class: Any = None, tokenizer: Any = None) -> str | None:
+    """The chat template to train with, or None when the tokenizer's own needs no change.
+
+    Nothing needs changing where the template marks what the assistant says and, if it knows tools, a conversation stays a
+    prefix of what follows it; or where it has no markers and belongs to no known family, but the assistant's words can be
+    found from rendered offsets (`posttrain.data.chat.assistant_mask` does that without touching the template).
+
+    A training template renders as the published one does, except that reasoning is never left out of earlier turns and
+    that the token which ends a turn always stands in the assistant's span.
+
+    Args:
+        processing_class: Tokenizer or processor.
+        tokenizer: Deprecated name of the same argument.
+
+    Raises:
+        ArgumentTypeError: Neither or both arguments. ModelError: No template, or one that belongs to no known family and
+            whose assistant turns cannot be found; the nearest family and the first difference are named.
+    """
+    if (processing_class is None) == (tokenizer is None):
+        raise ArgumentTypeError(
+            f"get_training_chat_template takes one tokenizer or processor as processing_class, and got "
+            f"{'neither argument' if tokenizer is None else 'processing_class and its old name tokenizer together'}."
+        )
+    if tokenizer is not None:
+        warnings.warn("tokenizer is deprecated, use processing_class.", FutureWarning, stacklevel=2)
+        processing_class = tokenizer
+    template = template_text(processing_class)
+    if not template:
+        raise ModelError(
+            "the tokenizer has no chat template, so none can be made ready for training. Set chat_template."
+        )
+    marked = has_generation_markers(template)
+    tools_fit = not supports_tool_calling(processing_class) or is_chat_template_prefix_preserving(processing_class)
+    if marked and tools_fit:
+        return None
+    match = best_match(inner_tokenizer(processing_class), template)
+    if match.exact:
+        return match.template
+    if not marked and tools_fit and offsets_find_turns(processing_class):
+        logger.info("chat template of no known family: what the assistant says is found from rendered offsets")
+        return None
+    raise ModelError(_unknown(match, marked, tools_fit))
+
+
+def _unknown(match: Match, marked: bool, tools_fit: bool) -> str:
+    assert match.difference is not None
+    probe, ours, theirs = match.difference
+    at = common_prefix([ord(c) for c in ours], [ord(c) for c in theirs])
+    lacks = (
+        [] if marked else ["it has no {% generation %} markers and its assistant turns cannot be found by rendering"]
+    )
+    lacks += [] if tools_fit else ["a conversation with a tool call changes once the tool's result follows"]
+    return (
+        f"the chat template cannot be trained with as it is: {'; '.join(lacks)}. It belongs to no family known here. "
+        f"Nearest is {match.family.name} ({match.agreed} of {len(PROBES)} probes agree); on {probe!r} it renders "
+        f"{theirs[max(0, at - 20) : at + 40]!r} where that family renders {ours[max(0, at - 20) : at + 40]!r}. Mark what the "
+        "assistant says with {% generation %} in the template, or give a template file (chat_template_path)."
+    )
+
+
+@dataclass
+class TemplateReport:
+    """What a chat template does to the first rows of a dataset.
+
+    Attributes:
+        rows: Conversational rows that were looked at.
+        findings: What is wrong, worst first.
+    """
+
+    rows: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def fatal(self) -> list[Finding]:
+        """The findings that make training silently wrong."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    def raise_fatal(self) -> None:
+        """Raise `ModelError` with every fatal finding, if there is one."""
+        if self.fatal:
+            raise ModelError("the chat template cannot be trained with:\n" + _listed(self.fatal))
+
+    def __str__(self) -> str:
+        if not self.findings:
+            return f"chat template: {self.rows} rows looked at, nothing found"
+        return f"chat template, {self.rows} rows looked at:\n" + _listed(self.findings)
+
+
+def _listed(findings: list[Finding]) -> str:
+    return "\n".join(f"- [{f.code}] {f.what} ({f.where}). {f.why} {f.fix}" for f in findings)
+
+
+# Code: how bad it is (where only what the assistant says is trained, else), what was seen, why it matters, how to fix it.
+PROBLEMS: dict[str, tuple[str, str, str, str, str]] = {
+    "TEMPLATE-BOS-DOUBLE": (
+        "error",
+        "error",
+        "rendered conversations begin with two bos tokens",
+        "A model has never seen two.",
+        "Take one out of the template.",
+    ),
+    "TEMPLATE-REASONING-LOST": (
+        "error",
+        "error",
+        "reasoning of trained turns is missing from the rendering",
+        "It would never be learnt.",
+        "Use the template of get_training_chat_template, or name the field as the template does (reasoning_content).",
+    ),
+    "TEMPLATE-TOOLS-LOST": (
+        "error",
+        "error",
+        "tool calls are missing from the rendering",
+        "The turns that call tools would be trained as if they said nothing.",
+        "Use a chat template that renders tool calls (chat_template_path).",
+    ),
+    "TEMPLATE-MASK": (
+        "error",
+        "warning",
+        "what the assistant says cannot be found",
+        "Training on the assistant's turns alone would train nothing or the wrong tokens.",
+        "Use the template of get_training_chat_template, or mark the turns with {% generation %}.",
+    ),
+    "TEMPLATE-STOP": (
+        "error",
+        "warning",
+        "the token that ends an assistant turn is outside what is marked as the assistant's",
+        "Trained on the assistant's turns alone, the model would never learn to stop.",
+        "Close {% generation %} after the end-of-turn token, or use the template of get_training_chat_template.",
+    ),
+    "TEMPLATE-START": (
+        "warning",
+        "info",
+        "the first trained token is not the first token after the generation prompt",
+        "The model is trained to write what the prompt already holds, or not trained on how an answer begins.",
+        "Put the role header before {% generation %} and everything after it inside.",
+    ),
+    "TEMPLATE-PREFIX": (
+        "warning",
+        "warning",
+        "the prompt's tokens change once the answer follows",
+        "What is trained differs from what the model sees when it generates.",
+        "Use the template of get_training_chat_template, or one whose generation prompt opens every answer.",
+    ),
+    "TEMPLATE-BOS-MISSING": (
+        "warning",
+        "warning",
+        "the tokenizer begins plain text with bos, and the template does not write it",
+        "Most models answer worse without it.",
+        "Begin the template with {{ bos_token }}.",
+    ),
+    "TEMPLATE-EOS": (
+        "warning",
+        "warning",
+        "the tokenizer's eos token is not the one that ends an assistant turn",
+        "Generation would not stop where training ends.",
+        "Set eos_token to the end-of-turn token, or list both in generation_config.eos_token_id.",
+    ),
+}
+
+
+def check_template(
+    processing_class: Any, rows: Iterable[dict[str, Any]], *, assistant_only: bool = False, limit: int = 32
+) -> TemplateReport:
+    """Look at what the chat template does to the first conversational rows: boundaries, marks, special tokens, losses.
+
+    Args:
+        processing_class: Tokenizer or processor.
+        rows: Dataset rows with ``messages``, or ``prompt`` with ``completion`` or ``chosen``; others are passed over.
+        assistant_only: Only what the assistant says is trained, so marks that fail are fatal.
+        limit: How many rows are looked at.
+
+    Returns:
+        The report; call `TemplateReport.raise_fatal` on it.
+
+    Raises:
+        DataError: The template refuses a row; the message has its index.
+    """
+    tokenizer = with_template(processing_class, template_text(processing_class))
+    seen: dict[str, list[int]] = {}
+    looked = 0
+    for index, row in enumerate(rows):
+        if index >= limit:
+            break
+        conversation = _conversation(row)
+        if conversation is None:
+            continue
+        looked += 1
+        try:
+            problems = _row_problems(tokenizer, *conversation)
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from error
+        for code in problems:
+            seen.setdefault(code, []).append(index)
+    if looked:
+        for code in _token_problems(tokenizer):
+            seen.setdefault(code, [])
+    return TemplateReport(looked, [_finding(code, seen[code], assistant_only) for code in PROBLEMS if code in seen])
+
+
+def _finding(code: str, rows: list[int], assistant_only: bool) -> Finding:
+    strict, lenient, what, why, fix = PROBLEMS[code]
+    listed = ", ".join(map(str, rows[:5])) + (f" and {len(rows) - 5} more" if len(rows) > 5 else "")
+    where = f"row{'s' if len(rows) > 1 else ''} {listed}" if rows else "every conversation"
+    return Finding(code, strict if assistant_only else lenient, what, where, why, fix)  # type: ignore[arg-type]
+
+
+def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[str, Any]] | None:
+    """Messages of a row, where the trained ones begin, and arguments of the template."""
+    answer = row.get("completion") or row.get("chosen") or []
+    prompt = row.get("messages") or row.get("prompt") or []
+    if not (is_messages(prompt or answer) and (not answer or is_messages(answer))):
+        return None
+    tools = row.get("tools")
+    kwargs = {
+        "tools": json.loads(tools) if isinstance(tools, str) else tools,
+        **(row.get("chat_template_kwargs") or {}),
+    }
+    return [*prompt, *answer], 0 if "messages" in row else len(prompt), kwargs
+
+
+def _encoded(tokenizer: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any], *, ask: bool = False) -> list[int]:
+    text = render(tokenizer, messages, add_generation_prompt=ask, **kwargs)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _row_problems(tokenizer: Any, messages: list[dict[str, Any]], start: int, kwargs: dict[str, Any]) -> set[str]:
+    ids = _encoded(tokenizer, messages, kwargs)
+    found = set()
+    bos = tokenizer.bos_token_id
+    if bos is not None and ids[:2] == [bos, bos]:
+        found.add("TEMPLATE-BOS-DOUBLE")
+    elif bos is not None and ids[:1] != [bos] and tokenizer("a")["input_ids"][:1] == [bos]:
+        found.add("TEMPLATE-BOS-MISSING")
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if turns and turns[-1] > 0:
+        head = _encoded(tokenizer, messages[: turns[-1]], kwargs, ask=True)
+        if common_prefix(head, ids) < len(head):
+            found.add("TEMPLATE-PREFIX")
+    found |= _mask_problems(tokenizer, messages, turns, kwargs) if turns else set()
+    return found | _losses(render(tokenizer, messages, **kwargs), messages[start:])
+
+
+def _mask_problems(tokenizer: Any, messages: list[dict], turns: list[int], kwargs: dict[str, Any]) -> set[str]:
+    try:
+        _, mask = assistant_mask(tokenizer, messages, **kwargs)
+    except ModelError:
+        return {"TEMPLATE-MASK"}
+    if not any(mask):
+        return {"TEMPLATE-MASK"}
+    if turns[0] == 0:
+        return set()
+    head = _encoded(tokenizer, messages[: turns[0]], kwargs, ask=True)
+    return set() if mask.index(1) == len(head) else {"TEMPLATE-START"}
+
+
+def _losses(text: str, messages: list[dict[str, Any]]) -> set[str]:
+    """What trained turns hold and the rendering does not."""
+    found = set()
+    for message in messages:
+        if message["role"] != "assistant":
+            continue
+        reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning")
+        if isinstance(reasoning, str) and reasoning.strip() not in text:
+            found.add("TEMPLATE-REASONING-LOST")
+        names = [(call.get("function") or call).get("name") or "" for call in message.get("tool_calls") or []]
+        if not all(name in text for name in names):
+            found.add("TEMPLATE-TOOLS-LOST")
+    return found
+
+
+def _token_problems(tokenizer: Any) -> Iterable[str]:
+    end = turn_end(tokenizer)
+    if end and tokenizer.convert_tokens_to_ids(end) != tokenizer.eos_token_id:
+        yield "TEMPLATE-EOS"
+    if not is_chat_template_stop_token_trained(tokenizer):
+        yield "TEMPLATE-STOP"
