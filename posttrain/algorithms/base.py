@@ -15,16 +15,18 @@ import datasets
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer_utils import EvalLoopOutput, set_seed
+from transformers.trainer_utils import set_seed
 
 from posttrain.algorithms.config import PostTrainingConfig
+from posttrain.algorithms.evaluation import EvaluationMixin
 from posttrain.data.forest import Layout, collate
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, PosttrainError
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.attention import probe_layout
-from posttrain.models.forward import causal_lm, forward, install_token_head
+from posttrain.models.experts import router_coefficient
+from posttrain.models.forward import causal_lm, forward, install_token_head, learns_prompts
 from posttrain.models.load import (
     create_model_from_path,
     get_config_model_id,
@@ -32,7 +34,9 @@ from posttrain.models.load import (
     resolve_pad_token,
     wrap_with_peft,
 )
+from posttrain.models.parallel import main_process_first
 from posttrain.models.reference import disable_dropout_in_model
+from posttrain.models.vocabulary import changes_vocabulary, mirror_eos, prepare_tokenizer, train_new_tokens
 from posttrain.report.interrupt import GracefulInterrupt
 from posttrain.report.record import RunRecordCallback, check_writable
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
@@ -42,9 +46,10 @@ __all__ = ["PostTrainer", "PostTrainingConfig"]
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "posttrain_state.json"
+BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
 
 
-class PostTrainer(transformers.Trainer):
+class PostTrainer(EvaluationMixin, transformers.Trainer):
     """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
 
     A subclass gives ``objective(outputs, batch) -> LossTerms`` and the rows (`rows`); ``needs`` names what the forward
@@ -76,31 +81,36 @@ class PostTrainer(transformers.Trainer):
         self._check_arguments(model, args, train_dataset)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        if processing_class is None:
-            processing_class = load_tokenizer(
-                model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
-            )
-        self.processing_class = processing_class
+        self.processing_class = processing_class or load_tokenizer(
+            model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
+        )
         self.args = args
-        train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
+        self.added_tokens: list[int] = []
+        if changes_vocabulary(args):
+            model = self._clone_vocabulary(self._load(model, args, init, quantization_config))
+        prepare_tokenizer(self.processing_class, args)
+        with main_process_first():
+            train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
         model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self.counters: dict[str, float] = {"num_tokens": 0.0}
         self._window_start: float | None = None
+        self._bad_steps = 0
+        self.router_coefficient = router_coefficient(model, args)
         super().__init__(
             model=model,
             args=args,
             data_collator=self.collator(),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class,
+            processing_class=self.processing_class,
             **trainer_kwargs,
         )
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
         self.denominators = Denominators(1, 1, 1)
-        self.record = RunRecordCallback(args, processing_class)
+        self.record = RunRecordCallback(args, self.processing_class)
         self.interrupt = GracefulInterrupt()
         for callback in (self.interrupt, self.record):
             self.add_callback(callback)
@@ -143,7 +153,7 @@ class PostTrainer(transformers.Trainer):
 
     def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         if not isinstance(model, str):
-            if args.model_init_kwargs or quantization_config:
+            if (args.model_init_kwargs or quantization_config) and not self.added_tokens:
                 logger.warning(
                     "model_init_kwargs and quantization_config are ignored: the model was given as an object, already loaded."
                 )
@@ -157,11 +167,20 @@ class PostTrainer(transformers.Trainer):
         init.setdefault("trust_remote_code", args.trust_remote_code)
         return create_model_from_path(model, **init)
 
+    def _clone_vocabulary(self, model: Any) -> Any:
+        from posttrain.models.clone import clone_chat_template
+
+        source = self.args.chat_template_path  # type: ignore[attr-defined]
+        model, self.processing_class, self.added_tokens = clone_chat_template(model, self.processing_class, source)
+        return model
+
     def _prepare_model(self, model: Any, args: PostTrainingConfig, peft_config: Any) -> Any:
+        mirror_eos(self.processing_class, model, args)
         self.pad_token_id = resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None
         if args.disable_dropout:
             disable_dropout_in_model(model)
+        peft_config = train_new_tokens(peft_config, model, self.added_tokens)
         model = wrap_with_peft(model, peft_config, activation_checkpointing=_checkpointing(args))
         install_token_head(model)
         return model
@@ -172,11 +191,16 @@ class PostTrainer(transformers.Trainer):
                 f"{self.args.n_gpu} GPUs are visible to one process, which would train through nn.DataParallel and be wrong. "
                 f"Start one process a GPU: accelerate launch --num_processes {self.args.n_gpu} your_script.py"
             )
-        layout = probe_layout(self.model)
+        layout = Layout("padded", row_tokens=4096) if self._needs_padded_rows() else probe_layout(self.model)
         if self.args.max_row_tokens is not None:
             layout = replace(layout, row_tokens=self.args.max_row_tokens)
         multiple = getattr(self.args, "pad_to_multiple_of", None)
         return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
+
+    def _needs_padded_rows(self) -> bool:
+        """Virtual tokens and user functions on logits want one sequence a row."""
+        wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
+        return learns_prompts(self.model) or any(function is not None for function in wanted)
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
@@ -252,55 +276,41 @@ class PostTrainer(transformers.Trainer):
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Batch to scalar: forward, objective, reduce."""
-        outputs = forward(model, inputs, self.needs, temperature=getattr(self.args, "temperature", 1.0))
-        terms = self.objective(outputs, inputs)
+        terms, outputs = self.terms(model, inputs)
         self.buffers["train" if model.training else "eval"].add(terms.metrics)
         loss = reduce(terms, self.denominators)
         return (loss, outputs) if return_outputs else loss
 
-    # Evaluation --------------------------------------------------------------------------------------------------
+    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+        """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
+        needs = self.needs | {"aux"} if self.router_coefficient else self.needs
+        outputs = forward(model, batch, needs, temperature=getattr(self.args, "temperature", 1.0))
+        terms = self.objective(outputs, batch)
+        if self.router_coefficient and outputs.aux_loss is not None:
+            term = self.router_coefficient * outputs.aux_loss[None]
+            terms.extra.append(LossTerms(term, torch.ones_like(term, dtype=torch.bool), "local_token"))
+            terms.metrics["aux_loss"] = mean(outputs.aux_loss)
+        return terms, outputs
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
-        sharded = parallel.shards_parameters(self.accelerator)
-        model = self.model_wrapped if sharded else self.model
-        model.eval()
-        if self.accelerator.mixed_precision != "no" and model is self.model and not hasattr(model, "_original_forward"):
-            model = self.accelerator.prepare_model(model, evaluation_mode=True)
-        sums: dict[str, float] = {}
-        counts = {"token": 0.0, "sequence": 0.0, "pass": 0.0}
-        with torch.no_grad():
-            for inputs in dataloader:
-                for batch in self.eval_batches(inputs):
-                    self._eval_pass(model, batch.to(self.args.device), sums, counts)
-        loss = _eval_loss(sums, counts, self.accelerator)
-        metrics = {f"{metric_key_prefix}_loss": loss}
-        for name, value in self._reduced("eval").items():
-            metrics[f"{metric_key_prefix}_{name}"] = value
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(counts["sequence"]))  # type: ignore[arg-type]
-
-    def eval_batches(self, inputs: Any) -> list[Batch]:
-        """Batches of one evaluation micro-batch; online trainers generate here."""
-        return inputs
-
-    def _eval_pass(self, model: nn.Module, batch: Batch, sums: dict[str, float], counts: dict[str, float]) -> None:
-        with self.compute_loss_context_manager():
-            outputs = forward(model, batch, self.needs, temperature=getattr(self.args, "temperature", 1.0))
-            terms = self.objective(outputs, batch)
-        self.buffers["eval"].add(terms.metrics)
-        for part in [terms, *terms.extra]:
-            alone = replace(part, extra=[])
-            sums[part.reduction] = sums.get(part.reduction, 0.0) + float(reduce(alone, Denominators(1, 1, 1)))
-        counts["token"] += batch.num_loss_tokens
-        counts["sequence"] += batch.num_sequences
-        counts["pass"] += 1
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip; a gradient that is not finite must not reach the weights, and three in a row end the run."""
+        norm = super()._clip_grad_norm(model)
+        if norm is None or self.accelerator.mixed_precision == "fp16" or bool(torch.isfinite(torch.as_tensor(norm))):
+            self._bad_steps = 0
+            return norm
+        self._bad_steps += 1
+        logger.warning(
+            "step %d: the gradient norm is %s, so this step is skipped (%d in a row).",
+            self.state.global_step + 1, norm, self._bad_steps,
+        )  # fmt: skip
+        if self._bad_steps == BAD_STEPS:
+            raise PosttrainError(
+                f"{BAD_STEPS} steps in a row had a gradient norm of {norm}. Lower learning_rate or max_grad_norm, try "
+                "bf16=False, and look at the rows of these steps; the last checkpoint is intact."
+            )
+        for parameter in model.parameters():
+            parameter.grad = None
+        return norm
 
     # Logging and checkpoints -------------------------------------------------------------------------------------
 
@@ -371,15 +381,6 @@ class PostTrainer(transformers.Trainer):
                 yield model
         finally:
             model.train(training)
-
-
-def _eval_loss(sums: dict[str, float], counts: dict[str, float], accelerator: Any) -> float:
-    """Divide each reduction's sum by what it is a mean over, all of it over ranks."""
-    names = sorted(["token", "sequence_token", "sequence", "constant", "local_token"])
-    packed = [sums.get(name, 0.0) for name in names] + [counts["token"], counts["sequence"], counts["pass"]]
-    *totals, tokens, sequences, passes = parallel.all_reduce_sum(packed, accelerator)
-    divisor = {"token": tokens, "local_token": passes}
-    return sum(total / max(divisor.get(name, sequences), 1.0) for name, total in zip(names, totals, strict=True))
 
 
 def _checkpointing(args: transformers.TrainingArguments) -> bool:

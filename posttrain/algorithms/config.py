@@ -41,6 +41,10 @@ class PostTrainingConfig(transformers.TrainingArguments):
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Allow code from the model's repository, for model and tokenizer."}
     )
+    router_aux_loss_coef: float | None = field(
+        default=None,
+        metadata={"help": "Weight of the load-balancing term of mixtures of experts. None: the model's own; 0: none."},
+    )
     disable_dropout: bool = field(default=False, metadata={"help": "Set every dropout to 0."})
     max_row_tokens: int | None = field(
         default=None,

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import nn
 
 from posttrain.algorithms.base import PostTrainer
 from posttrain.algorithms.config import PostTrainingConfig
-from posttrain.data.tokenize import prepare_sft_dataset
+from posttrain.algorithms.evaluation import full_logits
+from posttrain.data.packing import STRATEGIES
+from posttrain.data.supervised import IGNORED, PreparationReport, SupervisedOptions, check_prepared, prepare_sft_dataset
 from posttrain.errors import ConfigError, DataError, check_choice
-from posttrain.losses.likelihood import dft, nll
+from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.metrics import mean
+from posttrain.models.forward import learns_prompts
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["SFTConfig", "SFTTrainer", "sft_objective"]
 
 LOSSES: dict[str, Callable] = {"nll": nll, "chunked_nll": nll, "dft": dft}
-IGNORED = -100
 
 
 @dataclass
@@ -37,9 +41,12 @@ class SFTConfig(PostTrainingConfig):
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the dataset."})
     eos_token: str | None = field(default=None, metadata={"help": "Token that ends a sequence; None: the tokenizer's."})
     chat_template_path: str | None = field(
-        default=None, metadata={"help": "A .jinja file, or a tokenizer to clone from."}
+        default=None,
+        metadata={"help": "A .jinja file with the template's text, or a tokenizer to clone with its tokens."},
     )
-    max_length: int | None = field(default=1024, metadata={"help": "Tokens a row may have; None never cuts."})
+    max_length: int | None = field(
+        default=1024, metadata={"help": "Tokens a row may have, and of a packed row; None never cuts."}
+    )
     truncation_mode: Literal["keep_start", "keep_end"] = field(
         default="keep_start", metadata={"help": "Which end of a long row is kept."}
     )
@@ -47,30 +54,84 @@ class SFTConfig(PostTrainingConfig):
         default=None, metadata={"help": "Train the completion alone. None: yes where rows have prompt and completion."}
     )
     assistant_only_loss: bool = field(default=False, metadata={"help": "Train only what the assistant says."})
+    allow_untrained_stop: bool = field(
+        default=False, metadata={"help": "Go on when assistant_only_loss trains no token that ends a turn."}
+    )
     loss_type: Literal["nll", "chunked_nll", "dft"] | None = field(
         default=None,
         metadata={"help": "nll; dft weighs it by the token's probability; None: chunked_nll, nll in little memory."},
     )
+    packing: bool = field(
+        default=False,
+        metadata={
+            "help": "Put several documents in a dataset row, so that a step holds about max_length tokens a row."
+        },
+    )
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = field(
+        default="bfd", metadata={"help": "bfd cuts long documents, bfd_split splits them, wrapped cuts anywhere."}
+    )
+    eval_packing: bool | None = field(default=None, metadata={"help": "Packing of evaluation sets; None: as packing."})
+    padding_free: bool = field(
+        default=False, metadata={"help": "For compatibility: batches carry no padding either way."}
+    )
     shuffle_dataset: bool = field(default=False, metadata={"help": "Shuffle once before training."})
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
+    activation_offloading: bool = field(
+        default=False, metadata={"help": "Keep activations in the host's memory between forward and backward (CUDA)."}
+    )
 
     def __post_init__(self) -> None:
+        self._rename_deprecated()
         super().__post_init__()
         self.loss_type = self.loss_type or "chunked_nll"
         check_choice("loss_type", self.loss_type, LOSSES)
         check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
+        check_choice("packing_strategy", self.packing_strategy, STRATEGIES)
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(f"max_length={self.max_length} must be at least 1, or None for no limit.")
+        if (self.packing or self.eval_packing) and self.max_length is None:
+            raise ConfigError("packing=True fills rows of max_length tokens, and max_length is None. Set it.")
+        if self.loss_type == "dft" and self.label_smoothing_factor:
+            raise ConfigError(
+                f"loss_type='dft' with label_smoothing_factor={self.label_smoothing_factor}: smoothing is defined for nll alone."
+            )
         unknown = sorted(set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"})
         if unknown:
             raise ConfigError(f"dataset_kwargs has unknown keys {unknown}; the only key is 'skip_prepare_dataset'.")
 
+    def _rename_deprecated(self) -> None:
+        if self.packing_strategy == "bfd-requeue":
+            warnings.warn("packing_strategy='bfd-requeue' is now called 'bfd_split'.", FutureWarning, stacklevel=4)
+            self.packing_strategy = "bfd_split"
 
-def sft_objective(out: ModelOutputs, batch: Batch, *, loss_type: str) -> LossTerms:
-    """Negative log-likelihood of the trained tokens, averaged over the tokens of the whole optimiser step."""
+    def supervised_options(self, *, training: bool) -> SupervisedOptions:
+        """How a training or evaluation set becomes ids and labels."""
+        packing = self.packing if training or self.eval_packing is None else self.eval_packing
+        return SupervisedOptions(
+            dataset_text_field=self.dataset_text_field,
+            completion_only_loss=self.completion_only_loss,
+            assistant_only_loss=self.assistant_only_loss,
+            max_length=self.max_length,
+            truncation_mode=self.truncation_mode,
+            packing=self.packing_strategy if packing else None,
+            allow_untrained_stop=self.allow_untrained_stop,
+        )
+
+
+def sft_objective(out: ModelOutputs, batch: Batch, *, loss_type: str, smoothing: float = 0.0) -> LossTerms:
+    """Negative log-likelihood of the trained tokens, averaged over the tokens of the whole optimiser step.
+
+    With ``smoothing`` e: ``(1 - e) nll + e u``, where u is the mean of ``-log p`` over the vocabulary.
+    """
     metrics = {
         "entropy": mean(out.entropy, batch.loss_mask),
         "mean_token_accuracy": mean(out.correct.float(), batch.loss_mask),
     }
-    return LossTerms(LOSSES[loss_type](out.logp), batch.loss_mask, "token", metrics=metrics)
+    terms = LOSSES[loss_type](out.logp)
+    if smoothing:
+        even = torch.zeros_like(terms).masked_scatter(batch.loss_mask, uniform_nll(out.logits))
+        terms = (1 - smoothing) * terms + smoothing * even
+    return LossTerms(terms, batch.loss_mask, "token", metrics=metrics)
 
 
 class SFTTrainer(PostTrainer):
@@ -96,30 +157,46 @@ class SFTTrainer(PostTrainer):
         **kwargs: Any,
     ) -> None:
         self.formatting_func = formatting_func
+        self.reports: dict[str, PreparationReport] = {}
+        if getattr(args, "loss_type", None) == "dft" and kwargs.get("compute_loss_func") is not None:
+            raise ConfigError("loss_type='dft' and compute_loss_func both say what the loss is. Leave one out.")
         super().__init__(model, args, **kwargs)
+        if self.args.label_smoothing_factor:
+            self.needs = self.needs | {"logits"}  # type: ignore[misc]
+        if self.args.packing and learns_prompts(self.model):
+            raise ConfigError(
+                "packing=True with prompt learning: every document needs virtual tokens of its own, so there is nothing to gain. "
+                "Set packing=False."
+            )
 
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
-        """Tokenise both sets, once."""
-        if isinstance(evaluation, dict):
-            return self._prepare(train, "train"), {k: self._prepare(v, k) for k, v in evaluation.items()}
-        return self._prepare(train, "train"), None if evaluation is None else self._prepare(evaluation, "eval")
+        """Tokenise all sets, once."""
+        prepared = self._prepare(train, "train", training=True)
+        return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
 
-    def _prepare(self, dataset: Any, name: str) -> Any:
+    def prepare_evaluation(self, dataset: Any) -> Any:
+        """One evaluation set, or several by name."""
+        if isinstance(dataset, dict):
+            return {name: self._prepare(one, name) for name, one in dataset.items()}
+        return self._prepare(dataset, "eval")
+
+    def _prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         args = self.args
         if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            check_prepared(dataset, name)
             return dataset
-        prepared, _ = prepare_sft_dataset(
+        if training and args.packing and args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
+        prepared, report = prepare_sft_dataset(
             dataset,
             self.processing_class,
+            args.supervised_options(training=training),
             name=name,
-            dataset_text_field=args.dataset_text_field,
-            completion_only_loss=args.completion_only_loss,
-            assistant_only_loss=args.assistant_only_loss,
             formatting_func=self.formatting_func,
-            max_length=args.max_length,
-            truncation_mode=args.truncation_mode,
             num_proc=args.dataset_num_proc,
+            seed=args.seed,
         )
+        self.reports[name] = report
         return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
@@ -140,4 +217,16 @@ class SFTTrainer(PostTrainer):
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `sft_objective`."""
-        return sft_objective(outputs, batch, loss_type=self.args.loss_type or "nll")
+        smoothing = self.args.label_smoothing_factor
+        return sft_objective(outputs, batch, loss_type=self.args.loss_type or "nll", smoothing=smoothing)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """`sft_objective`, or the user's ``compute_loss_func(outputs, labels, num_items_in_batch)`` on full logits."""
+        if self.compute_loss_func is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        output, labels = full_logits(model, inputs)
+        tokens = self.denominators.tokens
+        loss = self.compute_loss_func(output, labels, num_items_in_batch=tokens) * self.denominators.world_size
+        return (loss, output) if return_outputs else loss

@@ -11,6 +11,7 @@ from posttrain.data.formats import is_conversational
 from posttrain.errors import ConfigError, DataError, ModelError
 
 __all__ = [
+    "AssistantSpans",
     "apply_chat_template",
     "assistant_mask",
     "common_prefix",
@@ -222,36 +223,56 @@ def assistant_mask(
     Generation markers decide where the template has them. Where it has none, each assistant turn is found by rendering
     the conversation up to it: with the generation prompt it starts, with the turn it ends.
     """
+    finder = AssistantSpans(tokenizer)
     if has_generation_markers(tokenizer.chat_template):
-        out = tokenizer.apply_chat_template(
-            messages,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tools=tools or None,
-            **template_kwargs,
+        return finder.by_markers(messages, tools=tools, **template_kwargs)
+    text, spans = finder.by_rendering(messages, tools=tools, **template_kwargs)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids, finder.mask(tokenizer, text, ids, spans)
+
+
+class AssistantSpans:
+    """Where the assistant speaks in rendered conversations."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def by_markers(self, messages: list[dict[str, Any]], *, tools: Any = None, **kwargs: Any) -> tuple[list, list]:
+        """Ids and mask as the template's generation markers say."""
+        out = self.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tools=tools or None, **kwargs
         )
         return out["input_ids"], out["assistant_masks"]
-    text = render(tokenizer, messages, tools=tools, **template_kwargs)
-    spans = _assistant_spans(tokenizer, messages, text, tools, template_kwargs)
-    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = [int(any(a <= start < b for a, b in spans)) for start, _ in out["offset_mapping"]]
-    return out["input_ids"], mask
 
+    def by_rendering(
+        self, messages: list[dict[str, Any]], *, tools: Any = None, **kwargs: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The rendered text, and the characters of each assistant turn from its first word to its end-of-turn token.
 
-def _assistant_spans(tokenizer: Any, messages: list, text: str, tools: Any, kwargs: dict) -> list[tuple[int, int]]:
-    end = turn_end(tokenizer)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(tokenizer, messages[:index], add_generation_prompt=True, tools=tools, **kwargs)
-        through = render(tokenizer, messages[: index + 1], tools=tools, **kwargs)
-        stop = through.rfind(end) + len(end) if end else len(through)
-        if not (text.startswith(before) and text.startswith(through[:stop])):
-            raise ModelError(
-                "the chat template renders earlier turns differently once later ones follow, so what the assistant said "
-                "cannot be found. Use a template with {% generation %} markers (chat_template_path)."
-            )
-        spans.append((len(before), stop))
-    return spans
+        Raises:
+            ModelError: The template renders earlier turns differently once later ones follow.
+        """
+        text = render(self.tokenizer, messages, tools=tools, **kwargs)
+        end = turn_end(self.tokenizer)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = render(self.tokenizer, messages[:index], add_generation_prompt=True, tools=tools, **kwargs)
+            last = index == len(messages) - 1
+            through = text if last else render(self.tokenizer, messages[: index + 1], tools=tools, **kwargs)
+            stop = through.rfind(end) + len(end) if end else len(through)
+            if not (text.startswith(before) and text.startswith(through[:stop])):
+                raise ModelError(
+                    "the chat template renders earlier turns differently once later ones follow, so what the assistant "
+                    "said cannot be found. Use a template with {% generation %} markers (chat_template_path)."
+                )
+            spans.append((len(before), stop))
+        return text, spans
+
+    @staticmethod
+    def mask(tokenizer: Any, text: str, ids: list[int], spans: list[tuple[int, int]]) -> list[int]:
+        """1 on tokens that begin inside a span; ``ids`` are the text's own, tokenised without special tokens."""
+        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        assert len(offsets) == len(ids)
+        return [int(any(a <= start < b for a, b in spans)) for start, _ in offsets]

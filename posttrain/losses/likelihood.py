@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["dft", "nll"]
+__all__ = ["dft", "nll", "uniform_nll"]
 
 
 def nll(logp: Tensor) -> Tensor:
@@ -18,3 +18,11 @@ def dft(logp: Tensor) -> Tensor:
     Reference: On the generalization of SFT (DFT), arXiv:2508.05629, equation 8.
     """
     return -logp.detach().exp() * logp
+
+
+def uniform_nll(logits: Tensor) -> Tensor:
+    """``-1/V sum_v log p_v`` of each row of ``(N, V)`` logits: what label smoothing mixes into the loss, ``(N,)``.
+
+    Reference: Rethinking the Inception architecture, arXiv:1512.00567, section 7.
+    """
+    return logits.logsumexp(-1) - logits.mean(-1)

@@ -121,8 +121,6 @@ def probe_layout(model: Module) -> Layout:
     each sequence alone through the model's own forward and its own output head. Log-probs must agree to 1e-4 in float32
     (0.1 in half precision). State-space, linear-attention and some custom models do not pass, and train on padded rows.
     """
-    from posttrain.models.forward import forward, sequence_logps
-
     config: Any = model.config
     parameter = next(model.parameters())
     implementation = str(getattr(config.get_text_config(), "_attn_implementation", None))
@@ -135,11 +133,9 @@ def probe_layout(model: Module) -> Layout:
         training = model.training
         model.eval()
         try:
-            reference = sequence_logps(model, rows)
             (batch,) = collate(rows, pad_token_id=0, layout=Layout("tree", row_tokens=512))
-            batch = batch.to(parameter.device)
-            gap = float((forward(model, batch).logp - _on_forest(reference, batch)).abs().max())
-            reason = "" if gap <= TOLERANCE.get(parameter.dtype, 0.1) else f"log-probs differ by {gap:.2g}"
+            gap = _gap(model, rows, batch.to(parameter.device))
+            reason = "" if gap <= TOLERANCE.get(parameter.dtype, 0.1) else f"outputs differ by {gap:.2g}"
         except Exception as error:  # Any failure means the same: this model cannot take a forest.
             reason = f"{type(error).__name__}: {error}"
         finally:
@@ -154,6 +150,18 @@ def probe_layout(model: Module) -> Layout:
             layout = Layout("padded", row_tokens=4096)
     PROBED[key] = layout
     return layout
+
+
+def _gap(model: Module, rows: list[Row], batch: Batch) -> float:
+    """Largest difference between a forest's log-probs (or a classifier's scores) and those of its sequences alone."""
+    from posttrain.models.forward import forward, sequence_logps, sequence_scores
+    from posttrain.models.heads import causal_lm, score_layer
+
+    if score_layer(causal_lm(model)) is not None:
+        fast = forward(model, batch, frozenset({"scores"})).scores
+        truth = sequence_scores(model, rows)[:, 0][torch.tensor(batch.origin)]
+        return float((fast - truth).abs().max() / truth.abs().max().clamp_min(1.0))  # type: ignore[operator]
+    return float((forward(model, batch).logp - _on_forest(sequence_logps(model, rows), batch)).abs().max())  # type: ignore[operator]
 
 
 def _probe_rows(vocabulary: int) -> list[Row]:

@@ -2,153 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.models.attention import attention_mask
-from posttrain.models.logprob import token_logprobs
+from posttrain.models.heads import LogitRule, ScoreHead, TokenHead, causal_lm, install_token_head, score
 from posttrain.types import Batch, ModelOutputs, Row
 
-__all__ = ["LogitRule", "TokenHead", "causal_lm", "forward", "install_token_head", "sequence_logps"]
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LogitRule:
-    """What an architecture does to ``hidden @ W.T`` before the softmax: Gemma caps, Cohere multiplies, Granite divides."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, config: Any) -> LogitRule:
-        """Read the rule from a model's (text) config."""
-        text = config.get_text_config()
-        scale = float(getattr(text, "logit_scale", None) or 1.0)
-        scale /= float(getattr(text, "logits_scaling", None) or 1.0)
-        return cls(scale, getattr(text, "final_logit_softcapping", None))
-
-
-@dataclass(slots=True)
-class TokenHead:
-    """What to compute at the loss positions; travels through every wrapper to the patched forward as one argument.
-
-    Attributes:
-        rows, columns: ``(N,)`` where the predicting hidden states stand.
-        targets: ``(N,)`` token ids they predict.
-        temperature: Divides the logits before the softmax.
-        need_entropy, entropy_grad, need_correct, need_logits: What else to return.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    targets: Tensor
-    temperature: float = 1.0
-    need_entropy: bool = False
-    entropy_grad: bool = False
-    need_correct: bool = False
-    need_logits: bool = False
-
-
-def causal_lm(model: nn.Module) -> nn.Module:
-    """The transformers model inside wrappers (DDP, PEFT)."""
-    while hasattr(model, "module") and isinstance(model.module, nn.Module):
-        model = model.module
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def install_token_head(model: nn.Module) -> None:
-    """Teach a causal language model's forward the argument ``token_head``; without it, nothing changes.
-
-    The forward is patched, not called around, so that DDP, FSDP, DeepSpeed, autocast and PEFT wrappers keep seeing one
-    ordinary forward call. Installing twice is harmless.
-    """
-    inner: Any = causal_lm(model)
-    if getattr(inner.forward, "_posttrain", False):
-        return
-    original = inner.forward
-
-    @functools.wraps(original)
-    def patched(*args: Any, token_head: TokenHead | None = None, **kwargs: Any) -> Any:
-        if token_head is None:
-            return original(*args, **kwargs)
-        return _head_forward(inner, token_head, *args, **kwargs)
-
-    patched._posttrain = True  # type: ignore[attr-defined]
-    inner.forward = patched
-
-
-def _head_forward(inner: Any, head: TokenHead, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-    kwargs.pop("labels", None)
-    output = inner.base_model(*args, **kwargs)
-    hidden = output.last_hidden_state[head.rows, head.columns]  # (N, H)
-    result = _project(inner, hidden, head)
-    router_logits = getattr(output, "router_logits", None)
-    if router_logits is not None:
-        result["aux_loss"] = _balance(inner, router_logits, kwargs.get("attention_mask"))
-    return result
-
-
-def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
-    """Log-probs of the targets under the model's own output layer."""
-    layer = inner.get_output_embeddings()
-    layer = (
-        getattr(layer, "modules_to_save", {}).get(getattr(layer, "active_adapter", None) or "default", layer)
-        if (hasattr(layer, "modules_to_save"))
-        else layer
-    )
-    rule = LogitRule.of(inner.config)
-    if type(layer) is nn.Linear and not head.need_logits:
-        out = token_logprobs(
-            hidden,
-            layer.weight,
-            head.targets,
-            bias=layer.bias,
-            logit_scale=rule.scale,
-            softcap=rule.softcap,
-            temperature=head.temperature,
-            need_entropy=head.need_entropy,
-            entropy_grad=head.entropy_grad,
-            need_correct=head.need_correct,
-        )
-        fields = {"logp": out.logp, "entropy": out.entropy, "correct": out.correct}
-        return {name: value for name, value in fields.items() if value is not None}
-    return _dense(layer, hidden, head, rule)
-
-
-def _dense(layer: nn.Module, hidden: Tensor, head: TokenHead, rule: LogitRule) -> dict[str, Tensor]:
-    """The slow path for heads that are not one plain matrix (an adapter on ``lm_head``) and for losses on logits."""
-    logits = layer(hidden).float() * rule.scale
-    if rule.softcap:
-        logits = rule.softcap * torch.tanh(logits / rule.softcap)
-    logits = logits / head.temperature
-    logprobs = torch.log_softmax(logits, dim=-1)
-    result = {"logp": logprobs.gather(-1, head.targets[:, None]).squeeze(-1)}
-    if head.need_entropy:
-        with nullcontext() if head.entropy_grad else torch.no_grad():
-            result["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
-    if head.need_correct:
-        result["correct"] = logits.argmax(-1) == head.targets
-    if head.need_logits:
-        result["logits"] = logits
-    return result
-
-
-def _balance(inner: Any, router_logits: Any, mask: Any) -> Tensor:
-    """The architecture's own load-balancing term, unscaled."""
-    import importlib
-
-    module = importlib.import_module(type(inner).__module__)
-    two_dimensional = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    return module.load_balancing_loss_func(router_logits, inner.num_experts, inner.num_experts_per_tok, two_dimensional)
+__all__ = [
+    "LogitRule",
+    "TokenHead",
+    "causal_lm",
+    "forward",
+    "install_token_head",
+    "learns_prompts",
+    "sequence_logps",
+    "sequence_scores",
+    "virtual_tokens",
+]
 
 
 def forward(
@@ -161,36 +35,32 @@ def forward(
     """Run the model on a forest and put what was asked for on its ``(B, T)`` grid.
 
     Args:
-        model: A causal language model, wrapped or not, on which `install_token_head` was called.
+        model: A language model or classifier, wrapped or not, on which `install_token_head` was called.
         batch: A token forest on the model's device.
-        needs: Any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``logits``.
+        needs: Any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``logits``, ``aux``; or ``scores`` (a classifier's
+            score at each sequence's last token) or ``token_scores`` (its scores at each loss token) alone.
         temperature: Divides the logits, so that log-probs are those of the distribution that was sampled from.
 
     Returns:
-        Log-probs, entropies and hits aligned with the tokens they speak of, zero outside ``loss_mask``.
+        Log-probs, entropies and hits aligned with the tokens they speak of, zero outside ``loss_mask``; scores ``(S,)``, or
+        ``(N, labels)`` as ``logits``.
     """
     install_token_head(model)
     inner: Any = causal_lm(model)
-    rows, columns = batch.loss_mask.nonzero(as_tuple=True)
-    head = TokenHead(
-        rows=rows,
-        columns=batch.predictor[rows, columns],
-        targets=batch.input_ids[rows, columns],
-        temperature=temperature,
-        need_entropy="entropy" in needs or "entropy_grad" in needs,
-        entropy_grad="entropy_grad" in needs,
-        need_correct="correct" in needs,
-        need_logits="logits" in needs,
-    )
-    parameter = next(inner.parameters())
+    virtual = virtual_tokens(model)
+    head = _score_head(batch, needs, virtual) or _token_head(batch, needs, virtual, temperature)
+    balance = isinstance(head, TokenHead) and head.balance_over is not None
     result = model(
         input_ids=batch.input_ids,
-        attention_mask=attention_mask(batch, inner.config, parameter.dtype),
-        position_ids=batch.position_ids,
+        **_attention(model, inner, batch),
         use_cache=False,
         token_head=head,
+        **({"output_router_logits": True} if balance else {}),
         **batch.model_kwargs,
     )
+    if isinstance(head, ScoreHead):
+        scores = result["scores"]
+        return ModelOutputs(scores=scores[:, 0]) if "scores" in needs else ModelOutputs(logits=scores)
     return ModelOutputs(
         logp=_place(result["logp"], batch),
         entropy=_place(result.get("entropy"), batch),
@@ -198,6 +68,61 @@ def forward(
         logits=result.get("logits"),
         aux_loss=result.get("aux_loss"),
     )
+
+
+def learns_prompts(model: nn.Module) -> bool:
+    """Whether a peft wrapper puts virtual tokens before every row, and takes 2-D masks only."""
+    config = getattr(model, "active_peft_config", None)
+    return bool(getattr(config, "is_prompt_learning", False))
+
+
+def virtual_tokens(model: nn.Module) -> int:
+    """Columns that prompt tuning puts before a row's tokens; prefix tuning puts its own into the cache."""
+    while hasattr(model, "module") and isinstance(model.module, nn.Module):
+        model = model.module
+    if not learns_prompts(model):
+        return 0
+    config: Any = model.active_peft_config
+    return 0 if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE") else int(config.num_virtual_tokens)
+
+
+def _attention(model: nn.Module, inner: Any, batch: Batch) -> dict[str, Any]:
+    while hasattr(model, "module") and isinstance(model.module, nn.Module):
+        model = model.module
+    if learns_prompts(model):
+        assert int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0, "virtual tokens need one sequence a row"
+        return {"attention_mask": (batch.tree == 0).long()}
+    mask = attention_mask(batch, inner.config, next(inner.parameters()).dtype)
+    return {"attention_mask": mask, "position_ids": batch.position_ids}
+
+
+def _token_head(batch: Batch, needs: frozenset[str], virtual: int, temperature: float) -> TokenHead:
+    rows, columns = batch.loss_mask.nonzero(as_tuple=True)
+    return TokenHead(
+        rows=rows,
+        columns=batch.predictor[rows, columns] + virtual,
+        targets=batch.input_ids[rows, columns],
+        temperature=temperature,
+        need_entropy="entropy" in needs or "entropy_grad" in needs,
+        entropy_grad="entropy_grad" in needs,
+        need_correct="correct" in needs,
+        need_logits="logits" in needs,
+        balance_over=(batch.tree >= 0).long() if "aux" in needs else None,
+    )
+
+
+def _score_head(batch: Batch, needs: frozenset[str], virtual: int) -> ScoreHead | None:
+    """Last tokens of sequences, found by position (a pad id may equal the eos id); or the loss tokens themselves."""
+    if "token_scores" in needs:
+        rows, columns = batch.loss_mask.nonzero(as_tuple=True)
+        return ScoreHead(rows, columns + virtual)
+    if "scores" not in needs:
+        return None
+    rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
+    last = torch.full((batch.num_sequences,), -1, dtype=torch.long, device=rows.device)
+    flat = rows * batch.input_ids.shape[1] + columns
+    last = last.scatter_reduce(0, batch.sequence[rows, columns], flat, "amax")
+    return ScoreHead(last // batch.input_ids.shape[1], last % batch.input_ids.shape[1] + virtual)
 
 
 def _place(values: Tensor | None, batch: Batch) -> Tensor | None:
@@ -225,3 +150,17 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
             tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]
             result.append(tail * torch.tensor(mask, device=device))
     return result
+
+
+@torch.no_grad()
+def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
+    """``(S, labels)`` scores at the last token of every completion, each sequence alone: the truth for the fast way."""
+    inner: Any = causal_lm(model)
+    device = next(inner.parameters()).device
+    scores = []
+    for row in rows:
+        for ids in row.completions:
+            sequence = torch.tensor([row.prompt_ids + ids], device=device)
+            hidden = inner.base_model(input_ids=sequence, use_cache=False).last_hidden_state[0, -1:]
+            scores.append(score(inner, hidden))
+    return torch.cat(scores)

@@ -12,7 +12,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["all_gather_objects", "all_reduce_sum", "equal_passes", "no_sync", "shards_parameters", "whole_parameters"]
+__all__ = [
+    "all_gather_objects",
+    "all_reduce_sum",
+    "equal_passes",
+    "main_process_first",
+    "no_sync",
+    "shards_parameters",
+    "whole_parameters",
+]
 
 
 def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
@@ -98,6 +106,16 @@ def _summon_fsdp(model: Any, bare: torch.nn.Module) -> Iterator[torch.nn.Module]
     finally:
         for module in modules:
             module.reshard()
+
+
+@contextmanager
+def main_process_first() -> Iterator[None]:
+    """One process does the work that fills a cache, then one of each node, then the others read it."""
+    from accelerate import PartialState
+
+    state = PartialState()
+    with state.main_process_first(), state.local_main_process_first():
+        yield
 
 
 def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain import ConfigError, DataError, SFTConfig, SFTTrainer
-from posttrain.data.tokenize import prepare_sft_dataset
+from posttrain.data.supervised import SupervisedOptions, prepare_sft_dataset
 from tests.algorithms.helpers import chats, losses, sft, weights
 from tests.conftest import build_model
 
@@ -19,9 +19,9 @@ MESSAGES = [
 ]
 
 
-def prepared(rows, tokenizer, **options):
-    data, _ = prepare_sft_dataset(datasets.Dataset.from_list(rows), tokenizer, **options)
-    return data
+def prepared(rows, tokenizer, formatting_func=None, **options):
+    data = datasets.Dataset.from_list(rows)
+    return prepare_sft_dataset(data, tokenizer, SupervisedOptions(**options), formatting_func=formatting_func)[0]
 
 
 def trained_text(row, tokenizer):

@@ -1,0 +1,139 @@
+"""Evaluation of every trainer: one loss that does not depend on the batch size, and predictions where they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
+
+from posttrain.losses.reduce import Denominators, reduce
+from posttrain.models import parallel
+from posttrain.models.forward import virtual_tokens
+from posttrain.types import Batch, LossTerms
+
+__all__ = ["EvaluationMixin", "full_logits"]
+
+IGNORED = -100
+
+
+def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
+    """The model's own forward on padded rows, and labels: the slow way, for user functions that want to see logits.
+
+    Returns:
+        The model's output with ``logits (B, T, V)``, and ``labels (B, T)``, the token or -100 where it carries no loss.
+    """
+    assert int(batch.branch.max()) == 0 and int(batch.tree.max()) <= 0, "full logits need one sequence a row"
+    output = model(input_ids=batch.input_ids, attention_mask=(batch.tree == 0).long(), use_cache=False)
+    output.logits = output.logits[:, virtual_tokens(model) :]
+    return output, torch.where(batch.loss_mask, batch.input_ids, IGNORED)
+
+
+class EvaluationMixin:
+    """`evaluation_loop` for `PostTrainer`."""
+
+    args: Any
+    accelerator: Any
+    model: Any
+    model_wrapped: Any
+    compute_metrics: Any
+    preprocess_logits_for_metrics: Any
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As `transformers.Trainer.evaluate`; a raw dataset is prepared first, a string names one given at construction."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.prepare_evaluation(eval_dataset)
+        return super().evaluate(eval_dataset, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_evaluation(self, dataset: Any) -> Any:
+        """A raw evaluation set as the loop needs it; a prepared one comes back equal."""
+        return dataset
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
+        sharded = parallel.shards_parameters(self.accelerator)
+        model = self.model_wrapped if sharded else self.model
+        model.eval()
+        if self.accelerator.mixed_precision != "no" and model is self.model and not hasattr(model, "_original_forward"):
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        wanted = self.compute_metrics is not None or description == "Prediction"
+        found: list[tuple[Any, Any]] = []
+        sums: dict[str, float] = {}
+        counts = {"token": 0.0, "sequence": 0.0, "pass": 0.0}
+        with torch.no_grad():
+            for inputs in dataloader:
+                batches = [batch.to(self.args.device) for batch in self.eval_batches(inputs)]
+                for batch in batches:
+                    self._eval_pass(model, batch, sums, counts)
+                if wanted:
+                    with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+                        found += self.predictions(model, batches)
+        metrics = {f"{metric_key_prefix}_loss": _eval_loss(sums, counts, self.accelerator)}
+        for name, value in self._reduced("eval").items():  # type: ignore[attr-defined]
+            metrics[f"{metric_key_prefix}_{name}"] = value
+        predictions = labels = None
+        if wanted:
+            found = parallel.all_gather_objects(found, self.accelerator)
+            predictions, labels = _stack([p for p, _ in found]), _stack([label for _, label in found])
+        if self.compute_metrics is not None:
+            own = self.compute_metrics(EvalPrediction(predictions, labels))
+            metrics |= {
+                k if k.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{k}": v for k, v in own.items()
+            }
+        return EvalLoopOutput(predictions, labels, metrics, num_samples=int(counts["sequence"]))
+
+    def eval_batches(self, inputs: Any) -> list[Batch]:
+        """Batches of one evaluation micro-batch; online trainers generate here."""
+        return inputs
+
+    def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """One (logits, labels) a row, in the order of the dataset; ``preprocess_logits_for_metrics`` makes them small."""
+        found: list[tuple[int, np.ndarray, np.ndarray]] = []
+        for batch in batches:
+            output, labels = full_logits(model, batch)
+            logits = output.logits
+            if self.preprocess_logits_for_metrics is not None:
+                logits = self.preprocess_logits_for_metrics(logits, labels)
+            lengths = (batch.tree == 0).sum(1).tolist()
+            for row, (origin, length) in enumerate(zip(batch.origin, lengths, strict=True)):
+                found.append((origin, logits[row, :length].float().cpu().numpy(), labels[row, :length].cpu().numpy()))
+        return [(prediction, label) for _, prediction, label in sorted(found, key=lambda item: item[0])]
+
+    def _eval_pass(self, model: nn.Module, batch: Batch, sums: dict[str, float], counts: dict[str, float]) -> None:
+        with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+            terms: LossTerms = self.terms(model, batch)[0]  # type: ignore[attr-defined]
+        self.buffers["eval"].add(terms.metrics)  # type: ignore[attr-defined]
+        for part in [terms, *terms.extra]:
+            alone = replace(part, extra=[])
+            sums[part.reduction] = sums.get(part.reduction, 0.0) + float(reduce(alone, Denominators(1, 1, 1)))
+        counts["token"] += batch.num_loss_tokens
+        counts["sequence"] += batch.num_sequences
+        counts["pass"] += 1
+
+
+def _eval_loss(sums: dict[str, float], counts: dict[str, float], accelerator: Any) -> float:
+    """Divide each reduction's sum by what it is a mean over, all of it over ranks."""
+    names = sorted(["token", "sequence_token", "sequence", "constant", "local_token"])
+    packed = [sums.get(name, 0.0) for name in names] + [counts["token"], counts["sequence"], counts["pass"]]
+    *totals, tokens, sequences, passes = parallel.all_reduce_sum(packed, accelerator)
+    divisor = {"token": tokens, "local_token": passes}
+    return sum(total / max(divisor.get(name, sequences), 1.0) for name, total in zip(names, totals, strict=True))
+
+
+def _stack(arrays: list[np.ndarray]) -> np.ndarray:
+    """Arrays of different first lengths as one, padded with -100."""
+    if not arrays or arrays[0].ndim == 0 or len({a.shape for a in arrays}) == 1:
+        return np.stack(arrays) if arrays else np.zeros(0)
+    longest = max(len(a) for a in arrays)
+    pads = [[(0, longest - len(a))] + [(0, 0)] * (a.ndim - 1) for a in arrays]
+    return np.stack([np.pad(a, pad, constant_values=IGNORED) for a, pad in zip(arrays, pads, strict=True)])

@@ -1,0 +1,219 @@
+"""Ids and labels of one batch of rows: rendered row by row, tokenised in two calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.data.chat import AssistantSpans, common_prefix, has_generation_markers, render, terminal_token_ids
+from posttrain.data.formats import is_conversational_from_value, is_messages, maybe_convert_to_chatml, strip_none
+from posttrain.data.tokenize import encode, one_bos, prompt_text, template_arguments
+from posttrain.errors import DataError
+
+__all__ = ["COUNTERS", "IGNORED", "SupervisedOptions", "label_batch"]
+
+IGNORED = -100
+COUNTERS = ("_truncated", "_cut", "_diverged", "_half_lost", "_no_end", "_double_bos", "_tail")
+
+
+@dataclass(frozen=True)
+class SupervisedOptions:
+    """How rows become ids and labels; hashable by value, so that the dataset's fingerprint is stable from run to run.
+
+    Attributes:
+        dataset_text_field: Column of plain text.
+        completion_only_loss: Train the completion alone; None where rows have one.
+        assistant_only_loss: Train what the assistant says.
+        max_length: Tokens a row may have; None never cuts.
+        truncation_mode: ``keep_start`` or ``keep_end``.
+        packing: Strategy of `pack_dataset`, or None.
+        allow_untrained_stop: Go on when ``assistant_only_loss`` trains no token that ends a turn.
+    """
+
+    dataset_text_field: str = "text"
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    max_length: int | None = 1024
+    truncation_mode: str = "keep_start"
+    packing: str | None = None
+    allow_untrained_stop: bool = False
+
+    @property
+    def cut(self) -> int | None:
+        """Tokens to cut rows to before any packing, which has its own rule."""
+        return None if self.packing else self.max_length
+
+
+@dataclass(slots=True)
+class _Plan:
+    """One row between rendering and tokenising."""
+
+    text: str | None = None
+    head: str | None = None
+    plain: bool = False
+    spans: list[tuple[int, int]] | None = None
+    ids: list[int] | None = None
+    mask: list[int] | None = None
+    diverged: int = 0
+    double_bos: bool = False
+    head_ids: list[int] = field(default_factory=list)
+
+
+def label_batch(
+    batch: dict[str, list], indices: list[int], tokenizer: Any, options: SupervisedOptions
+) -> dict[str, list]:
+    """``input_ids``, ``labels`` (the token, or -100 where it is not trained) and counters for the report."""
+    plans: list[_Plan] = []
+    rows = []
+    finder = AssistantSpans(tokenizer)
+    for position, index in enumerate(indices):
+        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
+        rows.append(row)
+        try:
+            plans.append(_plan(row, tokenizer, options, finder))
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from error
+    _tokenize(plans, indices, tokenizer)
+    out: dict[str, list] = {name: [] for name in ("input_ids", "labels", *COUNTERS)}
+    ends = set(terminal_token_ids(tokenizer))
+    for row, plan, index in zip(rows, plans, indices, strict=True):
+        try:
+            _finish(plan, tokenizer, options)
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from error
+        _write(out, row, plan, options, ends)
+        tail = plan.head_ids[len(plan.head_ids) - plan.diverged :] if plan.diverged else []
+        out["_tail"].append(tokenizer.decode(tail) if tail else "")
+    return out
+
+
+def _plan(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans) -> _Plan:
+    if "input_ids" in row:
+        return _given(row, options)
+    if is_conversational_from_value(row):
+        row.update(maybe_convert_to_chatml({"conversations": row.pop("conversations")}))
+    if "messages" in row:
+        return _conversation(row, row["messages"], tokenizer, options, finder)
+    if "prompt" in row and "completion" in row:
+        return _prompt_completion(row, tokenizer, options, finder)
+    text = row.get(options.dataset_text_field)
+    if not isinstance(text, str):
+        raise DataError(
+            f"found none of input_ids, messages, prompt with completion, or {options.dataset_text_field!r} (a string); its "
+            f"columns are {sorted(row)}. Set dataset_text_field, or rename the columns."
+        )
+    return _Plan(text=text, plain=True)
+
+
+def _given(row: dict[str, Any], options: SupervisedOptions) -> _Plan:
+    ids = list(row["input_ids"])
+    mask = [1] * len(ids)
+    names = ["assistant_masks"] + (["completion_mask"] if options.completion_only_loss is not False else [])
+    for name in (*names, "labels"):
+        if name in row and len(row[name]) != len(ids):
+            raise DataError(f"column {name!r} has {len(row[name])} entries for {len(ids)} input_ids.")
+    for name in names:
+        if name in row:
+            mask = [a and b for a, b in zip(mask, row[name], strict=True)]
+    return _Plan(ids=ids, mask=mask)
+
+
+def _conversation(
+    row: dict[str, Any], messages: Any, tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans
+) -> _Plan:
+    if not is_messages(messages):
+        raise DataError(
+            f"column 'messages' must be a list of messages with a role and content, and it is {str(messages)[:80]!r}."
+        )
+    kwargs = template_arguments(row)
+    if not options.assistant_only_loss:
+        return _Plan(text=render(tokenizer, messages, **kwargs))
+    if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
+        ids, mask = finder.by_markers(messages, **kwargs)
+        return _Plan(ids=ids, mask=mask)
+    text, spans = finder.by_rendering(messages, **kwargs)
+    return _Plan(text=text, spans=spans)
+
+
+def _prompt_completion(
+    row: dict[str, Any], tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans
+) -> _Plan:
+    prompt, completion = row["prompt"], row["completion"]
+    chat = is_messages(prompt)
+    if chat != is_messages(completion) or not prompt or not completion:
+        raise DataError(
+            "prompt and completion must both be strings or both be lists of messages, and neither may be empty."
+        )
+    if not chat:
+        return _Plan(text=prompt + completion, head=prompt, plain=True)
+    plan = _conversation(row, prompt + completion, tokenizer, options, finder)
+    plan.head = prompt_text(tokenizer, row, {})
+    return plan
+
+
+def _tokenize(plans: list[_Plan], indices: list[int], tokenizer: Any) -> None:
+    """Two calls for the whole batch: texts with the tokenizer's special tokens, and rendered ones without."""
+    for plain in (True, False):
+        wanted = [p for p in plans if p.plain == plain]
+        texts = [p for p in wanted if p.text is not None]
+        heads = [p for p in wanted if p.head is not None]
+        try:
+            ids = encode(tokenizer, [str(p.text) for p in texts] + [str(p.head) for p in heads], special=plain)
+        except DataError as error:
+            raise DataError(f"among rows {indices[0]} to {indices[-1]}: {error}") from error
+        for plan, found in zip(texts, ids[: len(texts)], strict=True):
+            plan.ids = found
+        for plan, found in zip(heads, ids[len(texts) :], strict=True):
+            plan.head_ids = one_bos(found, tokenizer.bos_token_id) if plain else found
+
+
+def _finish(plan: _Plan, tokenizer: Any, options: SupervisedOptions) -> None:
+    """Ids and mask of a tokenised row: one bos, one eos, the prompt masked where the tokens part."""
+    ids = plan.ids or []
+    if plan.plain:
+        single = one_bos(ids, tokenizer.bos_token_id)
+        plan.double_bos, ids = len(single) < len(ids), _one_eos(single, tokenizer)
+    mask = plan.mask if plan.mask is not None else [1] * len(ids)
+    if plan.spans is not None:
+        mask = AssistantSpans.mask(tokenizer, str(plan.text), ids, plan.spans)
+    if plan.head is not None:
+        # A tokenizer may merge over the boundary, and a template may render the prompt differently.
+        boundary = common_prefix(plan.head_ids, ids)
+        plan.diverged = len(plan.head_ids) - boundary
+        if options.completion_only_loss is not False:
+            mask = [0] * boundary + mask[boundary:]
+    plan.ids, plan.mask = ids, mask
+
+
+def _one_eos(ids: list[int], tokenizer: Any) -> list[int]:
+    """Exactly one eos at the end of a plain text, also where a line end follows it."""
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise DataError("the tokenizer has no eos token, so a plain text cannot be ended. Set eos_token.")
+    if ids and ids[-1] == eos:
+        return ids
+    if len(ids) > 1 and ids[-2] == eos and not tokenizer.decode(ids[-1:]).strip():
+        return ids[:-1]
+    return [*ids, eos]
+
+
+def _write(out: dict[str, list], row: dict[str, Any], plan: _Plan, options: SupervisedOptions, ends: set[int]) -> None:
+    ids, mask = plan.ids or [], plan.mask or []
+    if "labels" in row and "input_ids" in row:
+        labels = list(row["labels"])
+    else:
+        labels = [token if m else IGNORED for token, m in zip(ids, mask, strict=True)]
+    trained = len(labels) - labels.count(IGNORED)
+    no_end = not ends.intersection(labels)
+    limit = options.cut
+    truncated = limit is not None and len(ids) > limit
+    if truncated:
+        part = slice(limit) if options.truncation_mode == "keep_start" else slice(-limit, None)  # type: ignore[operator]
+        ids, labels = ids[part], labels[part]
+    left = len(labels) - labels.count(IGNORED)
+    half = plan.diverged > len(plan.head_ids) / 2
+    values = (truncated, trained - left, plan.diverged > 0, half, no_end, plan.double_bos)
+    out["input_ids"].append(ids)
+    out["labels"].append(labels)
+    for name, value in zip(COUNTERS, values, strict=False):
+        out[name].append(int(value))

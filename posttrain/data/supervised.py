@@ -1,0 +1,221 @@
+"""Datasets of supervised fine-tuning: one batched pass, and a report of what that did to the rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+
+from posttrain.data.formats import describe_dataset, get_dataset_column_names
+from posttrain.data.labels import COUNTERS, IGNORED, SupervisedOptions, label_batch
+from posttrain.data.packing import LENGTHS, pack_dataset
+from posttrain.errors import DataError
+
+__all__ = ["IGNORED", "PreparationReport", "SupervisedOptions", "check_prepared", "prepare_sft_dataset"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS = SupervisedOptions()
+DIVERGED_MOST = (
+    0.5  # More rows than this that lose half of their prompt at the boundary: the template is not understood.
+)
+
+
+@dataclass
+class PreparationReport:
+    """What preparing a dataset did to it.
+
+    Attributes:
+        name: Which set.
+        rows_in, rows_out: Before and after (before packing).
+        dropped: Rows left out, by reason.
+        truncated: Rows that were cut at ``max_length``.
+        cut_tokens: Trained tokens lost by that.
+        diverged: Rows whose prompt tokenises differently once the completion follows.
+        no_end: Rows that do not train a token that ends a sequence.
+        double_bos: Texts that began with the bos token already.
+        trained_tokens, tokens: What is left.
+    """
+
+    name: str
+    rows_in: int = 0
+    rows_out: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    truncated: int = 0
+    cut_tokens: int = 0
+    diverged: int = 0
+    no_end: int = 0
+    double_bos: int = 0
+    trained_tokens: int = 0
+    tokens: int = 0
+
+
+def prepare_sft_dataset(
+    dataset: Any,
+    tokenizer: Any,
+    options: SupervisedOptions = DEFAULTS,
+    *,
+    name: str = "train",
+    formatting_func: Callable[[dict], str] | None = None,
+    num_proc: int | None = None,
+    seed: int = 42,
+) -> tuple[Any, PreparationReport]:
+    """Tokenise a dataset for supervised fine-tuning and say what that did to it.
+
+    Args:
+        dataset: ``Dataset`` or ``IterableDataset``; one that was packed before comes back as it is.
+        tokenizer: With a chat template where rows are conversational.
+        options: See `SupervisedOptions`.
+        name: Of the set, for messages.
+        formatting_func: Makes one text of a row; its other columns are dropped.
+        num_proc: Processes.
+        seed: Of the packed rows' order.
+
+    Returns:
+        The dataset with columns ``input_ids`` and ``labels`` (and ``seq_lengths`` if packed), and a report (counted for
+        map-style datasets).
+
+    Raises:
+        DataError: A row that cannot be tokenised, options that contradict the rows, or no row left, with the reasons.
+    """
+    first = next(iter(dataset), None)
+    if first is None:
+        raise DataError(f"the {name} dataset is empty.")
+    if LENGTHS in first:
+        return dataset, PreparationReport(name)
+    _check_options(dataset, first, name, options, formatting_func)
+    streaming = isinstance(dataset, datasets.IterableDataset)
+    columns = get_dataset_column_names(dataset)
+    extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
+    if formatting_func is not None and "input_ids" not in first:
+        arguments = {"function": formatting_func, "column": options.dataset_text_field}
+        dataset = dataset.map(_format, remove_columns=columns, fn_kwargs=arguments, **extra)
+        columns = [options.dataset_text_field]
+    elif formatting_func is not None:
+        logger.warning("the %s rows are tokenised already: formatting_func is ignored.", name)
+    report = PreparationReport(name, rows_in=0 if streaming else len(dataset))
+    arguments = {"tokenizer": tokenizer, "options": options}
+    described = {} if streaming else {"desc": f"Tokenizing {name} dataset"}
+    mapped = dataset.map(
+        label_batch, batched=True, with_indices=True, remove_columns=columns, fn_kwargs=arguments, **extra, **described
+    )
+    kept = mapped.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
+    if not streaming:
+        _count(report, mapped, kept)
+        _tell(report, mapped, options)
+    kept = kept.remove_columns(list(COUNTERS))
+    if options.packing:
+        assert options.max_length is not None
+        kept = pack_dataset(kept, options.max_length, options.packing, map_kwargs=extra, seed=seed)  # type: ignore[arg-type]
+    return kept, report
+
+
+def check_prepared(dataset: Any, name: str) -> None:
+    """Refuse rows that skipped preparation and would silently train on everything.
+
+    Raises:
+        DataError: No ``input_ids``, or mask columns without ``labels``.
+    """
+    columns = get_dataset_column_names(dataset)
+    masks = sorted({"assistant_masks", "completion_mask"} & set(columns))
+    if "input_ids" not in columns or (masks and "labels" not in columns):
+        why = f"columns {masks} but no labels, so every token would be trained" if masks else f"columns {columns}"
+        raise DataError(f"skip_prepare_dataset is set and the {name} rows have {why}. Add input_ids and labels.")
+
+
+def _trains_something(labels: list[list[int]]) -> list[bool]:
+    # The first token of a row has no predecessor, so a label there trains nothing.
+    return [len(row) - 1 > row[1:].count(IGNORED) for row in labels]
+
+
+def _format(example: dict[str, Any], function: Callable[[dict], str], column: str) -> dict[str, str]:
+    return {column: function(example)}
+
+
+def _check_options(dataset: Any, first: dict, name: str, options: SupervisedOptions, formatting: Any) -> None:
+    format_of = getattr(dataset, "format", None)
+    if isinstance(format_of, dict) and format_of.get("type") == "custom":
+        raise DataError(
+            f"the {name} dataset has a transform attached (with_transform), which tokenising would freeze. Apply it with "
+            'map, or give rows that hold input_ids and labels with dataset_kwargs={"skip_prepare_dataset": True}.'
+        )
+    if options.completion_only_loss and formatting is not None:
+        raise DataError("completion_only_loss=True with formatting_func: formatted rows have no prompt. Leave one out.")
+    parted = ("prompt" in first and "completion" in first) or "completion_mask" in first or "labels" in first
+    if options.completion_only_loss and not parted:
+        raise DataError(
+            f"completion_only_loss=True, but the {name} rows have no completion (columns {sorted(first)}): everything would "
+            "be trained. Give prompt and completion columns, or a completion_mask."
+        )
+    if "messages" in first and not first["messages"]:
+        raise DataError(f"{name} row 0, column 'messages': it is empty. Every conversation needs at least one message.")
+    chat = "assistant_masks" in first
+    if formatting is None and "input_ids" not in first and {"messages", "conversations", "prompt"} & set(first):
+        chat = describe_dataset(dataset)["format"] == "conversational"
+    if options.assistant_only_loss and not chat:
+        raise DataError(
+            f"assistant_only_loss=True needs conversational rows, and the {name} rows have columns {sorted(first)} without "
+            "messages."
+        )
+
+
+def _count(report: PreparationReport, mapped: Any, kept: Any) -> None:
+    report.rows_out = len(kept)
+    dropped = report.rows_in - report.rows_out
+    if dropped:
+        report.dropped["no trained token left"] = dropped
+    if report.rows_out == 0:
+        raise DataError(
+            f"no row of the {report.name} dataset is left: of {report.rows_in}, {dropped} have no trained token "
+            f"({sum(mapped['_truncated'])} were cut at max_length). Check completion_only_loss, assistant_only_loss, max_length."
+        )
+    report.truncated, report.cut_tokens = sum(mapped["_truncated"]), sum(mapped["_cut"])
+    report.diverged, report.no_end = sum(mapped["_diverged"]), sum(kept["_no_end"])
+    report.double_bos = sum(mapped["_double_bos"])
+
+
+def _tell(report: PreparationReport, mapped: Any, options: SupervisedOptions) -> None:
+    """One warning a kind, with numbers."""
+    name, n = report.name, report.rows_in
+    if report.dropped:
+        logger.warning(
+            "%s dataset: dropped %d of %d rows (%s).", name, n - report.rows_out, n, "; ".join(report.dropped)
+        )
+    if report.truncated:
+        logger.warning(
+            "%s dataset: %d of %d rows were cut at max_length=%s and lost %d trained tokens.",
+            name, report.truncated, n, options.max_length, report.cut_tokens,
+        )  # fmt: skip
+    if report.double_bos:
+        logger.warning(
+            "%s dataset: %d of %d texts began with the bos token already; one was kept.", name, report.double_bos, n
+        )
+    if report.diverged:
+        _tell_divergence(report, mapped)
+    if report.no_end == report.rows_out:
+        message = f"{name} dataset: no row trains a token that ends a turn, so the model would never learn to stop"
+        if options.assistant_only_loss and not options.allow_untrained_stop:
+            raise DataError(
+                f"{message}. The chat template ends the turn outside of what it marks as the assistant's; use another "
+                "(chat_template_path), or set allow_untrained_stop=True."
+            )
+        logger.warning("%s.", message)
+
+
+def _tell_divergence(report: PreparationReport, mapped: Any) -> None:
+    lost = sum(mapped["_half_lost"])
+    tail = next(text for text in mapped["_tail"] if text)
+    if lost > DIVERGED_MOST * report.rows_in:
+        raise DataError(
+            f"{report.name} dataset: in {lost} of {report.rows_in} rows more than half of the prompt tokenises differently once "
+            f"its completion follows (for example {tail[:200]!r}), so prompt and completion cannot be told apart. Give rows as "
+            "messages with assistant_only_loss=True, or another chat template."
+        )
+    logger.warning(
+        "%s dataset: in %d of %d rows the end of the prompt (for example %r) tokenises differently once its completion "
+        "follows; the boundary is where the tokens part.",
+        report.name, report.diverged, report.rows_in, tail[-80:],
+    )  # fmt: skip

@@ -1,0 +1,180 @@
+"""Output layers at chosen positions only: log-probs of tokens, scores of sequences."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.logprob import token_logprobs
+
+__all__ = ["LogitRule", "ScoreHead", "TokenHead", "causal_lm", "install_token_head", "score", "score_layer"]
+
+SCORE_LAYERS = ("score", "classifier", "classification_head")
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """What an architecture does to ``hidden @ W.T`` before the softmax: Gemma caps, Cohere multiplies, Granite divides."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> LogitRule:
+        """Read the rule from a model's (text) config."""
+        text = config.get_text_config()
+        scale = float(getattr(text, "logit_scale", None) or 1.0)
+        scale /= float(getattr(text, "logits_scaling", None) or 1.0)
+        return cls(scale, getattr(text, "final_logit_softcapping", None))
+
+
+@dataclass(slots=True)
+class TokenHead:
+    """What to compute at the loss positions; travels through every wrapper to the patched forward as one argument.
+
+    Attributes:
+        rows, columns: ``(N,)`` where the predicting hidden states stand.
+        targets: ``(N,)`` token ids they predict.
+        temperature: Divides the logits before the softmax.
+        need_entropy, entropy_grad, need_correct, need_logits: What else to return.
+        balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    targets: Tensor
+    temperature: float = 1.0
+    need_entropy: bool = False
+    entropy_grad: bool = False
+    need_correct: bool = False
+    need_logits: bool = False
+    balance_over: Tensor | None = None
+
+
+@dataclass(slots=True)
+class ScoreHead:
+    """Read a classification head at some positions: rewards at last tokens, judgements of steps at their ends.
+
+    Attributes:
+        rows, columns: ``(N,)`` where the hidden states stand.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+
+def causal_lm(model: nn.Module) -> nn.Module:
+    """The transformers model (of any task) inside wrappers (DDP, PEFT)."""
+    while hasattr(model, "module") and isinstance(model.module, nn.Module):
+        model = model.module
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def install_token_head(model: nn.Module) -> None:
+    """Teach a model's forward the argument ``token_head`` (a `TokenHead` or `ScoreHead`); without it, nothing changes.
+
+    The forward is patched, not called around, so that DDP, FSDP, DeepSpeed, autocast and PEFT wrappers keep seeing one
+    ordinary forward call. Installing twice is harmless.
+    """
+    inner: Any = causal_lm(model)
+    if getattr(inner.forward, "_posttrain", False):
+        return
+    original = inner.forward
+
+    @functools.wraps(original)
+    def patched(*args: Any, token_head: TokenHead | ScoreHead | None = None, **kwargs: Any) -> Any:
+        if token_head is None:
+            return original(*args, **kwargs)
+        return _head_forward(inner, token_head, *args, **kwargs)
+
+    patched._posttrain = True  # type: ignore[attr-defined]
+    inner.forward = patched
+
+
+def _head_forward(inner: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    kwargs.pop("labels", None)
+    output = inner.base_model(*args, **kwargs)
+    hidden = output.last_hidden_state[head.rows, head.columns]  # (N, H)
+    if isinstance(head, ScoreHead):
+        return {"scores": score(inner, hidden)}
+    result = _project(inner, hidden, head)
+    if head.balance_over is not None:
+        result["aux_loss"] = _balance(inner, output.router_logits, head.balance_over)
+    return result
+
+
+def score_layer(inner: Any) -> Any:
+    """The classification head of a model, by the names that architectures give it; None where there is none."""
+    return next((layer for name in SCORE_LAYERS if (layer := getattr(inner, name, None)) is not None), None)
+
+
+def score(inner: Any, hidden: Tensor) -> Tensor:
+    """``(N, H)`` hidden states to ``(N, labels)`` float32 scores."""
+    dropout = getattr(inner, "dropout", None)
+    return score_layer(inner)(dropout(hidden) if isinstance(dropout, nn.Module) else hidden).float()
+
+
+def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
+    """Log-probs of the targets under the model's own output layer."""
+    layer = inner.get_output_embeddings()
+    layer = (
+        getattr(layer, "modules_to_save", {}).get(getattr(layer, "active_adapter", None) or "default", layer)
+        if (hasattr(layer, "modules_to_save"))
+        else layer
+    )
+    rule = LogitRule.of(inner.config)
+    if type(layer) is nn.Linear and not head.need_logits:
+        out = token_logprobs(
+            hidden,
+            layer.weight,
+            head.targets,
+            bias=layer.bias,
+            logit_scale=rule.scale,
+            softcap=rule.softcap,
+            temperature=head.temperature,
+            need_entropy=head.need_entropy,
+            entropy_grad=head.entropy_grad,
+            need_correct=head.need_correct,
+        )
+        fields = {"logp": out.logp, "entropy": out.entropy, "correct": out.correct}
+        return {name: value for name, value in fields.items() if value is not None}
+    return _dense(layer, hidden, head, rule)
+
+
+def _dense(layer: nn.Module, hidden: Tensor, head: TokenHead, rule: LogitRule) -> dict[str, Tensor]:
+    """The slow path for heads that are not one plain matrix (an adapter on ``lm_head``) and for losses on logits."""
+    logits = layer(hidden).float() * rule.scale
+    if rule.softcap:
+        logits = rule.softcap * torch.tanh(logits / rule.softcap)
+    logits = logits / head.temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
+    result = {"logp": logprobs.gather(-1, head.targets[:, None]).squeeze(-1)}
+    if head.need_entropy:
+        with nullcontext() if head.entropy_grad else torch.no_grad():
+            result["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
+    if head.need_correct:
+        result["correct"] = logits.argmax(-1) == head.targets
+    if head.need_logits:
+        result["logits"] = logits
+    return result
+
+
+def _balance(inner: Any, router_logits: Any, real: Tensor) -> Tensor:
+    """``E sum_e f_e P_e`` over real tokens, all layers pooled: the load-balancing term, unscaled.
+
+    ``f_e`` are assignments per token to expert e and ``P_e`` is its mean probability; top-k at perfect balance.
+
+    Reference: Switch Transformers, arXiv:2101.03961, equation 4.
+    """
+    text = inner.config.get_text_config()
+    top_k = int(getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 2)
+    kept = real.flatten().bool()
+    layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]
+    probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)
+    chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
+    return probabilities.shape[1] * (chosen.mean(0) * probabilities.mean(0)).sum()

@@ -1,0 +1,79 @@
+"""Tokens that a run changes: the eos that ends sequences, the template's own, and what of the model must follow."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import ConfigError, ModelError
+
+__all__ = ["changes_vocabulary", "mirror_eos", "prepare_tokenizer", "train_new_tokens"]
+
+logger = logging.getLogger(__name__)
+
+TEMPLATE_FILES = (".jinja", ".j2")
+
+
+def changes_vocabulary(args: Any) -> bool:
+    """Whether ``chat_template_path`` names a tokenizer to clone, not a file with a template's text."""
+    path = getattr(args, "chat_template_path", None)
+    return path is not None and not str(path).endswith(TEMPLATE_FILES)
+
+
+def prepare_tokenizer(tokenizer: Any, args: Any) -> None:
+    """Apply ``chat_template_path`` (a file) and ``eos_token`` to the tokenizer, before any row is tokenised.
+
+    Raises:
+        ConfigError: A template file that does not exist; an eos token that is not in the vocabulary.
+    """
+    path = getattr(args, "chat_template_path", None)
+    if path is not None and not changes_vocabulary(args):
+        if not Path(path).is_file():
+            raise ConfigError(f"chat_template_path={path!r}: there is no such file.")
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+    eos = getattr(args, "eos_token", None)
+    if eos is not None:
+        if eos not in tokenizer.get_vocab():
+            raise ConfigError(
+                f"eos_token={eos!r} is not in the vocabulary of {type(tokenizer).__name__} ({len(tokenizer)} tokens). Choose one "
+                "that is, or add it to the tokenizer and resize the model first."
+            )
+        tokenizer.eos_token = eos
+
+
+def mirror_eos(tokenizer: Any, model: Any, args: Any) -> None:
+    """Tell the model's config of an ``eos_token`` that was asked for, so that generation stops where training ended."""
+    if getattr(args, "eos_token", None) is None:
+        return
+    eos = tokenizer.eos_token_id
+    model.config.get_text_config().eos_token_id = eos
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        known = generation.eos_token_id
+        known = [] if known is None else [known] if isinstance(known, int) else list(known)
+        generation.eos_token_id = known if eos in known else [*known, eos]
+
+
+def train_new_tokens(peft_config: Any, model: Any, added: list[int]) -> Any:
+    """An adapter config that also trains the embeddings of tokens that were just added; the caller's is not changed."""
+    if peft_config is None or not added or getattr(peft_config, "is_prompt_learning", False):
+        return peft_config
+    config = copy.deepcopy(peft_config)
+    embedding = model.get_input_embeddings()
+    name = next((n.split(".")[-1] for n, module in model.named_modules() if module is embedding), None)
+    if name is None:
+        raise ModelError(
+            f"the embedding of {type(model).__name__} cannot be found by name; train its new tokens in full."
+        )
+    indices = config.trainable_token_indices or {}
+    if isinstance(indices, list):
+        indices = {name: indices}
+    config.trainable_token_indices = {**indices, name: sorted({*indices.get(name, []), *added})}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    if head is not None and not tied and "lm_head" not in (config.modules_to_save or []):
+        logger.warning("new tokens were added: lm_head is trained and saved in full beside the adapter.")
+        config.modules_to_save = [*(config.modules_to_save or []), "lm_head"]
+    return config
