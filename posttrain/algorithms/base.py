@@ -62,6 +62,7 @@ class PostTrainer(EvaluationMixin, transformers.Trainer):
     _tag_names: ClassVar[list[str]] = ["posttrain"]
     _name: ClassVar[str] = "post-training"
     _suffix: ClassVar[str] = "posttrain"
+    _bad_steps = 0
 
     def __init__(
         self,
@@ -95,7 +96,6 @@ class PostTrainer(EvaluationMixin, transformers.Trainer):
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self.counters: dict[str, float] = {"num_tokens": 0.0}
         self._window_start: float | None = None
-        self._bad_steps = 0
         self.router_coefficient = router_coefficient(model, args)
         super().__init__(
             model=model,
