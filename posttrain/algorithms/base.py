@@ -34,6 +34,7 @@ from posttrain.models.load import (
     resolve_pad_token,
     wrap_with_peft,
 )
+from posttrain.models.offload import check_offloading, get_act_offloading_ctx_manager
 from posttrain.models.parallel import main_process_first
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.models.vocabulary import changes_vocabulary, mirror_eos, prepare_tokenizer, train_new_tokens
@@ -148,6 +149,7 @@ class PostTrainer(EvaluationMixin, transformers.Trainer):
             if args.max_steps <= 0:
                 raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
             args.accelerator_config.dispatch_batches = False
+        check_offloading(args)
         check_writable(args.output_dir)
         check_model_source(model)
 
@@ -261,11 +263,12 @@ class PostTrainer(EvaluationMixin, transformers.Trainer):
         """Forward and backward over the batches of one micro-batch; returns their summed loss."""
         model.train()
         total = torch.zeros((), device=self.args.device)
+        offloading = get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
         passes = parallel.equal_passes(len(inputs), self.accelerator)
         for index in range(passes):
             batch = inputs[min(index, len(inputs) - 1)].to(self.args.device)
             idle = index >= len(inputs)  # Only to keep collectives equal over ranks.
-            with parallel.no_sync(model, last=index == passes - 1):
+            with offloading, parallel.no_sync(model, last=index == passes - 1):
                 with self.compute_loss_context_manager():
                     loss = self.compute_loss(model, batch) * (0.0 if idle else 1.0)
                 self.accelerator.backward(loss)

@@ -45,6 +45,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
         default=None,
         metadata={"help": "Weight of the load-balancing term of mixtures of experts. None: the model's own; 0: none."},
     )
+    activation_offloading: bool = field(
+        default=False, metadata={"help": "Keep activations in the host's memory between forward and backward (CUDA)."}
+    )
     disable_dropout: bool = field(default=False, metadata={"help": "Set every dropout to 0."})
     max_row_tokens: int | None = field(
         default=None,

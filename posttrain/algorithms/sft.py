@@ -76,9 +76,6 @@ class SFTConfig(PostTrainingConfig):
     )
     shuffle_dataset: bool = field(default=False, metadata={"help": "Shuffle once before training."})
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
-    activation_offloading: bool = field(
-        default=False, metadata={"help": "Keep activations in the host's memory between forward and backward (CUDA)."}
-    )
 
     def __post_init__(self) -> None:
         self._rename_deprecated()

@@ -1,0 +1,42 @@
+"""Activation offloading changes where activations wait, and nothing else."""
+
+import pytest
+import torch
+
+from posttrain.errors import ConfigError
+from posttrain.models.offload import OffloadActivations, get_act_offloading_ctx_manager
+from tests.algorithms.helpers import sft
+
+
+def gradients(model, context):
+    model.zero_grad()
+    ids = torch.arange(12).view(2, 6)
+    with context:
+        logits = model(input_ids=ids, use_cache=False).logits
+        expanded = logits.mean(-1, keepdim=True).expand_as(logits)  # A stride of zero, and a view with an offset.
+        ((logits - expanded)[:, 1:] ** 2).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_gradients_are_bitwise_equal_with_and_without(tiny_model):
+    plain = gradients(tiny_model, get_act_offloading_ctx_manager(tiny_model, enabled=False))
+    hooks = OffloadActivations(device_type="cpu", min_offload_size=1)
+    for _ in range(2):
+        for a, b in zip(plain, gradients(tiny_model, hooks), strict=True):
+            assert torch.equal(a, b)
+    assert hooks.offloaded_bytes > 10_000
+
+
+def test_parameters_and_small_tensors_stay():
+    weight = torch.nn.Parameter(torch.ones(100))
+    hooks = OffloadActivations(device_type="cpu", min_offload_size=64, kept=frozenset({weight.untyped_storage().data_ptr()}))
+    with hooks:
+        (weight * torch.ones(8).sum()).exp().sum().backward()
+    assert hooks.offloaded_bytes == 400  # The exponential's own output, and nothing else.
+    with pytest.raises(ConfigError, match="min_offload_size=-1"):
+        OffloadActivations(min_offload_size=-1)
+
+
+def test_it_is_refused_on_a_cpu_before_the_model_loads(tiny_tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="activation_offloading=True .* on the CPU"):
+        sft(tmp_path, tiny_tokenizer, activation_offloading=True)
