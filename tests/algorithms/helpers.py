@@ -68,6 +68,17 @@ def grpo(folder, tokenizer, model=None, engine=None, rewards=count_a, data=None,
     )
 
 
+KEYWORDS = (
+    "eval_dataset",
+    "peft_config",
+    "compute_loss_func",
+    "compute_metrics",
+    "preprocess_logits_for_metrics",
+    "callbacks",
+    "formatting_func",
+)
+
+
 def chats(count=12):
     """Prompt-completion rows of uneven lengths."""
     return datasets.Dataset.from_list(
@@ -88,7 +99,7 @@ def sft(folder, tokenizer, model=None, data=None, **settings):
         "disable_tqdm": True,
         "lr_scheduler_type": "constant",
     }
-    keys = {k: settings.pop(k) for k in ("eval_dataset", "peft_config") if k in settings}
+    keys = {k: settings.pop(k) for k in KEYWORDS if k in settings}
     args = SFTConfig(str(folder), **(base | settings))
     return SFTTrainer(
         model or build_model(len(tokenizer)),

@@ -29,7 +29,9 @@ def test_gradients_are_bitwise_equal_with_and_without(tiny_model):
 
 def test_parameters_and_small_tensors_stay():
     weight = torch.nn.Parameter(torch.ones(100))
-    hooks = OffloadActivations(device_type="cpu", min_offload_size=64, kept=frozenset({weight.untyped_storage().data_ptr()}))
+    hooks = OffloadActivations(
+        device_type="cpu", min_offload_size=64, kept=frozenset({weight.untyped_storage().data_ptr()})
+    )
     with hooks:
         (weight * torch.ones(8).sum()).exp().sum().backward()
     assert hooks.offloaded_bytes == 400  # The exponential's own output, and nothing else.

@@ -1,0 +1,262 @@
+"""`posttrain inspect`: the rows it shows are the rows that training makes, from the same file, without a weight read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli import inspect as command
+from posttrain.cli import train
+from posttrain.errors import ConfigError, DataError
+from posttrain.types import Row
+
+NAMES = ("--rows", "--examples", "--html")
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def folder(tiny_model_dir, tmp_path, monkeypatch):
+    """A working directory with data, configs, and a model folder that has no weights to read."""
+    monkeypatch.chdir(tmp_path)
+    (Path(tiny_model_dir) / "model.safetensors").unlink()
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i} + 1?"},
+                {"role": "assistant", "content": f"The sum is {i + 1}"},
+            ]
+        }
+        for i in range(12)
+    ]
+    write_jsonl(tmp_path / "chats.jsonl", chats)
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(8)])
+    shared = f"model_name_or_path: {tiny_model_dir}\noutput_dir: out\nbf16: false\nreport_to: none\n"
+    (tmp_path / "sft.yaml").write_text(
+        shared + "dataset_name: chats.jsonl\nassistant_only_loss: true\nper_device_train_batch_size: 4\n"
+    )
+    (tmp_path / "grpo.yaml").write_text(
+        shared + "dataset_name: prompts.jsonl\nnum_generations: 4\nper_device_train_batch_size: 4\n"
+        "reward_funcs: think_format_reward\n"
+    )
+    return tmp_path
+
+
+def summary_of(name, argv, **kwargs):
+    return command.inspect_rows(name, train.parser_for(name).parse_args_and_config(argv), **kwargs)
+
+
+def shown_text(shown, *, trained=None):
+    return "".join(piece.text for piece in shown.pieces if trained is None or piece.trained == trained)
+
+
+def test_sft_rows_are_shown_with_what_the_assistant_says_marked(folder, capsys):
+    assert command.run(["sft", "--config", "sft.yaml", "--rows", "2", "--html", "page.html"]) == 0
+    out = capsys.readouterr().out
+    assert "sft: all 12 examples of split 'train'" in out
+    assert "[[The sum is 1<|im_end|>]]" in out
+    assert "row 6" in out and "row 1:" not in out
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>") and "DATA-" not in page
+
+
+def test_flags_win_over_the_file_as_in_training(folder, capsys):
+    assert command.run(["sft", "--config=sft.yaml", "--max_length", "18"]) == 0
+    out = capsys.readouterr().out
+    assert "DATA-TRUNCATED 12 of 12 rows" in out
+    assert "limit of 18 tokens" in out
+
+
+def test_nothing_is_written_and_no_training_directory_is_made(folder):
+    before = {path.relative_to(folder) for path in folder.rglob("*")}
+    command.run(["sft", "--config", "sft.yaml"])
+    command.run(["grpo", "--config", "grpo.yaml"])
+    assert {path.relative_to(folder) for path in folder.rglob("*")} == before
+
+
+def test_grpo_shows_the_prompts_with_their_generation_prompt(folder):
+    summary = summary_of("grpo", ["--config", "grpo.yaml"], show=1)
+    assert summary.prompts_only
+    assert summary.rows == 8
+    assert shown_text(summary.shown[0]) == "<|im_start|>user\n0?<|im_end|>\n<|im_start|>assistant\n"
+    assert summary.batch_size == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"assistant_only_loss": True},
+        {"max_length": 14},
+        {"max_length": 20, "truncation_mode": "keep_end"},
+        {"max_length": 64, "packing": True},
+    ],
+)
+def test_the_rows_are_those_that_the_trainer_trains_on(tiny_model, tiny_tokenizer, tmp_path, options):
+    import datasets
+
+    from posttrain import SFTConfig, SFTTrainer
+
+    chats = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "It is " + "1" * i}]}
+        for i in range(6)
+    ]
+    dataset = datasets.Dataset.from_list(chats)
+    config = SFTConfig(str(tmp_path / "o"), report_to="none", bf16=False, **options)
+    trainer = SFTTrainer(tiny_model, config, train_dataset=dataset, processing_class=tiny_tokenizer)
+    trained = trainer.rows(list(trainer.train_dataset))
+    assert command.ROWS["sft"](dataset, tiny_tokenizer, config) == trained
+    assert sum(map(sum, (mask for row in trained for mask in row.loss_masks)))
+
+
+def test_packed_rows_come_apart_into_their_documents(folder):
+    argv = ["--config", "sft.yaml", "--packing", "True", "--max_length", "200"]
+    packed, plain = summary_of("sft", argv), summary_of("sft", argv[:2])
+    assert (packed.rows, packed.tokens, packed.trained_tokens) == (plain.rows, plain.tokens, plain.trained_tokens)
+
+
+def test_the_tokenizer_is_changed_as_training_changes_it(folder):
+    """A template file and an eos token of the config, and a tokenizer to clone, all without the model."""
+    (folder / "t.jinja").write_text(
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|endoftext|>"
+        "{% endgeneration %}{% else %}Q: {{ m['content'] }} A: {% endif %}{% endfor %}"
+    )
+    argv = ["--config", "sft.yaml", "--chat_template_path", "t.jinja", "--eos_token", "<|endoftext|>"]
+    shown = summary_of("sft", argv).shown[0]
+    assert shown_text(shown) == "Q: 0 + 1? A: The sum is 1<|endoftext|>"
+    assert shown.eos == 1
+
+    from tests.conftest import build_tokenizer
+
+    other = build_tokenizer()
+    other.add_special_tokens({"eos_token": "<|bye|>"})
+    other.chat_template = other.chat_template.replace("<|im_end|>", "<|bye|>")
+    other.save_pretrained(folder / "other")
+    shown = summary_of("sft", ["--config", "sft.yaml", "--chat_template_path", "other"]).shown[0]
+    assert shown_text(shown, trained=True) == "The sum is 1<|bye|>"
+    assert shown.eos == 2
+
+
+def test_the_prompts_are_those_that_the_engine_gets(tiny_tokenizer):
+    import datasets
+
+    from posttrain import GRPOConfig
+
+    chats = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(3)])
+    config = GRPOConfig("o", report_to="none", bf16=False, num_generations=2, per_device_train_batch_size=2)
+    rows = command.ROWS["grpo"](chats, tiny_tokenizer, config)
+    expected = [
+        tiny_tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in chats
+    ]
+    assert rows == [Row(ids, [], []) for ids in expected]
+
+
+def test_a_large_dataset_is_sampled_the_same_way_each_time(folder):
+    argv = ["--config", "sft.yaml"]
+    first, again = (summary_of("sft", argv, examples=5, show=5) for _ in range(2))
+    assert first.rows == 5
+    assert "5 of 12 examples" in first.title
+    assert first.shown == again.shown
+    numbers = [int(shown_text(shown).split("user\n")[1].split(" +")[0]) for shown in first.shown]
+    assert numbers == sorted(numbers) and numbers != list(range(5)), "drawn from the whole set, in its order"
+
+
+def test_a_stream_is_inspected_from_its_start(folder):
+    summary = summary_of("sft", ["--config", "sft.yaml", "--dataset_streaming", "True", "--max_steps", "1"], examples=3)
+    assert "the first 3 examples" in summary.title
+    assert summary.rows == 3
+
+
+def test_rows_that_training_would_leave_out_are_a_finding(folder):
+    rows = [{"prompt": "the sum of ", "completion": "x"}, {"prompt": "a number " * 30, "completion": "x"}]
+    write_jsonl(folder / "pairs.jsonl", rows)
+    argv = ["--config", "sft.yaml", "--dataset_name", "pairs.jsonl", "--assistant_only_loss", "False"]
+    summary = summary_of("sft", [*argv, "--max_length", "20"])
+    dropped = [finding for finding in summary.findings if finding.code == "DATA-DROPPED"]
+    assert "1 of 2 rows (50 %)" in dropped[0].what
+
+
+def test_findings_about_broken_rows_reach_the_terminal_and_the_page(folder, capsys):
+    row = {"input_ids": [1, 1, 50, 51, 2, 2], "labels": [-100, -100, 50, 51, 2, 2]}
+    write_jsonl(folder / "ids.jsonl", [row, row])
+    argv = ["--dataset_name", "ids.jsonl", "--dataset_kwargs", '{"skip_prepare_dataset": true}']
+    argv += ["--assistant_only_loss", "False", "--html", "page.html"]
+    assert command.run(["sft", "--config", "sft.yaml", *argv]) == 0
+    for text in (capsys.readouterr().out, (folder / "page.html").read_text(encoding="utf-8")):
+        for code in ("DATA-BOS-DOUBLE", "DATA-EOS-DOUBLE", "DATA-DUPLICATE"):
+            assert code in text
+
+
+def test_shifted_labels_are_refused_as_in_training(folder):
+    write_jsonl(folder / "ids.jsonl", [{"input_ids": [50, 51, 2], "labels": [51, 2, -100]}])
+    argv = ["--config", "sft.yaml", "--dataset_name", "ids.jsonl", "--assistant_only_loss", "False"]
+    argv += ["--dataset_kwargs", '{"skip_prepare_dataset": true}']
+    with pytest.raises(DataError, match="labels are not shifted"):
+        summary_of("sft", argv)
+
+
+def test_another_command_registers_how_its_examples_become_rows(folder, monkeypatch, capsys):
+    monkeypatch.setattr(command, "ROWS", dict(command.ROWS))
+
+    def pairs(examples, tokenizer, config):
+        return [Row([50], [[51, 2], [51, 2]], [[1, 1], [1, 1]]) for _ in examples]
+
+    command.register("sft", pairs)
+    assert command.run(["sft", "--config", "sft.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "DATA-PAIR-IDENTICAL 12 of 12 rows" in out
+    assert "completion 2 of 2" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["sfd", "--config", "sft.yaml"], r"command='sfd' is not known \(did you mean 'sft'\?\)"),
+        (["sft", "--config", "sft.yaml", "--rows", "0"], "--rows 0: give at least 1"),
+        (["sft", "--config", "sft.yaml", "--examples", "-3"], "--examples -3"),
+        (["sft", "--config", "sft.yaml", "--html", "no/such/page.html"], "folder 'no/such' does not exist"),
+        (["sft", "--config", "sft.yaml", "--max_lenght", "9"], r"did you mean 'max_length'"),
+        (["sft", "--dataset_name", "chats.jsonl"], "--model_name_or_path is missing"),
+    ],
+)
+def test_wrong_usage_is_told_with_the_way_out(folder, argv, message):
+    with pytest.raises(ConfigError, match=message):
+        command.run(argv)
+
+
+def test_launcher_flags_of_a_config_are_accepted_and_change_nothing(folder, capsys):
+    assert command.run(["sft", "--config", "sft.yaml", "--num_processes", "2", "--accelerate_config", "fsdp2"]) == 0
+    assert "all 12 examples" in capsys.readouterr().out
+
+
+def test_no_command_is_wrong_usage_and_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.run([])
+    assert stop.value.code == 2
+    with pytest.raises(SystemExit) as stop:
+        command.run(["--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in (*command.ROWS, *NAMES))
+
+
+def test_no_training_option_has_the_name_of_an_inspect_option():
+    for name in train.COMMANDS:
+        fields = train.parser_for(name).fields
+        assert not {option.lstrip("-") for option in NAMES} & set(fields)
+
+
+def test_progress_bars_are_off_while_rows_are_made_and_on_again_after(folder, monkeypatch):
+    import datasets
+
+    seen = []
+    real = command.ROWS["sft"]
+    monkeypatch.setitem(
+        command.ROWS, "sft", lambda *a: (seen.append(datasets.are_progress_bars_disabled()), real(*a))[1]
+    )
+    datasets.enable_progress_bars()
+    summary_of("sft", ["--config", "sft.yaml"])
+    assert seen == [True]
+    assert not datasets.are_progress_bars_disabled()
