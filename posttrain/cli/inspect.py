@@ -1,0 +1,217 @@
+"""`posttrain inspect sft --config x.yaml`: the rows a training command would train on, before it costs anything.
+
+Data and tokenizer come from the same file and flags as the training command; no weight is read and nothing is written but
+the file that ``--html`` names. A command is inspected once it has registered how its examples become rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli import train
+from posttrain.errors import ConfigError, DataError, check_choice
+from posttrain.types import Row
+
+if TYPE_CHECKING:
+    from posttrain.report.inspect import Summary
+
+__all__ = ["ROWS", "RowsFunction", "inspect_rows", "prompt_rows", "register", "run", "sft_rows"]
+
+EXAMPLES = 1000
+
+# Examples (a datasets.Dataset of the sampled ones), tokenizer and config of the command to rows.
+RowsFunction = Callable[[Any, Any, Any], list[Row]]
+
+ROWS: dict[str, RowsFunction] = {}
+
+
+def register(name: str, function: RowsFunction) -> None:
+    """Say how the examples of a training command become rows; a later call replaces an earlier one.
+
+    >>> register("dpo", lambda examples, tokenizer, config: [])
+    >>> ROWS.pop("dpo")(None, None, None)
+    []
+    """
+    ROWS[name] = function
+
+
+def sft_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
+    """Rows of supervised fine-tuning: one completion each, without a prompt of its own; packed rows come apart."""
+    from posttrain.data.supervised import IGNORED, check_prepared, prepare_sft_dataset
+
+    if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        check_prepared(examples, "train")
+        prepared = examples
+    else:
+        prepared, _ = prepare_sft_dataset(
+            examples, tokenizer, config.supervised_options(training=True), seed=config.seed
+        )
+    rows = []
+    for index, example in enumerate(prepared):
+        ids = example["input_ids"]
+        labels = example.get("labels") or ids
+        if any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
+            raise DataError(f"row {index}: a label is neither its token nor {IGNORED}; labels are not shifted.")
+        edges = [0, *itertools.accumulate(example.get("seq_lengths") or [len(ids)])]
+        for start, stop in itertools.pairwise(edges):
+            mask = [int(label != IGNORED) for label in labels[start:stop]]
+            rows.append(Row([], [ids[start:stop]], [mask]))
+    return rows
+
+
+def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
+    """Rows of a method that samples its completions: prompts alone, as the engine will see them."""
+    from posttrain.data.prompts import check_prompts
+    from posttrain.data.tokenize import tokenize_prompts
+
+    check_prompts(examples, "train_dataset", tokenizer)
+    kwargs = config.chat_template_kwargs or {}
+    return [Row(ids, [], []) for ids in tokenize_prompts(list(examples), tokenizer, chat_template_kwargs=kwargs)]
+
+
+register("sft", sft_rows)
+register("grpo", prompt_rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="posttrain inspect",
+        usage="posttrain inspect COMMAND --config FILE.yaml [--rows N] [--examples N] [--html FILE] [options of COMMAND]",
+        description="Show what the model will really see: rows as text with the trained tokens coloured, lengths, padding, "
+        "special tokens, and everything the checks find. Loads the tokenizer and no weights.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("command", metavar="COMMAND", help="a training command: " + ", ".join(sorted(ROWS)))
+    parser.add_argument("--rows", type=int, default=8, metavar="N", help="rows to show as text (8)")
+    parser.add_argument(
+        "--examples", type=int, default=EXAMPLES, metavar="N", help=f"examples to analyse, at most ({EXAMPLES})"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write one self-contained HTML file as well")
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """Inspect as ``argv`` says.
+
+    Returns:
+        0, whatever was found: this command shows, it does not judge.
+    """
+    options, rest = _parser().parse_known_args(argv)
+    check_choice("command", options.command, sorted(ROWS))
+    for name in ("rows", "examples"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)}: give at least 1.")
+    if options.html and not Path(options.html).absolute().parent.is_dir():
+        raise ConfigError(f"--html {options.html}: the folder {str(Path(options.html).parent)!r} does not exist.")
+    rest, _ = train._accelerate_shortcut(rest)  # Which accelerator would train does not change the rows.
+    *parsed, unknown = train.parser_for(options.command).parse_args_and_config(rest, return_remaining_strings=True)
+    train._launch_flags(unknown, options.command)
+    summary = inspect_rows(options.command, parsed, show=options.rows, examples=options.examples)
+
+    from posttrain.report.inspect import to_console, to_html
+
+    to_console(summary)
+    if options.html:
+        Path(options.html).write_text(to_html(summary), encoding="utf-8")
+    return 0
+
+
+def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: int = EXAMPLES) -> Summary:
+    """The summary of what command ``name`` would train on.
+
+    Args:
+        name: A registered command.
+        parsed: What its parser returned: data, config, model and mixture arguments.
+        show: Rows to show as text.
+        examples: How many to analyse, at most; drawn with the run's seed.
+
+    Raises:
+        ConfigError: No model or no data is named. DataError: Data that cannot be tokenised, or none.
+    """
+    from posttrain.checks.rows import check_rows, dropped_rows
+    from posttrain.report.inspect import summarise
+
+    script_args, config, model_args, mixture = parsed
+    tokenizer = _tokenizer(model_args, config)
+    split = train._train_split(script_args, mixture)
+    with _no_progress_bars():
+        dataset = train._datasets(script_args, mixture, config)[split]
+        drawn, total = _drawn(dataset, examples, config.seed)
+        rows = ROWS[name](drawn, tokenizer, config)
+    limit = getattr(config, "max_length", None)
+    dropped = dropped_rows(len(drawn), len(rows))
+    seen = f"{len(drawn):,}"
+    part = f"the first {seen}" if total is None else f"all {seen}" if total == len(drawn) else f"{seen} of {total:,}"
+    return summarise(
+        rows,
+        tokenizer,
+        limit=limit,
+        findings=[*([dropped] if dropped else []), *check_rows(rows, tokenizer, limit=limit)],
+        show=show,
+        batch_size=config.per_device_train_batch_size,
+        title=f"{name}: {part} examples of split {split!r}, tokenised as {model_args.model_name_or_path}",
+    )
+
+
+def _tokenizer(model_args: Any, config: Any) -> Any:
+    """The tokenizer as training has it when it reads its rows."""
+    from posttrain.models.load import check_model_source, load_tokenizer, resolve_pad_token
+    from posttrain.models.vocabulary import changes_vocabulary, prepare_tokenizer
+
+    source = model_args.model_name_or_path
+    if not source:
+        raise ConfigError("--model_name_or_path is missing: whose tokenizer shall read the rows?")
+    check_model_source(source)
+    trust = config.trust_remote_code
+    tokenizer = load_tokenizer(source, trust_remote_code=trust, revision=model_args.model_revision)
+    if changes_vocabulary(config):
+        _clone_tokens(tokenizer, load_tokenizer(config.chat_template_path, trust_remote_code=trust))
+    prepare_tokenizer(tokenizer, config)
+    resolve_pad_token(tokenizer)
+    return tokenizer
+
+
+def _clone_tokens(tokenizer: Any, other: Any) -> None:
+    """Template, added tokens and eos of another tokenizer; the embeddings that training adds change no row."""
+    known = tokenizer.get_vocab()
+    tokenizer.chat_template = other.chat_template
+    tokenizer.add_tokens([token for token in other.added_tokens_decoder.values() if token.content not in known])
+    tokenizer.eos_token = other.eos_token
+
+
+def _drawn(dataset: Any, count: int, seed: int) -> tuple[Any, int | None]:
+    """Up to ``count`` examples in the order of the dataset, in memory, and how many there are (None of a stream)."""
+    import datasets
+
+    streaming = isinstance(dataset, datasets.IterableDataset)
+    if streaming:
+        examples, total = list(itertools.islice(dataset, count)), None
+    else:
+        total = len(dataset)
+        indices = sorted(random.Random(seed).sample(range(total), min(count, total)))
+        examples = list(dataset.select(indices))
+    if not examples:
+        raise DataError("the dataset is empty: there is nothing to inspect.")
+    # A dataset of its own in memory: preparing it leaves no cache file behind.
+    return datasets.Dataset.from_list(examples, features=dataset.features), total
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Reading and preparing a thousand rows takes a second; bars would only hide what is shown."""
+    import datasets
+
+    if datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()

@@ -1,0 +1,306 @@
+"""Rows to numbers and pieces of text: everything the two renderings show, computed once."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import DataError
+from posttrain.report.inspect.pieces import Piece, pieces_of
+from posttrain.types import Finding, Row
+
+__all__ = ["Bin", "Shown", "SpecialToken", "Summary", "facts", "row_title", "summarise"]
+
+BINS = 12
+ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One sequence (a prompt and one completion) to look at.
+
+    Attributes:
+        row, completion: Which one; ``completion`` is None for a prompt alone.
+        completions: How many the row has.
+        pieces: The text.
+        tokens, trained: Counts.
+        bos, eos: How often each stands in it.
+    """
+
+    row: int
+    completion: int | None
+    completions: int
+    pieces: list[Piece]
+    tokens: int
+    trained: int
+    bos: int
+    eos: int
+
+
+@dataclass(frozen=True)
+class SpecialToken:
+    """How often a special token stands in the rows.
+
+    Attributes:
+        text, id, role: Which one.
+        total, trained: Occurrences over all sequences, and those the loss sees.
+        least, most: Occurrences in one sequence.
+    """
+
+    text: str
+    id: int
+    role: str
+    total: int
+    trained: int
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Bin:
+    """``count`` sequences of ``low`` to ``high`` tokens, both included."""
+
+    low: int
+    high: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a list of rows looks like to a model.
+
+    Attributes:
+        title: Which command and data.
+        rows: How many were looked at.
+        sequences: Prompts with one completion each, over all rows.
+        prompts_only: Whether no row has a completion yet (they are sampled during training).
+        tokens, trained_tokens: Over all sequences; a first token is never trained, nothing predicts it.
+        lengths: Tokens of a sequence: ``min``, ``median``, ``mean``, ``p95``, ``max``.
+        histogram: Lengths in equal steps.
+        limit: Tokens at which sequences are cut, or None.
+        truncated: Sequences as long as the limit.
+        duplicates: Rows that repeat an earlier one.
+        batch_size: Rows of the batch that ``padding_share`` speaks of.
+        padding_share: Share of padding in shuffled batches padded to their longest sequence, in [0, 1].
+        special: Special tokens that occur, the most frequent first.
+        shown: A few sequences.
+        findings: What the checks found.
+    """
+
+    title: str
+    rows: int
+    sequences: int
+    prompts_only: bool
+    tokens: int
+    trained_tokens: int
+    lengths: dict[str, float]
+    histogram: list[Bin]
+    limit: int | None
+    truncated: int
+    duplicates: int
+    batch_size: int
+    padding_share: float
+    special: list[SpecialToken]
+    shown: list[Shown]
+    findings: list[Finding]
+
+    @property
+    def trained_share(self) -> float:
+        """Trained tokens over tokens."""
+        return self.trained_tokens / max(self.tokens, 1)
+
+    @property
+    def truncated_share(self) -> float:
+        """Sequences that reach the limit over sequences."""
+        return self.truncated / self.sequences
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """One sequence with its mask, of row ``row``."""
+
+    row: int
+    completion: int | None
+    ids: list[int]
+    trained: list[bool]
+
+
+def _flatten(rows: Sequence[Row]) -> Iterator[_Flat]:
+    for index, row in enumerate(rows):
+        prompt = list(row.prompt_ids)
+        if not row.completions:
+            yield _Flat(index, None, prompt, [False] * len(prompt))
+        for number, (completion, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
+            ids = [*prompt, *completion]
+            flags = [False] * len(prompt) + list(map(bool, mask))
+            yield _Flat(index, number, ids, [flag and at > 0 for at, flag in enumerate(flags)])
+
+
+def summarise(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    limit: int | None = None,
+    findings: Sequence[Finding] = (),
+    show: int = 8,
+    batch_size: int = 8,
+    title: str = "rows",
+) -> Summary:
+    """Look at tokenised rows of any method.
+
+    Args:
+        rows: At least one row; not changed.
+        tokenizer: The tokenizer they were made with.
+        limit: Tokens at which sequences were cut, or None.
+        findings: What the checks found, shown beside the numbers.
+        show: How many rows to show as text, spread evenly over the list.
+        batch_size: Rows of a batch, for the share of padding.
+        title: Heading.
+
+    Raises:
+        DataError: There are no rows.
+    """
+    if not rows:
+        raise DataError("there are no rows to look at: the list is empty.")
+    flat = list(_flatten(rows))
+    sizes = [len(item.ids) for item in flat]
+    roles = _roles(tokenizer)
+    keys = Counter(repr((row.prompt_ids, row.completions, row.loss_masks)) for row in rows)
+    wanted = {len(rows) * k // min(show, len(rows)) for k in range(min(show, len(rows)))}
+    return Summary(
+        title=title,
+        rows=len(rows),
+        sequences=len(flat),
+        prompts_only=all(item.completion is None for item in flat),
+        tokens=sum(sizes),
+        trained_tokens=sum(sum(item.trained) for item in flat),
+        lengths=_quantiles(sizes),
+        histogram=_histogram(sizes),
+        limit=limit,
+        truncated=0 if limit is None else sum(size >= limit for size in sizes),
+        duplicates=len(rows) - len(keys),
+        batch_size=batch_size,
+        padding_share=_padding_share(flat, len(rows), batch_size),
+        special=_special_tokens(flat, tokenizer, roles),
+        shown=[_shown(item, len(rows[item.row].completions), tokenizer, roles) for item in flat if item.row in wanted],
+        findings=list(findings),
+    )
+
+
+def _quantiles(sizes: list[int]) -> dict[str, float]:
+    ordered = sorted(sizes)
+    return {
+        "min": ordered[0],
+        "median": statistics.median(ordered),
+        "mean": statistics.fmean(ordered),
+        "p95": ordered[-(-95 * len(ordered) // 100) - 1],
+        "max": ordered[-1],
+    }
+
+
+def _histogram(sizes: list[int]) -> list[Bin]:
+    low, high = min(sizes), max(sizes)
+    width = -(-(high - low + 1) // BINS)
+    counts = Counter((size - low) // width for size in sizes)
+    edges = range(low, high + 1, width)
+    return [Bin(edge, min(edge + width - 1, high), counts[k]) for k, edge in enumerate(edges)]
+
+
+def _padding_share(flat: list[_Flat], rows: int, batch_size: int) -> float:
+    """Over one epoch in a shuffled order, as training reads it."""
+    sizes: dict[int, list[int]] = {}
+    for item in flat:
+        sizes.setdefault(item.row, []).append(len(item.ids))
+    order = list(range(rows))
+    random.Random(0).shuffle(order)
+    real = padded = 0
+    for start in range(0, rows, batch_size):
+        batch = [size for index in order[start : start + batch_size] for size in sizes[index]]
+        real += sum(batch)
+        padded += max(batch) * len(batch)
+    return 1 - real / padded if padded else 0.0
+
+
+# Special tokens and text ------------------------------------------------------------------------------------------------
+
+
+def _roles(tokenizer: Any) -> dict[int, str]:
+    """Id to what a special token is for; one token may have several uses."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+    uses: dict[int, list[str]] = {i: [] for i in special}
+    for role in ROLES:
+        token = getattr(tokenizer, f"{role}_token_id", None)
+        if token is not None:
+            uses.setdefault(token, []).append(role)
+    return {i: ", ".join(names) or "special" for i, names in uses.items()}
+
+
+def _special_tokens(flat: list[_Flat], tokenizer: Any, roles: dict[int, str]) -> list[SpecialToken]:
+    counts = [Counter(i for i in item.ids if i in roles) for item in flat]
+    trained = Counter(i for item in flat for i, flag in zip(item.ids, item.trained, strict=True) if flag)
+    totals = sum(counts, Counter())
+    # Bos and eos are listed also when they are absent: that they are is what one wants to see.
+    listed = set(totals) | {i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None}
+    found = [
+        SpecialToken(
+            str(tokenizer.convert_ids_to_tokens(i)),
+            i,
+            roles[i],
+            totals[i],
+            trained[i],
+            min(count[i] for count in counts),
+            max(count[i] for count in counts),
+        )
+        for i in listed
+    ]
+    return sorted(found, key=lambda token: (-token.total, token.id))
+
+
+def _shown(item: _Flat, completions: int, tokenizer: Any, roles: dict[int, str]) -> Shown:
+    return Shown(
+        row=item.row,
+        completion=item.completion,
+        completions=completions,
+        pieces=list(pieces_of(item.ids, item.trained, tokenizer, roles)),
+        tokens=len(item.ids),
+        trained=sum(item.trained),
+        bos=item.ids.count(tokenizer.bos_token_id),
+        eos=item.ids.count(tokenizer.eos_token_id),
+    )
+
+
+# Words that both renderings share ----------------------------------------------------------------------------------------
+
+
+def facts(summary: Summary) -> dict[str, str]:
+    """The numbers as label and text, shared by both renderings."""
+    lengths = summary.lengths
+    each = " (completions are sampled during training)" if summary.prompts_only else ""
+    found = {
+        "rows": f"{summary.rows:,}" + (f" with {summary.sequences:,} sequences" * (summary.sequences > summary.rows)),
+        "tokens": f"{summary.tokens:,}{each}",
+        "length": ", ".join(f"{name} {value:,.4g}" for name, value in lengths.items()),
+        "padding": f"{summary.padding_share:.1%} of a shuffled batch of {summary.batch_size} rows, if it were padded",
+        "repeated": f"{summary.duplicates:,} of the rows",
+    }
+    if not summary.prompts_only:
+        found["trained"] = f"{summary.trained_tokens:,} tokens, {summary.trained_share:.1%}"
+    if summary.limit is not None:
+        found["cut"] = (
+            f"{summary.truncated:,} sequences ({summary.truncated_share:.1%}) reach the limit of {summary.limit:,} tokens"
+        )
+    return found
+
+
+def row_title(shown: Shown) -> str:
+    """Which sequence, and its counts."""
+    which = f"row {shown.row}"
+    if shown.completions > 1 and shown.completion is not None:
+        which += f", completion {shown.completion + 1} of {shown.completions}"
+    trained = "prompt only" if shown.completion is None else f"{shown.trained} trained"
+    return f"{which}: {shown.tokens} tokens, {trained}, {shown.bos} bos, {shown.eos} eos"
