@@ -13,7 +13,7 @@ import time
 
 import harness
 
-WORDS = "river stone apple winter yellow garden window music letter silver morning forest paper summer bridge".split()
+WORDS = ["river", "stone", "apple", "winter", "yellow", "garden", "window", "music", "letter", "silver", "morning"]
 
 
 def questions(count: int) -> list[dict]:
