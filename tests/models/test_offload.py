@@ -40,5 +40,5 @@ def test_parameters_and_small_tensors_stay():
 
 
 def test_it_is_refused_on_a_cpu_before_the_model_loads(tiny_tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="activation_offloading=True .* on the CPU"):
+    with pytest.raises(ConfigError, match=r"activation_offloading=True .* on the CPU"):
         sft(tmp_path, tiny_tokenizer, activation_offloading=True)

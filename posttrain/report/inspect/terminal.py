@@ -27,7 +27,7 @@ SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"
 
 def to_console(summary: Summary, console: Console | None = None) -> None:
     """Print a summary; without colours, trained text stands in ``[[ ]]``."""
-    console = console or Console()
+    console = console if console is not None else Console()
     marked = console.color_system is None
     console.print(Text(visible(summary.title), style="bold"))
     for shown in summary.shown:
