@@ -1,0 +1,170 @@
+"""`WeaveCallback`: completions of every evaluation as Weave traces, or as scored Weave evaluations."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+from posttrain.errors import ConfigError
+from posttrain.integrations import is_available, require
+from posttrain.models.load import get_config_model_id
+from posttrain.report.callbacks.completions import EvalPrompts
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
+
+__all__ = ["WeaveCallback"]
+
+logger = logging.getLogger(__name__)
+
+PURPOSE = "WeaveCallback"
+
+
+class WeaveCallback(transformers.TrainerCallback):
+    """Completes the prompts of the evaluation set after every evaluation and logs them to Weave.
+
+    Without scorers each completion is a trace. With scorers each evaluation is a Weave evaluation: one prediction a
+    prompt with its scores, and a summary of ``total_predictions``, ``successful_predictions`` and ``avg_<name>`` for every
+    scorer. A scorer or a prediction that fails is logged and left out, never counted as zero. The calls carry the training
+    step, the model's name and the sampling settings as attributes. Without the package weave it warns and does nothing.
+
+    Args:
+        trainer: The trainer it is added to.
+        project_name: Where to log, where no Weave client is live; None takes the project of the live wandb run.
+        scorers: ``name -> f(prompt, completion)``, a number or a bool.
+        generation_config: See `LogCompletionsCallback`.
+        num_prompts: Only the first n rows; None is all.
+        dataset_name: Name of the dataset in Weave.
+        model_name: Name of the model in Weave; None is the last part of its id.
+        dataset: Prompts from here instead of ``trainer.eval_dataset``.
+
+    Raises:
+        ConfigError: When training or the first evaluation begins: there is no client, project or wandb run to log to.
+        DataError: See `posttrain.report.callbacks.completions.EvalPrompts`.
+
+    >>> trainer.add_callback(WeaveCallback(trainer, "team/runs", scorers={"length": lambda p, c: len(c)}))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        project_name: str | None = None,
+        scorers: Mapping[str, Callable[[Any, str], float]] | None = None,
+        generation_config: GenerationConfig | None = None,
+        num_prompts: int | None = None,
+        dataset_name: str = "eval_dataset",
+        model_name: str | None = None,
+        *,
+        dataset: Any = None,
+    ) -> None:
+        self.project_name, self.scorers = project_name, dict(scorers or {})
+        self.dataset_name = dataset_name
+        self.source: EvalPrompts | None = None
+        self._client: Any = None
+        self._last_step = -1
+        if not is_available("weave"):
+            logger.warning("WeaveCallback does nothing: the package weave is not installed (pip install weave).")
+            return
+        self.source = EvalPrompts(trainer, generation_config, num_prompts, dataset=dataset)
+        identity = get_config_model_id(trainer.accelerator.unwrap_model(trainer.model).config)
+        self.model_name = model_name or Path(identity).name or "policy"
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Find the client before anything is trained."""
+        self._last_step = -1
+        if self.source is not None and state.is_world_process_zero:
+            self._connect()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Sample once a step, however many sets are evaluated, and log."""
+        if self.source is None or state.global_step == self._last_step:
+            return
+        self._last_step = state.global_step
+        completions = self.source.complete()
+        if not state.is_world_process_zero:
+            return
+        client = self._connect()
+        sampling = self.source.sampling
+        attributes = {
+            "training_step": state.global_step,
+            "model_name": self.model_name,
+            "generation_config": {name: getattr(sampling, name) for name in sampling.__slots__ if name != "seed"},
+        }
+        pairs = list(zip(self.source.prompts, completions, strict=True))
+        try:
+            with require("weave", PURPOSE).attributes(attributes):
+                if self.scorers:
+                    self._evaluate(pairs)
+                else:
+                    self._trace(client, pairs)
+        except Exception as error:  # A tracker must never stop training.
+            logger.warning("Weave: step %d was not logged: %s: %s", state.global_step, type(error).__name__, error)
+
+    def _connect(self) -> Any:
+        """The live client, or a new one."""
+        if self._client is not None:
+            return self._client
+        weave: Any = require("weave", PURPOSE)
+        self._client = weave.get_client()
+        if self._client is None:
+            project = self.project_name or _wandb_project()
+            if project is None:
+                raise ConfigError(
+                    "WeaveCallback has nowhere to log to: no Weave client is live, project_name is None, and there is no wandb "
+                    "run. Pass project_name='entity/project', call weave.init first, or set report_to='wandb'."
+                )
+            self._client = weave.init(project)
+        return self._client
+
+    def _trace(self, client: Any, pairs: list[tuple[Any, str]]) -> None:
+        for prompt, completion in pairs:
+            try:
+                call = client.create_call("completion", {"prompt": prompt})
+                client.finish_call(call, output=completion)
+            except Exception as error:
+                logger.warning("Weave: a completion was not logged: %s: %s", type(error).__name__, error)
+
+    def _evaluate(self, pairs: list[tuple[Any, str]]) -> None:
+        evaluation = require("weave", PURPOSE).EvaluationLogger(model=self.model_name, dataset=self.dataset_name)
+        scores: dict[str, list[float]] = {name: [] for name in self.scorers}
+        successful = 0
+        for prompt, completion in pairs:
+            try:
+                prediction = evaluation.log_prediction(inputs={"prompt": prompt}, output=completion)
+                found = self._score(prompt, completion)
+                for name, value in found.items():
+                    prediction.log_score(scorer=name, score=value)
+                prediction.finish()
+            except Exception as error:
+                logger.warning("Weave: a prediction was not logged: %s: %s", type(error).__name__, error)
+                continue
+            successful += 1
+            for name, value in found.items():
+                scores[name].append(float(value))
+        summary: dict[str, float] = {"total_predictions": len(pairs), "successful_predictions": successful}
+        summary |= {f"avg_{name}": sum(values) / len(values) for name, values in scores.items() if values}
+        evaluation.log_summary(summary)
+
+    def _score(self, prompt: Any, completion: str) -> dict[str, Any]:
+        found = {}
+        for name, scorer in self.scorers.items():
+            try:
+                value = scorer(prompt, completion)
+                float(value)
+                found[name] = value
+            except Exception as error:
+                logger.warning("Weave: scorer %r failed on a completion: %s: %s", name, type(error).__name__, error)
+        return found
+
+
+def _wandb_project() -> str | None:
+    """``entity/project`` of the live wandb run; a package that was never imported has none."""
+    if "wandb" not in sys.modules:
+        return None
+    run = require("wandb", PURPOSE).run
+    return None if run is None else f"{run.entity}/{run.project}"
