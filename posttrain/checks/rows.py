@@ -14,7 +14,7 @@ from posttrain.checks.row_context import RowContext, TokenSequence, count_of
 from posttrain.data.chat import common_prefix
 from posttrain.types import Finding, Row
 
-__all__ = ["CHECKS", "check_rows", "dropped_rows"]
+__all__ = ["CHECKS", "check_rows", "diverged_prompts", "dropped_rows"]
 
 RARE = 0.01  # Duplicates and identical pairs up to one row in a hundred are noise of a real data set.
 WINDOW = 8  # Tokens on either side of a boundary that are tokenised again: no merge reaches further than a word.
@@ -303,4 +303,19 @@ def dropped_rows(before: int, after: int) -> Finding | None:
         "the sampled rows",
         "they have no trained token left after truncation and masking; training will leave them out too.",
         "raise max_length, or check completion_only_loss, assistant_only_loss and the masks.",
+    )
+
+
+def diverged_prompts(diverged: int, total: int) -> Finding | None:
+    """Prompts that tokenise differently once their completion follows, if any; from what preparation counted."""
+    if not diverged:
+        return None
+    return Finding(
+        "DATA-PROMPT-DIVERGED",
+        "warning",
+        f"{count_of(diverged, total)} have a prompt whose end tokenises differently once the completion follows.",
+        "the sampled rows",
+        "training joins the two over the boundary (a space at the prompt's end, a template that renders both otherwise), while "
+        "at generation the prompt stands alone: the model starts from tokens it was not trained after.",
+        "move the space to the start of the completion; for chat rows, see what the template does to the last turn.",
     )

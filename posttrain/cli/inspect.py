@@ -12,21 +12,29 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.cli import train
 from posttrain.errors import ConfigError, DataError, check_choice
-from posttrain.types import Row
+from posttrain.types import Finding, Row
 
 if TYPE_CHECKING:
     from posttrain.report.inspect import Summary
 
-__all__ = ["ROWS", "RowsFunction", "inspect_rows", "prompt_rows", "register", "run", "sft_rows"]
+__all__ = ["ROWS", "Prepared", "RowsFunction", "inspect_rows", "prompt_rows", "register", "run", "sft_rows"]
 
 EXAMPLES = 1000
 
+
+class Prepared(NamedTuple):
+    """Rows, and what their preparation itself found."""
+
+    rows: list[Row]
+    findings: list[Finding]
+
+
 # Examples (a datasets.Dataset of the sampled ones), tokenizer and config of the command to rows.
-RowsFunction = Callable[[Any, Any, Any], list[Row]]
+RowsFunction = Callable[[Any, Any, Any], list[Row] | Prepared]
 
 ROWS: dict[str, RowsFunction] = {}
 
@@ -41,17 +49,24 @@ def register(name: str, function: RowsFunction) -> None:
     ROWS[name] = function
 
 
-def sft_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
+def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     """Rows of supervised fine-tuning: one completion each, without a prompt of its own; packed rows come apart."""
-    from posttrain.data.supervised import IGNORED, check_prepared, prepare_sft_dataset
+    from posttrain.checks.rows import diverged_prompts
+    from posttrain.data.supervised import check_prepared, prepare_sft_dataset
 
     if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
         check_prepared(examples, "train")
-        prepared = examples
-    else:
-        prepared, _ = prepare_sft_dataset(
-            examples, tokenizer, config.supervised_options(training=True), seed=config.seed
-        )
+        return Prepared(_documents(examples), [])
+    prepared, report = prepare_sft_dataset(
+        examples, tokenizer, config.supervised_options(training=True), seed=config.seed
+    )
+    finding = diverged_prompts(report.diverged, report.rows_in)
+    return Prepared(_documents(prepared), [finding] if finding else [])
+
+
+def _documents(prepared: Any) -> list[Row]:
+    from posttrain.data.supervised import IGNORED
+
     rows = []
     for index, example in enumerate(prepared):
         ids = example["input_ids"]
@@ -143,16 +158,18 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
     with _no_progress_bars():
         dataset = train._datasets(script_args, mixture, config)[split]
         drawn, total = _drawn(dataset, examples, config.seed)
-        rows = ROWS[name](drawn, tokenizer, config)
+        made = ROWS[name](drawn, tokenizer, config)
+    rows, findings = made if isinstance(made, Prepared) else (made, [])
     limit = getattr(config, "max_length", None)
     dropped = dropped_rows(len(drawn), len(rows))
+    findings = [*([dropped] if dropped else []), *findings, *check_rows(rows, tokenizer, limit=limit)]
     seen = f"{len(drawn):,}"
     part = f"the first {seen}" if total is None else f"all {seen}" if total == len(drawn) else f"{seen} of {total:,}"
     return summarise(
         rows,
         tokenizer,
         limit=limit,
-        findings=[*([dropped] if dropped else []), *check_rows(rows, tokenizer, limit=limit)],
+        findings=findings,
         show=show,
         batch_size=config.per_device_train_batch_size,
         title=f"{name}: {part} examples of split {split!r}, tokenised as {model_args.model_name_or_path}",

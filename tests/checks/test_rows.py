@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from posttrain.checks.rows import CHECKS, check_rows, dropped_rows
+from posttrain.checks.rows import CHECKS, check_rows, diverged_prompts, dropped_rows
 from posttrain.types import Row
 
 BOS, EOS = 1, 2
@@ -281,6 +281,11 @@ def test_left_out_rows_are_counted():
     assert dropped_rows(4, 4) is None
     assert dropped_rows(4, 9) is None, "packed rows come apart into more"
     assert "3 of 4 rows (75 %)" in dropped_rows(4, 1).what
+
+
+def test_diverged_prompts_are_counted():
+    assert diverged_prompts(0, 4) is None
+    assert "1 of 4 rows (25 %)" in diverged_prompts(1, 4).what
 
 
 def test_every_finding_says_why_and_how_to_fix_it_and_every_check_is_documented(tiny_tokenizer):

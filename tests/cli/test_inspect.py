@@ -107,7 +107,7 @@ def test_the_rows_are_those_that_the_trainer_trains_on(tiny_model, tiny_tokenize
     config = SFTConfig(str(tmp_path / "o"), report_to="none", bf16=False, **options)
     trainer = SFTTrainer(tiny_model, config, train_dataset=dataset, processing_class=tiny_tokenizer)
     trained = trainer.rows(list(trainer.train_dataset))
-    assert command.ROWS["sft"](dataset, tiny_tokenizer, config) == trained
+    assert command.ROWS["sft"](dataset, tiny_tokenizer, config).rows == trained
     assert sum(map(sum, (mask for row in trained for mask in row.loss_masks)))
 
 
@@ -176,6 +176,16 @@ def test_rows_that_training_would_leave_out_are_a_finding(folder):
     summary = summary_of("sft", [*argv, "--max_length", "20"])
     dropped = [finding for finding in summary.findings if finding.code == "DATA-DROPPED"]
     assert "1 of 2 rows (50 %)" in dropped[0].what
+
+
+def test_a_prompt_that_its_completion_changes_is_a_finding(folder):
+    """'number' is one token: a prompt that ends inside of it and the completion that goes on are joined in training."""
+    write_jsonl(
+        folder / "pairs.jsonl", [{"prompt": "a num", "completion": "ber"}, {"prompt": "a", "completion": " sum"}]
+    )
+    argv = ["--config", "sft.yaml", "--dataset_name", "pairs.jsonl", "--assistant_only_loss", "False"]
+    findings = {finding.code: finding for finding in summary_of("sft", argv).findings}
+    assert "1 of 2 rows (50 %)" in findings["DATA-PROMPT-DIVERGED"].what
 
 
 def test_findings_about_broken_rows_reach_the_terminal_and_the_page(folder, capsys):
