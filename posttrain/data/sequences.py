@@ -1,0 +1,305 @@
+"""Dictionaries of batches cut, shuffled and regrouped so that every entry stays with its row; byte spans of tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.data.tensors import pad_to_length
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, PosttrainError, check_choice
+
+__all__ = [
+    "UnsupportedTokenizerError",
+    "encode_with_byte_offsets",
+    "is_byte_level",
+    "pad_byte_offsets",
+    "shuffle_sequence_dict",
+    "split_pixel_values_by_grid",
+    "split_tensor_dict",
+    "unsplit_pixel_values_by_grid",
+]
+
+PIXEL_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "image_position_ids",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "image_sizes",
+)
+
+
+class UnsupportedTokenizerError(PosttrainError, NotImplementedError):
+    """A tokenizer whose tokens do not stand for bytes of the text."""
+
+
+def _is_sized(value: Any) -> bool:
+    return isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)
+
+
+def _rows(where: str, batch: Mapping[str, Any]) -> int | None:
+    """How many rows the entries of a batch have; None when none of them has rows."""
+    size: int | None = None
+    owner = ""
+    for name, value in batch.items():
+        if not _is_sized(value):
+            if value is None or isinstance(value, Tensor | int | float | str):
+                continue
+            raise ArgumentTypeError(
+                f"{where}: entry {name!r} is a {type(value).__name__}; entries must be tensors, lists, numbers or None."
+            )
+        if size is not None and len(value) != size:
+            raise DataError(
+                f"{where}: entry {name!r} has {len(value)} rows, and {owner!r} has {size}. They must agree, or rows of one "
+                "would meet rows of another sample. Entries with one row an image are regrouped by "
+                "split_pixel_values_by_grid first."
+            )
+        size, owner = len(value), owner or name
+    return size
+
+
+def split_tensor_dict(tensor_dict: Mapping[str, Any], num_chunks: int) -> list[dict[str, Any]]:
+    """Cut a batch into equal chunks along its rows.
+
+    Args:
+        tensor_dict: Tensors ``(N, ...)`` and lists of N are cut; scalars, 0-d tensors and None go to every chunk.
+        num_chunks: Must divide N.
+
+    Raises:
+        ConfigError: ``num_chunks`` below 1. DataError: N is 0 or not divisible (rows would be lost), or entries disagree
+            about N.
+
+    >>> split_tensor_dict({"x": torch.arange(4), "y": None}, 2)
+    [{'x': tensor([0, 1]), 'y': None}, {'x': tensor([2, 3]), 'y': None}]
+    """
+    if num_chunks < 1:
+        raise ConfigError(f"num_chunks={num_chunks} must be at least 1.")
+    size = _rows("split_tensor_dict", tensor_dict)
+    if size is None:
+        return [dict(tensor_dict) for _ in range(num_chunks)]
+    if size == 0 or size % num_chunks:
+        raise DataError(
+            f"split_tensor_dict: {size} rows cannot be cut into {num_chunks} equal chunks; rows would be lost or chunks "
+            "left empty. Choose a number of chunks that divides the rows."
+        )
+    step = size // num_chunks
+    return [
+        {name: value[start : start + step] if _is_sized(value) else value for name, value in tensor_dict.items()}
+        for start in range(0, size, step)
+    ]
+
+
+def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Generator | None = None) -> dict[str, Any]:
+    """Apply one random permutation to the rows of every entry.
+
+    Args:
+        seq_dict: Tensors ``(N, ...)`` and lists of N; scalars, 0-d tensors and None stay.
+        generator: Where the permutation comes from; None is torch's global generator.
+
+    Raises:
+        DataError: Entries disagree about N.
+    """
+    size = _rows("shuffle_sequence_dict", seq_dict)
+    if size is None:
+        return dict(seq_dict)
+    device = "cpu" if generator is None else generator.device
+    order = torch.randperm(size, generator=generator, device=device)
+    positions = order.tolist()
+
+    def shuffled(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[order.to(value.device)]
+        return type(value)(value[i] for i in positions)
+
+    return {name: shuffled(value) if _is_sized(value) else value for name, value in seq_dict.items()}
+
+
+def _counts(name: str, values: Sequence[int] | Tensor) -> list[int]:
+    return [int(v) for v in (values.tolist() if isinstance(values, Tensor) else values)]
+
+
+def _split(batch: dict[str, Any], names: Sequence[str], counts: list[int], source: str) -> dict[str, Any]:
+    """Cut the named tensors into one piece a sample; ``source`` says what the counts were read from."""
+    out = dict(batch)
+    for name in names:
+        if batch.get(name) is None:
+            continue
+        if batch[name].shape[0] != sum(counts):
+            raise DataError(
+                f"split_pixel_values_by_grid: {name} has {batch[name].shape[0]} rows, and {source} says {sum(counts)}."
+            )
+        out[name] = list(batch[name].split(counts))
+    return out
+
+
+def _by_grid(batch: dict[str, Any], images: list[int]) -> dict[str, Any]:
+    out = _split(batch, ["image_grid_thw"], images, "num_images")
+    patches = [int(grid.prod(-1).sum()) for grid in out["image_grid_thw"]]
+    return _split(out, ["pixel_values"], patches, "image_grid_thw")
+
+
+def _by_image(batch: dict[str, Any], images: list[int]) -> dict[str, Any]:
+    """Layouts without a map: one row an image is cut, one row a sample stays, anything else is refused."""
+    pixels, sizes = batch["pixel_values"], batch.get("image_sizes")
+    rows, samples = pixels.shape[0], len(images)
+    # With as many images as samples the row count alone cannot tell the two layouts apart.
+    told_apart = rows != samples or set(images) <= {1} or sizes is not None or pixels.dim() <= 4
+    if rows == sum(images) and told_apart:
+        flat = [n for n in PIXEL_KEYS if batch.get(n) is not None]
+        return _split(batch, flat, images, "num_images")
+    if rows == samples and rows != sum(images):
+        return batch
+    raise DataError(
+        f"split_pixel_values_by_grid: pixel_values has shape {tuple(pixels.shape)} for {samples} samples with num_images="
+        f"{images} ({sum(images)} images), and the batch has none of image_grid_thw, image_position_ids, spatial_shapes, "
+        "num_tiles, image_sizes that would say which rows belong to which sample. Left as it is, shuffling would give "
+        "images to other prompts."
+    )
+
+
+def split_pixel_values_by_grid(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Regroup image tensors that have a row per patch, tile or image into one tensor a sample.
+
+    After that every entry of the batch has a row per sample and may be shuffled and cut with the others.
+
+    Args:
+        batch: With ``pixel_values`` and ``num_images`` (images of each sample), and what the layout needs:
+            ``image_grid_thw (images, 3)`` when an image has the product of its grid as rows; ``image_position_ids`` when it
+            has one row; ``num_tiles`` (tiles of each sample), perhaps with ``spatial_shapes`` and
+            ``pixel_attention_mask``, when it has one row a tile; nothing or ``image_sizes`` when it has one row.
+
+    Returns:
+        A copy with lists of tensors instead, an empty tensor for a sample without images. Unchanged without images, and
+        for ``pixel_values`` that have one row a sample already.
+
+    Raises:
+        DataError: Counts that contradict the tensors, or a layout that cannot be told.
+    """
+    out = dict(batch)
+    if out.get("pixel_values") is None or out.get("num_images") is None:
+        return out
+    images = _counts("num_images", out["num_images"])
+    if out.get("image_grid_thw") is not None:
+        return _by_grid(out, images)
+    if out.get("image_position_ids") is not None:
+        return _split(out, ["pixel_values", "image_position_ids"], images, "num_images")
+    if out.get("num_tiles") is not None:
+        tiles = _counts("num_tiles", out["num_tiles"])
+        if len(tiles) != len(images):
+            raise DataError(
+                f"split_pixel_values_by_grid: num_tiles has {len(tiles)} entries, and num_images {len(images)}; both need "
+                "one a sample."
+            )
+        return _split(out, ["pixel_values", "pixel_attention_mask", "spatial_shapes"], tiles, "num_tiles")
+    if out.get("spatial_shapes") is not None:
+        raise DataError("split_pixel_values_by_grid: spatial_shapes needs num_tiles, the tiles of each sample.")
+    return _by_image(out, images)
+
+
+def unsplit_pixel_values_by_grid(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `split_pixel_values_by_grid`: concatenate lists of image tensors; tensors stay as they are."""
+    return {
+        name: torch.cat(list(value)) if name in PIXEL_KEYS and isinstance(value, list | tuple) else value
+        for name, value in batch.items()
+    }
+
+
+def pad_byte_offsets(offsets: Sequence[Sequence[int]] | Tensor, target_length: int, side: str = "right") -> Tensor:
+    """Byte spans as ``(target_length, 2)`` int64, filled with ``(0, 0)``; longer input is returned uncut.
+
+    Raises:
+        ConfigError: ``side`` is neither ``left`` nor ``right``.
+    """
+    check_choice("side", side, ("left", "right"))
+    spans = torch.as_tensor(offsets, dtype=torch.long).reshape(-1, 2)
+    if side == "right":
+        return pad_to_length(spans, target_length, 0, dim=0)
+    return pad_to_length(spans.flip(0), target_length, 0, dim=0).flip(0)
+
+
+def is_byte_level(backend: Any) -> bool:
+    """Whether every token of a `tokenizers.Tokenizer` stands for bytes of the text (byte-level BPE)."""
+    return "ByteLevel" in repr(getattr(backend, "pre_tokenizer", None))
+
+
+@lru_cache(maxsize=1)
+def _alphabet() -> dict[str, int]:
+    """The character that byte-level vocabularies write for each byte: printable Latin-1 is itself, the rest follows 255."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _spans(tokens: Sequence[Any], text: str, added: Callable[[int], bool]) -> list[tuple[int, int]]:
+    """Byte span of each ``(id, token, (first, last character))``, which together cover the text from left to right."""
+    raw, alphabet = text.encode(), _alphabet()
+    before = list(itertools.accumulate((len(c.encode()) for c in text), initial=0))
+    spans, cursor = [], 0
+    for token_id, token, (first, last) in tokens:
+        if added(token_id):
+            start, end = before[first], before[last]
+        else:
+            piece = bytes(alphabet[c] for c in token)
+            # A tokenizer may write a space before the first word that is not in the text.
+            if not raw.startswith(piece, cursor) and piece[:1] == b" ":
+                piece = piece[1:]
+            start, end = cursor, cursor + len(piece)
+            if not raw.startswith(piece, cursor):
+                start = -1
+        if start < cursor:
+            raise DataError(
+                f"token {token!r} (id {token_id}) does not continue the text at byte {cursor}: {text[first:last]!r}. The "
+                "byte spans of its tokens cannot be made monotone."
+            )
+        spans.append((start, end))
+        cursor = end
+    return spans
+
+
+def encode_with_byte_offsets(
+    backend: Any, texts: Sequence[str], add_special_tokens: bool = False
+) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
+    """Token ids of texts, and the bytes of the text's UTF-8 form that each token stands for.
+
+    Unlike character offsets, byte spans part a character that several tokens share. They count bytes of the text as the
+    tokenizer normalises it.
+
+    Args:
+        backend: A byte-level `tokenizers.Tokenizer` (``tokenizer.backend_tokenizer``).
+        texts: What to encode.
+        add_special_tokens: Also the tokens that the tokenizer puts around a text; their spans are empty.
+
+    Returns:
+        A list of ids and a list of ``(start, end)`` for each text.
+
+    Raises:
+        UnsupportedTokenizerError: The tokenizer is not byte-level. DataError: Spans that cannot be made monotone.
+    """
+    if not is_byte_level(backend):
+        raise UnsupportedTokenizerError(
+            f"byte offsets need a byte-level tokenizer, and this one splits text with {backend.pre_tokenizer!r}."
+        )
+    added = set(backend.get_added_tokens_decoder())
+    normal = [backend.normalizer.normalize_str(text) if backend.normalizer else text for text in texts]
+    ids, spans = [], []
+    for text, encoding in zip(normal, backend.encode_batch(normal, add_special_tokens=add_special_tokens), strict=True):
+        rows = zip(encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True)
+        ids.append(list(encoding.ids))
+        spans.append(_around([(i, t, o) for i, t, o, special in rows if not special], encoding, text, added))
+    return ids, spans
+
+
+def _around(tokens: list[Any], encoding: Any, text: str, added: set[int]) -> list[tuple[int, int]]:
+    """The spans of the text's own tokens, and empty ones for what the tokenizer put around it."""
+    own = iter(_spans(tokens, text, added.__contains__))
+    out, end = [], 0
+    for special in encoding.special_tokens_mask:
+        span = (end, end) if special else next(own)
+        out.append(span)
+        end = span[1]
+    return out

@@ -1,0 +1,314 @@
+"""Tensors of unequal length made equal, masked rows moved to the left, and statistics that ignore NaN or a mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
+
+__all__ = [
+    "exact_div",
+    "first_true_indices",
+    "flush_left",
+    "masked_mean",
+    "masked_var",
+    "masked_whiten",
+    "nanmax",
+    "nanmin",
+    "nanstd",
+    "pad",
+    "pad_to_length",
+    "truncate_right",
+]
+
+WHITEN_EPS = 1e-8  # Keeps the division finite when all values are equal.
+
+
+def pad(
+    tensors: Sequence[Tensor],
+    padding_value: float = 0,
+    padding_side: str = "right",
+    pad_to_multiple_of: int | None = None,
+) -> Tensor:
+    """Stack N tensors of equal rank, each dimension as long as the longest of them.
+
+    Args:
+        tensors: N tensors of one rank (at least 1), dtype and device.
+        padding_value: What fills the rest; must be a number that the dtype can hold.
+        padding_side: ``left`` or ``right``, of the first dimension; the others are always filled on the right.
+        pad_to_multiple_of: Rounds the first dimension up; None leaves it.
+
+    Returns:
+        ``(N, D0, D1, ...)`` in the dtype and on the device of the tensors.
+
+    Raises:
+        ConfigError: An unknown side, or a multiple below 1. DataError: No tensors, or tensors that do not belong together.
+        ArgumentTypeError: Something that is no tensor.
+
+    >>> pad([torch.tensor([1, 2, 3]), torch.tensor([4])], padding_value=9, padding_side="left")
+    tensor([[1, 2, 3],
+            [9, 9, 4]])
+    """
+    check_choice("padding_side", padding_side, ("left", "right"))
+    _check_multiple(pad_to_multiple_of)
+    _check_alike(tensors)
+    first = tensors[0]
+    if not first.is_floating_point() and not float(padding_value).is_integer():
+        raise DataError(f"padding_value={padding_value} does not fit the tensors' dtype {first.dtype}.")
+    shape = [max(t.shape[d] for t in tensors) for d in range(first.dim())]
+    if pad_to_multiple_of is not None:
+        shape[0] = math.ceil(shape[0] / pad_to_multiple_of) * pad_to_multiple_of
+    out = torch.full((len(tensors), *shape), padding_value, dtype=first.dtype, device=first.device)
+    for i, t in enumerate(tensors):
+        start = shape[0] - t.shape[0] if padding_side == "left" else 0
+        out[(i, slice(start, start + t.shape[0]), *(slice(size) for size in t.shape[1:]))] = t
+    return out
+
+
+def _check_multiple(multiple: int | None) -> None:
+    if multiple is not None and multiple < 1:
+        raise ConfigError(f"pad_to_multiple_of={multiple} must be at least 1, or None for no rounding.")
+
+
+def _check_alike(tensors: Sequence[Tensor]) -> None:
+    if len(tensors) == 0:
+        raise DataError("pad got no tensors; it needs at least one.")
+    first = tensors[0]
+    for i, t in enumerate(tensors):
+        if not isinstance(t, Tensor):
+            raise ArgumentTypeError(f"pad: item {i} is a {type(t).__name__}; every item must be a torch.Tensor.")
+        if t.dim() == 0:
+            raise DataError(
+                f"pad: tensor {i} is a scalar (0 dimensions); there is nothing to pad. Stack scalars instead."
+            )
+        for what, mine, theirs in (
+            ("dimensions", t.dim(), first.dim()),
+            ("dtype", t.dtype, first.dtype),
+            ("device", t.device, first.device),
+        ):
+            if mine != theirs:
+                raise DataError(
+                    f"pad: tensor {i} has {what} {mine}, and tensor 0 has {theirs}. Convert them first; padding would "
+                    "otherwise change values silently."
+                )
+
+
+def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) -> Tensor:
+    """Fill ``dim`` on the right up to ``length``; a tensor that is as long or longer is returned as it is, never cut.
+
+    >>> pad_to_length(torch.tensor([[1, 2]]), 4, 0)
+    tensor([[1, 2, 0, 0]])
+    """
+    missing = length - tensor.shape[dim]
+    if missing <= 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=dim)
+
+
+def flush_left(mask: Tensor, *tensors: Tensor, fill_value: float | Sequence[float] = 0) -> Tensor | tuple[Tensor, ...]:
+    """Move what the mask keeps to the left of each row, in order, and cut the columns that no row needs.
+
+    Gaps in a row close; no kept entry is ever lost.
+
+    Args:
+        mask: ``(N, M)`` of 0 and 1, any integer, floating or bool dtype.
+        *tensors: ``(N, M, ...)`` each, moved the same way.
+        fill_value: Written where the result is masked; one number for all tensors, or one for each.
+
+    Returns:
+        The mask ``(N, W)``, W the largest number of ones in a row; with tensors the tuple ``(mask, *tensors)``.
+
+    Raises:
+        DataError: A mask that is not two-dimensional or holds something else than 0 and 1, or shapes that do not fit.
+
+    >>> flush_left(torch.tensor([[0, 1, 0, 1]]), torch.tensor([[7, 20, 7, 21]]))
+    (tensor([[1, 1]]), tensor([[20, 21]]))
+    """
+    if mask.dim() != 2:
+        raise DataError(f"flush_left: the mask has shape {tuple(mask.shape)}; it must be (N, M).")
+    kept = mask.bool()
+    if not torch.equal(kept.to(mask.dtype), mask):
+        raise DataError("flush_left: the mask holds values other than 0 and 1.")
+    width = int(kept.sum(1).max()) if kept.numel() else 0
+    order = (~kept).int().argsort(dim=1, stable=True)[:, :width]
+    moved = kept.gather(1, order)
+    if not tensors:
+        return moved.to(mask.dtype)
+    fills = list(fill_value) if isinstance(fill_value, Sequence) else [fill_value] * len(tensors)
+    if len(fills) != len(tensors):
+        raise DataError(f"flush_left: {len(fills)} fill values for {len(tensors)} tensors; give one, or one for each.")
+    out = [moved.to(mask.dtype)]
+    for i, (tensor, fill) in enumerate(zip(tensors, fills, strict=True)):
+        if tensor.shape[:2] != mask.shape:
+            raise DataError(
+                f"flush_left: tensor {i} has shape {tuple(tensor.shape)}, and the mask {tuple(mask.shape)}; the first two "
+                "dimensions must be the same."
+            )
+        trailing = (1,) * (tensor.dim() - 2)
+        index = order.reshape(*order.shape, *trailing).expand(*order.shape, *tensor.shape[2:])
+        hidden = ~moved.reshape(*moved.shape, *trailing)
+        out.append(tensor.gather(1, index).masked_fill(hidden, fill))
+    return tuple(out)
+
+
+def first_true_indices(bools: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
+    """Index of the first true entry along the last axis, or the axis' length where there is none.
+
+    >>> first_true_indices(torch.tensor([[False, True, True], [False, False, False]]))
+    tensor([1, 3])
+    """
+    length = bools.shape[-1]
+    positions = torch.arange(length, device=bools.device).expand(bools.shape)
+    padded = torch.nn.functional.pad(positions.masked_fill(~bools.bool(), length), (0, 1), value=length)
+    return padded.amin(-1).to(dtype)
+
+
+def truncate_right(
+    input_ids: Tensor, stop_token_id: int | Sequence[int] | Tensor, pad_token_id: int
+) -> tuple[Tensor, Tensor]:
+    """Keep each row up to and including its first stop token; the rest becomes padding.
+
+    Args:
+        input_ids: ``(..., L)`` integer.
+        stop_token_id: One id, or several: a model may have more than one that ends a turn.
+        pad_token_id: Written behind the stop token; may equal it.
+
+    Returns:
+        The ids, and a mask in their dtype with 1 on what was kept; both in the shape of ``input_ids``.
+
+    Raises:
+        DataError: An empty list of stop tokens.
+
+    >>> truncate_right(torch.tensor([[5, 8, 6, 8]]), stop_token_id=8, pad_token_id=0)
+    (tensor([[5, 8, 0, 0]]), tensor([[1, 1, 0, 0]]))
+    """
+    stops = torch.as_tensor(stop_token_id, device=input_ids.device).reshape(-1)
+    if stops.numel() == 0:
+        raise DataError("truncate_right: stop_token_id is an empty list, so nothing would ever be cut. Give an id.")
+    ends = first_true_indices(torch.isin(input_ids, stops)).unsqueeze(-1)
+    kept = torch.arange(input_ids.shape[-1], device=input_ids.device) <= ends
+    return input_ids.masked_fill(~kept, pad_token_id), kept.to(input_ids.dtype)
+
+
+def nanstd(tensor: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Standard deviation of what is not NaN: ``sqrt(n / (n - 1) * mean((x - mu)^2))``.
+
+    Args:
+        tensor: Any shape; integers are computed in the default floating dtype.
+        dim: Dimension or dimensions to reduce, negative ones counted from the end; None is all.
+        keepdim: Keep reduced dimensions with size 1.
+
+    Returns:
+        NaN where fewer than two numbers are left.
+
+    >>> nanstd(torch.tensor([2.0, 4.0, float("nan"), 9.0]))
+    tensor(3.6056)
+    """
+    x = tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+    dims = tuple(range(x.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    known = ~wide.isnan()
+    n = known.sum(dims, keepdim=keepdim)
+    squares = (wide - wide.nanmean(dims, keepdim=True)).square().masked_fill(~known, 0.0)
+    variance = squares.sum(dims, keepdim=keepdim) / (n - 1).clamp_min(1)
+    return variance.sqrt().masked_fill(n < 2, math.nan).to(x.dtype)
+
+
+def _nan_extreme(tensor: Tensor, largest: bool) -> Tensor:
+    x = tensor[~tensor.isnan()]
+    if x.numel() == 0:
+        dtype = tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
+        return torch.full((), math.nan, dtype=dtype, device=tensor.device)
+    return x.max() if largest else x.min()
+
+
+def nanmin(tensor: Tensor) -> Tensor:
+    """The smallest value that is not NaN; NaN, in the dtype and on the device of the tensor, when there is none."""
+    return _nan_extreme(tensor, largest=False)
+
+
+def nanmax(tensor: Tensor) -> Tensor:
+    """The largest value that is not NaN; NaN, in the dtype and on the device of the tensor, when there is none."""
+    return _nan_extreme(tensor, largest=True)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """``sum(v m) / sum(m)``; NaN where the mask is empty. What the mask leaves out is not read, so it may be NaN.
+
+    Args:
+        values: Any shape.
+        mask: Same shape, bool or weights.
+        axis: Dimension or dimensions to reduce; None is all.
+
+    >>> masked_mean(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 1, 1, 0]))
+    tensor(2.5000)
+    """
+    weighted = values.masked_fill(~mask.bool(), 0) * mask
+    if axis is None:
+        return weighted.sum() / mask.sum()
+    return weighted.sum(axis) / mask.sum(axis)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance about the masked mean, times ``n / (n - 1)`` when ``unbiased``; 0 for a single value.
+
+    Args:
+        values: Any shape.
+        mask: Same shape, of 0 and 1.
+        unbiased: Apply Bessel's correction.
+
+    Raises:
+        DataError: The mask is empty.
+
+    >>> masked_var(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 1, 1, 0]))
+    tensor(0.5000)
+    """
+    n = mask.sum()
+    if n == 0:
+        raise DataError(f"masked_var: the mask of shape {tuple(mask.shape)} keeps none of its {mask.numel()} values.")
+    values = values.masked_fill(~mask.bool(), 0)
+    variance = masked_mean((values - masked_mean(values, mask)).square(), mask)
+    return variance * n / (n - 1).clamp_min(1) if unbiased else variance
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """``(v - mean) / sqrt(var + 1e-8)`` with the statistics of what the mask keeps.
+
+    Args:
+        values: Any shape.
+        mask: Same shape, of 0 and 1.
+        shift_mean: False adds the mean back: only the scale changes.
+
+    Returns:
+        Same shape as ``values``; a mask with a single value leaves them unchanged, since one value has no spread.
+
+    Raises:
+        DataError: The mask is empty.
+    """
+    variance = masked_var(values, mask)
+    if mask.sum() < 2:
+        return values
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(variance + WHITEN_EPS)
+    return whitened if shift_mean else whitened + mean
+
+
+def exact_div(a: int, b: int, custom_error_message: str = "") -> int:
+    """``a / b`` as an integer.
+
+    Raises:
+        ConfigError: b does not divide a; the message ends with ``custom_error_message``.
+
+    >>> exact_div(12, 4)
+    3
+    """
+    if b == 0 or a % b != 0:
+        detail = f": {custom_error_message}" if custom_error_message else "."
+        raise ConfigError(f"{a} cannot be divided by {b} without a remainder{detail}")
+    return a // b
