@@ -27,10 +27,11 @@ EXAMPLES = 1000
 
 
 class Prepared(NamedTuple):
-    """Rows, and what their preparation itself found."""
+    """Rows, what their preparation itself found, and how many it cut (None: unknown, a row of the limit's length counts)."""
 
     rows: list[Row]
     findings: list[Finding]
+    cut: int | None = None
 
 
 # Examples (a datasets.Dataset of the sampled ones), tokenizer and config of the command to rows.
@@ -61,7 +62,8 @@ def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
         examples, tokenizer, config.supervised_options(training=True), seed=config.seed
     )
     finding = diverged_prompts(report.diverged, report.rows_in)
-    return Prepared(_documents(prepared), [finding] if finding else [])
+    cut = None if config.packing else report.truncated  # Packing cuts by its own rule, after that count.
+    return Prepared(_documents(prepared), [finding] if finding else [], cut)
 
 
 def _documents(prepared: Any) -> list[Row]:
@@ -159,16 +161,21 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
         dataset = train._datasets(script_args, mixture, config)[split]
         drawn, total = _drawn(dataset, examples, config.seed)
         made = ROWS[name](drawn, tokenizer, config)
-    rows, findings = made if isinstance(made, Prepared) else (made, [])
+    rows, findings, cut = made if isinstance(made, Prepared) else Prepared(made, [])
     limit = getattr(config, "max_length", None)
     dropped = dropped_rows(len(drawn), len(rows))
-    findings = [*([dropped] if dropped else []), *findings, *check_rows(rows, tokenizer, limit=limit)]
+    findings = [
+        *([dropped] if dropped else []),
+        *findings,
+        *check_rows(rows, tokenizer, limit=None if cut == 0 else limit),
+    ]
     seen = f"{len(drawn):,}"
     part = f"the first {seen}" if total is None else f"all {seen}" if total == len(drawn) else f"{seen} of {total:,}"
     return summarise(
         rows,
         tokenizer,
         limit=limit,
+        truncated=cut,
         findings=findings,
         show=show,
         batch_size=config.per_device_train_batch_size,

@@ -111,6 +111,14 @@ def test_the_rows_are_those_that_the_trainer_trains_on(tiny_model, tiny_tokenize
     assert sum(map(sum, (mask for row in trained for mask in row.loss_masks)))
 
 
+def test_a_row_of_exactly_the_limit_is_not_told_as_cut(folder):
+    longest = summary_of("sft", ["--config", "sft.yaml"]).lengths["max"]
+    for limit, cut in ((longest, False), (longest - 1, True)):
+        summary = summary_of("sft", ["--config", "sft.yaml", "--max_length", str(int(limit))])
+        assert summary.lengths["max"] == limit
+        assert (summary.truncated > 0) == cut == ("DATA-TRUNCATED" in {f.code for f in summary.findings})
+
+
 def test_packed_rows_come_apart_into_their_documents(folder):
     argv = ["--config", "sft.yaml", "--packing", "True", "--max_length", "200"]
     packed, plain = summary_of("sft", argv), summary_of("sft", argv[:2])

@@ -48,6 +48,12 @@ def test_lengths_trained_tokens_and_truncation_are_counted_by_sequence(tiny_toke
     assert not summary.prompts_only
 
 
+def test_a_known_count_of_cut_rows_is_shown_instead_of_those_as_long_as_the_limit(tiny_tokenizer):
+    summary = summarise([row_of(10), row_of(10), row_of(9)], tiny_tokenizer, limit=10, truncated=1)
+    assert summary.truncated == 1
+    assert "1 sequences (33.3%) at the limit of 10 tokens" in printed(summary)
+
+
 def test_the_95th_percentile_is_the_value_that_95_of_100_do_not_exceed(tiny_tokenizer):
     rows = [row_of(size) for size in range(1, 101)]
     assert summarise(rows, tiny_tokenizer).lengths["p95"] == 95
@@ -216,7 +222,7 @@ def test_rows_can_neither_style_nor_command_the_terminal(tiny_tokenizer):
 def test_the_terminal_shows_numbers_and_findings(tiny_tokenizer):
     rows = [row_of(5, prompt=5), row_of(10)]
     text = printed(summarise(rows, tiny_tokenizer, limit=10, findings=[FINDING], title="my rows"))
-    for part in ("my rows", "20", "2 sequences (100.0%) reach the limit of 10 tokens", "70.0%", "0.0% of a shuffled"):
+    for part in ("my rows", "20", "2 sequences (100.0%) at the limit of 10 tokens", "70.0%", "0.0% of a shuffled"):
         assert part in text, part
     for part in ("error DATA-TEST 2 of 3 rows", "where: rows 0, 1", "why: because & so.", "fix: mend it."):
         assert part in text, part

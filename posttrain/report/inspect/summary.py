@@ -82,7 +82,7 @@ class Summary:
         lengths: Tokens of a sequence: ``min``, ``median``, ``mean``, ``p95``, ``max``.
         histogram: Lengths in equal steps.
         limit: Tokens at which sequences are cut, or None.
-        truncated: Sequences as long as the limit.
+        truncated: Sequences that were cut at the limit, or as long as it where that is not known.
         duplicates: Rows that repeat an earlier one.
         batch_size: Rows of the batch that ``padding_share`` speaks of.
         padding_share: Share of padding in shuffled batches padded to their longest sequence, in [0, 1].
@@ -115,7 +115,7 @@ class Summary:
 
     @property
     def truncated_share(self) -> float:
-        """Sequences that reach the limit over sequences."""
+        """Truncated sequences over sequences."""
         return self.truncated / self.sequences
 
 
@@ -145,6 +145,7 @@ def summarise(
     tokenizer: Any,
     *,
     limit: int | None = None,
+    truncated: int | None = None,
     findings: Sequence[Finding] = (),
     show: int = 8,
     batch_size: int = 8,
@@ -156,6 +157,7 @@ def summarise(
         rows: At least one row; not changed.
         tokenizer: The tokenizer they were made with.
         limit: Tokens at which sequences were cut, or None.
+        truncated: How many were, where that is known; None counts those as long as the limit.
         findings: What the checks found, shown beside the numbers.
         show: How many rows to show as text, spread evenly over the list.
         batch_size: Rows of a batch, for the share of padding.
@@ -170,6 +172,8 @@ def summarise(
     sizes = [len(item.ids) for item in flat]
     roles = _roles(tokenizer)
     keys = Counter(repr((row.prompt_ids, row.completions, row.loss_masks)) for row in rows)
+    if truncated is None:
+        truncated = 0 if limit is None else sum(size >= limit for size in sizes)
     wanted = {len(rows) * k // min(show, len(rows)) for k in range(min(show, len(rows)))}
     return Summary(
         title=title,
@@ -181,7 +185,7 @@ def summarise(
         lengths=_quantiles(sizes),
         histogram=_histogram(sizes),
         limit=limit,
-        truncated=0 if limit is None else sum(size >= limit for size in sizes),
+        truncated=truncated,
         duplicates=len(rows) - len(keys),
         batch_size=batch_size,
         padding_share=_padding_share(flat, len(rows), batch_size),
@@ -292,7 +296,7 @@ def facts(summary: Summary) -> dict[str, str]:
         found["trained"] = f"{summary.trained_tokens:,} tokens, {summary.trained_share:.1%}"
     if summary.limit is not None:
         found["cut"] = (
-            f"{summary.truncated:,} sequences ({summary.truncated_share:.1%}) reach the limit of {summary.limit:,} tokens"
+            f"{summary.truncated:,} sequences ({summary.truncated_share:.1%}) at the limit of {summary.limit:,} tokens"
         )
     return found
 
