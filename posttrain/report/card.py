@@ -1,0 +1,268 @@
+"""The model card: a README that says what a model is, how it was trained, and how to use it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import check_choice
+from posttrain.integrations import require
+from posttrain.models.load import get_config_model_id
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
+__all__ = ["create_model_card", "generate_model_card"]
+
+logger = logging.getLogger(__name__)
+
+HUB = "https://huggingface.co"
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+PURPOSE = "the model card"
+
+GENERATE_CHAT = """from transformers import pipeline
+
+generator = pipeline("text-generation", model="{model}")
+messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
+print(generator(messages, max_new_tokens=128, return_full_text=False)[0]["generated_text"])"""
+
+GENERATE = """from transformers import pipeline
+
+generator = pipeline("text-generation", model="{model}")
+print(generator("The sky is blue because", max_new_tokens=128, return_full_text=False)[0]["generated_text"])"""
+
+SCORE = """from transformers import pipeline
+
+scorer = pipeline("text-classification", model="{model}", function_to_apply="none")
+print(scorer("The sky is blue because air scatters short waves the most.")[0]["score"])"""
+
+SCORE_STEPS = """from transformers import pipeline
+
+scorer = pipeline("token-classification", model="{model}")
+for step in scorer("Two and two is four.\\nFour and one is five.\\n"):
+    print(step["word"], step["entity"], step["score"])"""
+
+# Task -> the code of its quick start, with conversations and without.
+QUICK_STARTS = {
+    "text-generation": (GENERATE_CHAT, GENERATE),
+    "text-classification": (SCORE, SCORE),
+    "token-classification": (SCORE_STEPS, SCORE_STEPS),
+}
+# End of a model class's name -> its task; everything else generates.
+TASKS = {"ForSequenceClassification": "text-classification", "ForTokenClassification": "token-classification"}
+
+
+def generate_model_card(
+    *,
+    model_name: str,
+    trainer_name: str,
+    base_model: str | None = None,
+    hub_model_id: str | None = None,
+    dataset_name: str | list[str] | None = None,
+    tags: str | Iterable[str] | None = None,
+    wandb_url: str | None = None,
+    trackio_url: str | None = None,
+    comet_url: str | None = None,
+    paper_title: str | None = None,
+    paper_id: str | None = None,
+    trainer_citation: str | None = None,
+    task: str = "text-generation",
+    chat: bool = True,
+) -> ModelCard:
+    """Write the card of a trained model.
+
+    Args:
+        model_name: Its title.
+        trainer_name: The method: SFT, DPO, ...
+        base_model: Hub id it was trained from; None where that is not on the hub.
+        hub_model_id: Hub id under which it can be loaded; None: ``model_name`` stands in the quick start.
+        dataset_name: Hub ids or names of what it was trained on.
+        tags: Added to the metadata, after ``generated_from_trainer``.
+        wandb_url: Page of the run on Weights & Biases, where there is one.
+        trackio_url: The same on Trackio.
+        comet_url: The same on Comet.
+        paper_title: Of the paper that introduced the method.
+        paper_id: Its id on arXiv.
+        trainer_citation: BibTeX of that paper.
+        task: ``text-generation``, ``text-classification`` (a reward model) or ``token-classification`` (a PRM).
+        chat: Whether the quick start of a generating model sends messages or plain text.
+
+    Returns:
+        The card; ``str(card)`` is its text and ``card.save(path)`` writes it.
+
+    Raises:
+        ConfigError: An unknown ``task``.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    check_choice("task", task, QUICK_STARTS)
+    datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
+    given = [tags] if isinstance(tags, str) else list(tags or [])
+    metadata = ModelCardData(
+        base_model=base_model,
+        datasets=[name for name in datasets if _is_hub_id(name)] or None,
+        library_name="transformers",
+        model_name=model_name,
+        pipeline_tag=task,
+        tags=list(dict.fromkeys(["generated_from_trainer", *given])),
+    )
+    runs = {"Weights & Biases": wandb_url, "Trackio": trackio_url, "Comet": comet_url}
+    parts = [
+        f"# {model_name}",
+        _origin(model_name, trainer_name, base_model, datasets),
+        "## Quick start",
+        "```python\n" + QUICK_STARTS[task][0 if chat else 1].format(model=hub_model_id or model_name) + "\n```",
+        "## Training",
+        _method(trainer_name, paper_title, paper_id),
+        *(f"- [{name} run]({url})" for name, url in runs.items() if url),
+        "### Versions",
+        "\n".join(f"- {name}: {version}" for name, version in _versions().items()),
+        "## Citation",
+        *([f"{trainer_name}:", _bibtex(trainer_citation)] if trainer_citation else []),
+        "posttrain:",
+        _bibtex(_own_citation()),
+    ]
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def create_model_card(
+    trainer: Any,
+    model_name: str | None = None,
+    dataset_name: str | list[str] | None = None,
+    tags: str | Iterable[str] | None = None,
+) -> None:
+    """Write ``<output_dir>/README.md`` for a trainer's model; only the main process does.
+
+    The method's name, tags and paper are those of the trainer's class: ``_name``, ``_tag_names`` and ``_paper`` (a mapping
+    with ``title``, ``id`` and ``citation``, or empty).
+
+    Args:
+        trainer: Any trainer.
+        model_name: None is the last part of ``hub_model_id``, else of ``output_dir``.
+        dataset_name: What it was trained on.
+        tags: Added to those of the class.
+    """
+    if not trainer.is_world_process_zero():
+        return
+    args, config = trainer.args, trainer.model.config
+    folder = Path(args.output_dir or ".")
+    name = model_name or (args.hub_model_id or folder.resolve().name).split("/")[-1]
+    paper = getattr(trainer, "_paper", None) or {}
+    trackio_url = _trackio_url(args)
+    tokenizer = getattr(trainer, "processing_class", None)
+    card = generate_model_card(
+        model_name=name,
+        trainer_name=getattr(trainer, "_name", None) or type(trainer).__name__,
+        base_model=_base_model(config),
+        hub_model_id=getattr(trainer, "hub_model_id", None) or args.hub_model_id,
+        dataset_name=dataset_name,
+        tags=_tags(tags, trainer, config, trackio_url),
+        wandb_url=_live_url("wandb", lambda wandb: wandb.run),
+        comet_url=_live_url("comet_ml", lambda comet: comet.get_running_experiment()),
+        trackio_url=trackio_url,
+        paper_title=paper.get("title"),
+        paper_id=paper.get("id"),
+        trainer_citation=paper.get("citation"),
+        task=_task(trainer.model),
+        chat=bool(getattr(tokenizer, "chat_template", None)),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / "README.md.part"
+    part.write_text(str(card), encoding="utf-8")
+    os.replace(part, folder / "README.md")
+
+
+# What a trainer knows --------------------------------------------------------------------------------------------
+
+
+def _tags(tags: str | Iterable[str] | None, trainer: Any, config: Any, trackio_url: str | None) -> list[str]:
+    """The caller's, the class's, and those that say where and with what it ran; in a stable order."""
+    found = [tags] if isinstance(tags, str) else sorted(tags) if isinstance(tags, set | frozenset) else list(tags or [])
+    found += getattr(trainer, "_tag_names", [])
+    if getattr(config, "unsloth_version", None) is not None:
+        found.append("unsloth")
+    if "JOB_ID" in os.environ:
+        found.append("hf_jobs")
+    if trackio_url is not None:
+        found = [tag for tag in found if not tag.startswith("trackio:")] + [f"trackio:{trackio_url}"]
+    return list(dict.fromkeys(found))
+
+
+def _base_model(config: Any) -> str | None:
+    """The hub id a model came from; a folder of this machine means nothing to a reader."""
+    identity = get_config_model_id(config)
+    return identity if _is_hub_id(identity) and not Path(identity).is_dir() else None
+
+
+def _is_hub_id(name: str) -> bool:
+    return HUB_ID.fullmatch(name) is not None
+
+
+def _task(model: Any) -> str:
+    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    return next((task for end, task in TASKS.items() if name.endswith(end)), "text-generation")
+
+
+def _live_url(package: str, run_of: Any) -> str | None:
+    """The page of a tracker's live run; a package that was never imported has none."""
+    if package not in sys.modules:
+        return None
+    run = run_of(require(package, PURPOSE))
+    return None if run is None else getattr(run, "url", None)
+
+
+def _trackio_url(args: Any) -> str | None:
+    if "trackio" not in sys.modules:
+        return None
+    space = getattr(args, "trackio_static_space_id", None)
+    space = space or require("trackio.context_vars", PURPOSE).current_space_id.get()
+    return f"{HUB}/spaces/{space}" if space else None
+
+
+# Text ------------------------------------------------------------------------------------------------------------
+
+
+def _origin(model_name: str, trainer_name: str, base_model: str | None, datasets: list[str]) -> str:
+    start = f" from [{base_model}]({HUB}/{base_model})" if base_model else ""
+    data = ", ".join(f"[{n}]({HUB}/datasets/{n})" if _is_hub_id(n) else f"`{n}`" for n in datasets)
+    return f"{model_name} was trained{start}{' on ' + data if data else ''} with {trainer_name}, using the library posttrain."
+
+
+def _method(trainer_name: str, paper_title: str | None, paper_id: str | None) -> str:
+    if not paper_title:
+        return f"Method: {trainer_name}."
+    title = f"[{paper_title}]({HUB}/papers/{paper_id})" if paper_id else paper_title
+    return f"Method: {trainer_name}, introduced in {title}."
+
+
+def _versions() -> dict[str, str]:
+    import datasets
+    import tokenizers
+    import torch
+    import transformers
+
+    import posttrain
+
+    packages = (posttrain, transformers, torch, datasets, tokenizers)
+    return {package.__name__: str(package.__version__) for package in packages}
+
+
+def _bibtex(entry: str) -> str:
+    return f"```bibtex\n{entry.strip()}\n```"
+
+
+def _own_citation() -> str:
+    import posttrain
+
+    return (
+        "@software{posttrain,\n"
+        "  title = {{posttrain: post-training of transformer language models}},\n"
+        f"  version = {{{posttrain.__version__}}},\n"
+        "  license = {Apache-2.0}\n"
+        "}"
+    )
