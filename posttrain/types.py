@@ -129,6 +129,21 @@ class Batch:
                 moved[item.name] = value.to(device)
         return replace(self, **moved)
 
+    def grouped(self, values: Tensor, size: int) -> Tensor:
+        """Per-sequence values ``(S,)`` as ``(S / size, size)``: the completions of each collated row side by side.
+
+        Right only for batches collated with ``whole_rows=True`` from rows of ``size`` completions each.
+        """
+        order = sorted(range(self.num_sequences), key=self.origin.__getitem__)
+        return values[order].view(-1, size)
+
+    def spread_rows(self, values: Tensor, size: int) -> Tensor:
+        """The inverse: one value a collated row, ``(S / size,)``, to each of its sequences, ``(S,)``."""
+        order = sorted(range(self.num_sequences), key=self.origin.__getitem__)
+        out = values.new_zeros(self.num_sequences)
+        out[order] = values.repeat_interleave(size)
+        return out
+
     @property
     def num_tokens(self) -> int:
         """Real (non-padding) tokens the model computes."""

@@ -37,7 +37,13 @@ from posttrain.models.load import (
 from posttrain.models.offload import check_offloading, get_act_offloading_ctx_manager
 from posttrain.models.parallel import main_process_first
 from posttrain.models.reference import disable_dropout_in_model
-from posttrain.models.vocabulary import changes_vocabulary, mirror_eos, prepare_tokenizer, train_new_tokens
+from posttrain.models.vocabulary import (
+    changes_vocabulary,
+    mirror_eos,
+    prepare_tokenizer,
+    train_new_tokens,
+    train_score_head,
+)
 from posttrain.report.interrupt import GracefulInterrupt
 from posttrain.report.record import RunRecordCallback, check_writable
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
@@ -63,6 +69,8 @@ class PostTrainer(EvaluationMixin, transformers.Trainer):
     _tag_names: ClassVar[list[str]] = ["posttrain"]
     _name: ClassVar[str] = "post-training"
     _suffix: ClassVar[str] = "posttrain"
+    generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
+    whole_rows: ClassVar[bool] = False  # Whether the objective compares the completions of a row.
     _bad_steps = 0
 
     def __init__(
@@ -127,8 +135,9 @@ class PostTrainer(EvaluationMixin, transformers.Trainer):
         raise NotImplementedError(f"{type(self).__name__} must define rows(examples).")
 
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
-        """Check and tokenise the datasets; runs before the model is loaded."""
-        return train, evaluation
+        """Check and tokenise all datasets, once; runs before the model is loaded."""
+        prepared = self.prepare(train, "train", training=True)
+        return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
 
     # Construction ------------------------------------------------------------------------------------------------
 
@@ -151,7 +160,7 @@ class PostTrainer(EvaluationMixin, transformers.Trainer):
             args.accelerator_config.dispatch_batches = False
         check_offloading(args)
         check_writable(args.output_dir)
-        check_model_source(model)
+        check_model_source(model, generative=self.generative)
 
     def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         if not isinstance(model, str):
@@ -167,7 +176,11 @@ class PostTrainer(EvaluationMixin, transformers.Trainer):
         if quantization_config is not None:
             init["quantization_config"] = quantization_config
         init.setdefault("trust_remote_code", args.trust_remote_code)
-        return create_model_from_path(model, **init)
+        return self.load_model(model, **init)
+
+    def load_model(self, model_id: str, **kwargs: Any) -> Any:
+        """The model behind a string."""
+        return create_model_from_path(model_id, **kwargs)
 
     def _clone_vocabulary(self, model: Any) -> Any:
         from posttrain.models.clone import clone_chat_template
@@ -183,6 +196,8 @@ class PostTrainer(EvaluationMixin, transformers.Trainer):
         if args.disable_dropout:
             disable_dropout_in_model(model)
         peft_config = train_new_tokens(peft_config, model, self.added_tokens)
+        if not self.generative:
+            peft_config = train_score_head(peft_config, model)
         model = wrap_with_peft(model, peft_config, activation_checkpointing=_checkpointing(args))
         install_token_head(model)
         return model
@@ -206,7 +221,9 @@ class PostTrainer(EvaluationMixin, transformers.Trainer):
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
-        return lambda examples: collate(self.rows(examples), pad_token_id=self.pad_token_id, layout=self.layout)
+        return lambda examples: collate(
+            self.rows(examples), pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.whole_rows
+        )
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = self._signature_columns or []

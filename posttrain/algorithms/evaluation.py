@@ -49,7 +49,13 @@ class EvaluationMixin:
         return super().evaluate(eval_dataset, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_evaluation(self, dataset: Any) -> Any:
-        """A raw evaluation set as the loop needs it; a prepared one comes back equal."""
+        """One raw evaluation set, or several by name, as the loop needs them; prepared ones come back equal."""
+        if isinstance(dataset, dict):
+            return {name: self.prepare(one, name) for name, one in dataset.items()}
+        return self.prepare(dataset, "eval")
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """One raw dataset as the collator needs it."""
         return dataset
 
     def evaluation_loop(

@@ -14,8 +14,14 @@ from posttrain.algorithms.base import PostTrainer
 from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.algorithms.evaluation import full_logits
 from posttrain.data.packing import STRATEGIES
-from posttrain.data.supervised import IGNORED, PreparationReport, SupervisedOptions, check_prepared, prepare_sft_dataset
-from posttrain.errors import ConfigError, DataError, check_choice
+from posttrain.data.supervised import (
+    PreparationReport,
+    SupervisedOptions,
+    check_prepared,
+    document_rows,
+    prepare_sft_dataset,
+)
+from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.metrics import mean
 from posttrain.models.forward import learns_prompts
@@ -166,18 +172,8 @@ class SFTTrainer(PostTrainer):
                 "Set packing=False."
             )
 
-    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
-        """Tokenise all sets, once."""
-        prepared = self._prepare(train, "train", training=True)
-        return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
-
-    def prepare_evaluation(self, dataset: Any) -> Any:
-        """One evaluation set, or several by name."""
-        if isinstance(dataset, dict):
-            return {name: self._prepare(one, name) for name, one in dataset.items()}
-        return self._prepare(dataset, "eval")
-
-    def _prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """Tokenise one set, as `prepare_sft_dataset` does."""
         args = self.args
         if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
             check_prepared(dataset, name)
@@ -198,19 +194,7 @@ class SFTTrainer(PostTrainer):
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Tokenised examples as rows without a shared prompt; packed examples come apart into their documents."""
-        rows = []
-        for index, example in enumerate(examples):
-            ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
-            if any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
-                raise DataError(
-                    f"row {index} of a batch: a label is neither its token nor {IGNORED}; labels are not shifted."
-                )
-            start = 0
-            for length in example.get("seq_lengths") or [len(ids)]:
-                document, targets = ids[start : start + length], labels[start : start + length]
-                rows.append(Row([], [document], [[int(label != IGNORED) for label in targets]]))
-                start += length
-        return rows
+        return document_rows(examples)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `sft_objective`."""

@@ -53,33 +53,17 @@ def register(name: str, function: RowsFunction) -> None:
 def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     """Rows of supervised fine-tuning: one completion each, without a prompt of its own; packed rows come apart."""
     from posttrain.checks.rows import diverged_prompts
-    from posttrain.data.supervised import check_prepared, prepare_sft_dataset
+    from posttrain.data.supervised import check_prepared, document_rows, prepare_sft_dataset
 
     if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
         check_prepared(examples, "train")
-        return Prepared(_documents(examples), [])
+        return Prepared(document_rows(examples), [])
     prepared, report = prepare_sft_dataset(
         examples, tokenizer, config.supervised_options(training=True), seed=config.seed
     )
     finding = diverged_prompts(report.diverged, report.rows_in)
     cut = None if config.packing else report.truncated  # Packing cuts by its own rule, after that count.
-    return Prepared(_documents(prepared), [finding] if finding else [], cut)
-
-
-def _documents(prepared: Any) -> list[Row]:
-    from posttrain.data.supervised import IGNORED
-
-    rows = []
-    for index, example in enumerate(prepared):
-        ids = example["input_ids"]
-        labels = example.get("labels") or ids
-        if any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
-            raise DataError(f"row {index}: a label is neither its token nor {IGNORED}; labels are not shifted.")
-        edges = [0, *itertools.accumulate(example.get("seq_lengths") or [len(ids)])]
-        for start, stop in itertools.pairwise(edges):
-            mask = [int(label != IGNORED) for label in labels[start:stop]]
-            rows.append(Row([], [ids[start:stop]], [mask]))
-    return rows
+    return Prepared(document_rows(prepared), [finding] if finding else [], cut)
 
 
 def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
@@ -92,7 +76,32 @@ def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
     return [Row(ids, [], []) for ids in tokenize_prompts(list(examples), tokenizer, chat_template_kwargs=kwargs)]
 
 
+def reward_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
+    """Rows of an outcome reward model: pairs that share their prompt."""
+    from posttrain.data.ranked import pair_rows, prepare_reward_dataset
+
+    return pair_rows(prepare_reward_dataset(examples, tokenizer, max_length=config.max_length))
+
+
+def prm_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
+    """Rows of a process reward model: judged tokens are the trained ones."""
+    from posttrain.data.ranked import prepare_step_dataset, step_rows
+
+    prepared = prepare_step_dataset(
+        examples,
+        tokenizer,
+        step_separator=config.step_separator,
+        max_length=config.max_length,
+        max_completion_length=config.max_completion_length,
+        last_step_only=config.train_on_last_step_only,
+        soft_labels=config.soft_labels,
+    )
+    return step_rows(prepared)
+
+
 register("sft", sft_rows)
+register("reward", reward_rows)
+register("prm", prm_rows)
 register("grpo", prompt_rows)
 
 

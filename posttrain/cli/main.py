@@ -14,10 +14,13 @@ Post-training of transformer language models.
 
 training commands (all take --config file.yaml; COMMAND --help lists every option):
   sft     supervised fine-tuning
+  reward  outcome reward models, from preference pairs
+  prm     process reward models, from judged steps
   grpo    group-relative policy optimisation
 
 other commands:
   demo    teach a small language model to add, on this machine, in a few minutes
+  inspect show the rows a training command would train on: text, masks, lengths, findings
   env     what a bug report needs
 
 options:
@@ -52,9 +55,18 @@ def _env(argv: list[str]) -> int:
     return 0
 
 
+def _inspect(argv: list[str]) -> int:
+    from posttrain.cli.inspect import run
+
+    return run(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sft": _train("sft"),
+    "reward": _train("reward"),
+    "prm": _train("prm"),
     "grpo": _train("grpo"),
+    "inspect": _inspect,
     "demo": _demo,
     "env": _env,
 }

@@ -53,6 +53,12 @@ COMMANDS: dict[str, Command] = {
     "sft": Command(
         "posttrain.algorithms.sft:SFTTrainer", "posttrain.algorithms.sft:SFTConfig", "supervised fine-tuning"
     ),
+    "reward": Command(
+        "posttrain.algorithms.reward:RewardTrainer", "posttrain.algorithms.reward:RewardConfig", "outcome reward models"
+    ),
+    "prm": Command(
+        "posttrain.algorithms.prm:PRMTrainer", "posttrain.algorithms.prm:PRMConfig", "process reward models"
+    ),
     "grpo": Command(
         "posttrain.algorithms.grpo:GRPOTrainer",
         "posttrain.algorithms.grpo:GRPOConfig",

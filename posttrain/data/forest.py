@@ -52,13 +52,16 @@ class _Tree:
         return prompt + sum(lengths)
 
 
-def collate(rows: Sequence[Row], *, pad_token_id: int, layout: Layout = Layout()) -> list[Batch]:
+def collate(
+    rows: Sequence[Row], *, pad_token_id: int, layout: Layout = Layout(), whole_rows: bool = False
+) -> list[Batch]:
     """Lay rows out as batches, each one forward pass.
 
     Args:
         rows: Examples; the flat list of their completions, in order, is what ``Batch.origin`` indexes.
         pad_token_id: Written to padding; never read back (padding is known by position).
         layout: See `Layout`.
+        whole_rows: Keep all completions of a row in one batch, for losses that compare them.
 
     Returns:
         Batches that hold every completion exactly once. ``num_sequences`` over all of them is the number of completions.
@@ -72,9 +75,14 @@ def collate(rows: Sequence[Row], *, pad_token_id: int, layout: Layout = Layout()
         _check(row, index)
     trees = list(_grow(rows, layout))
     if layout.kind == "padded":
-        bins = _by_length(trees, layout.row_tokens)
-        return [_lay_out([[tree] for tree in group], pad_token_id, layout) for group in bins]
-    return [_lay_out([group], pad_token_id, layout) for group in _best_fit(trees, layout.row_tokens)]
+        units = _units(trees) if whole_rows else [[tree] for tree in trees]
+        bins = _by_length(units, layout.row_tokens)
+        return [_lay_out([[tree] for unit in group for tree in unit], pad_token_id, layout) for group in bins]
+    split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []  # Too long for one tree.
+    apart = {id(tree) for unit in split for tree in unit}
+    packed = _best_fit([tree for tree in trees if id(tree) not in apart], layout.row_tokens)
+    batches = [_lay_out([group], pad_token_id, layout) for group in packed]
+    return batches + [_lay_out([[tree] for tree in unit], pad_token_id, layout) for unit in split]
 
 
 def split_by_sequence(values: Tensor, batch: Batch) -> list[Tensor]:
@@ -137,14 +145,26 @@ def _best_fit(trees: list[_Tree], budget: int) -> list[list[_Tree]]:
     return bins
 
 
-def _by_length(trees: list[_Tree], budget: int) -> list[list[_Tree]]:
+def _units(trees: list[_Tree]) -> list[list[_Tree]]:
+    """Trees of one row together."""
+    units: dict[int, list[_Tree]] = {}
+    for tree in trees:
+        units.setdefault(id(tree.row), []).append(tree)
+    return list(units.values())
+
+
+def _by_length(units: list[list[_Tree]], budget: int) -> list[list[list[_Tree]]]:
     """Similar lengths together, so that padding stays small; rows times width stays within the budget."""
-    groups: list[list[_Tree]] = []
-    for tree in sorted(trees, key=lambda t: -t.size):
-        if groups and (len(groups[-1]) + 1) * groups[-1][0].size <= budget:
-            groups[-1].append(tree)
+
+    def width(unit: list[_Tree]) -> int:
+        return max(tree.size for tree in unit)
+
+    groups: list[list[list[_Tree]]] = []
+    for unit in sorted(units, key=lambda u: -width(u)):
+        if groups and sum(map(len, [*groups[-1], unit])) * width(groups[-1][0]) <= budget:
+            groups[-1].append(unit)
         else:
-            groups.append([tree])
+            groups.append([unit])
     return groups
 
 

@@ -10,7 +10,7 @@ from posttrain.data.formats import is_conversational_from_value, is_messages, ma
 from posttrain.data.tokenize import encode, one_bos, prompt_text, template_arguments
 from posttrain.errors import DataError
 
-__all__ = ["COUNTERS", "IGNORED", "SupervisedOptions", "label_batch"]
+__all__ = ["COUNTERS", "IGNORED", "SupervisedOptions", "label_batch", "one_eos"]
 
 IGNORED = -100
 COUNTERS = ("_truncated", "_cut", "_diverged", "_half_lost", "_no_end", "_double_bos", "_tail")
@@ -172,7 +172,7 @@ def _finish(plan: _Plan, tokenizer: Any, options: SupervisedOptions) -> None:
     ids = plan.ids or []
     if plan.plain:
         single = one_bos(ids, tokenizer.bos_token_id)
-        plan.double_bos, ids = len(single) < len(ids), _one_eos(single, tokenizer)
+        plan.double_bos, ids = len(single) < len(ids), one_eos(single, tokenizer)
     mask = plan.mask if plan.mask is not None else [1] * len(ids)
     if plan.spans is not None:
         mask = AssistantSpans.mask(tokenizer, str(plan.text), ids, plan.spans)
@@ -185,7 +185,7 @@ def _finish(plan: _Plan, tokenizer: Any, options: SupervisedOptions) -> None:
     plan.ids, plan.mask = ids, mask
 
 
-def _one_eos(ids: list[int], tokenizer: Any) -> list[int]:
+def one_eos(ids: list[int], tokenizer: Any) -> list[int]:
     """Exactly one eos at the end of a plain text, also where a line end follows it."""
     eos = tokenizer.eos_token_id
     if eos is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,16 @@ from posttrain.data.formats import describe_dataset, get_dataset_column_names
 from posttrain.data.labels import COUNTERS, IGNORED, SupervisedOptions, label_batch
 from posttrain.data.packing import LENGTHS, pack_dataset
 from posttrain.errors import DataError
+from posttrain.types import Row
 
-__all__ = ["IGNORED", "PreparationReport", "SupervisedOptions", "check_prepared", "prepare_sft_dataset"]
+__all__ = [
+    "IGNORED",
+    "PreparationReport",
+    "SupervisedOptions",
+    "check_prepared",
+    "document_rows",
+    "prepare_sft_dataset",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -219,3 +227,23 @@ def _tell_divergence(report: PreparationReport, mapped: Any) -> None:
         "follows; the boundary is where the tokens part.",
         report.name, report.diverged, report.rows_in, tail[-80:],
     )  # fmt: skip
+
+
+def document_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
+    """Tokenised examples as rows without a shared prompt; packed examples come apart into their documents.
+
+    Raises:
+        DataError: A label that is neither its token nor -100, by the number of its example.
+    """
+    rows = []
+    for index, example in enumerate(examples):
+        ids = example["input_ids"]
+        labels = example.get("labels") or ids
+        if any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
+            raise DataError(f"row {index}: a label is neither its token nor {IGNORED}; labels are not shifted.")
+        start = 0
+        for length in example.get(LENGTHS) or [len(ids)]:
+            mask = [int(label != IGNORED) for label in labels[start : start + length]]
+            rows.append(Row([], [ids[start : start + length]], [mask]))
+            start += length
+    return rows

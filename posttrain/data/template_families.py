@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,7 @@ class Family:
         file: The template, without its ending, in ``chat_templates``.
         setting: A variable of the template whose value is the checkpoint's own (its default system text, the date it
             states) and is read from the tokenizer's template.
+        fixed: Variables of the template that make this family out of a file that several share.
         same: Whether our rendering and the published one say the same; the third argument tells that the conversation
             has an assistant turn before its last.
     """
@@ -65,6 +65,7 @@ class Family:
     name: str
     file: str
     setting: str | None = None
+    fixed: tuple[tuple[str, bool], ...] = ()
     same: Callable[[str, str, bool], bool] = _exact
 
 
@@ -74,6 +75,9 @@ FAMILIES = (
     Family("Qwen2.5", "qwen2_5", "default_system"),
     Family("Qwen3-Instruct-2507", "qwen3_instruct_2507"),
     Family("Qwen3", "qwen3", same=_qwen3),
+    Family("Qwen3.5", "qwen3_5", same=_qwen3),
+    Family("Qwen3.5 without thinking", "qwen3_5", fixed=(("think_by_default", False),), same=_qwen3),
+    Family("Qwen3.6", "qwen3_5", fixed=(("json_constants", True),), same=_qwen3),
     Family("Llama 3", "llama3"),
     Family("Llama 3.1", "llama3_1", "date_string"),
     Family("Gemma", "gemma"),
@@ -112,7 +116,7 @@ def training_template(family: Family, settings: dict[str, str] | None = None) ->
     text = (FOLDER / f"{family.file}.jinja").read_text(encoding="utf-8")
     lines = [
         f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}{{%- endif -%}}\n"
-        for name, value in (settings or {}).items()
+        for name, value in (dict(family.fixed) | (settings or {})).items()
     ]
     return "".join(lines) + text
 
@@ -176,7 +180,6 @@ def _match(family: Family, tokenizer: Any, theirs: list[str | None]) -> Match:
     return Match(family, template, agreed, difference)
 
 
-@lru_cache(maxsize=32)
 def best_match(tokenizer: Any, template: str) -> Match:
     """The first family that agrees on every probe, else the one that agrees on most."""
     theirs = [_rendered(tokenizer, template, probe) for probe in PROBES]

@@ -78,7 +78,7 @@ TOOL = {
     },
 }
 RESULT = {"role": "tool", "name": "zq_find", "content": "zq result"}
-CALL = _call("zq_find", {"zq_arg": "zq thing", "zq_n": 3})
+CALL = _call("zq_find", {"zq_arg": "zq thing", "zq_n": 3, "zq_b": True, "zq_l": ["zq", None]})
 CALL_WORDS = ("zq_find", "zq_arg", "zq thing")
 
 dummy_call = Probe("a tool call", [_user("zq ask"), _assistant("", tool_calls=[CALL])], shown=("zq ask", *CALL_WORDS))
@@ -121,6 +121,7 @@ PROBES = (
         shown=("zq say", "zq because"),
     ),
     Probe("no thinking", [_user("zq ask")], ask=True, kwargs={"enable_thinking": False}, shown=("zq ask",)),
+    Probe("thinking", [_user("zq ask")], ask=True, kwargs={"enable_thinking": True}, shown=("zq ask",)),
     Probe("tools", [_user("zq ask")], ask=True, tools=[TOOL], shown=("zq ask", "zq_find", "zq_arg")),
     Probe(
         "tools and a system message",

@@ -26,6 +26,7 @@ __all__ = [
     "get_config_model_id",
     "get_peft_config",
     "get_quantization_config",
+    "load_classifier",
     "load_tokenizer",
     "resolve_pad_token",
     "wrap_with_peft",
@@ -208,6 +209,28 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
         name = (config.architectures or [""])[0]
         architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
     return architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
+
+
+def load_classifier(
+    model_id: str, task: Literal["sequence", "token"], *, num_labels: int, **kwargs: Any
+) -> PreTrainedModel:
+    """Load a model with a classification head, which is new (and seeded by torch's generator) unless the checkpoint has one.
+
+    The loader's report about the new head is silenced: it is what was asked for.
+    """
+    import transformers
+    from transformers.utils import logging as transformers_logging
+
+    classes = {
+        "sequence": transformers.AutoModelForSequenceClassification,
+        "token": transformers.AutoModelForTokenClassification,
+    }
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        return create_model_from_path(model_id, classes[task], num_labels=num_labels, **kwargs)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def get_config_model_id(config: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.errors import ConfigError, ModelError
 
-__all__ = ["changes_vocabulary", "mirror_eos", "prepare_tokenizer", "train_new_tokens"]
+__all__ = ["changes_vocabulary", "mirror_eos", "prepare_tokenizer", "train_new_tokens", "train_score_head"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,4 +76,25 @@ def train_new_tokens(peft_config: Any, model: Any, added: list[int]) -> Any:
     if head is not None and not tied and "lm_head" not in (config.modules_to_save or []):
         logger.warning("new tokens were added: lm_head is trained and saved in full beside the adapter.")
         config.modules_to_save = [*(config.modules_to_save or []), "lm_head"]
+    return config
+
+
+def train_score_head(peft_config: Any, model: Any) -> Any:
+    """An adapter config that trains and saves a classifier's head, which is new and random; the caller's is not changed."""
+    if peft_config is None or not hasattr(peft_config, "modules_to_save"):
+        return peft_config
+    from posttrain.models.heads import score_layer
+
+    layer = score_layer(model)
+    name = next((n.split(".")[-1] for n, module in model.named_modules() if module is layer), None)
+    if name is None:
+        raise ModelError(
+            f"{type(model).__name__} has no classification head. Load it with AutoModelForSequenceClassification."
+        )
+    config = copy.deepcopy(peft_config)
+    if config.task_type == "CAUSAL_LM":
+        config.task_type = None  # The command line's default; peft would look for a language-model head.
+    if config.task_type is None and name not in (config.modules_to_save or []):
+        logger.info("the head %r is trained and saved in full beside the adapter.", name)
+        config.modules_to_save = [*(config.modules_to_save or []), name]
     return config

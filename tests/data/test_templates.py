@@ -19,7 +19,7 @@ from posttrain.data.templates import (
 )
 from posttrain.errors import ArgumentTypeError, DataError, ModelError
 
-BY_FILE = {family.file: family for family in FAMILIES}
+BY_FILE = {family.file: family for family in reversed(FAMILIES)}  # Of those that share a file, the first.
 FILES = sorted(BY_FILE)
 
 # Added tokens of each family's tokenizer; the first two are bos (or "") and eos (or "").
@@ -31,6 +31,7 @@ TOKENS = {
     "qwen2_5": ["", "<|im_end|>", "<|im_start|>"],
     "qwen3": ["", "<|im_end|>", "<|im_start|>"],
     "qwen3_instruct_2507": ["", "<|im_end|>", "<|im_start|>"],
+    "qwen3_5": ["", "<|im_end|>", "<|im_start|>"],
     "llama3": ["<|begin_of_text|>", "<|eot_id|>", *LLAMA],
     "llama3_1": ["<|begin_of_text|>", "<|eot_id|>", *LLAMA],
     "gemma": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
@@ -82,6 +83,13 @@ WIRE = {
         "*<think>\n\n</think>\n\nYes.<|im_end|>",
         NEXT_CHATML,
         "*<think>\n\n</think>\n\nNo.<|im_end|>",
+        "\n",
+    ],
+    "qwen3_5": [
+        TURN_CHATML + "<think>\n",
+        "*\n</think>\n\nYes.<|im_end|>",
+        NEXT_CHATML + "<think>\n",
+        "*\n</think>\n\nNo.<|im_end|>",
         "\n",
     ],
     "lfm2": ["<|startoftext|>" + TURN_CHATML, "*Yes.<|im_end|>", NEXT_CHATML, "*No.<|im_end|>", "\n"],
@@ -158,6 +166,11 @@ CALL_WIRE = {
     "qwen3": (
         '<think>\n\n</think>\n\n<tool_call>\n{"name": "find", "arguments": {"q": "café", "n": 2}}\n</tool_call><|im_end|>',
         "\n<|im_start|>user\n<tool_response>\ntwo\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "qwen3_5": (
+        "\n</think>\n\n<tool_call>\n<function=find>\n<parameter=q>\ncafé\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
+        "</function>\n</tool_call><|im_end|>",
+        "\n<|im_start|>user\n<tool_response>\ntwo\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n",
     ),
     "llama3_1": (
         '{"name": "find", "parameters": {"q": "café", "n": 2}}<|eot_id|>',
@@ -296,6 +309,7 @@ def test_offered_tools_are_shown_with_name_and_parameter(file, tokenizer_of):
     ("file", "block"),
     [
         ("qwen3", "<think>\nbecause\n</think>\n\nYes."),
+        ("qwen3_5", "because\n</think>\n\nYes."),
         ("glm4moe", "<think>because</think>\nYes."),
         ("deepseekv3", "<think>\nbecause\n</think>\n\nYes."),
         ("gptoss", "<|channel|>analysis<|message|>because<|end|><|start|>assistant<|channel|>final<|message|>Yes."),
@@ -320,6 +334,26 @@ def test_text_that_holds_its_reasoning_renders_one_block(text, tokenizer_of):
 def test_qwen3_without_thinking_asks_with_an_empty_block(tokenizer_of):
     text = render(tokenizer_of("qwen3"), [USER], add_generation_prompt=True, enable_thinking=False)
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "said", "yes"),
+    [
+        ("Qwen3.5", "<think>\n", "\n</think>\n\n<tool_call>", "True"),
+        ("Qwen3.5 without thinking", "<think>\n\n</think>\n\n", "<tool_call>", "True"),
+        ("Qwen3.6", "<think>\n", "\n</think>\n\n<tool_call>", "true"),
+    ],
+)
+def test_variants_that_share_a_file_are_told_apart(name, asked, said, yes, tokenizer_of):
+    family = next(family for family in FAMILIES if family.name == name)
+    tokenizer = tokenizer_of("qwen3_5", training_template(family))
+    assert render(tokenizer, [USER], add_generation_prompt=True).endswith("assistant\n" + asked)
+    call = {"type": "function", "function": {"name": "find", "arguments": {"deep": True}}}
+    run = masked_runs(tokenizer, [USER, CALLS | {"tool_calls": [call]}])[0]
+    assert run.startswith(said)
+    assert f"<parameter=deep>\n{yes}\n</parameter>" in run
+    shipped = re.sub(r"\{%-? *(end)?generation *-?%\}", "", tokenizer.chat_template)
+    assert recognise_family(tokenizer_of("qwen3_5", shipped)) == (family, training_template(family))
 
 
 def test_results_of_several_calls_share_one_turn(tokenizer_of):

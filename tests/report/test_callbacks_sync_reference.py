@@ -7,7 +7,7 @@ from transformers import TrainerControl, TrainerState
 
 from posttrain.errors import CheckpointError, ConfigError, ModelError
 from posttrain.models.reference import Reference, create_reference_model
-from posttrain.report.callbacks.sync_reference import SyncRefModelCallback, resumed_from
+from posttrain.report.callbacks.sync_reference import SyncRefModelCallback, is_sharded, resumed_from
 from tests.conftest import build_model
 from tests.report.test_callbacks_bema import Watch, build_trainer
 
@@ -189,3 +189,55 @@ def test_zero_3_gathers_both_models_and_only_rank_0_writes(tiny_model, monkeypat
         SyncRefModelCallback(reference, None).sync(tiny_model, 0.5)
         assert reference.model.norm.weight[0] == value
     assert calls == [(2 * len(list(tiny_model.parameters())), 0)] * 2
+
+
+@pytest.fixture
+def one_process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def shard_in_place(model):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def shard_by_wrapping(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+
+
+@pytest.mark.parametrize("shard", [shard_in_place, shard_by_wrapping])
+def test_models_that_fsdp_sharded_alike_are_mixed_shard_by_shard(tiny_tokenizer, one_process_group, shard):
+    from posttrain.report.callbacks.bema import BEMACallback
+
+    plain, policy = (build_model(len(tiny_tokenizer), seed=seed, tie_word_embeddings=False) for seed in (0, 1))
+    wanted = {n: torch.lerp(p, dict(policy.named_parameters())[n], 0.3) for n, p in plain.named_parameters()}
+    wanted = sorted((name, value.detach().clone()) for name, value in wanted.items())
+    unlike = build_model(len(tiny_tokenizer), tie_word_embeddings=False)
+    reference, policy = shard(plain), shard(policy)
+    callback = SyncRefModelCallback(reference, None)
+    callback.sync(policy, 0.3)
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in reference.parameters()]
+    assert sum(p.numel() for p in whole) == sum(value.numel() for _, value in wanted)
+    torch.testing.assert_close(
+        torch.cat([p.flatten() for p in whole]).sort()[0], torch.cat([v.flatten() for _, v in wanted]).sort()[0]
+    )
+    assert is_sharded(policy)
+    with pytest.raises(ModelError, match="BEMA needs whole parameters"):
+        BEMACallback()._refuse(policy)
+    if shard is shard_in_place:
+        with pytest.raises(ModelError, match="Shard both the same way"):
+            SyncRefModelCallback(unlike, None).sync(policy, 0.3)

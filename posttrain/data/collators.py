@@ -1,0 +1,392 @@
+"""Collators for users' own loops and imports: rows of token ids to padded or concatenated tensors.
+
+The trainers of this package lay rows out as token forests instead (`posttrain.data.forest`). Padding is always known by
+position: a pad id that equals the end-of-sequence id masks no real token.
+"""
+
+from __future__ import annotations
+
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.data.tensors import pad
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
+
+__all__ = [
+    "Collator",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForPreference",
+    "DataCollatorForReward",
+    "DataCollatorForTriplePreference",
+    "DataCollatorForUnpairedPreference",
+    "identity",
+]
+
+IGNORED = -100
+Example = Mapping[str, Any]
+
+
+def identity(x: Any) -> Any:
+    """Return the argument: the collator of trainers that read raw rows.
+
+    >>> identity([{"prompt": "2 + 2 ="}])
+    [{'prompt': '2 + 2 ='}]
+    """
+    return x
+
+
+def has_column(examples: Sequence[Example], key: str) -> bool:
+    """Whether the rows have an optional column (a None does not count as one).
+
+    Raises:
+        DataError: Some rows have it and others do not.
+    """
+    present = [example.get(key) is not None for example in examples]
+    if any(present) and not all(present):
+        raise DataError(
+            f"row {present.index(False)} of the batch has no {key!r}, and row {present.index(True)} has. An optional column "
+            "must be in every row or in none."
+        )
+    return present[0]
+
+
+def token_row(example: Example, key: str, row: int, *, empty: bool = False) -> Tensor:
+    """One row's list of integers as int64, whatever it was stored as."""
+    value = example.get(key)
+    if value is None:
+        raise DataError(f"row {row} of the batch has no {key!r}; its columns are {sorted(example)}.")
+    try:
+        ids = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"row {row} of the batch, column {key!r}, is no list of integers: {error}") from error
+    if ids.numel() == 0 and empty:
+        return torch.empty(0, dtype=torch.long)
+    if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
+        what = "is empty" if ids.numel() == 0 else f"has shape {tuple(ids.shape)} and dtype {ids.dtype}"
+        raise DataError(f"row {row} of the batch, column {key!r}, {what}; it must be a list of at least one integer.")
+    return ids.long().cpu()
+
+
+def floats(examples: Sequence[Example], key: str) -> dict[str, Tensor]:
+    """An optional column of numbers as ``{key: (B,) float32}``, or nothing."""
+    if not has_column(examples, key):
+        return {}
+    for row, example in enumerate(examples):
+        if not isinstance(example[key], numbers.Real) and getattr(example[key], "shape", None) != ():
+            raise DataError(f"row {row} of the batch, column {key!r}, is {example[key]!r}; it must be one number.")
+    return {key: torch.tensor([float(example[key]) for example in examples], dtype=torch.float32)}
+
+
+class Collator(ABC):
+    """What all collators check: a batch that is not empty, and options that can work. Fields are the subclasses'."""
+
+    pad_token_id: int
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pad_token_id, bool) or not isinstance(self.pad_token_id, numbers.Integral):
+            raise ConfigError(
+                f"pad_token_id={self.pad_token_id!r} must be a token id. Give the tokenizer a pad token (eos will do)."
+            )
+        for name in ("max_length", "pad_to_multiple_of"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1, or None for no limit.")
+        check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
+        check_choice("return_tensors", self.return_tensors, ("pt",))
+
+    def __call__(self, features: Sequence[Example], return_tensors: str | None = None) -> dict[str, Any]:
+        """Make a batch of rows.
+
+        Raises:
+            DataError: No rows, or a row that cannot be used; the message names it.
+        """
+        check_choice("return_tensors", return_tensors or "pt", ("pt",))
+        if len(features) == 0:
+            raise DataError("the collator got an empty batch; it needs at least one row.")
+        for row, example in enumerate(features):
+            if not isinstance(example, Mapping):
+                raise ArgumentTypeError(
+                    f"row {row} of the batch is a {type(example).__name__}; rows must be dictionaries."
+                )
+        return self.torch_call(features)
+
+    @abstractmethod
+    def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
+        """Make a batch of rows that were checked; what a subclass overrides."""
+
+
+def _pad_ids(rows: Sequence[Tensor], pad_token_id: int, multiple: int | None) -> dict[str, Tensor]:
+    """Ids and the mask of what is real, right-padded."""
+    ones = [torch.ones_like(row) for row in rows]
+    return {
+        "input_ids": pad(rows, pad_token_id, pad_to_multiple_of=multiple),
+        "attention_mask": pad(ones, 0, pad_to_multiple_of=multiple),
+    }
+
+
+@dataclass
+class DataCollatorForLanguageModeling(Collator):
+    """Pad rows to the longest one, or concatenate them to a single row without padding.
+
+    Rows hold ``input_ids`` and perhaps ``labels`` (default: the ids) and ``seq_lengths`` (the documents of a packed row).
+    A padded batch has ``input_ids``, ``attention_mask`` and ``labels``, ``(B, L)``. A padding-free one has, for T tokens,
+    ``input_ids``, ``position_ids`` (from 0 in every document) and ``labels``, ``(1, T)`` int64, no attention mask (with one,
+    documents attend to each other), ``seq_idx (1, T)`` int32 numbering the documents, ``cu_seq_lens_q`` and
+    ``cu_seq_lens_k``, ``(documents + 1,)`` int32, and the ints ``max_length_q`` and ``max_length_k``. A document's first
+    token is not trained: it would be predicted from another document. Each token of the tail that ``pad_to_multiple_of``
+    adds is a document of its own.
+
+    Attributes:
+        pad_token_id: Fills ``input_ids``; never read back.
+        padding_free: Concatenate instead of padding.
+        pad_to_multiple_of: Rounds L or T up.
+        return_tensors: Only ``pt``.
+        return_position_ids: Padded batches have ``position_ids`` too, which sequence parallelism needs.
+    """
+
+    pad_token_id: int
+    padding_free: bool = False
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+    return_position_ids: bool = False
+
+    def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
+        ids = [token_row(example, "input_ids", row) for row, example in enumerate(examples)]
+        labels = ids
+        if has_column(examples, "labels"):
+            labels = [token_row(example, "labels", row) for row, example in enumerate(examples)]
+            for row, (a, b) in enumerate(zip(ids, labels, strict=True)):
+                if len(a) != len(b):
+                    raise DataError(f"row {row} of the batch has {len(b)} labels for {len(a)} input_ids.")
+        packed = has_column(examples, "seq_lengths")
+        if self.padding_free:
+            return self._concatenated(examples, ids, labels, packed)
+        if packed:
+            raise DataError(
+                "the rows are packed (they have 'seq_lengths'), and padding_free=False: documents of a row would attend to "
+                "each other. Set padding_free=True, or drop the column to train packed rows as single documents."
+            )
+        multiple = self.pad_to_multiple_of
+        batch = _pad_ids(ids, self.pad_token_id, multiple)
+        batch["labels"] = pad(labels, IGNORED, pad_to_multiple_of=multiple)
+        if self.return_position_ids:
+            batch["position_ids"] = pad([torch.arange(len(row)) for row in ids], 0, pad_to_multiple_of=multiple)
+        return batch
+
+    def _concatenated(
+        self, examples: Sequence[Example], ids: list[Tensor], labels: list[Tensor], packed: bool
+    ) -> dict[str, Any]:
+        lengths = [[len(row)] for row in ids]
+        if packed:
+            lengths = [[int(n) for n in example["seq_lengths"]] for example in examples]
+            for row, (documents, tokens) in enumerate(zip(lengths, ids, strict=True)):
+                if sum(documents) != len(tokens):
+                    raise DataError(
+                        f"row {row} of the batch: seq_lengths {documents} add up to {sum(documents)}, and the row has "
+                        f"{len(tokens)} tokens. It was cut or packed again after packing."
+                    )
+        positions = self.get_position_ids_from_packed_seq_lengths(lengths)
+        multiple = self.pad_to_multiple_of
+        batch: dict[str, Any] = {
+            "input_ids": pad([torch.cat(ids)], self.pad_token_id, pad_to_multiple_of=multiple),
+            "position_ids": pad([torch.cat(positions)], 0, pad_to_multiple_of=multiple),
+            "labels": pad([torch.cat(labels)], IGNORED, pad_to_multiple_of=multiple),
+        }
+        starts = batch["position_ids"] == 0
+        batch["labels"] = batch["labels"].masked_fill(starts, IGNORED)
+        batch["seq_idx"] = (starts.cumsum(1) - 1).int()
+        bounds = torch.cat([starts[0].nonzero().flatten(), torch.tensor([starts.shape[1]])]).int()
+        longest = int(bounds.diff().max())
+        return batch | {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds.clone(),
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+    @staticmethod
+    def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Position ids of packed rows, from 0 in every document.
+
+        Args:
+            batch_seq_lengths: For each row the lengths of its documents, in order.
+
+        Returns:
+            One int64 tensor a row, as long as the sum of its lengths.
+
+        Raises:
+            DataError: A row without documents, or a document without tokens.
+
+        >>> DataCollatorForLanguageModeling.get_position_ids_from_packed_seq_lengths([[2, 2], [3]])
+        [tensor([0, 1, 0, 1]), tensor([0, 1, 2])]
+        """
+        out = []
+        for row, documents in enumerate(batch_seq_lengths):
+            lengths = torch.as_tensor(documents, dtype=torch.long)
+            if lengths.numel() == 0 or int(lengths.min()) < 1:
+                raise DataError(f"row {row} of the batch: seq_lengths {list(documents)} must all be at least 1.")
+            starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+            out.append(torch.arange(len(starts)) - starts)
+        return out
+
+
+class _PromptCollator(Collator):
+    """Shared by collators of a prompt with completions."""
+
+    def _joined(self, examples: Sequence[Example], column: str) -> tuple[list[Tensor], list[Tensor]]:
+        """Prompt and completion of every row, cut to ``max_length``, and 1 on what is left of the completion."""
+        limit = self.max_length
+        part = slice(-limit, None) if limit is not None and self.truncation_mode == "keep_end" else slice(limit)
+        ids, masks = [], []
+        for row, example in enumerate(examples):
+            prompt = token_row(example, "prompt_ids", row, empty=True)
+            completion = token_row(example, column, row)
+            mask = torch.cat([torch.zeros_like(prompt), torch.ones_like(completion)])[part]
+            if not mask.any():
+                raise DataError(
+                    f"row {row} of the batch: the prompt has {len(prompt)} tokens and max_length={limit} leaves nothing of "
+                    f"{column!r}, so the row would train nothing. Raise max_length or drop the row."
+                )
+            ids.append(torch.cat([prompt, completion])[part])
+            masks.append(mask)
+        return ids, masks
+
+    def _stacked(self, examples: Sequence[Example], columns: Sequence[str]) -> dict[str, Tensor]:
+        """All rows with their first column's completion, then all with the second's, and so on."""
+        ids: list[Tensor] = []
+        masks: list[Tensor] = []
+        for column in columns:
+            for collected, more in zip((ids, masks), self._joined(examples, column), strict=True):
+                collected.extend(more)
+        batch = _pad_ids(ids, self.pad_token_id, self.pad_to_multiple_of)
+        return batch | {"completion_mask": pad(masks, 0, pad_to_multiple_of=self.pad_to_multiple_of)}
+
+
+@dataclass
+class DataCollatorForPreference(_PromptCollator):
+    """Pairs for DPO: the first B rows are prompt and chosen, the next B prompt and rejected, right-padded.
+
+    Rows hold ``prompt_ids``, ``chosen_ids``, ``rejected_ids`` and perhaps ``ref_chosen_logps`` and ``ref_rejected_logps``.
+    The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(2B, L)`` int64, and the reference
+    log-probabilities as ``(B,)`` float32. A pair for reward models, without a prompt, is `DataCollatorForReward`'s.
+
+    Attributes:
+        pad_token_id: Fills ``input_ids``.
+        max_length: Tokens of prompt and completion that are kept, cut before padding; None keeps all.
+        truncation_mode: ``keep_start`` cuts the end, ``keep_end`` the start.
+        pad_to_multiple_of: Rounds L up.
+        return_tensors: Only ``pt``.
+
+    >>> collate = DataCollatorForPreference(pad_token_id=0)
+    >>> collate([{"prompt_ids": [5], "chosen_ids": [6, 7], "rejected_ids": [8]}])["input_ids"]
+    tensor([[5, 6, 7],
+            [5, 8, 0]])
+    """
+
+    pad_token_id: int
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
+        batch = self._stacked(examples, ("chosen_ids", "rejected_ids"))
+        return batch | floats(examples, "ref_chosen_logps") | floats(examples, "ref_rejected_logps")
+
+
+@dataclass
+class DataCollatorForTriplePreference(_PromptCollator):
+    """Triples for TPO: B rows with chosen, B with rejected, and B with the reference answer unless it is left out.
+
+    Rows hold ``prompt_ids``, ``chosen_ids``, ``rejected_ids`` and ``reference_ids``; the rest is as in
+    `DataCollatorForPreference`.
+
+    Attributes:
+        pad_token_id: Fills ``input_ids``.
+        max_length: Tokens of prompt and completion that are kept, cut before padding; None keeps all.
+        truncation_mode: ``keep_start`` cuts the end, ``keep_end`` the start.
+        pad_to_multiple_of: Rounds L up.
+        return_tensors: Only ``pt``.
+        include_reference: False leaves the last B rows out and does not read ``reference_ids``.
+    """
+
+    pad_token_id: int
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+    include_reference: bool = True
+
+    def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
+        columns = ("chosen_ids", "rejected_ids", "reference_ids")
+        return self._stacked(examples, columns if self.include_reference else columns[:2])
+
+
+@dataclass
+class DataCollatorForUnpairedPreference(_PromptCollator):
+    """Labelled answers for KTO: prompt and completion, and perhaps the prompt with another row's completion for the KL.
+
+    Rows hold ``prompt_ids``, ``completion_ids``, ``label`` and perhaps ``KL_completion_ids``, ``ref_logps`` and
+    ``ref_KL_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(B, L)`` int64; the same
+    three with the prefix ``KL_`` and a length of their own; ``label (B,)`` bool; and the log-probabilities, ``(B,)``
+    float32.
+
+    Attributes:
+        pad_token_id: Fills ``input_ids``.
+        max_length: First tokens of prompt and completion that are kept; None keeps all.
+        pad_to_multiple_of: Rounds L up.
+        return_tensors: Only ``pt``.
+    """
+
+    pad_token_id: int
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
+        batch = self._stacked(examples, ["completion_ids"])
+        if has_column(examples, "KL_completion_ids"):
+            batch |= {f"KL_{k}": v for k, v in self._stacked(examples, ["KL_completion_ids"]).items()}
+        batch["label"] = torch.tensor([_label(example, row) for row, example in enumerate(examples)])
+        return batch | floats(examples, "ref_logps") | floats(examples, "ref_KL_logps")
+
+
+def _label(example: Example, row: int) -> bool:
+    value = example.get("label")
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, int) or value not in (0, 1):
+        raise DataError(f"row {row} of the batch, column 'label', is {value!r}; it must be True or False (or 1 or 0).")
+    return bool(value)
+
+
+@dataclass
+class DataCollatorForReward(Collator):
+    """Pairs for reward models: the first B rows are chosen, the next B rejected, right-padded.
+
+    Rows hold ``chosen_ids``, ``rejected_ids`` (prompt included) and perhaps ``margin``. The batch has ``input_ids`` and
+    ``attention_mask``, ``(2B, L)`` int64, and ``margin (B,)`` float32.
+
+    Attributes:
+        pad_token_id: Fills ``input_ids``.
+        pad_to_multiple_of: Rounds L up.
+        return_tensors: Only ``pt``.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
+        columns = ("chosen_ids", "rejected_ids")
+        rows = [token_row(example, column, row) for column in columns for row, example in enumerate(examples)]
+        return _pad_ids(rows, self.pad_token_id, self.pad_to_multiple_of) | floats(examples, "margin")
