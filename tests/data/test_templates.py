@@ -418,7 +418,7 @@ QWEN3_LIKE = (
 )
 
 
-def test_a_template_that_drops_earlier_reasoning_is_not_taken_for_one_that_drops_tool_calls(tokenizer_of):
+def test_a_format_close_to_a_known_one_is_refused_with_the_nearest_named(tokenizer_of):
     """It prints tool results as turns of their own: no family does that together with think blocks."""
     tokenizer = tokenizer_of("qwen3", QWEN3_LIKE)
     assert recognise_family(tokenizer) is None
