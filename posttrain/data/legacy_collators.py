@@ -165,12 +165,15 @@ class DPODataCollatorWithPadding(Collator):
         keys = list(dict.fromkeys(key for example in examples for key in example))
         batch: dict[str, Any] = {}
         for key in keys:
+            missing = [row for row, example in enumerate(examples) if key not in example]
+            if missing:
+                raise DataError(f"row {missing[0]} of the batch has no {key!r}, and others have.")
             if key.endswith(("_input_ids", "_labels", "_attention_mask", "_pixel_values", "_logps")):
                 # A column that is None everywhere says nothing; one that only some rows have is an error.
                 if has_column(examples, key):
                     batch[key] = self._column(examples, key)
             else:
-                batch[key] = [example.get(key) for example in examples]
+                batch[key] = [example[key] for example in examples]
         return batch
 
     def _column(self, examples: Sequence[Example], key: str) -> Tensor:
