@@ -78,6 +78,8 @@ FAMILIES = (
     Family("Qwen3.5", "qwen3_5", same=_qwen3),
     Family("Qwen3.5 without thinking", "qwen3_5", fixed=(("think_by_default", False),), same=_qwen3),
     Family("Qwen3.6", "qwen3_5", fixed=(("json_constants", True),), same=_qwen3),
+    Family("Nemotron 3", "nemotron3"),
+    Family("Nemotron 3 Ultra", "nemotron3", fixed=(("tight_think", True),)),
     Family("Llama 3", "llama3"),
     Family("Llama 3.1", "llama3_1", "date_string"),
     Family("Gemma", "gemma"),

@@ -39,6 +39,7 @@ FORMAT_OF = {
     "qwen3": "qwen_json",
     "qwen3_instruct_2507": "qwen_json",
     "qwen3_5": "qwen_xml",
+    "nemotron3": "qwen_xml",
     "llama3_1": "llama_json",
     "glm4moe": "glm",
     "deepseekv3": "deepseek",
@@ -50,6 +51,7 @@ NAMES = sorted(FORMAT_OF)
 REASONING = {
     "qwen3": "reasoning_content",
     "qwen3_5": "reasoning_content",
+    "nemotron3": "reasoning_content",
     "glm4moe": "reasoning_content",
     "deepseekv3": "reasoning_content",
     "xml": "reasoning_content",

@@ -32,6 +32,7 @@ TOKENS = {
     "qwen3": ["", "<|im_end|>", "<|im_start|>"],
     "qwen3_instruct_2507": ["", "<|im_end|>", "<|im_start|>"],
     "qwen3_5": ["", "<|im_end|>", "<|im_start|>"],
+    "nemotron3": ["", "<|im_end|>", "<|im_start|>"],
     "llama3": ["<|begin_of_text|>", "<|eot_id|>", *LLAMA],
     "llama3_1": ["<|begin_of_text|>", "<|eot_id|>", *LLAMA],
     "gemma": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
@@ -90,6 +91,13 @@ WIRE = {
         "*\n</think>\n\nYes.<|im_end|>",
         NEXT_CHATML + "<think>\n",
         "*\n</think>\n\nNo.<|im_end|>",
+        "\n",
+    ],
+    "nemotron3": [
+        TURN_CHATML + "<think></think>",
+        "*Yes.<|im_end|>",
+        NEXT_CHATML + "<think></think>",
+        "*No.<|im_end|>",
         "\n",
     ],
     "lfm2": ["<|startoftext|>" + TURN_CHATML, "*Yes.<|im_end|>", NEXT_CHATML, "*No.<|im_end|>", "\n"],
@@ -171,6 +179,11 @@ CALL_WIRE = {
         "\n</think>\n\n<tool_call>\n<function=find>\n<parameter=q>\ncafé\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
         "</function>\n</tool_call><|im_end|>",
         "\n<|im_start|>user\n<tool_response>\ntwo\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n",
+    ),
+    "nemotron3": (
+        "\n<tool_call>\n<function=find>\n<parameter=q>\ncafé\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
+        "</function>\n</tool_call>\n<|im_end|>",
+        "\n<|im_start|>user\n<tool_response>\ntwo\n</tool_response>\n<|im_end|>\n<|im_start|>assistant\n<think></think>",
     ),
     "llama3_1": (
         '{"name": "find", "parameters": {"q": "café", "n": 2}}<|eot_id|>',
@@ -258,9 +271,9 @@ def test_generation_prompt_is_what_stands_before_the_masked_tokens(file, tokeniz
     tokenizer = tokenizer_of(file)
     messages = conversation(file)
     ids, mask = assistant_mask(tokenizer, messages[:-2])
-    asked = tokenizer(render(tokenizer, messages[:-3], add_generation_prompt=True), add_special_tokens=False)[
-        "input_ids"
-    ]
+    kwargs = {"enable_thinking": False} if file == "nemotron3" else {}  # Without reasoning its prompt closes the block.
+    text = render(tokenizer, messages[:-3], add_generation_prompt=True, **kwargs)
+    asked = tokenizer(text, add_special_tokens=False)["input_ids"]
     if file == "deepseekv3":  # Its prompt opens the reasoning that an answer without reasoning does not have.
         asked = asked[: -len(tokenizer("<think>\n", add_special_tokens=False)["input_ids"])]
     assert ids[: mask.index(1)] == asked
@@ -310,6 +323,7 @@ def test_offered_tools_are_shown_with_name_and_parameter(file, tokenizer_of):
     [
         ("qwen3", "<think>\nbecause\n</think>\n\nYes."),
         ("qwen3_5", "because\n</think>\n\nYes."),
+        ("nemotron3", "because\n</think>\nYes."),
         ("glm4moe", "<think>because</think>\nYes."),
         ("deepseekv3", "<think>\nbecause\n</think>\n\nYes."),
         ("gptoss", "<|channel|>analysis<|message|>because<|end|><|start|>assistant<|channel|>final<|message|>Yes."),
@@ -354,6 +368,13 @@ def test_variants_that_share_a_file_are_told_apart(name, asked, said, yes, token
     assert f"<parameter=deep>\n{yes}\n</parameter>" in run
     shipped = re.sub(r"\{%-? *(end)?generation *-?%\}", "", tokenizer.chat_template)
     assert recognise_family(tokenizer_of("qwen3_5", shipped)) == (family, training_template(family))
+
+
+def test_nemotron_ultra_writes_no_line_breaks_around_its_closing_tag(tokenizer_of):
+    tokenizer = tokenizer_of("nemotron3", unmarked("nemotron3", {"tight_think": True}))
+    assert recognise_family(tokenizer)[0].name == "Nemotron 3 Ultra"
+    tokenizer.chat_template = get_training_chat_template(tokenizer)
+    assert masked_runs(tokenizer, [USER, SAID | {"reasoning_content": "because"}]) == ["because</think>Yes.<|im_end|>"]
 
 
 def test_results_of_several_calls_share_one_turn(tokenizer_of):
@@ -600,3 +621,31 @@ def test_a_shipped_template_with_lost_reasoning_is_mended_by_its_training_templa
     assert "TEMPLATE-REASONING-LOST" in codes(tokenizer, row)
     tokenizer.chat_template = get_training_chat_template(tokenizer)
     assert codes(tokenizer, row, assistant_only=True) == {}
+
+
+class Processor:
+    """What a processor is to the template functions: structured content, a tokenizer inside, images."""
+
+    image_processor = object()
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.chat_template = tokenizer.chat_template
+        self.images = []
+
+    def apply_chat_template(self, messages, *, tokenize, return_dict=False, **kwargs):
+        assert all(isinstance(message["content"], list) for message in messages)
+        self.images += [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
+        out = self.tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=return_dict, **kwargs)
+        return {"input_ids": [out["input_ids"]]} if tokenize else out
+
+
+def test_processors_are_probed_with_structured_content_and_a_small_image(tokenizer_of):
+    processor = Processor(tokenizer_of("qwen3"))
+    assert supports_tool_calling(processor)
+    assert is_chat_template_prefix_preserving(processor)
+    assert {image.size for image in processor.images} == {(8, 8)}
+    assert is_chat_template_stop_token_trained(processor)
+    assert get_training_chat_template(processor) is None
+    processor.chat_template = unmarked("qwen3")
+    assert get_training_chat_template(processor) == training_template(BY_FILE["qwen3"])
