@@ -290,6 +290,22 @@ def test_the_best_weights_loaded_at_the_end_do_not_enter_the_average(tmp_path, t
     close(tmp_path, expected(watch.steps, [*due, last]))
 
 
+@pytest.mark.parametrize(("event", "every"), [("on_step_end", 2), ("on_evaluate", 1)])
+def test_a_stop_between_two_checkpoints_averages_the_step_it_stopped_at(tmp_path, tiny_model, event, every):
+    """Step 2 is the best that was saved and its weights come back; training had gone on to step 3."""
+    stop, watch = transformers.TrainerCallback(), Watch()
+    setattr(
+        stop, event, lambda args, state, control, **_: setattr(control, "should_training_stop", state.global_step >= 3)
+    )
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": every, "save_steps": 2}
+    callback = BEMACallback(update_freq=2)
+    run = build_trainer(tmp_path, tiny_model, watch, stop, callback, load_best_model_at_end=True, **options)
+    run.train()
+    assert run.state.global_step == 3
+    assert torch.equal(tiny_model.model.norm.weight.double(), watch.steps[2]["model.norm.weight"])
+    close(tmp_path, expected(watch.steps, [2, 3]))
+
+
 # Resume ----------------------------------------------------------------------------------------------------------
 
 

@@ -108,6 +108,15 @@ def test_more_prompts_asked_for_than_there_are_is_all_of_them(tmp_path, tiny_tok
     assert len(EvalPrompts(build(tmp_path, tiny_tokenizer), GREEDY, 100).complete()) == 5
 
 
+def test_samples_differ_from_step_to_step_by_the_model_alone(tmp_path, tiny_tokenizer):
+    source = EvalPrompts(build(tmp_path, tiny_tokenizer), SAMPLED)
+    torch.manual_seed(1)
+    first = source.complete()
+    torch.manual_seed(2)
+    assert source.complete() == first
+    assert EvalPrompts(build(tmp_path, tiny_tokenizer, seed=7), SAMPLED).complete() != first
+
+
 def test_a_stream_gives_its_first_rows(tmp_path, tiny_tokenizer):
     run = build(tmp_path, tiny_tokenizer, PROMPTS.to_iterable_dataset())
     assert EvalPrompts(run, GREEDY, 2).prompts == ["What is", "The answer"]
