@@ -137,7 +137,8 @@ def _columns(logits: Tensor, index: Tensor, row_mask: Tensor | None) -> Tensor:
 def _run(logits: Tensor, index: Tensor, row_mask: Tensor | None, plan: _Plan) -> tuple[Tensor, Tensor]:
     rows = None if row_mask is None else row_mask.reshape(-1).bool().nonzero().squeeze(1)
     flat = logits.reshape(logits.shape[:-1].numel(), logits.shape[-1])
-    return _SelectiveLogSoftmax.apply(flat, index, rows, plan)
+    with torch.autocast(logits.device.type, enabled=False):  # It would round the products of the entropy.
+        return _SelectiveLogSoftmax.apply(flat, index, rows, plan)
 
 
 def _chunk(logits: Tensor) -> int:

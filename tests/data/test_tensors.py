@@ -190,6 +190,14 @@ def test_flush_left_keeps_the_kept_entries_in_order(mask):
     assert new_mask.sum(1).tolist() == mask.sum(1).tolist()
 
 
+def test_flush_left_keeps_the_order_of_long_rows():
+    """Long enough that an unstable sort would reorder equal keys."""
+    mask = torch.rand(3, 5000, generator=torch.Generator().manual_seed(0)) < 0.5
+    values = torch.arange(5000).expand(3, -1)
+    for row, keep in zip(flush_left(mask, values)[1], mask, strict=True):
+        assert torch.equal(row[: keep.sum()], keep.nonzero().flatten())
+
+
 def test_flush_left_refuses_other_masks_and_shapes():
     with pytest.raises(DataError, match="values other than 0 and 1"):
         flush_left(t([0, 2]))

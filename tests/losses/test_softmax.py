@@ -218,6 +218,15 @@ def test_gradient_of_half_precision_logits_is_computed_in_float32():
     torch.testing.assert_close(half.grad, wide.grad.bfloat16(), rtol=2**-7, atol=1e-8)
 
 
+def test_autocast_does_not_round_the_results():
+    logits, index = logits_of(64, 500), torch.randint(0, 500, (64,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logp, entropy = selective_log_softmax_and_entropy(logits, index)
+    plain_logp, plain_entropy = selective_log_softmax_and_entropy(logits, index)
+    assert torch.equal(logp, plain_logp)
+    assert torch.equal(entropy, plain_entropy)
+
+
 def test_input_logits_are_never_written_to():
     logits = logits_of(4, 11)
     before = logits.clone()
