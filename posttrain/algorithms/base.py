@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import set_seed
 
+from posttrain.algorithms.checkpoint import CheckpointMixin
 from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.algorithms.evaluation import EvaluationMixin
 from posttrain.data.forest import Layout, collate
@@ -52,11 +52,10 @@ __all__ = ["PostTrainer", "PostTrainingConfig"]
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "posttrain_state.json"
 BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
 
 
-class PostTrainer(EvaluationMixin, transformers.Trainer):
+class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
     """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
 
     A subclass gives ``objective(outputs, batch) -> LossTerms`` and the rows (`rows`); ``needs`` names what the forward
@@ -359,27 +358,6 @@ class PostTrainer(EvaluationMixin, transformers.Trainer):
             logs.update(self._reduced("train"))
             logs["num_tokens"] = self.counters["num_tokens"]
         super().log(logs, start_time)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        name = f"{self.accelerator.process_index}_{STATE_FILE}"
-        Path(output_dir, name).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        path = Path(checkpoint, f"{self.accelerator.process_index}_{STATE_FILE}")
-        if path.is_file():
-            self.load_saved_state(json.loads(path.read_text(encoding="utf-8")))
-
-    def state_to_save(self) -> dict[str, Any]:
-        """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
-        return {"counters": self.counters}
-
-    def load_saved_state(self, state: dict[str, Any]) -> None:
-        """Undo `state_to_save`."""
-        self.counters = state["counters"]
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Six per parameter and token, as the forward and backward of a dense transformer cost."""
