@@ -6,9 +6,8 @@ import logging
 from typing import Any
 
 import torch
-from transformers import AddedToken, AutoTokenizer
+from transformers import AutoTokenizer
 
-from posttrain.data.chat import turn_end
 from posttrain.errors import ModelError
 
 __all__ = ["VocabularyMismatchError", "clone_chat_template"]
@@ -80,12 +79,6 @@ def _size(tokenizer: Any) -> int:
 def _add_tokens(tokenizer: Any, source: Any) -> None:
     vocabulary = tokenizer.get_vocab()
     tokens = [token for _, token in sorted(source.added_tokens_decoder.items())]
-    listed = {token.content for token in tokens}
-    # Some tokenizers keep the tokens of their template in the base vocabulary.
-    for text in (source.eos_token, turn_end(source)):
-        if text and text not in listed:
-            tokens.append(AddedToken(text, special=True, normalized=False))
-            listed.add(text)
     missing = [token for token in tokens if token.content not in vocabulary]
     tokenizer.add_tokens([token for token in missing if token.special], special_tokens=True)
     tokenizer.add_tokens([token for token in missing if not token.special])

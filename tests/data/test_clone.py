@@ -139,17 +139,19 @@ def test_an_own_pad_token_stays(tiny_model, tiny_tokenizer, source):
     assert clone_chat_template(tiny_model, tiny_tokenizer, source)[1].pad_token == "<|endoftext|>"
 
 
-def test_a_source_whose_end_of_turn_is_in_its_base_vocabulary_gives_it_too(
-    tiny_model, tiny_tokenizer, source, tmp_path
-):
-    other = AutoTokenizer.from_pretrained(source)
-    other.eos_token = "user"  # An ordinary word of the source's vocabulary.
-    other.save_pretrained(source)
-    small = AutoTokenizer.from_pretrained(source)
-    assert small.eos_token == "user"
-    _, tokenizer, _ = clone_chat_template(tiny_model, tiny_tokenizer, source)
-    assert tokenizer.eos_token == "user"
-    assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("user")
+def test_an_eos_from_the_sources_base_vocabulary_comes_over(tiny_model, tiny_tokenizer, tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<halt>": 1, "hello": 2}, unk_token="<unk>"))
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<halt>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+    other.save_pretrained(tmp_path / "words")
+    _, tokenizer, added = clone_chat_template(tiny_model, tiny_tokenizer, str(tmp_path / "words"))
+    assert tokenizer.eos_token_id in added
+    assert tokenizer("hi<halt>")["input_ids"][-1] == tokenizer.eos_token_id
+    assert "hello" not in tokenizer.convert_ids_to_tokens(added)
 
 
 def test_reward_models_work(tiny_tokenizer, source):

@@ -206,6 +206,9 @@ def test_reasoning_after_a_prompt_that_opened_the_block_is_no_content(tokenizers
     cut = parsed(tokenizers["xml"], "because it", prefix="assistant\n<think>\n")
     assert cut == {"role": "assistant", "content": "", "reasoning_content": "because it"}
     assert parsed(tokenizers["xml"], "because it")["content"] == "because it"
+    assert parsed(tokenizers["xml"], "<think>\nbecause it") == cut
+    closed = parsed(tokenizers["xml"], "Yes, it", prefix="assistant\n<think>\n\n</think>\n\n")
+    assert closed == {"role": "assistant", "content": "Yes, it"}
 
 
 def test_bare_arguments_are_typed_by_the_tools_schema(tokenizers):

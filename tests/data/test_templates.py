@@ -447,6 +447,20 @@ def test_a_format_close_to_a_known_one_is_refused_with_the_nearest_named(tokeniz
         get_training_chat_template(tokenizer)
 
 
+def test_a_shipped_template_that_prints_blocks_as_a_list_is_still_its_family(tokenizer_of):
+    shipped = unmarked("llama3").replace("text_of(message.content)", "(message.content | string | trim)")
+    tokenizer = tokenizer_of("llama3", shipped)
+    assert "{'type': 'text'" in render(tokenizer, [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}])
+    assert recognise_family(tokenizer)[0].file == "llama3"
+
+
+def test_a_shipped_template_that_drops_reasoning_is_still_its_family(tokenizer_of):
+    shipped = unmarked("deepseekv3").replace("{%- if message.reasoning_content -%}", "{%- if false -%}")
+    tokenizer = tokenizer_of("deepseekv3", shipped)
+    assert "because" not in render(tokenizer, [USER, SAID | {"reasoning_content": "because"}])
+    assert recognise_family(tokenizer)[0].file == "deepseekv3"
+
+
 def test_a_marked_template_needs_no_other(tiny_tokenizer):
     assert get_training_chat_template(tiny_tokenizer) is None
 
@@ -491,7 +505,7 @@ def test_arguments_are_checked(tiny_tokenizer):
 
 def test_a_call_that_changes_when_its_result_follows_is_not_prefix_preserving(tokenizer_of):
     changing = unmarked("qwen2_5").replace(
-        "{%- for item in", "{{- 'last' if message == turns[-1] else '' -}}{%- for item in"
+        "{%- for item in", "{{- 'last' if message.tool_calls and message == turns[-1] else '' -}}{%- for item in"
     )
     tokenizer = tokenizer_of("qwen2_5", changing)
     assert supports_tool_calling(tokenizer)
