@@ -67,6 +67,7 @@ class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
     _tag_names: ClassVar[list[str]] = ["posttrain"]
     _name: ClassVar[str] = "post-training"
+    _paper: ClassVar[dict[str, str]] = {}  # Title, arXiv id and citation, for the model card.
     _suffix: ClassVar[str] = "posttrain"
     generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
     whole_rows: ClassVar[bool] = False  # Whether the objective compares the completions of a row.
@@ -233,11 +234,13 @@ class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
     def _get_collator_with_removed_columns(self, data_collator: Callable, description: str | None = None) -> Callable:
         return data_collator
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Train; Ctrl-C finishes the step, saves a checkpoint and returns, with ``trainer.interrupt.requested`` set."""
+        if isinstance(resume_from_checkpoint, str):
+            self.args.resume_from_checkpoint = resume_from_checkpoint  # Callbacks find their own state by it.
         self.interrupt.install()
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, **kwargs)
         finally:
             self.interrupt.restore()
             for callback in self.callback_handler.callbacks:

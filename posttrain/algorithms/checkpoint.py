@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from posttrain.report.card import create_model_card
+
 __all__ = ["CheckpointMixin"]
 
 STATE_FILE = "posttrain_state.json"
@@ -16,6 +18,16 @@ class CheckpointMixin:
 
     accelerator: Any
     counters: dict[str, float]
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any
+    ) -> None:
+        """Write ``<output_dir>/README.md``: what the model is, how it was trained, how it is used."""
+        create_model_card(self, model_name, dataset_name, tags)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.create_model_card()
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
