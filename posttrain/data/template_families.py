@@ -144,9 +144,7 @@ def _setting(family: Family, tokenizer: Any, theirs: list[str | None]) -> dict[s
     if family.setting is None or theirs[0] is None or _rendered(tokenizer, text, PROBES[0]) == theirs[0]:
         return {}
     marked = _rendered(tokenizer, text, PROBES[0], **{family.setting: SENTINEL})
-    before, found, after = (marked or "").partition(SENTINEL)
-    if not found:
-        return {}
+    before, _, after = (marked or "").partition(SENTINEL)
     # What is read here from a template of another family is nonsense, and the probes that follow disagree.
     return {family.setting: theirs[0][len(before) : len(theirs[0]) - len(after)]}
 

@@ -345,6 +345,11 @@ def test_text_that_holds_its_reasoning_renders_one_block(text, tokenizer_of):
     ]
 
 
+def test_nemotron_text_that_holds_its_reasoning_starts_after_the_tag_of_the_prompt(tokenizer_of):
+    said = SAID | {"content": "<think>\nbecause\n</think>\nYes."}
+    assert masked_runs(tokenizer_of("nemotron3"), [USER, said]) == ["because\n</think>\nYes.<|im_end|>"]
+
+
 def test_qwen3_without_thinking_asks_with_an_empty_block(tokenizer_of):
     text = render(tokenizer_of("qwen3"), [USER], add_generation_prompt=True, enable_thinking=False)
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -512,6 +517,26 @@ def test_a_call_that_changes_when_its_result_follows_is_not_prefix_preserving(to
     assert not is_chat_template_prefix_preserving(tokenizer)
     with pytest.raises(ModelError, match="changes once the tool's result follows"):
         get_training_chat_template(tokenizer)
+
+
+def test_markers_alone_do_not_make_a_template_fit_for_tools(tokenizer_of):
+    """Marked, but a call changes when its result follows: replaced where the family is known, refused where not."""
+    loop_last = training_template(BY_FILE["qwen3"]).replace(
+        "{%- generation -%}", "{%- set last = loop.last -%}{%- generation -%}"
+    )
+    history = loop_last.replace(
+        "{{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + said -}}",
+        "{{- ('<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' if last else '') + said -}}",
+    )
+    assert history != loop_last
+    tokenizer = tokenizer_of("qwen3", history)
+    assert has_generation_markers(history)
+    assert not is_chat_template_prefix_preserving(tokenizer)
+    assert get_training_chat_template(tokenizer) == training_template(BY_FILE["qwen3"])
+    tokenizer.chat_template = history.replace("<tool_response>", "<answer>")
+    with pytest.raises(ModelError, match="changes once the tool's result follows") as caught:
+        get_training_chat_template(tokenizer)
+    assert "markers and its" not in str(caught.value)
 
 
 def test_arguments_that_a_template_concatenates_are_probed_as_json(tokenizer_of):
