@@ -27,6 +27,7 @@ class SupervisedOptions:
         max_length: Tokens a row may have; None never cuts.
         truncation_mode: ``keep_start`` or ``keep_end``.
         packing: Strategy of `pack_dataset`, or None.
+        chat_template: Used for tokenising instead of the tokenizer's own: the same text, with the assistant's words marked.
         allow_untrained_stop: Go on when ``assistant_only_loss`` trains no token that ends a turn.
     """
 
@@ -37,6 +38,7 @@ class SupervisedOptions:
     truncation_mode: str = "keep_start"
     packing: str | None = None
     allow_untrained_stop: bool = False
+    chat_template: str | None = None
 
     @property
     def cut(self) -> int | None:
@@ -126,6 +128,8 @@ def _conversation(
             f"column 'messages' must be a list of messages with a role and content, and it is {str(messages)[:80]!r}."
         )
     kwargs = template_arguments(row)
+    if options.chat_template is not None:
+        kwargs.setdefault("chat_template", options.chat_template)
     if not options.assistant_only_loss:
         return _Plan(text=render(tokenizer, messages, **kwargs))
     if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):

@@ -348,3 +348,19 @@ def test_preparing_in_batches_equals_row_by_row(tiny_tokenizer, tmp_path):
         assert sft(tmp_path, tiny_tokenizer, data=one).train_dataset[0] == row
         if i == 4:
             break
+
+
+def test_a_template_without_markers_is_replaced_for_tokenising_alone(tiny_tokenizer, tmp_path):
+    """ChatML is recognised by what it renders; the tokenizer that is saved keeps the template it came with."""
+    own = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tiny_tokenizer.chat_template = own
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "first"}]
+    turns += [{"role": "user", "content": "r"}, {"role": "assistant", "content": "second"}]
+    rows = datasets.Dataset.from_list([{"messages": turns}])
+    trainer = sft(tmp_path, tiny_tokenizer, data=rows, assistant_only_loss=True)
+    labels = [t for t in trainer.train_dataset[0]["labels"] if t != -100]
+    assert tiny_tokenizer.decode(labels) == "first<|im_end|>second<|im_end|>"
+    assert trainer.processing_class.chat_template == own
