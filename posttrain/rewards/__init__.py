@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from posttrain.rewards.answers import answers_match, normalize_answer, string_match_reward
 from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rewards.concurrency import parallel
 from posttrain.rewards.format import think_format_reward
-from posttrain.rewards.length import get_soft_overlong_punishment
+from posttrain.rewards.length import get_cosine_scaled_reward, get_soft_overlong_punishment
+from posttrain.rewards.math import accuracy_reward, reasoning_accuracy_reward
 from posttrain.rewards.model import ModelReward
 from posttrain.rewards.repetition import get_repetition_penalty_reward
 
@@ -16,15 +18,24 @@ __all__ = [
     "ModelReward",
     "RewardRunner",
     "RewardTable",
+    "accuracy_reward",
+    "answers_match",
+    "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
+    "normalize_answer",
     "parallel",
+    "reasoning_accuracy_reward",
+    "string_match_reward",
     "think_format_reward",
 ]
 
 # What the command line can name. A name that begins with `get_` is that factory's reward with the constants given here.
 REWARDS: dict[str, Callable] = {
+    "accuracy_reward": accuracy_reward,
     "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "repetition_penalty_reward": get_repetition_penalty_reward(),
+    "string_match_reward": string_match_reward(),
     "think_format_reward": think_format_reward,
 }

@@ -1,0 +1,252 @@
+"""Rewards that judge mathematics: the tables of observed behaviour, and expressions that hang."""
+
+import functools
+import importlib.util
+import pickle
+import threading
+import time
+
+import pytest
+
+from posttrain.errors import ConfigError, MissingDependencyError, RewardError
+from posttrain.rewards import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward, symbolic
+from posttrain.rewards import math as math_rewards
+
+needs_math = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="the extra [math] (math-verify) is not installed"
+)
+BOMB = r"\boxed{" + "9" + "^{9" * 9 + "}" * 9 + "}"
+
+
+def one(completion, solution, **kwargs):
+    return accuracy_reward([completion], [solution], **kwargs)[0]
+
+
+@needs_math
+@pytest.mark.parametrize(
+    ("completion", "solution", "reward"),
+    [
+        (r"\boxed{42.0}", "42", 1),
+        (r"\boxed{42}", "42.0", 1),
+        (r"\boxed{1,000}", "1000", 1),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1),
+        (r"\boxed{1/2}", r"\frac{1}{2}", 1),
+        (r"\boxed{50\%}", "0.5", 1),
+        (r"\boxed{5\text{ cm}}", "5", 1),
+        (r"\boxed{x=5}", "5", 1),
+        (r"\boxed{5}", "x=5", 1),
+        (r"\boxed{3.1415926}", "3.141593", 1),
+        (r"\boxed{72}", "He has 5 + 67 = 72 apples.\n#### 72", 1),
+        ("The final answer is $42$.", "42", 1),
+        ("The answer is 42.", "42", 0),
+        ("42", "42", 0),
+        ("$42$", "42", 0),
+        (r"\boxed{\frac12}", r"\frac{1}{2}", 0),
+        (r"\boxed{1} or \boxed{2}", "1", 0),
+        (r"\boxed{1} or \boxed{2}", "2", 0),
+        (r"\boxed{\text{forty two}}", "42", 0),
+        ("", "42", 0),
+    ],
+)
+def test_accuracy_table(completion, solution, reward):
+    assert one(completion, solution) == reward
+    assert one([{"role": "assistant", "content": completion}], solution) == reward
+
+
+@needs_math
+@pytest.mark.parametrize(
+    ("solution", "right", "wrong"),
+    [
+        (r"\pi", r"\boxed{\pi}", r"\boxed{3}"),
+        ("A", r"\boxed{A}", r"\boxed{B}"),
+        ("A", r"\boxed{\text{A}}", "A"),
+        ("yes", r"\boxed{yes}", r"\boxed{no}"),
+        ("yes", r"\boxed{\text{Yes}}", r"\boxed{sey}"),
+        ("(1,2)", r"\boxed{(1, 2)}", r"\boxed{(2,1)}"),
+        (r"\{1,2\}", r"\boxed{\{2,1\}}", r"\boxed{\{1,3\}}"),
+        (r"\frac13", r"\boxed{\frac{1}{3}}", r"\boxed{\frac{1}{4}}"),
+        (r"\frac13", r"\boxed{\frac13}", r"\boxed{3}"),
+        ("forty two", r"\boxed{42}", r"\boxed{24}"),
+        ("forty two", r"\boxed{forty-two}", r"\boxed{two forty}"),
+        ("yes", r"\boxed{\text{yes}}", r"\boxed{no} or \boxed{yes}"),
+        ("forty-two", r"\boxed{42.0}", r"\boxed{forty}"),
+        ("x-y", r"\boxed{-y+x}", r"\boxed{y-x}"),
+        (r"\frac13", r"\boxed{\frac13}", r"\boxed{3} or \boxed{\frac13}"),
+        ("New York", r"so \boxed{\text{new york}}.", "New York"),
+    ],
+)
+def test_references_without_delimiters_are_read_instead_of_skipped(solution, right, wrong):
+    assert (one(right, solution), one(wrong, solution)) == (1.0, 0.0)
+
+
+@needs_math
+def test_a_reference_that_says_nothing_scores_nothing_and_is_told_once(caplog):
+    math_rewards._told.clear()
+    logged = {}
+    for _ in range(2):
+        rewards = accuracy_reward([r"\boxed{1}"] * 3, [None, " ", "1"], log_extra=logged.__setitem__)
+    assert rewards == [None, None, 1.0]
+    assert logged["gold_parsed"] == ["[unparseable]", "[unparseable]", "1"]
+    assert logged["answer_parsed"] == ["[skipped]", "[skipped]", "1"]
+    assert logged["solution"] == [None, " ", "1"]
+    assert caplog.text.count("2 of 3 references of this batch cannot be read") == 1
+
+
+@needs_math
+def test_lenient_takes_an_answer_that_is_not_announced():
+    answers = ["The answer is 42.", "42", "$42$", "43", r"\boxed{42}"]
+    assert accuracy_reward(answers, ["42"] * 5, lenient=True) == [1.0, 1.0, 1.0, 0.0, 1.0]
+    assert accuracy_reward(["Yes.", "I say no"], ["yes"] * 2, lenient=True) == [1.0, 0.0]
+
+
+@needs_math
+def test_the_last_assistant_message_with_content_is_judged():
+    turns = [
+        {"role": "assistant", "content": r"\boxed{1}", "tool_calls": []},
+        {"role": "tool", "content": r"\boxed{3}"},
+        {"role": "assistant", "content": r"\boxed{2}"},
+        {"role": "assistant", "content": ""},
+    ]
+    assert accuracy_reward([turns, turns], ["1", "2"]) == [0.0, 1.0]
+
+
+@needs_math
+def test_an_expression_that_hangs_is_killed_and_the_rest_still_judged(monkeypatch):
+    logged = {}
+    started = time.perf_counter()
+    rewards = accuracy_reward([r"\boxed{1}", BOMB, r"\boxed{2}"], ["1", "7", "2"], log_extra=logged.__setitem__)
+    assert time.perf_counter() - started < 30  # Five for the expression; processes start slowly on a busy machine.
+    assert rewards == [1.0, 0.0, 1.0]
+    # Several in one batch: patience runs out.
+    monkeypatch.setattr(symbolic, "SECONDS", 1.0)
+    monkeypatch.setattr(symbolic, "HURRY", 0.2)
+    assert accuracy_reward([BOMB + str(i) for i in range(6)] + [r"\boxed{2}"], ["7"] * 6 + ["2"])[-1] == 1.0
+
+
+@needs_math
+def test_a_reference_that_hangs_is_not_scored(monkeypatch):
+    monkeypatch.setattr(symbolic, "SECONDS", 1.0)
+    pool = symbolic.Pool(1)
+    monkeypatch.setattr(symbolic, "_pool", lambda pid: pool)
+    monkeypatch.setattr(pool, "run", lambda groups: [[None] * len(g) for g in groups])
+    assert symbolic.parse_golds(["1", "2"]) == {"1": None, "2": None}
+    assert symbolic.compare([("1", "2")]) == [symbolic.Verdict("[timed out]", False)]
+
+
+@needs_math
+def test_each_distinct_reference_is_parsed_once_a_batch(monkeypatch):
+    asked = []
+    run = symbolic.Pool.run
+
+    def spy(self, groups):
+        asked.append([[request["gold"] for request in group] for group in groups])
+        return run(self, groups)
+
+    monkeypatch.setattr(symbolic.Pool, "run", spy)
+    accuracy_reward([r"\boxed{1}"] * 4, ["1", "2", "1", "1"])
+    assert asked == [[["1"], ["2"]], [["1", "1", "1"], ["2"]]]
+
+
+@needs_math
+def test_it_works_in_other_threads_and_several_at_once():
+    results = {}
+
+    def work(number):
+        results[number] = accuracy_reward([rf"\boxed{{{number}}}", r"\boxed{0.25}"], [str(number), r"\frac{1}{4}"])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: [1.0, 1.0] for number in range(1, 5)}
+
+
+@needs_math
+def test_a_worker_that_was_ended_from_outside_is_replaced():
+    pool = symbolic.Pool(1)
+    assert pool.run([[{"gold": "1"}]]) == [[{"gold": "1"}]]
+    pool.workers[0]._process.kill()
+    pool.workers[0]._process.wait()
+    assert pool.run([[{"gold": "2"}]]) == [[{"gold": "2"}]]
+    pool.close()
+
+
+@needs_math
+def test_reasoning_counts_only_what_follows_it():
+    table = {
+        r"<think>\boxed{1}</think>\boxed{42}": 1.0,
+        r"<think> \boxed{42} </think> text": 0.0,
+        r"\boxed{42}": 0.0,
+        r"no opening </think> \boxed{42}": 1.0,
+        r"a</think>\boxed{1}</think>\boxed{42}": 1.0,
+    }
+    assert reasoning_accuracy_reward(list(table), ["42"] * len(table)) == list(table.values())
+
+
+@needs_math
+def test_unfinished_reasoning_is_wrong_even_when_the_reference_cannot_be_read():
+    logged = {}
+    rewards = reasoning_accuracy_reward(["<think>", "</think>x"], ["", ""], log_extra=logged.__setitem__)
+    assert rewards == [0.0, None]
+    assert logged["answer_parsed"] == ["[incomplete reasoning]", "[skipped]"]
+
+
+@needs_math
+def test_with_several_delimiters_the_last_occurrence_of_any_counts():
+    text = r"a</think>\boxed{1}</reason>\boxed{2}"
+    for delimiters in (["</think>", "</reason>"], ["</reason>", "</think>"]):
+        assert reasoning_accuracy_reward([text, text], ["1", "2"], delimiters) == [0.0, 1.0]
+
+
+@needs_math
+def test_cosine_table():
+    reward = get_cosine_scaled_reward(100)
+    lengths = [0, 25, 50, 75, 100, 200]
+    ids = [[0] * n for n in lengths]
+    right = [1.0, 0.92678, 0.75, 0.57322, 0.5, 0.5]
+    got = reward(completions=[r"\boxed{1}"] * 6, completion_ids=ids, solution=["1"] * 6)
+    assert got == pytest.approx(right, abs=1e-5)
+    got = reward(completions=[r"\boxed{2}"] * 6, completion_ids=ids, solution=["1"] * 6)
+    assert got == pytest.approx([-value for value in right], abs=1e-5)
+    assert reward(completions=[r"\boxed{2}"], completion_ids=[[0]], solution=[""]) == [None]
+    assert (reward.__name__, pickle.loads(pickle.dumps(reward)).max_len) == ("cosine_scaled_reward", 100)
+
+
+def test_cosine_needs_a_length():
+    with pytest.raises(ConfigError, match="max_len=0 must be above 0"):
+        get_cosine_scaled_reward(0)
+
+
+@needs_math
+def test_answers_that_are_never_readable_are_explained_after_three_batches(caplog):
+    math_rewards._silent_batches = 0
+    accuracy_reward([r"\boxed{1}"], ["1"])
+    for _ in range(4):
+        accuracy_reward(["<think>hm</think> It is 42."] * 2, ["42"] * 2)
+    assert caplog.text.count("found no answer in any completion of 3 batches") == 1
+    assert "It is 42." in caplog.text
+    assert "reasoning_accuracy_reward may be what you want" in caplog.text
+
+
+def test_columns_of_different_length_are_refused_not_zipped():
+    if importlib.util.find_spec("math_verify") is None:
+        pytest.skip("the extra [math] (math-verify) is not installed")
+    with pytest.raises(RewardError, match="2 completions and 1 solutions"):
+        accuracy_reward(["a", "b"], ["1"])
+
+
+def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
+    def missing(name, purpose):
+        raise MissingDependencyError(f"{purpose} needs {name}")
+
+    monkeypatch.setattr(symbolic, "is_available", lambda name: False)
+    monkeypatch.setattr(symbolic, "require", missing)
+    calls = [
+        accuracy_reward,
+        reasoning_accuracy_reward,
+        functools.partial(get_cosine_scaled_reward(9), completion_ids=[[1]]),
+    ]
+    for call in calls:
+        with pytest.raises(ImportError, match="math_verify"):
+            call(completions=["a"], solution=["1"])
