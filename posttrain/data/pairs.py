@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,6 +19,8 @@ __all__ = [
     "maybe_unpair_preference_dataset",
     "unpair_preference_dataset",
 ]
+
+logger = logging.getLogger(__name__)
 
 # Scripts written without spaces: a split between two of their letters is a split between words, as far as anybody can tell.
 UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
@@ -81,6 +84,9 @@ def _shared_text(chosen: str, rejected: str) -> int:
     return cut
 
 
+_repeats_told = False
+
+
 def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
     """`extract_prompt` where the row needs it; a prompt that both answers repeat is taken off them.
 
@@ -91,11 +97,21 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if prompt is None:
         return {**example, **extract_prompt(example)}
-    if is_messages(prompt) != is_messages(chosen):
+    if is_messages(chosen) and not is_messages(prompt):  # A text prompt beside conversations that begin with it.
         return {**example, **extract_prompt(example)}
     if isinstance(prompt, list) and prompt and chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
+        _tell_repeat()
         return {**example, "chosen": chosen[len(prompt) :], "rejected": rejected[len(prompt) :]}
     return example
+
+
+def _tell_repeat() -> None:
+    global _repeats_told
+    if not _repeats_told:
+        _repeats_told = True
+        logger.warning(
+            "chosen and rejected repeat the messages of their prompt: they are taken off, or it would stand twice."
+        )
 
 
 def unpair_preference_dataset(dataset: Any, *, interleave: bool = True, **map_kwargs: Any) -> Any:

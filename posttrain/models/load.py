@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,7 @@ import torch
 
 from posttrain.errors import ArgumentTypeError, ConfigError, ModelError
 from posttrain.integrations import require
+from posttrain.models.heads import causal_lm
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -34,6 +36,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# Special tokens that nothing uses, by name, the best to pad with first.
+UNUSED = ("pad", "reserved", "unused")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -157,6 +161,9 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
         ModelError: A local path that does not exist or has no ``config.json``; a classifier given to a generative trainer.
     """
     if not isinstance(model, str):
+        name = type(causal_lm(model)).__name__
+        if generative and "Classification" in name:
+            raise _not_generative("the model", name)
         return
     folder = Path(model)
     looks_local = folder.is_absolute() or model.startswith((".", "~")) or folder.exists()
@@ -173,13 +180,20 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
 def _check_generative(model_id: str, **kwargs: Any) -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model_id, **kwargs)
+    _refuse_headless(model_id, AutoConfig.from_pretrained(model_id, **kwargs))
+
+
+def _refuse_headless(model_id: str, config: Any) -> None:
     name = (config.architectures or ["ForCausalLM"])[0]
     if "Classification" in name or name.endswith("Model"):
-        raise ModelError(
-            f"{model_id!r} holds a {name}, which has no language-model head and cannot generate. Give the checkpoint of a "
-            "causal language model (a reward model belongs in reward_funcs)."
-        )
+        raise _not_generative(repr(model_id), f"a {name}")
+
+
+def _not_generative(what: str, name: str) -> ModelError:
+    return ModelError(
+        f"{what} is {name}, which has no language-model head and cannot generate. Give the checkpoint of a causal language "
+        "model (a reward model belongs in reward_funcs)."
+    )
 
 
 def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: Any) -> PreTrainedModel:
@@ -206,9 +220,24 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
     if architecture is None:
         shared = {k: kwargs[k] for k in ("revision", "trust_remote_code", "cache_dir", "token") if k in kwargs}
         config = transformers.AutoConfig.from_pretrained(model_id, **shared)
+        _refuse_headless(model_id, config)  # Not known before of a hub id: its class would be trained as it stands.
         name = (config.architectures or [""])[0]
         architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
-    return architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
+    model = architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
+    _tell_size(model_id, model)
+    return model
+
+
+def _tell_size(model_id: str, model: Any) -> None:
+    stored = getattr(model.config, "dtype", None)
+    sizes: dict[Any, int] = {}
+    for parameter in model.parameters():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
+    logger.info(
+        "%s: %d parameters, %s.%s", model_id, sum(p.numel() for p in model.parameters()),
+        " and ".join(f"{size / 2**30:.2f} GiB in {str(dtype).removeprefix('torch.')}" for dtype, size in sizes.items()),
+        f" The checkpoint says {stored}." if stored is not None and stored not in sizes else "",
+    )  # fmt: skip
 
 
 def load_classifier(
@@ -273,21 +302,33 @@ def load_tokenizer(
 def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None = None) -> int:
     """Make sure the tokenizer has a pad token and the model's config knows it; masks stay positional either way.
 
-    The eos token serves when there is no other; it is never written to the generation config, where it would hide the
-    end of a sequence.
+    A tokenizer without one gets a special token that nothing uses, and only where there is none its eos token.
     """
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(
                 "the tokenizer has neither a pad nor an eos token. Set tokenizer.pad_token before training."
             )
-        tokenizer.pad_token = tokenizer.eos_token
-        logger.info("the tokenizer has no pad token; %r serves, and padding is told by position.", tokenizer.eos_token)
+        tokenizer.pad_token = _unused_token(tokenizer, model) or tokenizer.eos_token
+        logger.info("the tokenizer has no pad token; %r serves, and padding is told by position.", tokenizer.pad_token)
     pad = int(tokenizer.pad_token_id)
     config: Any = getattr(model, "config", None)
     if config is not None:
         config.get_text_config().pad_token_id = pad
     return pad
+
+
+def _unused_token(tokenizer: PreTrainedTokenizerBase, model: Module | None) -> str | None:
+    embedding: Any = model.get_input_embeddings() if model is not None else None  # type: ignore[operator]
+    rows = embedding.weight.shape[0] if embedding is not None else len(tokenizer)
+    template = str(tokenizer.chat_template or "")
+    used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}
+    free = [
+        token.content
+        for index, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and index < rows and token.content not in used and token.content not in template
+    ]
+    return next((token for word in UNUSED for token in free if re.search(word, token, re.IGNORECASE)), None)
 
 
 def wrap_with_peft(model: Any, peft_config: Any, *, activation_checkpointing: bool) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +16,10 @@ from posttrain.errors import ModelError
 
 __all__ = ["Reference", "create_reference_model", "disable_dropout_in_model", "use_adapter"]
 
+logger = logging.getLogger(__name__)
+
 REF_ADAPTER = "ref"
+LAYERS = ("transformer.h.{layer}", "model.decoder.layers.{layer}", "gpt_neox.layers.{layer}", "model.layers.{layer}")
 
 
 def _is_peft(model: Any) -> bool:
@@ -39,27 +44,103 @@ def use_adapter(model: Any, name: str | None) -> Iterator[None]:
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
-    """Set the probability of every dropout to 0: modules of any kind, and the rates that configs hand to functions."""
-    for module in model.modules():
+    """Set the probability of every dropout to 0: modules of any kind, and the rates that configs hand to functions.
+
+    An adapter's own dropout stays: it was asked for where the adapter was configured.
+    """
+    holders: list[Any] = []
+    for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+            module.p = module.p if "lora_dropout" in name.split(".") else 0.0
+        else:
+            holders.append(module)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        holders += [config, config.get_text_config()]
+    for holder in holders:
+        for name, value in list(vars(holder).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(holder, name, 0.0)
 
 
-def create_reference_model(model: nn.Module) -> nn.Module:
-    """A frozen deep copy in eval mode; the given model is left as it was."""
+def create_reference_model(
+    model: nn.Module, num_shared_layers: int | None = None, pattern: str | None = None
+) -> nn.Module:
+    """A frozen deep copy in eval mode; the given model is left as it was unless layers are shared.
+
+    Args:
+        model: The policy.
+        num_shared_layers: Share the embeddings and this many first layers instead of copying them: they are the same tensors,
+            and frozen in ``model`` too. None shares nothing.
+        pattern: Path of a layer's parameters with ``{layer}`` in it, where the model is of no family known here.
+
+    Raises:
+        ModelError: No parameter lies in the first layer that is not shared, so everything would be frozen; sharded parameters.
+    """
+    shared = [] if num_shared_layers is None else _first_parameters(model, num_shared_layers, pattern)
     inner: Any = model
     patched = inner.__dict__.pop(
         "forward", None
     )  # A patched forward is bound to the original: the copy must not use it.
     try:
-        reference = copy.deepcopy(model)
+        reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
     finally:
         if patched is not None:
             inner.forward = patched
     return reference.requires_grad_(False).eval()
+
+
+def _check_vocabulary(model: Any, given: Any) -> None:
+    rows, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, given))
+    if rows != theirs:
+        raise ModelError(
+            f"the reference has a vocabulary of {theirs} and the model one of {rows}: their log-probs cannot be compared. Resize "
+            "one of them, or take a reference with the same tokenizer."
+        )
+
+
+def _check_frozen_base(model: Any) -> None:
+    """With its adapter off the model is the reference only while everything that is trained belongs to the adapter."""
+    biased = [
+        name for name, config in model.peft_config.items() if getattr(config, "bias", "none") not in ("none", None)
+    ]
+    adapters = tuple(f".{name}" for name in model.peft_config)
+    own = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not any(part in f"{name}." for part in (f"{a}." for a in adapters))
+    ]
+    if biased or own:
+        what = f"bias={model.peft_config[biased[0]].bias!r} in its adapter" if biased else f"trained weights {own[:3]}"
+        raise ModelError(
+            f"the reference would be this model with its adapter off, but {what} move with training. Pass ref_model, or train "
+            "adapter weights alone."
+        )
+
+
+def _first_parameters(model: Any, count: int, pattern: str | None) -> list[nn.Parameter]:
+    """Parameters before layer ``count``, in the order they are registered."""
+    named = list(model.named_parameters())
+    if any(hasattr(parameter, "ds_id") for _, parameter in named):
+        raise ModelError(
+            "the model's parameters are sharded over processes, so its layers cannot be shared. Leave it out."
+        )
+    for path in (pattern,) if pattern is not None else LAYERS:
+        part = re.compile(rf"(^|\.){re.escape(path.replace('{layer}', str(count)))}\.")
+        first = next((index for index, (name, _) in enumerate(named) if part.search(name)), None)
+        if first is not None:
+            break
+    else:
+        raise ModelError(
+            f"num_shared_layers={count}: no parameter of {type(model).__name__} matches {pattern or LAYERS} at layer {count}, so "
+            f"the whole model would be frozen. Its parameters are called like {named[len(named) // 2][0]!r}; give pattern with "
+            "{layer} where the number is."
+        )
+    shared = [parameter for _, parameter in named[:first]]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is not None and any(head.weight is parameter for parameter in shared):
+        logger.warning("the output head is tied to the shared embeddings, so it is frozen with them.")
+    return shared
 
 
 class Reference:
@@ -69,13 +150,18 @@ class Reference:
     frozen copy of that adapter. Otherwise a frozen copy of the **given** weights, which are not always the hub's.
     """
 
-    def __init__(self, model: nn.Module, *, fresh_adapter: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, fresh_adapter: bool = False, given: nn.Module | None = None) -> None:
         self.adapter: str | None = None
         self.copy: nn.Module | None = None
         self.policy = model if _is_peft(model) else None
-        if self.policy is None:
+        if given is not None:
+            _check_vocabulary(model, given)
+            self.copy = given.requires_grad_(False).eval()
+        elif self.policy is None:
             self.copy = create_reference_model(model)
-        elif not fresh_adapter:
+        elif fresh_adapter:
+            _check_frozen_base(model)
+        else:
             self._freeze_adapter(model)
 
     def _freeze_adapter(self, model: Any) -> None:

@@ -7,7 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import ConfigError, ModelError
+from posttrain.data.chat import terminal_token_ids
+from posttrain.errors import ConfigError, DataError, ModelError
 
 __all__ = ["changes_vocabulary", "mirror_eos", "prepare_tokenizer", "train_new_tokens", "train_score_head"]
 
@@ -44,16 +45,28 @@ def prepare_tokenizer(tokenizer: Any, args: Any) -> None:
 
 
 def mirror_eos(tokenizer: Any, model: Any, args: Any) -> None:
-    """Tell the model's config of an ``eos_token`` that was asked for, so that generation stops where training ended."""
-    if getattr(args, "eos_token", None) is None:
-        return
-    eos = tokenizer.eos_token_id
-    model.config.get_text_config().eos_token_id = eos
+    """Let generation stop wherever training may end: at the tokenizer's eos and at the end of the template's turns.
+
+    The generation config keeps the stops it has; the model's config changes only for an ``eos_token`` that was asked for.
+    """
+    if getattr(args, "eos_token", None) is not None:
+        model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
     generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        known = generation.eos_token_id
-        known = [] if known is None else [known] if isinstance(known, int) else list(known)
-        generation.eos_token_id = known if eos in known else [*known, eos]
+    if generation is None:
+        return
+    known = generation.eos_token_id
+    known = [] if known is None else [known] if isinstance(known, int) else list(known)
+    new = [token for token in _ends(tokenizer) if token not in known]
+    if new:
+        logger.info("generation_config.eos_token_id: %s, and now also %s.", known, new)
+        generation.eos_token_id = [*known, *new]
+
+
+def _ends(tokenizer: Any) -> tuple[int, ...]:
+    try:
+        return terminal_token_ids(tokenizer)
+    except DataError:  # A template that refuses a question and an answer says nothing about the end of a turn.
+        return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
 
 
 def train_new_tokens(peft_config: Any, model: Any, added: list[int]) -> Any:

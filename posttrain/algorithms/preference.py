@@ -1,0 +1,238 @@
+"""What methods share that learn from answers which were compared or judged: answers as trees, and their reference."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.algorithms.base import PostTrainer
+from posttrain.algorithms.config import PostTrainingConfig
+from posttrain.checks.pairs import check_pairs
+from posttrain.checks.preference import PreferenceHealth, reference_mismatch
+from posttrain.data.chat import terminal_token_ids
+from posttrain.data.preferences import AnswerOptions, AnswerReport, answer_rows, prepare_answers
+from posttrain.errors import ConfigError, check_choice
+from posttrain.losses.reduce import sequence_lengths, sequence_sum
+from posttrain.models.forward import forward
+from posttrain.models.precompute import precomputed_logps
+from posttrain.models.reference import Reference
+from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
+
+__all__ = ["AnswerConfig", "ComparedConfig", "PreferenceTrainer", "sequence_logp"]
+
+logger = logging.getLogger(__name__)
+
+CHECKED_ROWS = 1000
+
+
+@dataclass
+class AnswerConfig(PostTrainingConfig):
+    """Fields of every method on given answers."""
+
+    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate; about 1e-5 for LoRA."})
+    disable_dropout: bool = field(default=True, metadata={"help": "Set every dropout to 0."})
+    max_length: int | None = field(
+        default=1024, metadata={"help": "Tokens of prompt and answer, at least 2; None never cuts."}
+    )
+    truncation_mode: Literal["keep_start", "keep_end"] = field(
+        default="keep_start", metadata={"help": "Which end of a long answer is kept."}
+    )
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the dataset."})
+    pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
+    beta: float = field(default=0.1, metadata={"help": "Strength of the tie to the reference, above 0."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(f"max_length={self.max_length} leaves no room for a prompt and an answer; at least 2.")
+        if not self.beta > 0:
+            raise ConfigError(
+                f"beta={self.beta} must be above 0: with 0 the loss is constant, and some losses divide by it."
+            )
+
+
+@dataclass
+class ComparedConfig(AnswerConfig):
+    """Fields of every method that compares the policy with a reference."""
+
+    precompute_ref_log_probs: bool = field(
+        default=False, metadata={"help": "Compute the reference's log-probs once, before training, and free it."}
+    )
+    precompute_ref_batch_size: int | None = field(default=None, metadata={"help": "Rows a pass; None: as in training."})
+    sync_ref_model: bool = field(default=False, metadata={"help": "Let the reference follow the policy (TR-DPO)."})
+    ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Share of the policy in a sync, in (0, 1]."})
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimiser steps between two syncs."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            raise ConfigError(
+                "sync_ref_model=True moves the reference, whose log-probs precompute_ref_log_probs=True fixes."
+            )
+        if not 0 < self.ref_model_mixup_alpha <= 1:
+            raise ConfigError(f"ref_model_mixup_alpha={self.ref_model_mixup_alpha} must be in (0, 1].")
+        if self.ref_model_sync_steps < 1:
+            raise ConfigError(f"ref_model_sync_steps={self.ref_model_sync_steps} must be at least 1.")
+
+
+def sequence_logp(logp: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Summed log-probs ``(S,)`` of the completions, and how many tokens they have, ``(S,)`` float."""
+    total = sequence_sum(logp.float(), batch.loss_mask, batch.sequence, batch.num_sequences)
+    return total, sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
+
+
+class PreferenceTrainer(PostTrainer):
+    """Answers to a shared prompt are one tree, computed once by the policy and once by the reference.
+
+    A subclass gives ``branches`` (columns of the answers), ``compared`` (whether it needs a reference) and the objective.
+    """
+
+    branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
+    compared: ClassVar[bool] = True
+    whole_rows: ClassVar[bool] = True
+    reference_columns: ClassVar[tuple[str, ...]] = ("ref_chosen_logps", "ref_rejected_logps")
+    keep: ClassVar[tuple[str, ...]] = ()
+    args: Any
+
+    def __init__(
+        self, model: str | nn.Module, ref_model: nn.Module | None = None, args: Any = None, **kwargs: Any
+    ) -> None:
+        if ref_model is not None and ref_model is model:
+            raise ConfigError(
+                "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
+            )
+        self.reports: dict[str, AnswerReport] = {}
+        self.health = PreferenceHealth()
+        self.reference: Reference | None = None
+        self._begun = False
+        self._own_reference = ref_model is None
+        super().__init__(model, args, **kwargs)
+        if self.compared:
+            self._make_reference(ref_model)
+
+    def _make_reference(self, given: nn.Module | None) -> None:
+        args = self.args
+        if args.precompute_ref_log_probs and given is None:
+            # The policy as it is now is the reference: no copy is needed.
+            self.train_dataset = self._precompute(self.train_dataset, None, "train")
+            self.eval_dataset = self._precompute_all(self.eval_dataset, None)
+            return
+        self.reference = Reference(self.model, fresh_adapter=self.fresh_adapter, given=given)
+        if self.reference.copy is not None:
+            self.reference.copy.to(args.device)
+        if args.precompute_ref_log_probs:
+            self.train_dataset = self._precompute(self.train_dataset, self.reference, "train")
+            self.eval_dataset = self._precompute_all(self.eval_dataset, self.reference)
+            self.reference = None
+        elif args.sync_ref_model:
+            from posttrain.report.callbacks.sync_reference import SyncRefModelCallback
+
+            self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
+
+    def _precompute_all(self, dataset: Any, reference: Reference | None) -> Any:
+        if isinstance(dataset, dict):
+            return {name: self._precompute(one, reference, name) for name, one in dataset.items()}
+        return None if dataset is None else self._precompute(dataset, reference, "eval")
+
+    def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
+        return precomputed_logps(self, dataset, reference, self.reference_columns, name=name)
+
+    # Rows --------------------------------------------------------------------------------------------------------
+
+    def answer_options(self) -> AnswerOptions:
+        """How rows become ids."""
+        return AnswerOptions(self.branches, self.args.max_length, self.args.truncation_mode)
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """Tokenise one set, as `prepare_answers` does, and look at what came of it."""
+        prepared, self.reports[name] = prepare_answers(
+            dataset,
+            self.processing_class,
+            self.answer_options(),
+            name=name,
+            num_proc=self.args.dataset_num_proc,
+            keep=(*self.reference_columns, *self.keep),
+        )
+        if training and hasattr(prepared, "select") and len(self.branches) > 1:
+            sample = prepared.select(range(min(CHECKED_ROWS, len(prepared))))
+            stops = terminal_token_ids(self.processing_class)
+            self.tell(check_pairs(answer_rows(sample, self.branches[:2]), limit=self.args.max_length, stops=stops))
+        return prepared
+
+    def tell(self, findings: Iterable[Finding]) -> None:
+        """Warn of findings; an error among them ends the run."""
+        for finding in findings:
+            text = f"{finding.code}: {finding.what} ({finding.where}): {finding.why}. Do: {finding.fix}."
+            if finding.severity == "error":
+                raise ConfigError(text)
+            logger.log(logging.WARNING if finding.severity == "warning" else logging.INFO, "%s", text)
+
+    def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
+        """See `answer_rows`."""
+        columns = {"ref_logps": self.reference_columns} if self.compared else {}
+        return answer_rows(examples, self.branches, columns)
+
+    # Reference ---------------------------------------------------------------------------------------------------
+
+    def micro_batch(self, inputs: list[Batch], index: int) -> list[Batch]:
+        """Batches with the reference's log-probs."""
+        return [self.with_reference(batch) for batch in inputs]
+
+    def eval_batches(self, inputs: list[Batch]) -> list[Batch]:
+        """Batches with the reference's log-probs."""
+        return [self.with_reference(batch) for batch in inputs]
+
+    def reference_key(self) -> dict[str, Any]:
+        """Settings beyond data, weights and precision that move the reference's log-probs."""
+        return {"max_length": self.args.max_length, "truncation_mode": self.args.truncation_mode}
+
+    def with_reference(self, batch: Batch) -> Batch:
+        """Add ``ref_logp``, from the reference in eval mode and under the training precision."""
+        if self.reference is None or "ref_logps" in batch.columns:
+            return batch
+        batch = batch.to(self.args.device)
+        with self.inference() as policy, self.reference.active(policy) as reference:
+            return replace(batch, ref_logp=forward(reference, batch).logp)
+
+    def reference_logp(self, batch: Batch) -> Tensor:
+        """The reference's summed log-probs, ``(S,)``."""
+        if "ref_logps" in batch.columns:
+            return batch.columns["ref_logps"]
+        if batch.ref_logp is None:
+            raise ConfigError(
+                "the rows have no precomputed reference log-probs, and the reference is gone (precompute_ref_log_probs=True). "
+                "Give this set at construction, or pass ref_model."
+            )
+        return sequence_logp(batch.ref_logp, batch)[0]
+
+    # Health ------------------------------------------------------------------------------------------------------
+
+    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+        """As every trainer; before the first update, policy and reference are compared once."""
+        terms, outputs = super().terms(model, batch)
+        if not self._begun and model.training:
+            self._begun = True
+            if self.compared and self._own_reference and self.state.global_step == 0:
+                self._compare_with_reference(outputs, batch)
+        return terms, outputs
+
+    @torch.no_grad()
+    def _compare_with_reference(self, outputs: ModelOutputs, batch: Batch) -> None:
+        assert outputs.logp is not None
+        total, length = sequence_logp(outputs.logp, batch)
+        gap = float(((total - self.reference_logp(batch)).abs() / length).max())
+        half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
+        finding = reference_mismatch(gap, half=half)
+        self.tell([finding] if finding else [])
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, then say what the numbers mean."""
+        super().log(logs, start_time)
+        if self.is_world_process_zero():
+            self.tell(self.health.read(logs))

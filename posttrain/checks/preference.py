@@ -1,0 +1,123 @@
+"""Preference optimisation while it runs: what the logged numbers say about a run that looks healthy and is not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+
+from posttrain.types import Finding
+
+__all__ = ["PreferenceHealth", "reference_mismatch"]
+
+SINKING = 5  # Logs in a row in which both rewards fall.
+TOLERANCE = {"float32": 1e-3, "half": 2e-2}  # Nats a token between policy and reference before the first update.
+
+
+def reference_mismatch(gap: float, *, half: bool, loss: float | None = None) -> Finding | None:
+    """Before the first update the policy is its own reference: its log-ratio must be 0, and a sigmoid loss ln 2.
+
+    Args:
+        gap: Largest absolute log-ratio of a sequence, a token, in nats.
+        half: Whether the run computes in half precision.
+        loss: The first loss, when it is the plain sigmoid's.
+    """
+    tolerance = TOLERANCE["half" if half else "float32"]
+    if gap <= tolerance:
+        return None
+    seen = "" if loss is None else f"; the first loss is {loss:.4f} instead of ln 2 = {math.log(2):.4f}"
+    return Finding(
+        "REFERENCE-MISMATCH",
+        "warning",
+        f"policy and reference differ by {gap:.2g} nats a token before the first update{seen}",
+        "the first training batch",
+        "the reference has other weights, another dtype or active dropout, or its precomputed log-probs are stale",
+        "leave ref_model out to take the given weights, load both with one dtype, set disable_dropout=True, or recompute "
+        "the precomputed columns; ignore this if the reference is another model on purpose",
+    )
+
+
+class PreferenceHealth:
+    """Reads each log entry and tells what it means; every code is told once until it clears.
+
+    >>> health = PreferenceHealth()
+    >>> entries = [{"rewards/chosen": -0.1 * i, "rewards/rejected": -0.3 * i, "rewards/accuracies": 1.0} for i in range(8)]
+    >>> [finding.code for entry in entries for finding in health.read(entry)]
+    ['REWARDS-SINK-TOGETHER']
+    """
+
+    def __init__(self) -> None:
+        self.history: list[Mapping[str, float]] = []
+        self.told: set[str] = set()
+
+    def read(self, entry: Mapping[str, float]) -> list[Finding]:
+        """Findings that became true with this log entry."""
+        if "rewards/chosen" not in entry or "rewards/rejected" not in entry:
+            return []
+        self.history = [*self.history, entry][-20:]
+        found = [f for check in (self._sinking, self._saturated, self._backwards, self._still) if (f := check())]
+        new = [finding for finding in found if finding.code not in self.told]
+        self.told = {finding.code for finding in found}
+        return new
+
+    def _last(self, name: str, count: int) -> list[float]:
+        values = [float(entry[name]) for entry in self.history if name in entry]
+        return values[-count:]
+
+    def _sinking(self) -> Finding | None:
+        chosen, rejected = self._last("rewards/chosen", SINKING + 1), self._last("rewards/rejected", SINKING + 1)
+        falls = all(a > b for values in (chosen, rejected) for a, b in itertools.pairwise(values))
+        accuracy = self._last("rewards/accuracies", 1)
+        if len(chosen) <= SINKING or not falls or chosen[-1] >= 0 or not accuracy or accuracy[0] <= 0.5:
+            return None
+        return Finding(
+            "REWARDS-SINK-TOGETHER",
+            "warning",
+            f"rewards/chosen ({chosen[-1]:.3g}) and rewards/rejected ({rejected[-1]:.3g}) have both fallen for {SINKING} logs",
+            "training metrics",
+            "the margin grows while the chosen answers become less likely too: the model unlearns both, and its samples get "
+            "worse at a rising accuracy",
+            "add 'sft' to loss_type (with loss_weights), try apo_zero, a larger beta or a lower learning rate",
+        )
+
+    def _saturated(self) -> Finding | None:
+        margins = self._last("rewards/margins", 3)
+        if len(margins) < 3 or min(margins) < 10:
+            return None
+        return Finding(
+            "MARGIN-SATURATED",
+            "warning",
+            f"rewards/margins is {margins[-1]:.3g}, where a sigmoid has no gradient left",
+            "training metrics",
+            "every further step only moves pairs that are already apart, or noise",
+            "stop here, or lower the learning rate or the number of epochs; a larger beta makes the margin reach this sooner",
+        )
+
+    def _backwards(self) -> Finding | None:
+        accuracy = self._last("rewards/accuracies", 10)
+        if len(accuracy) < 10 or sum(accuracy) / 10 >= 0.45:
+            return None
+        return Finding(
+            "ACCURACY-BELOW-HALF",
+            "warning",
+            f"rewards/accuracies has a mean of {sum(accuracy) / 10:.2f} over the last 10 logs",
+            "training metrics",
+            "the policy moves towards the rejected answers: labels are flipped, or the batches contradict each other",
+            "look at chosen and rejected of some rows with posttrain inspect; lower the learning rate",
+        )
+
+    def _still(self) -> Finding | None:
+        margins = [entry for entry in self.history if "rewards/margins" in entry]
+        last = margins[-3:]
+        moved = any(entry["rewards/chosen"] != 0 or entry["rewards/rejected"] != 0 for entry in last)
+        steps = [entry for entry in last if float(entry.get("learning_rate", 1.0)) > 0]
+        if len(steps) < 3 or moved:
+            return None
+        return Finding(
+            "REWARDS-STAY-ZERO",
+            "warning",
+            "rewards/chosen and rewards/rejected are exactly 0 after 3 logs",
+            "training metrics",
+            "policy and reference share their weights, or nothing that is trained changes the output",
+            "check that ref_model is another object, that some parameter requires a gradient, and beta > 0",
+        )

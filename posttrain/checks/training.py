@@ -1,0 +1,296 @@
+"""What a run assumes of precision, special tokens, devices and batches: plain numbers in, findings out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from posttrain.types import Finding
+
+__all__ = [
+    "check_dense_masks",
+    "check_devices",
+    "check_first_gradients",
+    "check_idle_memory",
+    "check_padding",
+    "check_precision",
+    "check_special_tokens",
+    "check_trained_tokens",
+]
+
+# Weights of transformers are about this large: the usual standard deviation of their initialisation.
+TYPICAL_WEIGHT = 0.02
+MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
+LARGE_MODEL = 1_000_000_000  # Parameters from which a second copy of the weights in float32 is worth a thought.
+EMPTY_STEPS = 3
+PADDING_MOST = 0.4
+MEMORY_LEAST = 0.5
+LONG_ROW = 4096  # Tokens from which a dense T x T mask costs more than it is worth.
+
+
+def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
+    """The least change that a weight stored in 16 bits can show: half the gap to its neighbour.
+
+    >>> round(smallest_update("bfloat16"), 6)
+    6.1e-05
+    """
+    return math.ldexp(0.5, math.frexp(weight)[1] - 1 - MANTISSA_BITS[dtype])
+
+
+def check_precision(
+    trainable: Mapping[str, int], *, learning_rate: float, autocast: str | None = None, master_copy: bool = False
+) -> Finding | None:
+    """Trained weights in 16 bits that a small learning rate cannot move, or float32 ones that 16 bits would do for.
+
+    Args:
+        trainable: Parameters that are trained, counted by dtype (``{"bfloat16": 134_000_000}``).
+        learning_rate: Peak of the schedule; about the size of one step of Adam.
+        autocast: Dtype of the computation where it differs from that of the weights.
+        master_copy: Whether the optimiser keeps float32 weights of its own.
+    """
+    half = {dtype: count for dtype, count in trainable.items() if dtype in MANTISSA_BITS and count}
+    if half and not master_copy:
+        dtype = max(half, key=lambda name: smallest_update(name))
+        least = smallest_update(dtype)
+        if learning_rate < least:
+            return Finding(
+                "TRAIN-HALF-PRECISION",
+                "warning",
+                f"{sum(half.values())} trained parameters are stored in {dtype}, and learning_rate={learning_rate:g}.",
+                "the model's parameters",
+                f"a step of Adam is about as large as the learning rate, and a {dtype} weight of {TYPICAL_WEIGHT} cannot move by "
+                f"less than {least:.1g}: most updates are rounded away while the loss looks alive.",
+                "load the model with dtype='float32' and set bf16=True (the computation stays fast), train an adapter, or use "
+                "an optimiser that keeps float32 weights.",
+            )
+    if autocast in MANTISSA_BITS and trainable.get("float32", 0) > LARGE_MODEL:
+        return Finding(
+            "TRAIN-FLOAT32-LARGE",
+            "info",
+            f"{trainable['float32']} trained parameters are stored in float32 and computed in {autocast}.",
+            "the model's parameters",
+            "that is exact, and costs 16 bytes a parameter with Adam.",
+            "nothing, if it fits; else train an adapter on a 16-bit model, or shard the optimiser.",
+        )
+    return None
+
+
+def check_special_tokens(
+    *,
+    pad: int | None,
+    eos: int | None,
+    generation_pad: int | None = None,
+    generation_eos: int | Collection[int] | None = None,
+    turn_end: int | None = None,
+) -> list[Finding]:
+    """Pad, eos and what the generation config says of them: a model must stop where training ended, and only there.
+
+    Args:
+        pad: Of the tokenizer.
+        eos: Of the tokenizer.
+        generation_pad: Of the model's generation config.
+        generation_eos: Of the model's generation config: one id, several, or None.
+        turn_end: The token that the chat template ends a turn with.
+    """
+    stops = {generation_eos} if isinstance(generation_eos, int) else set(generation_eos or ())
+    found = []
+    if generation_pad is not None and generation_pad in stops:
+        found.append(
+            Finding(
+                "TOKENS-PAD-STOPS",
+                "warning",
+                f"the generation config pads with token {generation_pad}, which is also one that ends a text ({sorted(stops)}).",
+                "generation_config",
+                "programs that tell padding by its id take the end of a text for padding: they cut it off, or never see it and "
+                "generate on. Training here is not affected: masks are positional.",
+                "set tokenizer.pad_token to a token that nothing else uses before the model is saved.",
+            )
+        )
+    if pad is None:
+        found.append(
+            Finding(
+                "TOKENS-NO-PAD",
+                "warning",
+                "the tokenizer has no pad token.",
+                "the tokenizer",
+                "batches of different lengths cannot be made by programs that load this model.",
+                "set tokenizer.pad_token to a token that nothing else uses.",
+            )
+        )
+    missing = (
+        {name: token for name, token in (("eos", eos), ("end of turn", turn_end)) if token is not None} if stops else {}
+    )
+    missing = {name: token for name, token in missing.items() if token not in stops}
+    if missing:
+        named = ", ".join(f"{name} {token}" for name, token in missing.items())
+        found.append(
+            Finding(
+                "TOKENS-STOP-UNKNOWN",
+                "warning",
+                f"training ends texts with {named}, and the generation config stops at {sorted(stops)} only.",
+                "generation_config.eos_token_id",
+                "the model learns to end with a token at which generation does not stop, so it runs on to the length limit.",
+                f"set model.generation_config.eos_token_id = {sorted(stops | set(missing.values()))}.",
+            )
+        )
+    return found
+
+
+def check_devices(*, visible: int, processes: int = 1, placed: Collection[str] = ()) -> Finding | None:
+    """Several GPUs and one process: replicas that would be wrong, or layers that wait for each other.
+
+    Args:
+        visible: GPUs that this process sees.
+        processes: Processes of the run.
+        placed: Devices that ``device_map`` put layers of the model on.
+    """
+    launch = f"accelerate launch --num_processes {visible} your_script.py"
+    devices = sorted({str(device) for device in placed})
+    if len(devices) > 1:
+        return Finding(
+            "TRAIN-LAYERS-SPREAD",
+            "warning",
+            f"the model's layers lie on {len(devices)} devices ({', '.join(devices)}).",
+            "device_map",
+            "layers on different devices run one after the other: one device works, the others wait.",
+            f"leave device_map out and start one process a GPU: {launch}. Keep it only where the model fits no other way.",
+        )
+    if visible > 1 and processes == 1:
+        return Finding(
+            "TRAIN-DATA-PARALLEL",
+            "error",
+            f"{visible} GPUs are visible to one process.",
+            "this process",
+            "torch.nn.DataParallel would copy the model for each and call the forward of the original: the gradient is wrong.",
+            f"start one process a GPU: {launch}; or show this one a single GPU with CUDA_VISIBLE_DEVICES=0.",
+        )
+    return None
+
+
+def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
+    """Trained parameters after the first backward pass: at least one must have a gradient, and each a finite one.
+
+    Args:
+        norms: Norm of the gradient of each parameter that requires one; None where there is no gradient.
+    """
+    if not norms:
+        return Finding(
+            "TRAIN-NOTHING-TRAINED",
+            "error",
+            "no parameter of the model requires a gradient.",
+            "the model",
+            "the run would cost time and change nothing.",
+            "check what froze it: a reference that shares all layers, a loaded adapter without is_trainable=True, or "
+            "target_modules that match nothing.",
+        )
+    odd = sorted(name for name, norm in norms.items() if norm is not None and not math.isfinite(norm))
+    if odd:
+        return Finding(
+            "TRAIN-GRADIENT-NOT-FINITE",
+            "error",
+            f"{len(odd)} of {len(norms)} gradients are not finite, {odd[0]!r} among them.",
+            "the first step",
+            "one such step makes every weight not a number.",
+            "look for rows without a trained token, lower learning_rate, or compute in float32 (bf16=False, fp16=False).",
+        )
+    if not any(norms.values()):
+        return Finding(
+            "TRAIN-NO-GRADIENT",
+            "error",
+            f"none of the {len(norms)} trained parameters got a gradient.",
+            "the first step",
+            "frozen embeddings cut the graph before the first checkpointed layer, or no token of the batch is trained: the loss "
+            "stays flat.",
+            "call model.enable_input_require_grads() or set gradient_checkpointing=False; check the labels of the first rows.",
+        )
+    return None
+
+
+def check_trained_tokens(trained: Sequence[int], *, limit: int = EMPTY_STEPS) -> Finding | None:
+    """Optimiser steps in a row without one trained token.
+
+    Args:
+        trained: Tokens (or sequences) that carried loss, of the latest steps, the newest last.
+        limit: Steps in a row that are too many.
+    """
+    empty = next((index for index, count in enumerate(reversed(trained)) if count), len(trained))
+    if empty < limit:
+        return None
+    return Finding(
+        "TRAIN-NO-TRAINED-TOKENS",
+        "error",
+        f"{empty} steps in a row held no trained token.",
+        "the latest steps",
+        "their loss is 0 and nothing is learnt, while the log looks as if the run had converged.",
+        "raise max_length, or check completion_mask, assistant_masks and labels: posttrain inspect shows them.",
+    )
+
+
+def check_padding(real: int, computed: int) -> Finding | None:
+    """A batch that is mostly padding.
+
+    Args:
+        real: Tokens of sequences.
+        computed: Tokens that went through the model, padding included.
+    """
+    share = 1 - real / computed if computed else 0.0
+    if share <= PADDING_MOST:
+        return None
+    return Finding(
+        "TRAIN-PADDING",
+        "info",
+        f"{100 * share:.0f} % of the tokens that were computed are padding.",
+        "the latest steps",
+        "that part of the time is spent on nothing.",
+        "set packing=True (or use an attention backend that takes packed rows), or group_by_length=True.",
+    )
+
+
+def check_idle_memory(*, peak: int, total: int, checkpointing: bool, steps: int) -> Finding | None:
+    """Activations that are computed twice although there is room to keep them.
+
+    Args:
+        peak: Most bytes of the device that were in use.
+        total: Bytes of the device.
+        checkpointing: Whether activations are computed again in backward.
+        steps: Optimiser steps that ``peak`` is about.
+    """
+    if not checkpointing or steps < 10 or not total or peak >= MEMORY_LEAST * total:
+        return None
+    return Finding(
+        "TRAIN-MEMORY-IDLE",
+        "info",
+        f"{steps} steps needed at most {100 * peak / total:.0f} % of the device's memory, with gradient checkpointing on.",
+        "the device",
+        "checkpointing computes every layer's forward pass twice: a fifth to a third of the time.",
+        "set gradient_checkpointing=False, or a larger per_device_train_batch_size.",
+    )
+
+
+def check_dense_masks(
+    implementation: str, *, packed: bool, row_tokens: int, installed: Collection[str] = ()
+) -> Finding | None:
+    """Packed rows whose attention builds a T x T mask: right, and slow where rows are long.
+
+    Args:
+        implementation: Attention backend of the model.
+        packed: Whether a row holds several documents.
+        row_tokens: Tokens of a row.
+        installed: Backends without dense masks that this machine has.
+    """
+    if not packed or implementation not in ("sdpa", "eager") or row_tokens < LONG_ROW:
+        return None
+    choice = (
+        f"attn_implementation={sorted(installed)[0]!r}"
+        if installed
+        else "attn_implementation='flex_attention' on a GPU"
+    )
+    return Finding(
+        "TRAIN-DENSE-MASK",
+        "info",
+        f"rows of {row_tokens} tokens hold several documents, and attn_implementation={implementation!r} keeps them apart with "
+        "a mask of that size squared.",
+        "the attention backend",
+        "documents are isolated, but time and memory grow with the square of the row.",
+        f"load the model with {choice}, or lower max_row_tokens.",
+    )

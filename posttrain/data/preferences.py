@@ -1,0 +1,289 @@
+"""Rows of preference optimisation: a prompt and the answers that share it, as token ids, with everything lost counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+
+from posttrain.data.chat import common_prefix, render
+from posttrain.data.formats import get_dataset_column_names, is_messages, strip_none
+from posttrain.data.labels import one_eos
+from posttrain.data.pairs import maybe_extract_prompt
+from posttrain.data.tokenize import encode, one_bos, prompt_text, template_arguments
+from posttrain.errors import DataError
+from posttrain.types import Row
+
+__all__ = ["AnswerOptions", "AnswerReport", "answer_rows", "prepare_answers"]
+
+logger = logging.getLogger(__name__)
+
+REASONS = (
+    "the prompt tokenises differently with its answers",
+    "the prompt fills max_length",
+    "the answers are equal",
+    "an answer is empty",
+)
+USED, UNUSABLE, FULL, EQUAL, EMPTY = 0, 1, 2, 3, 4  # Codes of the column `_verdict`; REASONS[code - 1].
+UNUSABLE_MOST, EQUAL_MOST, TOLD_MOST = 0.01, 0.2, 0.05
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How rows become ids; hashable by value, so that the dataset's fingerprint is stable from run to run.
+
+    Attributes:
+        branches: Columns of the answers: ``("chosen", "rejected")``, with ``"reference"``, or ``("completion",)``.
+        max_length: Tokens of prompt and answer; None never cuts.
+        truncation_mode: ``keep_start`` or ``keep_end``.
+    """
+
+    branches: tuple[str, ...] = ("chosen", "rejected")
+    max_length: int | None = 1024
+    truncation_mode: str = "keep_start"
+
+    def ids(self, branch: str) -> str:
+        """The column of a branch's ids."""
+        return f"{branch}_ids"
+
+
+@dataclass
+class AnswerReport:
+    """What preparing a dataset did to it: rows in and out, dropped by reason, cut answers, repaired boundaries."""
+
+    name: str
+    rows_in: int = 0
+    rows_out: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    cut: int = 0
+    repaired: int = 0
+
+
+# One map batch -------------------------------------------------------------------------------------------------------
+
+
+def _answer_batch(
+    batch: dict[str, list], indices: list[int], tokenizer: Any, options: AnswerOptions, keep: tuple[str, ...]
+) -> dict[str, list]:
+    """Ids of prompts and answers, tokenised in two calls: plain texts with special tokens, rendered ones without."""
+    plans: list[tuple[bool, str, list[str]]] = []
+    for position, index in enumerate(indices):
+        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
+        try:
+            plans.append(_texts(row, tokenizer, options.branches))
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from error
+    names = ["prompt_ids", *map(options.ids, options.branches), "_verdict", "_cut", "_repaired"]
+    out: dict[str, list] = {name: [] for name in names}
+    found = _tokenize(plans, tokenizer)
+    for (plain, _, _), (prompt, wholes) in zip(plans, found, strict=True):
+        if plain:
+            prompt = one_bos(prompt, tokenizer.bos_token_id)
+            wholes = [one_eos(one_bos(ids, tokenizer.bos_token_id), tokenizer) for ids in wholes]
+        _write(out, prompt, wholes, options)
+    return out | {name: batch[name] for name in keep}
+
+
+def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tuple[bool, str, list[str]]:
+    """Whether a row is plain text, its prompt, and its prompt with each answer."""
+    row = dict(maybe_extract_prompt(row))
+    prompt, answers = row.get("prompt"), [row.get(branch) for branch in branches]
+    for branch, answer in zip(branches, answers, strict=True):
+        if answer is None:
+            raise DataError(f"column {branch!r} is missing; its columns are {sorted(row)}.")
+    if prompt is None:
+        raise DataError(
+            f"column 'prompt' is missing, and there is no pair to take it from; its columns are {sorted(row)}."
+        )
+    if not is_messages(prompt):
+        mixed = [branch for branch, answer in zip(branches, answers, strict=True) if not isinstance(answer, str)]
+        if mixed or not isinstance(prompt, str):
+            raise DataError(
+                f"column 'prompt' is text and {mixed or 'it'} is not. Give all of a row's columns one form."
+            )
+        return True, prompt, [prompt + answer for answer in answers]  # type: ignore[operator]
+    for branch, answer in zip(branches, answers, strict=True):
+        _check_messages(branch, answer)
+    kwargs = template_arguments(row)
+    wholes = [render(tokenizer, prompt + answer, **kwargs) for answer in answers]  # type: ignore[operator]
+    return False, prompt_text(tokenizer, row, {}), wholes
+
+
+def _check_messages(branch: str, answer: Any) -> None:
+    if not is_messages(answer):
+        raise DataError(
+            f"column 'prompt' holds messages and column {branch!r} is {str(answer)[:60]!r}. Give both one form."
+        )
+    if answer[-1].get("role") != "assistant":
+        raise DataError(
+            f"column {branch!r} ends with a message of role {answer[-1].get('role')!r}; an answer's last message must be the "
+            "assistant's."
+        )
+
+
+def _tokenize(plans: list[tuple[bool, str, list[str]]], tokenizer: Any) -> list[tuple[list[int], list[list[int]]]]:
+    found: list[Any] = [None] * len(plans)
+    for plain in (True, False):
+        wanted = [i for i, plan in enumerate(plans) if plan[0] == plain]
+        flat = encode(tokenizer, [text for i in wanted for text in (plans[i][1], *plans[i][2])], special=plain)
+        start = 0
+        for i in wanted:
+            count = 1 + len(plans[i][2])
+            found[i] = flat[start], flat[start + 1 : start + count]
+            start += count
+    return found
+
+
+def _write(out: dict[str, list], prompt: list[int], wholes: list[list[int]], options: AnswerOptions) -> None:
+    """Cut prompt and answers apart where the tokens of all of them part, then to length; say what is wrong."""
+    boundary = min(common_prefix(prompt, ids) for ids in wholes)
+    lost = len(prompt) - boundary
+    answers = [ids[boundary:] for ids in wholes]
+    limit, verdict, cut = options.max_length, USED, False
+    prompt = prompt[:boundary]
+    if lost > max(4, 0.05 * (boundary + lost)):
+        verdict = UNUSABLE
+    elif any(not answer for answer in answers):
+        verdict = EMPTY
+    elif limit is not None and options.truncation_mode == "keep_start" and len(prompt) >= limit:
+        verdict = FULL
+    elif limit is not None and len(prompt) + max(map(len, answers)) > limit:
+        prompt, answers, cut = *_truncate(prompt, answers, limit, options.truncation_mode), True
+    if verdict == USED and len(answers) > 1 and answers[0] == answers[1]:
+        verdict = EQUAL
+    out["prompt_ids"].append(prompt)
+    for branch, answer in zip(options.branches, answers, strict=True):
+        out[options.ids(branch)].append(answer)
+    for name, value in (("_verdict", verdict), ("_cut", int(cut)), ("_repaired", int(lost > 0))):
+        out[name].append(value)
+
+
+def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str) -> tuple[list[int], list[list[int]]]:
+    """``keep_start`` cuts the ends of answers; ``keep_end`` the beginning of the prompt that they share, then theirs."""
+    if mode == "keep_start":
+        return prompt, [answer[: limit - len(prompt)] for answer in answers]
+    excess = len(prompt) + max(map(len, answers)) - limit
+    kept = prompt[excess:] if excess < len(prompt) else prompt[-1:]  # One token must be left to predict the first from.
+    return kept, [answer[-(limit - len(kept)) :] for answer in answers]
+
+
+# The dataset ---------------------------------------------------------------------------------------------------------
+
+
+def prepare_answers(
+    dataset: Any,
+    tokenizer: Any,
+    options: AnswerOptions,
+    *,
+    name: str = "train",
+    num_proc: int | None = None,
+    keep: tuple[str, ...] = (),
+) -> tuple[Any, AnswerReport]:
+    """Tokenise prompts and answers: ``prompt_ids`` and one ``<branch>_ids`` an answer; other columns stay if in ``keep``.
+
+    Returns:
+        The dataset, and a report (counted for map-style datasets).
+
+    Raises:
+        DataError: A row that cannot be read, more than 1 % whose prompt cannot be told from its answers, more than 20 % whose
+            answers are equal, or none left.
+    """
+    first = next(iter(dataset), None)
+    if first is None:
+        raise DataError(f"the {name} dataset is empty.")
+    columns = get_dataset_column_names(dataset)
+    keep = tuple(column for column in keep if column in columns)
+    wanted = {"prompt_ids", *map(options.ids, options.branches)}
+    if wanted <= set(columns):
+        return dataset, AnswerReport(name)
+    missing = [branch for branch in options.branches if branch not in columns]
+    if missing:
+        raise DataError(f"the {name} rows need {list(options.branches)}: {missing} are not in {sorted(columns)}.")
+    streaming = isinstance(dataset, datasets.IterableDataset)
+    extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
+    mapped = dataset.map(
+        _answer_batch,
+        batched=True,
+        with_indices=True,
+        remove_columns=[column for column in columns if column not in keep],
+        fn_kwargs={"tokenizer": tokenizer, "options": options, "keep": keep},
+        **extra,
+    )
+    kept = mapped.filter(_is_used, batched=True, input_columns=["_verdict"], **extra)
+    report = AnswerReport(name)
+    if not streaming:
+        _count(report, mapped, kept)
+        _tell(report, options)
+    return kept.remove_columns(["_verdict", "_cut", "_repaired"]), report
+
+
+def _is_used(verdicts: list[int]) -> list[bool]:
+    return [verdict == USED for verdict in verdicts]
+
+
+def _count(report: AnswerReport, mapped: Any, kept: Any) -> None:
+    verdicts = mapped["_verdict"][:]
+    report.rows_in, report.rows_out = len(mapped), len(kept)
+    report.dropped = {r: n for code, r in enumerate(REASONS, 1) if (n := verdicts.count(code))}
+    report.cut, report.repaired = sum(mapped["_cut"]), sum(mapped["_repaired"])
+
+
+def _tell(report: AnswerReport, options: AnswerOptions) -> None:
+    n, dropped = report.rows_in, report.dropped
+    why = "; ".join(f"{count}: {reason}" for reason, count in dropped.items())
+    if report.rows_out == 0:
+        raise DataError(f"no row of the {report.name} dataset is left of {n} ({why}).")
+    for code, most in ((UNUSABLE, UNUSABLE_MOST), (EQUAL, EQUAL_MOST)):
+        count = dropped.get(REASONS[code - 1], 0)
+        if count > most * n:
+            raise DataError(
+                f"{report.name} dataset: in {count} of {n} rows {REASONS[code - 1]}, more than {most:.0%}. Look at the rows with "
+                "posttrain inspect."
+            )
+    if dropped:
+        level = logging.WARNING if n - report.rows_out > TOLD_MOST * n else logging.INFO
+        logger.log(level, "%s dataset: dropped %d of %d rows (%s).", report.name, n - report.rows_out, n, why)
+    if report.repaired:
+        logger.warning(
+            "%s dataset: in %d of %d rows the end of the prompt tokenises differently with its answers; the boundary is where "
+            "the tokens part.",
+            report.name, report.repaired, n,
+        )  # fmt: skip
+    if report.cut > 0.1 * n:
+        logger.warning(
+            "%s dataset: %d of %d rows have an answer cut at max_length=%s.",
+            report.name,
+            report.cut,
+            n,
+            options.max_length,
+        )
+
+
+def answer_rows(
+    examples: Iterable[Mapping[str, Any]], branches: Sequence[str], columns: Mapping[str, Sequence[str]] | None = None
+) -> list[Row]:
+    """Tokenised examples as rows: the shared prompt and one completion a branch.
+
+    Args:
+        examples: With ``prompt_ids`` and ``<branch>_ids``.
+        branches: Names of the answers, in order.
+        columns: Name of a sequence column to the example's columns that hold it, one a branch.
+
+    Raises:
+        DataError: A row whose answer has no token.
+    """
+    rows = []
+    for index, example in enumerate(examples):
+        answers = [list(example[f"{branch}_ids"]) for branch in branches]
+        for branch, answer in zip(branches, answers, strict=True):
+            if not answer:
+                raise DataError(f"row {index} of a batch: {branch}_ids is empty; an answer needs at least one token.")
+        row = Row(list(example["prompt_ids"]), answers, [[1] * len(answer) for answer in answers])
+        for name, sources in (columns or {}).items():
+            if all(example.get(source) is not None for source in sources):
+                row.sequence_columns[name] = [float(example[source]) for source in sources]
+        rows.append(row)
+    return rows

@@ -1,0 +1,123 @@
+"""The reference's log-probs of a whole dataset, once, under the precision of training, kept in a cache by what moves them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+
+from posttrain.errors import ConfigError
+from posttrain.losses.reduce import sequence_sum
+from posttrain.models import parallel
+from posttrain.models.forward import forward
+from posttrain.models.reference import Reference
+
+__all__ = ["hash_module", "precomputed_logps"]
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1  # Changes when the same inputs would give other numbers.
+
+
+def hash_module(module: torch.nn.Module) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers, sorted by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        value = tensor.detach().cpu()
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update((value.float() if value.is_floating_point() else value).contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def precomputed_logps(
+    trainer: Any, dataset: Any, reference: Reference | None, columns: Sequence[str], *, name: str
+) -> Any:
+    """Add one column a branch with the summed reference log-probs; columns that are there already are kept.
+
+    Args:
+        trainer: Gives rows, layout, precision and the model.
+        dataset: A prepared ``Dataset``.
+        reference: None takes the policy as it is.
+        columns: Names, one a branch.
+        name: Of the set, for messages.
+
+    Raises:
+        ConfigError: The dataset is a stream.
+    """
+    if set(columns) <= set(dataset.column_names or ()):
+        return dataset
+    if not isinstance(dataset, datasets.Dataset):
+        raise ConfigError(
+            f"precompute_ref_log_probs=True needs a dataset with a length, and the {name} set is a stream. Set it to False."
+        )
+    path = _cache(trainer, dataset, reference, columns)
+    if path.is_file():
+        logger.info("%s dataset: reference log-probs are read from %s.", name, path)
+        values = np.load(path)["logps"]
+    else:
+        values = _compute(trainer, dataset, reference, len(columns))
+        if trainer.accelerator.is_main_process:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(".part.npz")
+            np.savez(part, logps=values)
+            part.rename(path)
+    for index, column in enumerate(columns):
+        dataset = dataset.add_column(column, values[:, index].tolist())
+    return dataset
+
+
+def _cache(trainer: Any, dataset: datasets.Dataset, reference: Reference | None, columns: Sequence[str]) -> Path:
+    """A file named by everything that moves the numbers."""
+    model = trainer.model if reference is None or reference.copy is None else reference.copy
+    adapter = None if reference is None else ("disabled" if reference.adapter is None else reference.adapter)
+    text = model.config.get_text_config() if hasattr(model, "config") else None
+    key = {
+        "format": FORMAT,
+        "data": dataset._fingerprint,
+        "weights": hash_module(model),
+        "adapter": adapter,
+        "columns": list(columns),
+        "precision": trainer.accelerator.mixed_precision,
+        "attention": getattr(text, "_attn_implementation", None),
+        "layout": trainer.layout.kind,
+        "options": trainer.reference_key(),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return Path(datasets.config.HF_DATASETS_CACHE) / "posttrain_reference" / f"{digest}.npz"
+
+
+def _compute(trainer: Any, dataset: datasets.Dataset, reference: Reference | None, branches: int) -> np.ndarray:
+    """``(rows, branches)`` sums; ranks share the rows."""
+    accelerator, args = trainer.accelerator, trainer.args
+    size = args.precompute_ref_batch_size or args.per_device_train_batch_size
+    mine = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))
+    steps = -(-len(dataset) // (size * accelerator.num_processes))  # Equal on all ranks: a pass may be a collective.
+    found: list[tuple[int, list[float]]] = []
+    for step in range(steps):
+        indices = mine[step * size : (step + 1) * size]
+        examples = [dataset[i] for i in indices or mine[:1] or [0]]
+        values = torch.zeros(len(examples) * branches, dtype=torch.float64)
+        for batch in trainer.data_collator(examples):
+            batch = batch.to(args.device)
+            with trainer.inference() as policy:
+                context = nullcontext(policy) if reference is None else reference.active(policy)
+                with context as model:
+                    logp = forward(model, batch).logp
+            sums = trainer.reference_sums(logp, batch) if hasattr(trainer, "reference_sums") else _sums(logp, batch)
+            values[torch.tensor(batch.origin)] = sums.double().cpu()
+        rows = values.view(-1, branches).tolist()
+        found += list(zip(indices, rows, strict=False))
+    gathered = dict(parallel.all_gather_objects(found, accelerator))
+    return np.array([gathered[i] for i in range(len(dataset))], dtype=np.float32)
+
+
+def _sums(logp: Any, batch: Any) -> torch.Tensor:
+    return sequence_sum(logp.float(), batch.loss_mask, batch.sequence, batch.num_sequences)

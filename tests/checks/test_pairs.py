@@ -1,0 +1,102 @@
+"""Checks of preference pairs: each is broken on purpose and must say so, and sound pairs say nothing."""
+
+import random
+
+import pytest
+
+from posttrain.checks.pairs import check_pairs
+from posttrain.checks.preference import PreferenceHealth, reference_mismatch
+from posttrain.types import Row
+
+
+def pair(chosen, rejected, prompt=(1, 2)):
+    return Row(list(prompt), [list(chosen), list(rejected)], [[1] * len(chosen), [1] * len(rejected)])
+
+
+def sound(count=60):
+    rng = random.Random(0)
+
+    def draw():
+        return [*(rng.randrange(10, 99) for _ in range(rng.randrange(2, 9))), 3]
+
+    return [pair(draw(), draw(), (1, i)) for i in range(count)]
+
+
+def codes(rows, **options):
+    return [finding.code for finding in check_pairs(rows, **options)]
+
+
+def test_sound_pairs_say_nothing():
+    assert codes(sound(), limit=64, stops=[3]) == []
+
+
+def test_equal_answers_are_an_error_when_all_are():
+    one = sound()
+    one[7] = pair([5, 3], [5, 3])
+    (finding,) = check_pairs(one)
+    assert (finding.code, finding.severity, finding.where) == ("PAIR-IDENTICAL", "warning", "1 of 60 pairs (rows 7)")
+    (finding,) = check_pairs([pair([5], [5], (i,)) for i in range(3)])[:1]
+    assert finding.severity == "error"
+
+
+def test_pairs_preferred_both_ways_and_twice_are_found():
+    rows = [*sound(), pair([5, 3], [6, 3]), pair([6, 3], [5, 3])]
+    assert codes(rows) == ["PAIR-CONTRADICTION"]
+    assert codes([*sound(), *sound()[:10]]) == ["PAIR-DUPLICATE"]
+
+
+@pytest.mark.parametrize(("flip", "side"), [(False, "chosen"), (True, "rejected")])
+def test_length_that_predicts_the_label_is_told(flip, side):
+    rows = []
+    for i in range(40):
+        long, short = [10 + i, 11, 12, 13, 3], [20 + i, 3]
+        rows.append(pair(short, long, (i,)) if flip else pair(long, short, (i,)))
+    (finding,) = check_pairs(rows)
+    assert finding.code == "PAIR-LENGTH-BIAS"
+    assert finding.what.startswith(f"the {side} answer is the longer one in 100%")
+
+
+def test_answers_cut_or_ended_on_one_side_alone_are_told():
+    rows = sound(40)
+    for row in rows[:6]:
+        row.completions[0] = list(range(20, 28))  # Full at a limit of 10, and without its end.
+    assert "PAIR-CUT-ONE-SIDE" in codes(rows, limit=10, stops=[3])
+    for row in rows:
+        row.completions[1] = [*row.completions[1][:-1], 9]
+        row.completions[0] = [*row.completions[0][:3], 3]
+    assert "PAIR-EOS-ONE-SIDE" in codes(rows, stops=[3])
+
+
+def health(entries):
+    watcher = PreferenceHealth()
+    return [finding.code for entry in entries for finding in watcher.read(entry)]
+
+
+def entry(chosen, rejected, accuracy=0.9):
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": accuracy,
+    }
+
+
+def test_two_sinking_rewards_are_told_once_and_a_rising_one_is_not():
+    sinking = [entry(-0.1 * i, -0.4 * i) for i in range(9)]
+    assert health(sinking) == ["REWARDS-SINK-TOGETHER"]
+    assert health([entry(0.1 * i, -0.4 * i) for i in range(1, 9)]) == []
+
+
+def test_saturated_backward_and_still_runs_are_told():
+    assert health([entry(12.0, -3.0)] * 4) == ["MARGIN-SATURATED"]
+    assert health([entry(0.1 * i, 0.2, accuracy=0.2) for i in range(1, 12)]) == ["ACCURACY-BELOW-HALF"]
+    assert health([entry(0.0, 0.0, accuracy=0.0)] * 4) == ["REWARDS-STAY-ZERO"]
+    assert health([{"loss": 1.0}] * 5) == []
+
+
+def test_a_reference_that_differs_before_the_first_update_is_told_with_the_loss():
+    assert reference_mismatch(1e-5, half=False) is None
+    assert reference_mismatch(1e-2, half=True) is None
+    finding = reference_mismatch(0.05, half=False, loss=0.619)
+    assert "0.05 nats a token" in finding.what
+    assert "0.6190 instead of ln 2 = 0.6931" in finding.what

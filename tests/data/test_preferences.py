@@ -1,0 +1,123 @@
+"""Preference rows as ids: the prompt ends where the tokens of all answers part, and everything lost is counted."""
+
+import datasets
+import pytest
+
+from posttrain.data.preferences import AnswerOptions, answer_rows, prepare_answers
+from posttrain.errors import DataError
+
+U = [{"role": "user", "content": "What is 2?"}]
+
+
+def say(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def prepared(rows, tokenizer, **options):
+    keep = options.pop("keep", ())
+    data = datasets.Dataset.from_list(rows)
+    return prepare_answers(data, tokenizer, AnswerOptions(**options), keep=keep)
+
+
+def test_prompt_and_answers_join_to_what_was_said(tiny_tokenizer):
+    rows = [{"prompt": "Say a number: ", "chosen": "two", "rejected": "three"}]
+    (row,), _ = prepared(rows, tiny_tokenizer)
+    for side in ("chosen", "rejected"):
+        whole = tiny_tokenizer.decode(row["prompt_ids"] + row[f"{side}_ids"])
+        assert whole == rows[0]["prompt"] + rows[0][side] + "<|im_end|>"
+
+
+def test_a_token_that_merges_over_the_boundary_belongs_to_the_answers(tiny_tokenizer):
+    """'the' + 'se' is one token in some tokenizers: the prompt is cut at the common prefix over both answers."""
+    (row,), report = prepared([{"prompt": "What is the", "chosen": "se", "rejected": " sum"}], tiny_tokenizer)
+    assert tiny_tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == "What is these<|im_end|>"
+    alone = tiny_tokenizer("What is the")["input_ids"]
+    assert row["prompt_ids"] == alone[: len(row["prompt_ids"])]
+    assert report.repaired == int(len(row["prompt_ids"]) < len(alone))
+
+
+def test_conversations_share_the_generation_prompt(tiny_tokenizer):
+    (row,), _ = prepared([{"prompt": U, "chosen": say("two"), "rejected": say("three")}], tiny_tokenizer)
+    assert tiny_tokenizer.decode(row["prompt_ids"]).endswith("assistant\n")
+    assert tiny_tokenizer.decode(row["chosen_ids"]).startswith("two<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": U + say("two"), "rejected": U + say("three")},
+        {"prompt": U, "chosen": U + say("two"), "rejected": U + say("three")},
+        {"prompt": "What is 2?", "chosen": U + say("two"), "rejected": U + say("three")},
+    ],
+)
+def test_t15_t24_a_prompt_that_is_implicit_or_repeated_is_read_once(tiny_tokenizer, row):
+    (got,), _ = prepared([row], tiny_tokenizer)
+    (explicit,), _ = prepared([{"prompt": U, "chosen": say("two"), "rejected": say("three")}], tiny_tokenizer)
+    assert got == explicit
+
+
+def test_the_end_of_answers_is_cut_or_the_beginning_of_the_shared_prompt(tiny_tokenizer):
+    rows = [{"prompt": "What is the sum of two numbers? ", "chosen": "abcdef", "rejected": "xy"}]
+    (whole,), _ = prepared(rows, tiny_tokenizer)
+    p, c = len(whole["prompt_ids"]), len(whole["chosen_ids"])
+    limit = p + c - 2
+    (start,), report = prepared(rows, tiny_tokenizer, max_length=limit)
+    assert start["chosen_ids"] == whole["chosen_ids"][: c - 2]
+    assert start["rejected_ids"] == whole["rejected_ids"]
+    assert report.cut == 1
+    (end,), _ = prepared(rows, tiny_tokenizer, max_length=limit, truncation_mode="keep_end")
+    assert end["prompt_ids"] == whole["prompt_ids"][2:]
+    assert end["chosen_ids"] == whole["chosen_ids"]
+
+
+def test_t2_t9_equal_and_full_rows_are_dropped_and_counted(tiny_tokenizer, caplog):
+    good = {"prompt": "q ", "chosen": "a", "rejected": "b"}
+    equal = {"prompt": "q ", "chosen": "c", "rejected": "c"}
+    full = {"prompt": "long " * 30, "chosen": "a", "rejected": "b"}
+    rows, report = prepared([good] * 8 + [equal, full], tiny_tokenizer, max_length=20)
+    assert len(rows) == 8
+    assert report.dropped == {"the prompt fills max_length": 1, "the answers are equal": 1}
+    assert "dropped 2 of 10 rows" in caplog.text
+    with pytest.raises(DataError, match="in 2 of 4 rows the answers are equal, more than 20%"):
+        prepared([good, good, equal, equal], tiny_tokenizer)
+    with pytest.raises(DataError, match="no row of the train dataset is left of 1"):
+        prepared([full], tiny_tokenizer, max_length=20)
+
+
+def test_t1_rows_whose_prompt_is_lost_are_refused(tiny_tokenizer):
+    tiny_tokenizer.chat_template = "{% if add_generation_prompt %}now think {% endif %}" + tiny_tokenizer.chat_template
+    rows = [{"prompt": U, "chosen": say("two"), "rejected": say("three")}] * 3
+    with pytest.raises(DataError, match=r"no row of the train dataset is left of 3 .*tokenises differently"):
+        prepared(rows, tiny_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"prompt": "q", "chosen": "a"}, r"\['rejected'\] are not in"),
+        ({"prompt": U, "chosen": "a", "rejected": "b"}, "column 'chosen' is 'a'"),
+        (
+            {"prompt": U, "chosen": U, "rejected": say("b")},
+            "role 'user'; an answer's last message must be the assistant's",
+        ),
+    ],
+)
+def test_bad_rows_are_named(tiny_tokenizer, row, match):
+    with pytest.raises(DataError, match=match):
+        prepared([row], tiny_tokenizer)
+
+
+def test_other_branches_and_kept_columns(tiny_tokenizer):
+    rows = [{"prompt": "q ", "completion": "a", "label": True, "junk": 1}]
+    data, _ = prepared(rows, tiny_tokenizer, branches=("completion",), keep=("label",))
+    assert set(data.column_names) == {"prompt_ids", "completion_ids", "label"}
+    again, _ = prepare_answers(data, tiny_tokenizer, AnswerOptions(("completion",)))
+    assert again is data
+
+
+def test_precomputed_columns_become_sequence_columns(tiny_tokenizer):
+    example = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7], "a": -1.0, "b": -2.0}
+    (row,) = answer_rows([example], ("chosen", "rejected"), {"ref_logps": ("a", "b")})
+    assert row.sequence_columns == {"ref_logps": [-1.0, -2.0]}
+    with pytest.raises(DataError, match="row 0 of a batch: rejected_ids is empty"):
+        answer_rows([example | {"rejected_ids": []}], ("chosen", "rejected"))
