@@ -14,6 +14,7 @@ __all__ = [
     "DatasetDescription",
     "describe_dataset",
     "get_dataset_column_names",
+    "has_nested_none",
     "is_conversational",
     "is_conversational_from_value",
     "is_messages",
@@ -156,6 +157,24 @@ def strip_none(row: Mapping[str, Any]) -> dict[str, Any]:
         name: _without_none(value) if name in NESTED_COLUMNS and isinstance(value, list) else value
         for name, value in row.items()
     }
+
+
+def has_nested_none(row: Mapping[str, Any]) -> bool:
+    """Whether a ``None`` lies where a template would print it: in tool schemas, tool calls or content blocks.
+
+    A message's own fields do not count: ``content: None`` beside a tool call is how messages are written.
+    """
+    if isinstance(row.get("tools"), list) and _holds_none(row["tools"]):
+        return True
+    lists = [row[name] for name in NESTED_COLUMNS if isinstance(row.get(name), list)]
+    messages = [message for value in lists for message in value if isinstance(message, Mapping)]
+    return any(_holds_none(value) for message in messages for value in message.values() if isinstance(value, list))
+
+
+def _holds_none(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(item is None or _holds_none(item) for item in value.values())
+    return isinstance(value, list) and any(_holds_none(item) for item in value)
 
 
 def get_dataset_column_names(dataset: Any) -> list[str]:

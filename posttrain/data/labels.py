@@ -6,14 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.data.chat import AssistantSpans, common_prefix, has_generation_markers, render, terminal_token_ids
-from posttrain.data.formats import is_conversational_from_value, is_messages, maybe_convert_to_chatml, strip_none
-from posttrain.data.tokenize import encode, one_bos, prompt_text, template_arguments
+from posttrain.data.formats import (
+    has_nested_none,
+    is_conversational_from_value,
+    is_messages,
+    maybe_convert_to_chatml,
+    strip_none,
+)
+from posttrain.data.tokenize import encode, one_bos, open_end, prompt_text, template_arguments
 from posttrain.errors import DataError
 
 __all__ = ["COUNTERS", "IGNORED", "SupervisedOptions", "label_batch", "one_eos"]
 
 IGNORED = -100
-COUNTERS = ("_truncated", "_cut", "_diverged", "_half_lost", "_no_end", "_double_bos", "_tail")
+COUNTERS = (
+    "_truncated", "_cut", "_diverged", "_half_lost", "_no_end", "_double_bos", "_nested_none", "_trained", "_tokens", "_tail",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class _Plan:
     mask: list[int] | None = None
     diverged: int = 0
     double_bos: bool = False
+    nested_none: bool = False
     head_ids: list[int] = field(default_factory=list)
 
 
@@ -69,12 +78,14 @@ def label_batch(
     rows = []
     finder = AssistantSpans(tokenizer)
     for position, index in enumerate(indices):
-        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
+        given = {name: column[position] for name, column in batch.items() if column[position] is not None}
+        row = strip_none(given)
         rows.append(row)
         try:
             plans.append(_plan(row, tokenizer, options, finder))
         except DataError as error:
             raise DataError(f"row {index}: {error}") from error
+        plans[-1].nested_none = has_nested_none(given)
     _tokenize(plans, indices, tokenizer)
     out: dict[str, list] = {name: [] for name in ("input_ids", "labels", *COUNTERS)}
     ends = set(terminal_token_ids(tokenizer))
@@ -151,7 +162,7 @@ def _prompt_completion(
     if not chat:
         return _Plan(text=prompt + completion, head=prompt, plain=True)
     plan = _conversation(row, prompt + completion, tokenizer, options, finder)
-    plan.head = prompt_text(tokenizer, row, {})
+    plan.head = prompt_text(tokenizer, row, {"chat_template": options.chat_template} if options.chat_template else {})
     return plan
 
 
@@ -168,7 +179,9 @@ def _tokenize(plans: list[_Plan], indices: list[int], tokenizer: Any) -> None:
         for plan, found in zip(texts, ids[: len(texts)], strict=True):
             plan.ids = found
         for plan, found in zip(heads, ids[len(texts) :], strict=True):
-            plan.head_ids = one_bos(found, tokenizer.bos_token_id) if plain else found
+            plan.head_ids = found
+            if plain:
+                plan.head_ids = open_end(one_bos(found, tokenizer.bos_token_id), str(plan.head), tokenizer)
 
 
 def _finish(plan: _Plan, tokenizer: Any, options: SupervisedOptions) -> None:
@@ -215,8 +228,19 @@ def _write(out: dict[str, list], row: dict[str, Any], plan: _Plan, options: Supe
         part = slice(limit) if options.truncation_mode == "keep_start" else slice(-limit, None)  # type: ignore[operator]
         ids, labels = ids[part], labels[part]
     left = len(labels) - labels.count(IGNORED)
+    learnt = left - (labels[:1] not in ([], [IGNORED]))  # Nothing predicts a row's first token.
     half = plan.diverged > len(plan.head_ids) / 2
-    values = (truncated, trained - left, plan.diverged > 0, half, no_end, plan.double_bos)
+    values = (
+        truncated,
+        trained - left,
+        plan.diverged > 0,
+        half,
+        no_end,
+        plan.double_bos,
+        plan.nested_none,
+        learnt,
+        len(ids),
+    )
     out["input_ids"].append(ids)
     out["labels"].append(labels)
     for name, value in zip(COUNTERS, values, strict=False):

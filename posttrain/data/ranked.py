@@ -11,6 +11,7 @@ import datasets
 from posttrain.data.chat import common_prefix, render
 from posttrain.data.formats import get_dataset_column_names, is_messages, strip_none
 from posttrain.data.labels import one_eos
+from posttrain.data.pairs import maybe_extract_prompt
 from posttrain.data.tokenize import encode, one_bos, template_arguments
 from posttrain.errors import DataError
 from posttrain.types import Row
@@ -32,6 +33,8 @@ def _pair_batch(batch: dict[str, list], indices: list[int], tokenizer: Any) -> d
     for position, index in enumerate(indices):
         row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
         try:
+            if is_messages(row.get("prompt")) and all(is_messages(row.get(side)) for side in SIDES):
+                row = dict(maybe_extract_prompt(row))
             for side in SIDES:
                 plain, text = _side(row, side, tokenizer)
                 where.append((plain, len(texts[plain])))

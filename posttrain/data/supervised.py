@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import datasets
 
-from posttrain.data.formats import describe_dataset, get_dataset_column_names
+from posttrain.data.formats import describe_dataset, get_dataset_column_names, maybe_convert_to_chatml, strip_none
 from posttrain.data.labels import COUNTERS, IGNORED, SupervisedOptions, label_batch
 from posttrain.data.packing import LENGTHS, pack_dataset
-from posttrain.errors import DataError
+from posttrain.data.template_families import with_template
+from posttrain.data.templates import check_template
+from posttrain.errors import DataError, ModelError
 from posttrain.types import Row
 
 __all__ = [
@@ -32,6 +35,13 @@ DIVERGED_MOST = (
 )
 
 
+LOSSES = (
+    "TEMPLATE-REASONING-LOST", "TEMPLATE-TOOLS-LOST", "TEMPLATE-BOS-DOUBLE",
+)  # fmt: skip
+PEEKED = 32  # Rows that the template is tried on.
+SHOWN = 200  # Characters of a row in a message.
+
+
 @dataclass
 class PreparationReport:
     """What preparing a dataset did to it.
@@ -45,7 +55,8 @@ class PreparationReport:
         diverged: Rows whose prompt tokenises differently once the completion follows.
         no_end: Rows that do not train a token that ends a sequence.
         double_bos: Texts that began with the bos token already.
-        trained_tokens, tokens: What is left.
+        nested_none: Rows with a ``None`` in tool schemas, tool calls or content blocks.
+        trained_tokens, tokens: What is left: tokens that carry loss, and all tokens.
     """
 
     name: str
@@ -57,6 +68,7 @@ class PreparationReport:
     diverged: int = 0
     no_end: int = 0
     double_bos: int = 0
+    nested_none: int = 0
     trained_tokens: int = 0
     tokens: int = 0
 
@@ -95,6 +107,8 @@ def prepare_sft_dataset(
     if LENGTHS in first:
         return dataset, PreparationReport(name)
     _check_options(dataset, first, name, options, formatting_func)
+    if formatting_func is None and "input_ids" not in first:
+        _check_rendering(dataset, tokenizer, options, name)
     streaming = isinstance(dataset, datasets.IterableDataset)
     columns = get_dataset_column_names(dataset)
     extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
@@ -113,7 +127,7 @@ def prepare_sft_dataset(
     kept = mapped.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
     if not streaming:
         _count(report, mapped, kept)
-        _tell(report, mapped, options)
+        _tell(report, mapped, kept, options, tokenizer)
     kept = kept.remove_columns(list(COUNTERS))
     if options.packing:
         assert options.max_length is not None
@@ -132,6 +146,14 @@ def check_prepared(dataset: Any, name: str) -> None:
     if "input_ids" not in columns or (masks and "labels" not in columns):
         why = f"columns {masks} but no labels, so every token would be trained" if masks else f"columns {columns}"
         raise DataError(f"skip_prepare_dataset is set and the {name} rows have {why}. Add input_ids and labels.")
+    if "labels" not in columns:
+        return
+    seen = [_trains_something([row["labels"]])[0] for row in islice(dataset, PEEKED)]
+    if seen and not any(seen):
+        raise DataError(
+            f"skip_prepare_dataset is set and none of the first {len(seen)} {name} rows trains a token: their labels are all "
+            f"{IGNORED}, so the loss would be 0. Labels are token ids at the positions to learn; they are not shifted."
+        )
 
 
 def _trains_something(labels: list[list[int]]) -> list[bool]:
@@ -182,25 +204,39 @@ def _count(report: PreparationReport, mapped: Any, kept: Any) -> None:
         )
     report.truncated, report.cut_tokens = sum(mapped["_truncated"]), sum(mapped["_cut"])
     report.diverged, report.no_end = sum(mapped["_diverged"]), sum(kept["_no_end"])
-    report.double_bos = sum(mapped["_double_bos"])
+    report.double_bos, report.nested_none = sum(mapped["_double_bos"]), sum(mapped["_nested_none"])
+    report.trained_tokens, report.tokens = sum(kept["_trained"]), sum(kept["_tokens"])
 
 
-def _tell(report: PreparationReport, mapped: Any, options: SupervisedOptions) -> None:
+def _tell(report: PreparationReport, mapped: Any, kept: Any, options: SupervisedOptions, tokenizer: Any) -> None:
     """One warning a kind, with numbers."""
     name, n = report.name, report.rows_in
+    logger.info(
+        "%s dataset: %d of %d tokens are trained (%.1f %%).",
+        name, report.trained_tokens, report.tokens, 100 * report.trained_tokens / max(1, report.tokens),
+    )  # fmt: skip
     if report.dropped:
         logger.warning(
             "%s dataset: dropped %d of %d rows (%s).", name, n - report.rows_out, n, "; ".join(report.dropped)
         )
     if report.truncated:
         logger.warning(
-            "%s dataset: %d of %d rows were cut at max_length=%s and lost %d trained tokens.",
+            "%s dataset: %d of %d rows were cut at max_length=%s and lost %d trained tokens (%.1f %% of all).",
             name, report.truncated, n, options.max_length, report.cut_tokens,
+            100 * report.cut_tokens / max(1, sum(mapped["_trained"]) + report.cut_tokens),
         )  # fmt: skip
     if report.double_bos:
+        row = list(mapped["_double_bos"]).index(1)
         logger.warning(
-            "%s dataset: %d of %d texts began with the bos token already; one was kept.", name, report.double_bos, n
-        )
+            "%s dataset: %d of %d texts began with the bos token already; one was kept. Row %d is now %r.",
+            name, report.double_bos, n, row, tokenizer.decode(mapped[row]["input_ids"])[:SHOWN],
+        )  # fmt: skip
+    if report.nested_none:
+        logger.warning(
+            "%s dataset: %d of %d rows held None inside tool schemas, tool calls or content blocks, as Arrow fills in keys that "
+            "other rows have. They were left out, so that the chat template does not print them.",
+            name, report.nested_none, n,
+        )  # fmt: skip
     if report.diverged:
         _tell_divergence(report, mapped)
     if report.no_end == report.rows_out:
@@ -211,6 +247,20 @@ def _tell(report: PreparationReport, mapped: Any, options: SupervisedOptions) ->
                 "(chat_template_path), or set allow_untrained_stop=True."
             )
         logger.warning("%s.", message)
+
+
+def _check_rendering(dataset: Any, tokenizer: Any, options: SupervisedOptions, name: str) -> None:
+    """Refuse what the chat template would leave out of the first rows, and what it would write twice."""
+    template = options.chat_template or getattr(tokenizer, "chat_template", None)
+    if not template:
+        return  # Conversational rows without a template are refused by number when they are rendered.
+    rows = [strip_none(maybe_convert_to_chatml(row)) for row in islice(dataset, PEEKED)]
+    report = check_template(with_template(tokenizer, template), rows, limit=PEEKED)
+    report.findings = [finding for finding in report.findings if finding.code in LOSSES]
+    try:
+        report.raise_fatal()
+    except ModelError as error:
+        raise ModelError(f"{name} dataset: {error}") from None
 
 
 def _tell_divergence(report: PreparationReport, mapped: Any) -> None:

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.data.chat import render_prompt
-from posttrain.data.formats import is_conversational
+from posttrain.data.formats import is_conversational, strip_none
 from posttrain.errors import DataError
 
-__all__ = ["encode", "one_bos", "parse_tools", "prompt_text", "template_arguments", "tokenize_prompts"]
+__all__ = ["encode", "one_bos", "open_end", "parse_tools", "prompt_text", "template_arguments", "tokenize_prompts"]
 
 logger = logging.getLogger(__name__)
+
+
+RENDERED = ("prompt", "tools", "chat_template_kwargs")  # Columns that decide what a prompt renders to.
 
 
 def encode(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int]]:
@@ -40,6 +43,14 @@ def encode(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int]
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
     """A text that already begins with the bos token, tokenised with special tokens on, has two: keep one."""
     return ids[1:] if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos else ids
+
+
+def open_end(ids: list[int], text: str, tokenizer: Any) -> list[int]:
+    """A prompt without the eos that some tokenizers end every text with: behind it, nothing is left to say."""
+    eos = tokenizer.eos_token_id
+    if eos is None or len(ids) < 2 or ids[-1] != eos or text.rstrip().endswith(tokenizer.eos_token):
+        return ids
+    return ids[:-1]
 
 
 def parse_tools(value: Any) -> Any:
@@ -70,9 +81,11 @@ def tokenize_prompts(
     previous: Any = None
     chat = is_conversational({"prompt": rows[0]["prompt"]})
     for row in rows:
-        if previous is None or row["prompt"] != previous["prompt"] or row.get("tools") != previous.get("tools"):
-            texts.append(prompt_text(tokenizer, row, chat_template_kwargs or {}) if chat else row["prompt"])
+        if previous is None or any(row.get(name) != previous.get(name) for name in RENDERED):
+            texts.append(prompt_text(tokenizer, strip_none(row), chat_template_kwargs or {}) if chat else row["prompt"])
         index.append(len(texts) - 1)
         previous = row
     ids = [one_bos(x, tokenizer.bos_token_id) for x in encode(tokenizer, texts, special=not chat)]
+    if not chat:
+        ids = [open_end(x, text, tokenizer) for x, text in zip(ids, texts, strict=True)]
     return [ids[i] for i in index]
