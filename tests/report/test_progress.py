@@ -1,0 +1,72 @@
+"""The live view and the curves: they show what was logged, anywhere, and never outlive a run."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from posttrain.errors import DataError
+from posttrain.report.curves import plot_curves, read_metrics
+from posttrain.report.progress import RichProgressCallback, use_rich_progress
+from tests.algorithms.helpers import chats, sft
+
+
+def watched(tmp_path, tokenizer, *, terminal, **settings):
+    out = io.StringIO()
+    trainer = sft(tmp_path, tokenizer, max_steps=3, eval_dataset=chats(3), **settings)
+    view = use_rich_progress(trainer)
+    view.console = Console(file=out, force_terminal=terminal, width=140)
+    return trainer, view, out
+
+
+def test_plain_lines_tell_step_numbers_and_time_left(tiny_tokenizer, tmp_path):
+    trainer, _, out = watched(tmp_path, tiny_tokenizer, terminal=False)
+    trainer.train()
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("step")]
+    assert [line.split()[1] for line in lines] == ["1/3", "2/3", "3/3"]
+    first = trainer.state.log_history[0]
+    assert f"loss {first['loss']:.4g}" in lines[0]
+    assert lines[-1].endswith("left 0 s")
+
+
+def test_a_terminal_sees_a_live_table_that_ends_with_the_run(tiny_tokenizer, tmp_path):
+    trainer, view, out = watched(tmp_path, tiny_tokenizer, terminal=True)
+    trainer.train()
+    assert view.live is None
+    text = out.getvalue()
+    assert "3/3" in text
+    assert f"{trainer.state.log_history[2]['entropy']:.4g}" in text
+
+
+def test_the_display_stops_when_training_raises_and_survives_evaluation_outside_of_it(tiny_tokenizer, tmp_path):
+    def fail(outputs, labels, num_items_in_batch=None):
+        raise RuntimeError("broken on purpose")
+
+    trainer, view, _ = watched(tmp_path, tiny_tokenizer, terminal=True, compute_loss_func=fail)
+    trainer.evaluate()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.train()
+    assert view.live is None
+
+
+def test_curves_are_drawn_from_what_was_logged(tmp_path):
+    rows = [{"step": i, "loss": 1.0 / (i + 1), "reward": i} for i in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 5, "lo')
+    assert read_metrics(tmp_path) == rows
+    picture = plot_curves(tmp_path)
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    drawing = plot_curves(tmp_path, tmp_path / "curves.svg").read_text()
+    assert "<svg" in drawing
+
+
+def test_folders_without_numbers_are_told(tmp_path):
+    with pytest.raises(DataError, match=r"holds no metrics\.jsonl"):
+        plot_curves(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="has not logged a step"):
+        plot_curves(tmp_path)
+
+
+def test_the_callback_can_be_made_without_a_run():
+    RichProgressCallback(headline={"loss": "loss"}).stop()
