@@ -1,0 +1,176 @@
+"""Losses of single completions labelled good or bad: KTO with its KL baseline, APO, and BCO with its running shift.
+
+Every function takes ``(S,)`` tensors, one number a completion; L is the log-ratio ``log pi(y) - log rho(y)`` of sums over tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from posttrain.losses.preference import Formula
+
+__all__ = [
+    "BCO_LOSSES",
+    "KTO_LOSSES",
+    "Moments",
+    "apo_zero_unpaired",
+    "bco",
+    "density_weight",
+    "kl_baseline",
+    "kl_totals",
+    "kto",
+    "update_moments",
+]
+
+
+def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Sum and count of the partners' log-ratios, ``(2,)``: what ranks add up before `kl_baseline` divides.
+
+    Args:
+        log_ratio: ``(S,)`` L of each prompt with another prompt's completion.
+        valid: ``(S,)`` bool, rows that have a true partner; None takes all.
+
+    Returns:
+        ``(2,)`` in the dtype of ``log_ratio``, no gradient.
+    """
+    valid = torch.ones_like(log_ratio, dtype=torch.bool) if valid is None else valid
+    kept = torch.where(valid, log_ratio.detach(), 0.0)
+    return torch.stack([kept.sum(), valid.to(kept).sum()])
+
+
+def kl_baseline(totals: Tensor) -> Tensor:
+    """``z0 = max(0, sum L / count)`` of `kl_totals` over all ranks, a scalar without gradient; 0 without any partner.
+
+    Reference: KTO, arXiv:2402.01306, section 4.
+    """
+    return (totals[0] / totals[1].clamp_min(1.0)).clamp_min(0.0).detach()
+
+
+def kto(
+    log_ratio: Tensor,
+    desirable: Tensor,
+    baseline: Tensor,
+    *,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Tensor:
+    """``w_D [1 - sig(beta (L - z0))]`` for a good completion, ``w_U [1 - sig(beta (z0 - L))]`` for a bad one.
+
+    Args:
+        log_ratio: ``(S,)`` L.
+        desirable: ``(S,)`` bool.
+        baseline: Scalar z0 of `kl_baseline`; gets no gradient.
+        beta: Strength of the tie to the reference.
+        desirable_weight: w_D.
+        undesirable_weight: w_U.
+
+    Returns:
+        ``(S,)``, between 0 and the weight.
+
+    Reference: KTO, arXiv:2402.01306, section 4.
+
+    >>> good = torch.tensor([True, False])
+    >>> kto(torch.zeros(2), good, torch.zeros(()), beta=0.1, desirable_weight=1.0, undesirable_weight=3.0)
+    tensor([0.5000, 1.5000])
+    """
+    x = beta * (log_ratio - baseline.detach())
+    return torch.where(desirable, desirable_weight * torch.sigmoid(-x), undesirable_weight * torch.sigmoid(x))
+
+
+def apo_zero_unpaired(
+    log_ratio: Tensor, desirable: Tensor, *, beta: float, desirable_weight: float, undesirable_weight: float
+) -> Tensor:
+    """``w_D [1 - sig(beta L)]`` or ``w_U sig(beta L)``, ``(S,)``: `kto` against 0 instead of a baseline.
+
+    Reference: Anchored preference optimization, arXiv:2408.06266.
+    """
+    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    return kto(log_ratio, desirable, log_ratio.new_zeros(()), beta=beta, **weights)
+
+
+def bco(
+    log_ratio: Tensor, desirable: Tensor, shift: Tensor | float, weight: Tensor | None = None, *, beta: float
+) -> Tensor:
+    """``-lsig(beta L - delta)`` for a good completion, ``-w lsig(-(beta L - delta))`` for a bad one.
+
+    Args:
+        log_ratio: ``(S,)`` L.
+        desirable: ``(S,)`` bool.
+        shift: delta, the running mean of the rewards ``beta L``; gets no gradient.
+        weight: ``(S,)`` of the bad completions, see `density_weight`; 1 without. Not read where ``desirable``.
+        beta: Strength of the tie to the reference.
+
+    Returns:
+        ``(S,)``.
+
+    Reference: Binary classifier optimization, arXiv:2404.04656.
+    """
+    x = beta * log_ratio - (shift.detach() if isinstance(shift, Tensor) else shift)
+    bad = -F.logsigmoid(-x)
+    if weight is not None:  # Replaced before the product: its gradient would carry a good row's NaN weight.
+        bad = torch.where(desirable, 1.0, weight.detach()) * bad
+    return torch.where(desirable, -F.logsigmoid(x), bad)
+
+
+def density_weight(probability: Tensor, *, low: float, high: float) -> Tensor:
+    """``clamp(p / (1 - p + 1e-8), low, high)``, ``(S,)``, with p how likely a prompt is one of a good completion.
+
+    Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
+    """
+    return (probability / (1.0 - probability + 1e-8)).clamp(low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Mean and variance of all rewards so far; the first batch replaces the start values.
+
+    Attributes:
+        mean: BCO's shift delta.
+        var: Population variance.
+        std: Sample deviation.
+        count: Rewards seen.
+    """
+
+    mean: float = 0.0
+    var: float = 1.0
+    std: float = 1.0
+    count: float = 1e-24
+
+
+def update_moments(moments: Moments, mean: float, var: float, count: float) -> Moments:
+    """Moments of everything before and a new batch together.
+
+    ``D = mean_b - mean``; ``mean += D n_b / N``; ``var = (var_b n_b + var n + D^2 n n_b / N) / N``; ``N = n + n_b``.
+
+    Args:
+        moments: So far.
+        mean: Of the batch's rewards over all ranks and both labels.
+        var: Their population variance.
+        count: Their number n_b; 0 changes nothing.
+
+    >>> update_moments(Moments(), 0.5, 0.25, 2.0).mean
+    0.5
+    """
+    if count <= 0:
+        return moments
+    total = moments.count + count
+    gap = mean - moments.mean
+    spread = var * count + moments.var * moments.count + gap * gap * moments.count * count / total
+    merged = spread / total
+    deviation = math.sqrt(merged * total / (total - 1.0)) if total > 1.0 else 0.0
+    return Moments(moments.mean + gap * count / total, merged, deviation, total)
+
+
+_WEIGHTED = ("beta", "desirable_weight", "undesirable_weight")
+
+KTO_LOSSES: dict[str, Formula] = {
+    "kto": Formula(kto, ("log_ratio", "desirable", "baseline"), _WEIGHTED),
+    "apo_zero_unpaired": Formula(apo_zero_unpaired, ("log_ratio", "desirable"), _WEIGHTED),
+}
+BCO_LOSSES: dict[str, Formula] = {"bco": Formula(bco, ("log_ratio", "desirable", "shift", "weight"))}
