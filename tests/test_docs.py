@@ -1,11 +1,95 @@
-"""The documentation knows every public name and every loss type."""
+"""The documentation knows every public name and every choice; its examples parse, and those marked to run do."""
 
+import ast
+import dataclasses
+import doctest
+import importlib
+import inspect
+import itertools
+import json
+import re
+import shlex
 from pathlib import Path
+
+import pytest
 
 import posttrain
 from posttrain.losses.policy import LOSS_TYPES
 
 DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+FENCE = re.compile(r"(?P<run><!-- run -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.S | re.M)
+
+
+def blocks(page, language):
+    """``(code, marked to run)`` of a page's code blocks in one language."""
+    found = FENCE.finditer((DOCS / page).read_text(encoding="utf-8"))
+    return [(m["code"], bool(m["run"])) for m in found if m["language"] == language]
+
+
+def with_blocks(language, *, marked=False):
+    return [page for page in PAGES if any(run or not marked for _, run in blocks(page, language))]
+
+
+def tables(page):
+    """Every table of a page: its header, and its rows as lists of cells."""
+    found, lines = [], FENCE.sub("", (DOCS / page).read_text(encoding="utf-8")).splitlines()
+    for before, rule in itertools.pairwise(lines):
+        if re.fullmatch(r"\|(-+\|)+", rule):
+            found.append((cells(before), []))
+        elif rule.startswith("|") and before.startswith("|"):
+            found[-1][1].append(cells(rule))
+    return found
+
+
+def cells(line):
+    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def table(page, first):
+    """The rows of the table whose first column has this header."""
+    (rows,) = [rows for header, rows in tables(page) if header[0] == first]
+    return rows
+
+
+def ticked(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def names(page, first):
+    """The names in backticks that stand in the first column of a table, in order."""
+    return [name for row in table(page, first) for name in ticked(row[0])]
+
+
+def options(page, first):
+    """Names and written defaults of a table of options."""
+    return {name: row[1].strip("`") for row in table(page, first) for name in ticked(row[0])}
+
+
+def own_fields(config):
+    """Fields that a config adds to its parents', or gives another default."""
+    inherited = {}
+    for parent in config.__mro__[1:]:
+        if dataclasses.is_dataclass(parent):
+            inherited |= {f.name: f.default for f in dataclasses.fields(parent) if f.name not in inherited}
+    return [f for f in dataclasses.fields(config) if f.name not in inherited or inherited[f.name] != f.default]
+
+
+def default_of(field):
+    if field.default is not dataclasses.MISSING:
+        return repr(field.default)
+    return repr(field.default_factory()) if field.default_factory is not dataclasses.MISSING else "required"
+
+
+def defaults_of(function):
+    parameters = inspect.signature(function).parameters.values()
+    empty = inspect.Parameter.empty
+    kept = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD and p.name != "self"]
+    return {p.name: "required" if p.default is empty else repr(p.default) for p in kept}
+
+
+# What was there before: names and the changelog --------------------------------------------------------------------------
 
 
 def test_every_public_name_has_its_place_in_the_api_page():
@@ -21,3 +105,205 @@ def test_the_table_of_losses_is_the_table_of_the_code():
 
 def test_the_changelog_has_an_unreleased_section():
     assert "## [Unreleased]" in (DOCS.parent / "CHANGELOG.md").read_text()
+
+
+# Pages -------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (DOCS.parent / "mkdocs.yml").read_text().partition("nav:")[2]
+    assert [page for page in PAGES if f": {page}\n" not in nav] == []
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", (DOCS / page).read_text(encoding="utf-8")):
+            assert (DOCS / target).is_file(), (page, target)
+
+
+@pytest.mark.parametrize("page", with_blocks("python"))
+def test_python_blocks_parse_and_name_what_exists(page):
+    for code, _ in blocks(page, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "posttrain":
+                module = importlib.import_module(node.module)
+                for name in node.names:
+                    assert name.name in posttrain.__all__ or node.module != "posttrain", name.name
+                    assert hasattr(module, name.name), name.name
+
+
+@pytest.mark.parametrize("page", with_blocks("pycon"))
+def test_sessions_print_what_the_page_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(code for code, _ in blocks(page, "pycon"))
+    session = doctest.DocTestParser().get_doctest(code, {}, page, page, 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    said = []
+    runner.run(session, out=said.append)
+    assert runner.summarize(verbose=False).attempted > 0
+    assert not said, "".join(said)
+
+
+@pytest.mark.parametrize("page", with_blocks("python", marked=True))
+def test_marked_examples_run(page, tmp_path, monkeypatch, tiny_model_dir):
+    """Blocks of one page share their names, as a reader would run them; the tiny model stands for the real one."""
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    for code, marked in blocks(page, "python"):
+        if marked:
+            exec(compile(code.replace(MODEL, tiny_model_dir), page, "exec"), scope)
+
+
+@pytest.mark.parametrize("page", with_blocks("json"))
+def test_json_blocks_are_lines_of_json(page):
+    for code, _ in blocks(page, "json"):
+        assert all(isinstance(json.loads(line), dict) for line in code.splitlines())
+
+
+# Choices and options: the page's table is the code's -----------------------------------------------------------------------
+
+
+def test_the_table_of_dataset_types_is_the_one_of_the_code():
+    from posttrain.data.formats import ROLES, TYPES
+
+    assert names("dataset_formats.md", "type") == list(dict.fromkeys(kind for kind, _ in TYPES))
+    columns = {ticked(row[0])[0]: ticked(row[1]) for row in table("dataset_formats.md", "type")}
+    assert all(set(needed) <= set(columns[kind]) for kind, needed in TYPES)
+    rows = table("dataset_formats.md", "`from`")
+    assert {speaker: ticked(row[1])[0] for row in rows for speaker in ticked(row[0])} == ROLES
+
+
+def test_the_tables_of_mixtures_are_the_fields_of_the_code():
+    from posttrain import DatasetConfig, DatasetMixtureConfig
+
+    for first, kind in (("field of a member", DatasetConfig), ("field of the mixture", DatasetMixtureConfig)):
+        assert options("dataset_formats.md", first) == {f.name: default_of(f) for f in dataclasses.fields(kind)}
+
+
+def test_the_table_of_packing_strategies_is_the_one_of_the_code():
+    from posttrain.data.packing import STRATEGIES, pack_dataset
+
+    assert names("packing.md", "`packing_strategy`") == list(STRATEGIES)
+    assert options("packing.md", "argument of `pack_dataset`") == defaults_of(pack_dataset)
+
+
+def test_the_tables_of_sft_are_those_of_the_code():
+    from posttrain import PostTrainingConfig, SFTConfig
+    from posttrain.algorithms.sft import LOSSES
+
+    assert names("sft.md", "`loss_type`") == list(LOSSES)
+    assert options("sft.md", "option") == {f.name: default_of(f) for f in own_fields(SFTConfig)}
+    shared = {f.name: default_of(f) for f in own_fields(PostTrainingConfig)}
+    assert options("sft.md", "option of every trainer") == shared
+
+
+def test_the_tables_of_reward_models_are_the_fields_of_the_code():
+    from posttrain import PRMConfig, RewardConfig
+
+    for page, config in (("reward.md", RewardConfig), ("prm.md", PRMConfig)):
+        assert options(page, "option") == {f.name: default_of(f) for f in own_fields(config)}
+
+
+def test_the_table_of_adapters_is_the_fields_of_model_config():
+    from posttrain import ModelConfig
+
+    assert options("peft.md", "option") == {f.name: default_of(f) for f in dataclasses.fields(ModelConfig)}
+
+
+def test_the_table_of_template_families_is_the_one_of_the_code():
+    from posttrain.data.template_families import FAMILIES
+
+    rows = table("chat_templates.md", "family")
+    assert [(ticked(row[0])[0], ticked(row[1])[0]) for row in rows] == [(f.name, f.file) for f in FAMILIES]
+
+
+def test_the_tables_of_template_findings_and_response_formats_are_those_of_the_code():
+    from posttrain import apply_chat_template
+    from posttrain.data.responses.wire import FORMATS
+    from posttrain.data.templates import PROBLEMS
+
+    found = {ticked(row[0])[0]: tuple(row[1:3]) for row in table("chat_templates.md", "finding")}
+    assert found == {code: problem[:2] for code, problem in PROBLEMS.items()}
+    assert names("chat_templates.md", "format") == list(FORMATS)
+    wanted = {name: value for name, value in defaults_of(apply_chat_template).items() if name != "template_kwargs"}
+    assert options("chat_templates.md", "argument") == wanted
+
+
+def test_the_tables_of_callbacks_are_those_of_the_code():
+    import transformers
+
+    from posttrain import BEMACallback, LogCompletionsCallback, WeaveCallback
+    from posttrain.report.callbacks.merge import DEFAULTS, METHODS
+
+    public = {name: getattr(posttrain, name) for name in posttrain.__all__ if name.endswith("Callback")}
+    assert names("callbacks.md", "callback") == sorted(public)
+    assert all(issubclass(kind, transformers.TrainerCallback) for kind in public.values())
+    for kind in (BEMACallback, LogCompletionsCallback, WeaveCallback):
+        assert options("callbacks.md", f"argument of `{kind.__name__}`") == defaults_of(kind), kind
+    assert names("callbacks.md", "`method`") == list(METHODS)
+    text = {ticked(row[0])[0]: row[1] for row in table("callbacks.md", "`method`")}
+    for value in (*DEFAULTS["linear"].values(), *DEFAULTS["slerp"].values()):
+        assert str(value) in text["linear"] + text["slerp"]
+    assert all(str(value) in text["ties"] for value in DEFAULTS["ties"].values())
+
+
+def test_the_tables_of_commands_are_those_of_the_code():
+    from posttrain.cli.inspect import EXAMPLES, ROWS
+    from posttrain.cli.main import COMMANDS
+    from posttrain.cli.train import CONFIGS, ScriptArguments
+
+    assert sorted(names("cli.md", "command")) == sorted(COMMANDS)
+    assert sorted(names("inspect.md", "command")) == sorted(ROWS)
+    assert options("cli.md", "option") == {f.name: default_of(f) for f in dataclasses.fields(ScriptArguments)}
+    assert sorted(names("cli.md", "`--accelerate_config`")) == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    assert options("inspect.md", "option")["--examples"] == str(EXAMPLES)
+
+
+def test_the_table_of_findings_names_every_check_of_rows():
+    from posttrain.checks import rows
+
+    codes = re.findall(r'"(DATA-[A-Z-]+)"', inspect.getsource(rows))
+    assert sorted(names("inspect.md", "code")) == sorted(set(codes))
+
+
+# Commands ------------------------------------------------------------------------------------------------------------------
+
+
+def commands():
+    lines = [line for page in PAGES for code, _ in blocks(page, "bash") for line in code.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("posttrain ")]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_are_understood(words):
+    """Every flag of a command on the page is an option of it, of its launcher, or of `inspect`."""
+    from posttrain.cli import inspect as inspection
+    from posttrain.cli import train
+    from posttrain.cli.main import COMMANDS
+
+    name, *rest = words
+    assert name in COMMANDS
+    if name == "inspect":
+        _, rest = inspection._parser().parse_known_args(rest)
+        name = words[1]
+        assert name in inspection.ROWS
+    if name in train.COMMANDS:
+        rest, _ = train._accelerate_shortcut(rest)
+        at = rest.index("--config") if "--config" in rest else len(rest)
+        rest = rest[:at] + rest[at + 2 :]
+        required = [] if "--output_dir" in rest else ["--output_dir", "runs"]
+        *_, unknown = train.parser_for(name).parse_args_and_config([*rest, *required], return_remaining_strings=True)
+        train._launch_flags(unknown, name)
+
+
+@pytest.mark.parametrize("page", with_blocks("yaml"))
+def test_config_files_are_understood(page, tmp_path, monkeypatch):
+    from posttrain.cli.train import parser_for
+
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # One page sets it; undone afterwards.
+    for code, _ in blocks(page, "yaml"):
+        path = tmp_path / "config.yaml"
+        path.write_text(code, encoding="utf-8")
+        _, config, _, mixture = parser_for("sft").parse_args_and_config(["--config", str(path)])
+        assert config.loss_type == "chunked_nll"
+        assert len(mixture.datasets) == code.count("- path:")
