@@ -207,11 +207,15 @@ def one_eos(ids: list[int], tokenizer: Any) -> list[int]:
     eos = tokenizer.eos_token_id
     if eos is None:
         raise DataError("the tokenizer has no eos token, so a plain text cannot be ended. Set eos_token.")
-    if ids and ids[-1] == eos:
+    if ids == [eos]:
         return ids
-    if len(ids) > 1 and ids[-2] == eos and not tokenizer.decode(ids[-1:]).strip():
-        return ids[:-1]
-    return [*ids, eos]
+    kept = len(ids)
+    while kept > 1:  # The text may end with eos and white space, and the tokenizer may have added an eos of its own.
+        blank = ids[kept - 2] == eos and not tokenizer.decode(ids[kept - 1 : kept]).strip()
+        if ids[kept - 1] != eos and not blank:
+            break
+        kept -= 1
+    return [*ids[:kept], eos]
 
 
 def _write(out: dict[str, list], row: dict[str, Any], plan: _Plan, options: SupervisedOptions, ends: set[int]) -> None:
