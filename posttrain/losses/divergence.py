@@ -185,14 +185,15 @@ def alpha_reward(logp: Tensor, *, alpha: float) -> Tensor:
 def log1mexp(x: Tensor) -> Tensor:
     """``log(1 - e^x)`` for x < 0, any shape; x is read as at most -1e-6, and beyond that the gradient is 0.
 
-    Each branch sees only inputs that are safe for it: the gradient of an unused branch is 0 times a number, not times inf.
+    The branch for small probabilities never sees an x near 0: its slope there is infinite in half precision, and 0 times that,
+    its share where it is not taken, is NaN. The other branch is safe wherever x is.
 
     Reference: Mächler 2012, "Accurately computing log(1 - exp(-|a|))", equation 7.
     """
     x = x.clamp_max(MAX_LOG_P)
     small = x < -math.log(2.0)
     far = torch.log1p(-torch.where(small, x, -1.0).exp())
-    return torch.where(small, far, torch.log(-torch.expm1(torch.where(small, -0.5, x))))
+    return torch.where(small, far, torch.log(-torch.expm1(x)))
 
 
 def pair_values(

@@ -291,7 +291,7 @@ def mean_nll(logp: Tensor, length: Tensor, *, mean_length: float | None = None) 
     Returns:
         ``(P,)``; 0 for rows without a token, also when no row has one.
     """
-    per_row = length.to(logp).sum().clamp_min(1) / max(length.numel(), 1) if mean_length is None else mean_length
+    per_row = length.to(logp).sum().clamp_min(1) / length.numel() if mean_length is None else mean_length
     return -logp / per_row
 
 

@@ -97,6 +97,13 @@ def test_scores_and_gradients_stay_finite_and_keep_their_dtype(name, dtype, alph
     assert torch.isfinite(x.grad).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_ratios_are_scored_in_float32_and_rounded_once(dtype):
+    x = torch.linspace(-8, 8, 101).to(dtype)
+    for name in ("forward_kl", "alpha_divergence"):
+        assert torch.equal(link(x, divergence=name, alpha=0.3), link(x.float(), divergence=name, alpha=0.3).to(dtype))
+
+
 def test_the_exponent_stops_at_80_or_11_and_the_gradient_with_it():
     x = torch.tensor([-79.0, -81.0], requires_grad=True)
     score = forward_kl(x)
@@ -133,6 +140,13 @@ def test_a_token_without_loss_does_not_count_towards_the_limit():
     mask[0, 1] = False
     got = desensitized_sum(LOGP, mask, LAYOUT, torch.tensor([1, 1, 9, 0]), alpha=0.0)
     assert got.tolist() == [-2, -8, -160, 0]
+
+
+def test_tokens_of_no_sequence_are_left_out_even_when_they_are_masked_in():
+    everything = torch.ones_like(MASK)
+    limits = torch.tensor([2, 2, 1, 1])
+    got = desensitized_sum(LOGP, everything, LAYOUT, limits, alpha=0.25)
+    assert torch.equal(got, desensitized_sum(LOGP, MASK, LAYOUT, limits, alpha=0.25))
 
 
 def test_alpha_zero_gives_no_gradient_past_the_limit_and_padding_none_at_all():
@@ -214,13 +228,13 @@ def test_log1mexp_by_hand_and_against_float64():
     assert torch.allclose(log1mexp(x).double(), torch.log(-torch.expm1(x.double())), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_log1mexp_of_a_certain_token_has_a_finite_value_and_gradient(dtype):
     x = torch.tensor([0.0, -1e-10, -1e-6, 1.0, -1e4, -110.0], dtype=dtype, requires_grad=True)
     y = log1mexp(x)
     y.sum().backward()
     assert torch.isfinite(y).all()
-    assert y[0].item() == pytest.approx(math.log(1e-6), rel=1e-4)
+    assert y[0].item() == pytest.approx(math.log(1e-6), rel=3e-3)
     assert torch.isfinite(x.grad).all()
     assert x.grad[0] == x.grad[1] == 0
 

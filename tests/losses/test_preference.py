@@ -444,6 +444,19 @@ def test_a_link_changes_exactly_the_losses_that_say_so():
     assert changed == set(DPO_LOSSES) - {"aot", "aot_unpaired", "apo_zero", "sft"}
 
 
+def test_apo_down_anchors_the_plain_log_ratio_and_links_only_the_difference():
+    """L = (1, -1), forward KL: d = -e^-1 + e^1; sig(0.1) + sig(-0.1 d) = 0.524979 + 0.441509."""
+    zero, one = t(0.0), torch.ones(1)
+    values = pair_values(t(1.0), t(-1.0), zero, zero, one, one, divergence="forward_kl")
+    d = math.e - 1 / math.e
+    assert DPO_LOSSES["apo_down"](values, **SCALARS).item() == pytest.approx(sig(0.1) + sig(-0.1 * d))
+
+
+def test_sft_reads_the_plain_sums_not_the_desensitised_ones():
+    values = golden_values(plain_chosen_logp=t(-30.0, -36.0))
+    assert DPO_LOSSES["sft"](values, **SCALARS).mean().item() == pytest.approx(3.0)
+
+
 def test_smoothing_and_lengths_change_exactly_the_losses_that_say_so():
     values, longer = (
         golden_values(),

@@ -207,7 +207,8 @@ def test_one_number_has_a_mean_and_no_deviation():
 
 
 def test_density_weight_is_the_odds_within_its_bounds():
-    """p = 0.75 is odds 3; p = 1 would divide by 0."""
+    """p = 0.75 is odds 3; p = 1 would divide by 0, and by the term 1e-8 it weighs 1e8 before the bound."""
+    assert density_weight(t(1.0), low=0.5, high=1e9).item() == pytest.approx(1e8)
     got = density_weight(torch.tensor([0.75, 0.1, 0.0, 1.0, 0.95]), low=0.5, high=10.0)
     assert got.tolist() == pytest.approx([3.0, 0.5, 0.5, 10.0, 10.0], rel=1e-6)
 
