@@ -217,19 +217,18 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
     elif not (dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype)):
         raise ConfigError(f"dtype={dtype!r} must be a torch.dtype, a string or None, not {type(dtype).__name__}.")
     check_model_source(model_id, generative=architecture is None)
+    shared = {k: kwargs[k] for k in ("revision", "trust_remote_code", "cache_dir", "token") if k in kwargs}
+    config = transformers.AutoConfig.from_pretrained(model_id, **shared)
     if architecture is None:
-        shared = {k: kwargs[k] for k in ("revision", "trust_remote_code", "cache_dir", "token") if k in kwargs}
-        config = transformers.AutoConfig.from_pretrained(model_id, **shared)
         _refuse_headless(model_id, config)  # Not known before of a hub id: its class would be trained as it stands.
         name = (config.architectures or [""])[0]
         architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
     model = architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
-    _tell_size(model_id, model)
+    _tell_size(model_id, model, getattr(config, "dtype", None))
     return model
 
 
-def _tell_size(model_id: str, model: Any) -> None:
-    stored = getattr(model.config, "dtype", None)
+def _tell_size(model_id: str, model: Any, stored: Any) -> None:
     sizes: dict[Any, int] = {}
     for parameter in model.parameters():
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
