@@ -1,0 +1,123 @@
+"""Findings about a run's numbers: provoked one by one, silent on a run that is sound."""
+
+import pytest
+import torch
+
+from posttrain.checks.training import (
+    check_dense_masks,
+    check_devices,
+    check_first_gradients,
+    check_idle_memory,
+    check_padding,
+    check_precision,
+    check_special_tokens,
+    check_trained_tokens,
+    smallest_update,
+)
+
+
+def codes(found):
+    return [finding.code for finding in (found if isinstance(found, list) else [found]) if finding is not None]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_t42_the_smallest_update_is_what_a_stored_weight_can_show(dtype):
+    """Rounding to nearest: a little more than half the gap moves 0.02's neighbourhood, a little less does not."""
+    kind, least = getattr(torch, dtype), smallest_update(dtype)
+    weight = torch.tensor(0.02).to(kind)
+    assert (weight.float() + 1.1 * least).to(kind) != weight
+    assert (weight.float() + 0.9 * least).to(kind) == weight
+
+
+def test_t42_sixteen_bit_weights_that_a_small_learning_rate_cannot_move_are_told():
+    bad = check_precision({"bfloat16": 134_000_000, "float32": 5}, learning_rate=2e-5)
+    assert (bad.code, bad.severity) == ("TRAIN-HALF-PRECISION", "warning")
+    assert "134000000 trained parameters are stored in bfloat16, and learning_rate=2e-05" in bad.what
+    assert check_precision({"bfloat16": 134_000_000}, learning_rate=2e-5, master_copy=True) is None
+    assert check_precision({"bfloat16": 134_000_000}, learning_rate=1e-4) is None
+    assert check_precision({"float32": 134_000_000}, learning_rate=2e-5, autocast="bfloat16") is None
+    assert codes(check_precision({"float32": 2_000_000_000}, learning_rate=2e-5, autocast="bfloat16")) == [
+        "TRAIN-FLOAT32-LARGE"
+    ]
+
+
+def test_t42_the_loss_of_updates_is_real():
+    """AdamW at 2e-5 on bfloat16 weights of 0.02: after ten steps of one sign nothing has moved; in float32 all has."""
+    moved = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = torch.nn.Parameter(torch.full((8,), 0.02, dtype=dtype))
+        optimizer = torch.optim.AdamW([weight], lr=2e-5, weight_decay=0.0)
+        start = weight.detach().clone()
+        for _ in range(10):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        moved[dtype] = not torch.equal(weight.detach(), start)
+    assert moved == {torch.bfloat16: False, torch.float32: True}
+
+
+def test_t4_pad_and_eos_of_tokenizer_and_generation_config_must_agree():
+    sound = {"pad": 0, "eos": 2, "generation_pad": 0, "generation_eos": [2, 7], "turn_end": 7}
+    assert check_special_tokens(**sound) == []
+    assert codes(check_special_tokens(**{**sound, "generation_pad": 7})) == ["TOKENS-PAD-STOPS"]
+    assert codes(check_special_tokens(**{**sound, "pad": None})) == ["TOKENS-NO-PAD"]
+    (finding,) = check_special_tokens(**{**sound, "generation_eos": 2})
+    assert finding.code == "TOKENS-STOP-UNKNOWN"
+    assert "end of turn 7" in finding.what
+    assert finding.fix.endswith("eos_token_id = [2, 7].")
+    assert check_special_tokens(pad=0, eos=2) == []  # A model without a generation config, as classifiers are.
+
+
+def test_t38_layers_on_several_devices_are_told_with_the_launch_command():
+    finding = check_devices(visible=8, placed=["cuda:0", "cuda:1", "cuda:1"])
+    assert (finding.code, finding.severity) == ("TRAIN-LAYERS-SPREAD", "warning")
+    assert "accelerate launch --num_processes 8" in finding.fix
+    assert check_devices(visible=1, placed=["cuda:0"]) is None
+
+
+def test_t39_several_gpus_in_one_process_are_an_error():
+    finding = check_devices(visible=8)
+    assert (finding.code, finding.severity) == ("TRAIN-DATA-PARALLEL", "error")
+    assert check_devices(visible=8, processes=8) is None
+    assert check_devices(visible=1) is None
+    assert check_devices(visible=0) is None
+
+
+def test_trap_37_a_first_step_without_a_gradient_is_an_error_and_so_is_one_that_is_not_finite():
+    assert codes(check_first_gradients({})) == ["TRAIN-NOTHING-TRAINED"]
+    assert codes(check_first_gradients({"a": None, "b": 0.0})) == ["TRAIN-NO-GRADIENT"]
+    assert check_first_gradients({"a": None, "b": 0.1}) is None  # An adapter's A has none while its B is zero.
+    finding = check_first_gradients({"a": 1.0, "b": float("nan")})
+    assert finding.code == "TRAIN-GRADIENT-NOT-FINITE"
+    assert "'b'" in finding.what
+
+
+def test_trap_9_steps_in_a_row_without_a_trained_token_are_an_error():
+    assert check_trained_tokens([0, 0]) is None
+    assert check_trained_tokens([0, 0, 0, 5]) is None
+    assert check_trained_tokens([]) is None
+    finding = check_trained_tokens([5, 0, 0, 0])
+    assert (finding.code, finding.severity) == ("TRAIN-NO-TRAINED-TOKENS", "error")
+    assert finding.what.startswith("3 steps in a row")
+
+
+def test_t50_memory_that_lies_idle_under_checkpointing_is_told_after_ten_steps():
+    idle = {"peak": 30, "total": 100, "checkpointing": True, "steps": 10}
+    assert "at most 30 % of the device's memory" in check_idle_memory(**idle).what
+    for sound in ({"peak": 50}, {"checkpointing": False}, {"steps": 9}, {"total": 0}):
+        assert check_idle_memory(**(idle | sound)) is None
+
+
+def test_t51_a_batch_of_padding_is_told_above_forty_percent():
+    assert "41 % of the tokens" in check_padding(real=59, computed=100).what
+    assert check_padding(real=60, computed=100) is None
+    assert check_padding(real=0, computed=0) is None
+
+
+def test_t53_dense_masks_of_long_packed_rows_are_told_and_never_refused():
+    finding = check_dense_masks("sdpa", packed=True, row_tokens=8192, installed={"flash_attention_2"})
+    assert finding.severity == "info"
+    assert "attn_implementation='flash_attention_2'" in finding.fix
+    assert "flex_attention" in check_dense_masks("eager", packed=True, row_tokens=8192).fix
+    assert check_dense_masks("sdpa", packed=True, row_tokens=512) is None
+    assert check_dense_masks("sdpa", packed=False, row_tokens=8192) is None
+    assert check_dense_masks("flex_attention", packed=True, row_tokens=16384) is None
