@@ -153,6 +153,8 @@ class Reference:
     def __init__(self, model: nn.Module, *, fresh_adapter: bool = False, given: nn.Module | None = None) -> None:
         self.adapter: str | None = None
         self.copy: nn.Module | None = None
+        while isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module  # type: ignore[assignment]  # Behind DDP's wrapper an adapter would not be seen.
         self.policy = model if _is_peft(model) else None
         if given is not None:
             _check_vocabulary(model, given)

@@ -107,6 +107,68 @@ def test_trap_39_policy_and_reference_are_equal_at_step_zero(kind):
         assert torch.equal(logps(other), before)
 
 
+class Wrapped(torch.nn.Module):
+    """As data parallelism wraps a model: what it is lies one level deeper."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_trap_40_a_wrapper_does_not_hide_the_adapter_from_the_reference(fresh):
+    """Unseen, a fresh adapter would stay on in the reference, and its log-probs would be the policy's own."""
+    base = build_model(97)
+    before = logps(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(**LORA))
+    if not fresh:
+        before = logps(moved(model))
+    reference = Reference(Wrapped(model), fresh_adapter=fresh)
+    assert reference.copy is None
+    moved(model, seed=4)
+    with reference.active(Wrapped(model)) as other:
+        assert torch.equal(logps(other), before)
+    assert not torch.equal(logps(model), before)
+
+
+def test_trap_40_cached_reference_log_probs_have_a_key_of_everything_that_moves_them():
+    from types import SimpleNamespace
+
+    from posttrain.models import precompute
+
+    model, other = build_model(97), build_model(97)
+    rows = datasets.Dataset.from_dict({"prompt_ids": [[1, 2]]})
+
+    def key(**changes):
+        options = {
+            "model": model,
+            "rows": rows,
+            "options": {"max_length": 8},
+            "precision": "no",
+            "adapter": None,
+        } | changes
+        trainer = SimpleNamespace(
+            model=options["model"], accelerator=SimpleNamespace(mixed_precision=options["precision"]),
+            layout=Layout("padded"), reference_key=lambda: options["options"],
+        )  # fmt: skip
+        reference = SimpleNamespace(copy=None, adapter=options["adapter"])
+        return precompute._cache(trainer, options["rows"], reference, ["a"]).name
+
+    assert key() == key(model=other)  # Equal weights are the same reference, whatever object holds them.
+    moved(other)
+    others = [
+        {"model": other},
+        {"rows": datasets.Dataset.from_dict({"prompt_ids": [[1, 3]]})},
+        {"options": {"max_length": 9}},
+        {"precision": "bf16"},
+        {"adapter": "ref"},
+    ]
+    assert len({key(), *(key(**change) for change in others)}) == 1 + len(others)
+
+
 def test_trap_41_an_adapter_on_the_head_is_trained(tiny_tokenizer, tmp_path):
     model = build_model(len(tiny_tokenizer), tie_word_embeddings=False)
     config = peft.LoraConfig(r=4, target_modules=["lm_head"])
