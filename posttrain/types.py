@@ -67,6 +67,7 @@ class Row:
         sequence_columns: One number a completion, e.g. ``{"advantages": [0.5, -0.5]}``.
         token_columns: One number a completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
         model_kwargs: What the model's forward needs besides ids (images), opaque to the data layer.
+        prompt_mask: 1 on prompt tokens that are trained too, once however many completions there are; None: none is.
     """
 
     prompt_ids: list[int]
@@ -75,6 +76,7 @@ class Row:
     sequence_columns: dict[str, list[float]] = field(default_factory=dict)
     token_columns: dict[str, list[list[float]]] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
+    prompt_mask: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -189,6 +191,7 @@ class LossTerms:
         sequence: ``(B, T)`` sequence index, needed by ``sequence_token`` and ``constant``.
         num_sequences: S.
         constant: The fixed length that the ``constant`` reduction divides by.
+        count: Name of the count in `Denominators.named` that ``token`` divides by; None: all tokens that carry loss.
         extra: Further terms with their own reduction (an entropy bonus, a centring penalty), added after the main one.
         metrics: What to log.
     """
@@ -199,6 +202,7 @@ class LossTerms:
     sequence: Tensor | None = None
     num_sequences: int = 0
     constant: float | None = None
+    count: str | None = None
     extra: list[LossTerms] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
 

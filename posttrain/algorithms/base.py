@@ -71,6 +71,7 @@ class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
     _suffix: ClassVar[str] = "posttrain"
     generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
     whole_rows: ClassVar[bool] = False  # Whether the objective compares the completions of a row.
+    together = False  # Whether it compares all rows of a micro-batch, which must then be one forward pass.
     _bad_steps = 0
 
     def __init__(
@@ -222,7 +223,11 @@ class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
         return lambda examples: collate(
-            self.rows(examples), pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.whole_rows
+            self.rows(examples),
+            pad_token_id=self.pad_token_id,
+            layout=self.layout,
+            whole_rows=self.whole_rows,
+            together=self.together,
         )
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -269,10 +274,16 @@ class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
         tokens = sum(batch.num_loss_tokens for batch in batches)
         sequences = sum(batch.num_sequences for batch in batches)
         seen = sum(batch.num_tokens for batch in batches)
-        passes = len(batches)
-        tokens, sequences, seen, passes = parallel.all_reduce_sum([tokens, sequences, seen, passes], self.accelerator)
+        named = self.named_counts(batches)
+        counts = [tokens, sequences, seen, len(batches), *named.values()]
+        tokens, sequences, seen, passes, *rest = parallel.all_reduce_sum(counts, self.accelerator)
         self.count_tokens_seen(seen)
-        return Denominators(tokens, sequences, passes, self.accelerator.num_processes)
+        totals = dict(zip(named, rest, strict=True))
+        return Denominators(tokens, sequences, passes, self.accelerator.num_processes, totals)
+
+    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Other counts of the optimiser step that the objective divides by; the same names on every rank."""
+        return {}
 
     def count_tokens_seen(self, tokens: float) -> None:
         """Add the real tokens of an optimiser step, over all ranks, to the running total."""

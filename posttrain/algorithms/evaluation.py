@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
-from posttrain.losses.reduce import Denominators, reduce
+from posttrain.losses.reduce import REDUCTIONS, Denominators, reduce
 from posttrain.models import parallel
 from posttrain.models.forward import virtual_tokens
 from posttrain.types import Batch, LossTerms
@@ -121,19 +121,26 @@ class EvaluationMixin:
         self.buffers["eval"].add(terms.metrics)  # type: ignore[attr-defined]
         for part in [terms, *terms.extra]:
             alone = replace(part, extra=[])
-            sums[part.reduction] = sums.get(part.reduction, 0.0) + float(reduce(alone, Denominators(1, 1, 1)))
+            key = part.count or part.reduction
+            sums[key] = sums.get(key, 0.0) + float(reduce(alone, Denominators(1, 1, 1)))
         counts["token"] += batch.num_loss_tokens
         counts["sequence"] += batch.num_sequences
         counts["pass"] += 1
+        for name, value in self.named_counts([batch]).items():  # type: ignore[attr-defined]
+            counts[name] = counts.get(name, 0.0) + value
 
 
 def _eval_loss(sums: dict[str, float], counts: dict[str, float], accelerator: Any) -> float:
     """Divide each reduction's sum by what it is a mean over, all of it over ranks."""
-    names = sorted(["token", "sequence_token", "sequence", "constant", "local_token"])
-    packed = [sums.get(name, 0.0) for name in names] + [counts["token"], counts["sequence"], counts["pass"]]
-    *totals, tokens, sequences, passes = parallel.all_reduce_sum(packed, accelerator)
-    divisor = {"token": tokens, "local_token": passes}
-    return sum(total / max(divisor.get(name, sequences), 1.0) for name, total in zip(names, totals, strict=True))
+    named = sorted(set(counts) - {"token", "sequence", "pass"})
+    reductions = [*sorted(REDUCTIONS), *named]
+    order = ["token", "sequence", "pass", *named]
+    packed = [sums.get(name, 0.0) for name in reductions] + [counts[name] for name in order]
+    totals = parallel.all_reduce_sum(packed, accelerator)
+    found = dict(zip(reductions, totals, strict=False))
+    whole = dict(zip(order, totals[len(reductions) :], strict=True))
+    divisor = {"token": "token", "local_token": "pass"} | {name: name for name in named}
+    return sum(found[name] / max(whole[divisor.get(name, "sequence")], 1.0) for name in reductions)
 
 
 def _stack(arrays: list[np.ndarray]) -> np.ndarray:

@@ -53,7 +53,12 @@ class _Tree:
 
 
 def collate(
-    rows: Sequence[Row], *, pad_token_id: int, layout: Layout = Layout(), whole_rows: bool = False
+    rows: Sequence[Row],
+    *,
+    pad_token_id: int,
+    layout: Layout = Layout(),
+    whole_rows: bool = False,
+    together: bool = False,
 ) -> list[Batch]:
     """Lay rows out as batches, each one forward pass.
 
@@ -62,6 +67,7 @@ def collate(
         pad_token_id: Written to padding; never read back (padding is known by position).
         layout: See `Layout`.
         whole_rows: Keep all completions of a row in one batch, for losses that compare them.
+        together: Keep all rows in one batch, for losses that sort them.
 
     Returns:
         Batches that hold every completion exactly once. ``num_sequences`` over all of them is the number of completions.
@@ -74,6 +80,9 @@ def collate(
     for index, row in enumerate(rows):
         _check(row, index)
     trees = list(_grow(rows, layout))
+    if together:
+        packed = [[tree] for tree in trees] if layout.kind == "padded" else _best_fit(trees, layout.row_tokens)
+        return [_lay_out(packed, pad_token_id, layout)]
     if layout.kind == "padded":
         units = _units(trees) if whole_rows else [[tree] for tree in trees]
         bins = _by_length(units, layout.row_tokens)
@@ -213,7 +222,10 @@ def _write_tree(canvas: _Canvas, tree: _Tree, index: int, token_names: set[str])
         branch=[0] * p,
         predictor=range(start - 1, start + p - 1),
     )
-    canvas.write(loss_mask=[0] * p, sequence=[-1] * p, **{name: [0.0] * p for name in token_names})
+    # A prompt that is trained is trained once: where its first completion is; its own first token follows nothing.
+    trained = row.prompt_mask is not None and tree.members.start == 0
+    prompt_mask = [0, *row.prompt_mask[1:]] if trained and row.prompt_mask else [0] * p
+    canvas.write(loss_mask=prompt_mask, sequence=[-1] * p, **{name: [0.0] * p for name in token_names})
     for number, i in enumerate(tree.members, start=1):
         ids, mask, at = row.completions[i], list(row.loss_masks[i]), canvas.width
         n = len(ids)

@@ -6,8 +6,8 @@ therefore never changes the gradient. ``local_token`` (the loss type ``bnpo``) i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,12 +27,14 @@ class Denominators:
         sequences: Sequences, likewise.
         passes: Forward passes, likewise (only ``local_token`` divides by it).
         world_size: Ranks; the loss is multiplied by it because data parallelism averages gradients.
+        named: Other counts that an objective divides by (tokens of the chosen answers), likewise.
     """
 
     tokens: float
     sequences: float
     passes: float
     world_size: int = 1
+    named: Mapping[str, float] = field(default_factory=dict)
 
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
@@ -65,7 +67,8 @@ def _masked_sum(terms: LossTerms) -> Tensor:
 
 def _token(terms: LossTerms, counts: Denominators) -> Tensor:
     """``sum l*m / N``: every token of the step weighs the same (DAPO)."""
-    return _masked_sum(terms) / max(counts.tokens, 1.0)
+    tokens = counts.tokens if terms.count is None else counts.named.get(terms.count, 1.0)
+    return _masked_sum(terms) / max(tokens, 1.0)
 
 
 def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:

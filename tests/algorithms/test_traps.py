@@ -576,3 +576,13 @@ def test_t49_the_head_is_not_cast_again_for_every_chunk(chunk):
     with Casts(weight.shape) as casts:
         token_logprobs(hidden, weight, torch.arange(64), chunk_size=chunk).logp.sum().backward()
     assert casts.count <= 1  # The gradient, summed in float32, once at the end.
+
+
+def test_trap_27_packing_changes_neither_loss_nor_gradient(tiny_tokenizer, tmp_path):
+    """The same documents, packed and loose, in one step: what packing changes is how many of them a step holds."""
+    found = []
+    for packing in (False, True):
+        trainer = sft(tmp_path, tiny_tokenizer, packing=packing, max_length=64, max_steps=1, per_device_train_batch_size=12)
+        trainer.train()
+        found.append([trainer.state.log_history[0][name] for name in ("loss", "grad_norm", "num_tokens")])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

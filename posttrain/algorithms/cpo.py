@@ -1,0 +1,94 @@
+"""CPO and its variants SimPO and AlphaPO: preference without a reference model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from posttrain.algorithms.preference import AnswerConfig
+from posttrain.algorithms.reference_free import ReferenceFreeTrainer, branch_sums, reward_metrics
+from posttrain.errors import ConfigError, check_choice
+from posttrain.losses.divergence import alpha_reward, mean_logp
+from posttrain.losses.preference import CPO_LOSSES
+from posttrain.types import Batch, LossTerms, ModelOutputs
+
+__all__ = ["CPOConfig", "CPOTrainer"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CPOConfig(AnswerConfig):
+    """Arguments of `CPOTrainer`."""
+
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = field(
+        default="sigmoid", metadata={"help": "alphapo is simpo with cpo_alpha=0 and a shaped reward (alpha)."}
+    )
+    cpo_alpha: float = field(
+        default=1.0, metadata={"help": "Weight of the chosen answers' likelihood; 0: none (SimPO)."}
+    )
+    simpo_gamma: float = field(default=0.5, metadata={"help": "Margin of simpo; about beta / 2."})
+    alpha: float = field(default=0.0, metadata={"help": "AlphaPO's shape of the reward; 0 is the log-likelihood."})
+    label_smoothing: float = field(default=0.0, metadata={"help": "Chance that a label is wrong; sigmoid and simpo."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_type == "kto_pair":  # type: ignore[comparison-overlap]
+            raise ConfigError("loss_type='kto_pair' is gone. Use KTOTrainer, which takes pairs too.")
+        check_choice("loss_type", self.loss_type, CPO_LOSSES)
+        if self.loss_type == "alphapo":
+            self.loss_type, self.cpo_alpha = "simpo", 0.0
+        formula = CPO_LOSSES[self.loss_type]
+        if self.label_smoothing and "label_smoothing" not in formula.scalars:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing} is not read by loss_type={self.loss_type!r}; sigmoid and simpo read it."
+            )
+        if self.alpha and not formula.per_token:
+            raise ConfigError(
+                f"alpha={self.alpha} shapes a mean log-prob a token, and loss_type={self.loss_type!r} takes sums. Use 'alphapo'."
+            )
+        self._tell_defaults()
+
+    def _tell_defaults(self) -> None:
+        fields = type(self).__dataclass_fields__
+        if self.loss_type == "simpo" and self.beta == fields["beta"].default:
+            logger.warning("loss_type='simpo' with the default beta=%s asks for %s nats a token; SimPO uses 2 to 2.5.",
+                           self.beta, self.simpo_gamma / self.beta)  # fmt: skip
+        if self.loss_type == "simpo" and self.cpo_alpha == fields["cpo_alpha"].default:
+            logger.warning(
+                "loss_type='simpo' with the default cpo_alpha=%s is CPO-SimPO; SimPO has cpo_alpha=0.", self.cpo_alpha
+            )
+
+
+class CPOTrainer(ReferenceFreeTrainer):
+    """Trains on pairs by the policy's own likelihood.
+
+    With R the shaped log-likelihood of an answer and ``u = R+ - R-``: a loss on u, plus ``cpo_alpha`` times the NLL of the
+    chosen answers, a mean over the tokens of the whole optimiser step.
+
+    Reference: CPO, arXiv:2401.08417; SimPO, arXiv:2405.14734; AlphaPO, arXiv:2501.03884.
+    """
+
+    config_class: ClassVar[type[CPOConfig]] = CPOConfig
+    _tag_names: ClassVar[list[str]] = ["posttrain", "cpo"]
+    _name: ClassVar[str] = "CPO"
+    _suffix: ClassVar[str] = "CPO"
+    args: CPOConfig
+
+    def __init__(self, model: str | nn.Module, args: CPOConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(model, None, args, **kwargs)
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """The preference term and the likelihood of the chosen answers."""
+        cfg = self.args
+        formula = CPO_LOSSES[cfg.loss_type]
+        logp, length = branch_sums(outputs, batch, 2)
+        read = mean_logp(logp, length) if formula.per_token else logp
+        reward = alpha_reward(read, alpha=cfg.alpha)
+        values = {"chosen_score": reward[:, 0], "rejected_score": reward[:, 1]}
+        terms = formula(values, beta=cfg.beta, gamma=cfg.simpo_gamma, label_smoothing=cfg.label_smoothing)
+        metrics = reward_metrics(outputs, batch, cfg.beta * reward, read)
+        return self.terms_of(terms, outputs, batch, metrics, likelihood=cfg.cpo_alpha)

@@ -1,0 +1,250 @@
+"""Direct preference optimisation: raise the chosen answer over the rejected one, relative to a reference."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer, sequence_logp
+from posttrain.errors import ConfigError, check_choice
+from posttrain.losses.divergence import DIVERGENCES, collision_logp, desensitized_sum, pair_values, wpo_weight
+from posttrain.losses.preference import DPO_LOSSES, mean_nll
+from posttrain.losses.reduce import sequence_sum
+from posttrain.metrics import Metric, mean
+from posttrain.types import Batch, LossTerms, ModelOutputs
+
+__all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]
+
+logger = logging.getLogger(__name__)
+
+# What earlier releases of the peer had, and what to do instead.
+REMOVED = {
+    "rpo_alpha": "add 'sft' to loss_type and its weight to loss_weights",
+    "reference_free": "use CPOTrainer with cpo_alpha=0",
+    "max_prompt_length": "filter the data, or set max_length",
+    "max_completion_length": "filter the data, or set max_length",
+    "generate_during_eval": "use LogCompletionsCallback",
+    "force_use_ref_model": "pass ref_model",
+    "ref_model_init_kwargs": "load the reference yourself and pass ref_model",
+}
+
+
+@dataclass
+class DPOConfig(ComparedConfig):
+    """Arguments of `DPOTrainer`."""
+
+    loss_type: list[str] = field(
+        default_factory=lambda: ["sigmoid"], metadata={"help": f"One or more of: {', '.join(DPO_LOSSES)}."}
+    )
+    loss_weights: list[float] | None = field(
+        default=None, metadata={"help": "Weights of the losses, one each; None: all 1."}
+    )
+    ld_alpha: float | None = field(
+        default=None, metadata={"help": "Weight in [0, 1] of tokens beyond the shorter answer (LD-DPO); None: 1."}
+    )
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = field(
+        default="reverse_kl", metadata={"help": "Which divergence from the reference is charged."}
+    )
+    f_alpha_divergence_coef: float = field(default=0.5, metadata={"help": "Coefficient of alpha_divergence."})
+    label_smoothing: float = field(
+        default=0.0, metadata={"help": "Chance that a label is wrong; read by robust, exo_pair, aot, aot_unpaired."}
+    )
+    use_weighting: bool = field(
+        default=False, metadata={"help": "Weigh pairs by how likely the policy finds them (WPO)."}
+    )
+    discopop_tau: float = field(default=0.05, metadata={"help": "Temperature of discopop, above 0."})
+    padding_free: bool = field(
+        default=False, metadata={"help": "For compatibility: pairs carry no padding either way."}
+    )
+
+    def __post_init__(self) -> None:
+        self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
+        super().__post_init__()
+        for name in self.loss_type:
+            hint = " (it is called 'aot_unpaired' now)" if name == "aot_pair" else ""
+            if hint:
+                raise ConfigError(f"loss_type={name!r} is not known{hint}.")
+            check_choice("loss_type", name, DPO_LOSSES)
+        check_choice("f_divergence_type", self.f_divergence_type, DIVERGENCES)
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
+            raise ConfigError(
+                f"loss_weights has {len(self.loss_weights)} values for {len(self.loss_type)} losses {self.loss_type}."
+            )
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
+            raise ConfigError(f"ld_alpha={self.ld_alpha} must be in [0, 1].")
+        if not self.discopop_tau > 0:
+            raise ConfigError(f"discopop_tau={self.discopop_tau} must be above 0.")
+        smoothed = [name for name in self.loss_type if "label_smoothing" in DPO_LOSSES[name].scalars]
+        if self.label_smoothing and not smoothed:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing} is not read by loss_type={self.loss_type}. Use 'robust', which is made "
+                "for labels that are sometimes wrong, or leave it out."
+            )
+        if "robust" in smoothed and not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(f"label_smoothing={self.label_smoothing} with 'robust' must be in [0, 0.5).")
+        if "exo_pair" in smoothed and not 0 < self.label_smoothing < 1:
+            raise ConfigError(f"label_smoothing={self.label_smoothing} with 'exo_pair' must be above 0, e.g. 1e-3.")
+        self._check_uses()
+
+    def _check_uses(self) -> None:
+        formulas = {name: DPO_LOSSES[name] for name in self.loss_type}
+        ranked = [name for name, formula in formulas.items() if formula.kind == "sorted"]
+        if self.use_weighting and ranked:
+            raise ConfigError(
+                f"use_weighting=True weighs pairs, and loss_type={ranked} sorts them apart. Drop one of them."
+            )
+        if self.f_divergence_type != "reverse_kl" and not any(f.uses_link for f in formulas.values()):
+            raise ConfigError(
+                f"f_divergence_type={self.f_divergence_type!r} is not read by loss_type={self.loss_type}. Leave it out."
+            )
+        per_token = [name for name, formula in formulas.items() if formula.per_token]
+        if per_token and self.beta == type(self).__dataclass_fields__["beta"].default:
+            logger.warning(
+                "loss_type=%s divides by length, and beta=%s is the default made for sums: log-ratios a token are one or two "
+                "orders smaller. Tülu 3 uses 5 for sigmoid_norm.", per_token, self.beta,
+            )  # fmt: skip
+
+
+def dpo_objective(
+    out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOConfig, *, chosen_tokens: float | None = None
+) -> LossTerms:
+    """The weighted sum of the losses that ``cfg`` names, averaged over the pairs of the whole optimiser step.
+
+    Args:
+        out: Log-probs, entropies and hits of the policy.
+        batch: Pairs, chosen first.
+        reference: Summed log-probs of the reference ``(S,)``, desensitised if the policy's are.
+        cfg: `DPOConfig`.
+        chosen_tokens: Mean tokens of a chosen answer over the step, for ``sft``; None takes this batch's.
+    """
+    assert out.logp is not None
+    plain, length = sequence_logp(out.logp, batch)
+    logp = desensitize(out.logp, batch, length, cfg.ld_alpha)
+    pairs = [batch.grouped(x, 2).unbind(1) for x in (logp, reference, length, plain)]
+    (policy_c, policy_r), (ref_c, ref_r), (length_c, length_r), (plain_c, _) = pairs
+    link = {"divergence": cfg.f_divergence_type, "alpha": cfg.f_alpha_divergence_coef}
+    values = pair_values(policy_c, policy_r, ref_c, ref_r, length_c, length_r, plain_chosen_logp=plain_c, **link)
+    weight = _pair_weight(out, batch, plain, length) if cfg.use_weighting else None
+    scalars = {"beta": cfg.beta, "label_smoothing": cfg.label_smoothing, "discopop_tau": cfg.discopop_tau}
+    total, metrics = torch.zeros_like(policy_c), pair_metrics(out, batch, values, cfg.beta, pairs)
+    for name, share in zip(cfg.loss_type, cfg.loss_weights or [1.0] * len(cfg.loss_type), strict=True):
+        formula = DPO_LOSSES[name]
+        if formula.kind == "likelihood":
+            terms = mean_nll(values["plain_chosen_logp"], length_c, mean_length=chosen_tokens)
+        else:
+            terms = formula(values, **scalars)
+        if weight is not None and formula.kind == "pair":
+            terms = terms * weight
+        if len(cfg.loss_type) > 1:
+            metrics[f"loss/{name}"] = mean(terms)
+        total = total + share * terms
+    if weight is not None:
+        metrics["weights/mean"] = mean(weight)
+    # Both sequences of a pair carry its loss, so that the mean over sequences is the mean over pairs.
+    terms = batch.spread_rows(total, 2)
+    return LossTerms(terms, torch.ones_like(terms, dtype=torch.bool), "sequence", metrics=metrics)
+
+
+def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float | None) -> Tensor:
+    """Summed log-probs ``(S,)``, tokens beyond the pair's shorter answer weighted by ``alpha``."""
+    if alpha is None:
+        return sequence_logp(logp, batch)[0]
+    shorter = batch.spread_rows(batch.grouped(length, 2).amin(1), 2)
+    return desensitized_sum(logp.float(), batch.loss_mask, batch.sequence, shorter, alpha=alpha)
+
+
+def _pair_weight(out: ModelOutputs, batch: Batch, logp: Tensor, length: Tensor) -> Tensor:
+    assert out.logits is not None
+    collision = torch.zeros_like(out.logp).masked_scatter(batch.loss_mask, collision_logp(out.logits.float()))  # type: ignore[arg-type]
+    total = sequence_sum(collision, batch.loss_mask, batch.sequence, batch.num_sequences)
+    return batch.grouped(wpo_weight(logp, total, length), 2).prod(1)
+
+
+def pair_metrics(
+    out: ModelOutputs, batch: Batch, values: dict[str, Tensor], beta: float, pairs: Sequence[tuple[Tensor, ...]]
+) -> dict[str, Metric]:
+    """What every method on pairs with a reference logs; rewards are ``beta`` times the log-ratio, whatever the loss."""
+    rewards = [beta * values[f"{side}_ratio"] for side in ("chosen", "rejected")]
+    chosen = batch.spread_rows(torch.tensor([True, False], device=batch.input_ids.device).repeat(len(rewards[0])), 1)
+    on_chosen = batch.loss_mask & chosen[batch.sequence.clamp_min(0)]
+    (policy_c, policy_r), _, (length_c, length_r), _ = pairs
+    return {
+        "rewards/chosen": mean(rewards[0]),
+        "rewards/rejected": mean(rewards[1]),
+        "rewards/margins": mean(rewards[0] - rewards[1]),
+        "rewards/accuracies": mean((rewards[0] > rewards[1]).float()),
+        "logps/chosen": mean(policy_c),
+        "logps/rejected": mean(policy_r),
+        "completions/chosen_length": mean(length_c),
+        "completions/rejected_length": mean(length_r),
+        "entropy": mean(out.entropy, batch.loss_mask),  # type: ignore[arg-type]
+        "mean_token_accuracy": mean(out.correct.float(), on_chosen),  # type: ignore[union-attr]
+    }
+
+
+class DPOTrainer(PreferenceTrainer):
+    """Trains on preference pairs; a pair's prompt is computed once, by the policy and by the reference.
+
+    Without ``ref_model`` the reference is a frozen copy of the **given** weights, or the same model with a new adapter off.
+
+    >>> trainer = DPOTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=pairs)  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+
+    Reference: Direct preference optimization, arXiv:2305.18290.
+    """
+
+    config_class: ClassVar[type[DPOConfig]] = DPOConfig
+    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "correct"})
+    _tag_names: ClassVar[list[str]] = ["posttrain", "dpo"]
+    _name: ClassVar[str] = "DPO"
+    _suffix: ClassVar[str] = "DPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+        "id": "2305.18290",
+    }
+    args: DPOConfig
+
+    def __init__(
+        self, model: str | nn.Module, ref_model: nn.Module | None = None, args: DPOConfig | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(model, ref_model, args, **kwargs)
+        if self.args.use_weighting:
+            self.needs = self.needs | {"logits"}  # type: ignore[misc]
+        # A sorting loss compares all pairs of a micro-batch.
+        self.together = any(DPO_LOSSES[name].kind == "sorted" for name in self.args.loss_type)
+        if self.together and self.args.per_device_train_batch_size < 4:
+            logger.warning(
+                "loss_type=%s sorts the pairs of a device's batch, and per_device_train_batch_size=%d leaves little to sort.",
+                self.args.loss_type, self.args.per_device_train_batch_size,
+            )  # fmt: skip
+
+    def reference_sums(self, logp: Tensor, batch: Batch) -> Tensor:
+        """The reference's sums as the loss wants them, ``(S,)``."""
+        return desensitize(logp, batch, sequence_logp(logp, batch)[1], self.args.ld_alpha)
+
+    def reference_key(self) -> dict[str, Any]:
+        """Settings that move the reference's sums."""
+        return super().reference_key() | {"ld_alpha": self.args.ld_alpha}
+
+    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Tokens of the chosen answers, and pairs."""
+        lengths = [batch.grouped(sequence_logp(batch.loss_mask.float(), batch)[1], 2)[:, 0] for batch in batches]
+        return {"chosen": float(sum(x.sum() for x in lengths)), "pairs": float(sum(len(x) for x in lengths))}
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `dpo_objective`."""
+        summed = batch.columns.get("ref_logps")
+        if summed is None and batch.ref_logp is not None:
+            summed = self.reference_sums(batch.ref_logp, batch)
+        reference = self.reference_logp(batch) if summed is None else summed
+        counts = self.denominators.named if self.model.training else {}
+        tokens = counts["chosen"] / max(counts["pairs"], 1.0) if counts else None
+        return dpo_objective(outputs, batch, reference, self.args, chosen_tokens=tokens)

@@ -1,0 +1,64 @@
+"""ORPO: supervised fine-tuning on the chosen answers with an odds-ratio penalty on the rejected ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.nn import functional as F
+
+from posttrain.algorithms.preference import AnswerConfig
+from posttrain.algorithms.reference_free import ReferenceFreeTrainer, branch_sums, reward_metrics
+from posttrain.losses.divergence import mean_logp
+from posttrain.losses.preference import log_odds_ratio, orpo
+from posttrain.metrics import mean
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+
+__all__ = ["ORPOConfig", "ORPOTrainer"]
+
+
+@dataclass
+class ORPOConfig(AnswerConfig):
+    """Arguments of `ORPOTrainer`."""
+
+    beta: float = field(default=0.1, metadata={"help": "Weight of the odds-ratio term, the paper's lambda, above 0."})
+
+
+class ORPOTrainer(ReferenceFreeTrainer):
+    """``NLL(prompt and chosen) - beta lsig(log-odds ratio)``, without a reference.
+
+    The NLL is a mean over the prompts' and chosen answers' tokens of the whole optimiser step.
+
+    Reference: ORPO, arXiv:2403.07691, equations 6 and 7.
+    """
+
+    config_class: ClassVar[type[ORPOConfig]] = ORPOConfig
+    _tag_names: ClassVar[list[str]] = ["posttrain", "orpo"]
+    _name: ClassVar[str] = "ORPO"
+    _suffix: ClassVar[str] = "ORPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "ORPO: Monolithic Preference Optimization without Reference Model",
+        "id": "2403.07691",
+    }
+    args: ORPOConfig
+
+    def __init__(self, model: str | nn.Module, args: ORPOConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(model, None, args, **kwargs)
+
+    def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
+        """Pairs whose prompts are trained, once each."""
+        rows = super().rows(examples)
+        for row in rows:
+            row.prompt_mask = [1] * len(row.prompt_ids)
+        return rows
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """The odds-ratio term and the likelihood of prompts and chosen answers."""
+        logp, length = branch_sums(outputs, batch, 2)
+        means = mean_logp(logp, length)
+        odds = log_odds_ratio(means[:, 0], means[:, 1])
+        metrics = reward_metrics(outputs, batch, self.args.beta * means, means)
+        metrics |= {"log_odds_ratio": mean(F.logsigmoid(odds)), "log_odds_chosen": mean(odds)}
+        terms = orpo(means[:, 0], means[:, 1], beta=self.args.beta)
+        return self.terms_of(terms, outputs, batch, metrics, likelihood=1.0)

@@ -1,0 +1,68 @@
+"""TPO: a preferred and a rejected answer compared, and a gold answer imitated, without a reference model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from posttrain.algorithms.preference import AnswerConfig
+from posttrain.algorithms.reference_free import ReferenceFreeTrainer, branch_sums, reward_metrics
+from posttrain.errors import ConfigError, check_choice
+from posttrain.losses.divergence import mean_logp
+from posttrain.losses.preference import TPO_LOSSES
+from posttrain.types import Batch, LossTerms, ModelOutputs
+
+__all__ = ["TPOConfig", "TPOTrainer"]
+
+
+@dataclass
+class TPOConfig(AnswerConfig):
+    """Arguments of `TPOTrainer`."""
+
+    learning_rate: float = field(default=5e-7, metadata={"help": "Peak learning rate; about ten times more for LoRA."})
+    loss_type: Literal["sigmoid", "hinge", "ipo", "tpo-l"] = field(
+        default="sigmoid", metadata={"help": "On sums of log-probs (sigmoid, hinge) or means a token (ipo, tpo-l)."}
+    )
+    beta: float = field(default=0.01, metadata={"help": "Scale of the reward, above 0."})
+    label_smoothing: float = field(default=0.0, metadata={"help": "Chance that a label is wrong; sigmoid and tpo-l."})
+    tpo_alpha: float = field(default=1.0, metadata={"help": "Weight of the gold answers' NLL; 0 leaves them out."})
+    tpo_l_gamma: float = field(default=0.5, metadata={"help": "Margin of tpo-l."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("loss_type", self.loss_type, TPO_LOSSES)
+        if self.label_smoothing and "label_smoothing" not in TPO_LOSSES[self.loss_type].scalars:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing} is not read by loss_type={self.loss_type!r}; sigmoid and tpo-l read it."
+            )
+
+
+class TPOTrainer(ReferenceFreeTrainer):
+    """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated.
+
+    Reference: Triple preference optimization, arXiv:2405.16681.
+    """
+
+    config_class: ClassVar[type[TPOConfig]] = TPOConfig
+    branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected", "reference")
+    likelihood_branch = 2
+    _tag_names: ClassVar[list[str]] = ["posttrain", "tpo"]
+    _name: ClassVar[str] = "TPO"
+    _suffix: ClassVar[str] = "TPO"
+    args: TPOConfig
+
+    def __init__(self, model: str | nn.Module, args: TPOConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(model, None, args, **kwargs)
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """The preference term and the likelihood of the gold answers."""
+        cfg = self.args
+        formula = TPO_LOSSES[cfg.loss_type]
+        logp, length = branch_sums(outputs, batch, 3)
+        read = mean_logp(logp, length) if formula.per_token else logp
+        values = {"chosen_score": read[:, 0], "rejected_score": read[:, 1]}
+        terms = formula(values, beta=cfg.beta, gamma=cfg.tpo_l_gamma, label_smoothing=cfg.label_smoothing)
+        metrics = reward_metrics(outputs, batch, cfg.beta * read[:, :2], read)
+        return self.terms_of(terms, outputs, batch, metrics, likelihood=cfg.tpo_alpha)
