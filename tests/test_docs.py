@@ -133,13 +133,13 @@ def test_python_blocks_parse_and_name_what_exists(page):
 
 
 @pytest.mark.parametrize("page", with_blocks("pycon"))
-def test_sessions_print_what_the_page_says(page, tmp_path, monkeypatch):
+def test_console_examples_print_what_the_page_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "\n".join(code for code, _ in blocks(page, "pycon"))
-    session = doctest.DocTestParser().get_doctest(code, {}, page, page, 0)
+    example = doctest.DocTestParser().get_doctest(code, {}, page, page, 0)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     said = []
-    runner.run(session, out=said.append)
+    runner.run(example, out=said.append)
     assert runner.summarize(verbose=False).attempted > 0
     assert not said, "".join(said)
 
