@@ -582,7 +582,9 @@ def test_trap_27_packing_changes_neither_loss_nor_gradient(tiny_tokenizer, tmp_p
     """The same documents, packed and loose, in one step: what packing changes is how many of them a step holds."""
     found = []
     for packing in (False, True):
-        trainer = sft(tmp_path, tiny_tokenizer, packing=packing, max_length=64, max_steps=1, per_device_train_batch_size=12)
+        trainer = sft(
+            tmp_path, tiny_tokenizer, packing=packing, max_length=64, max_steps=1, per_device_train_batch_size=12
+        )
         trainer.train()
         found.append([trainer.state.log_history[0][name] for name in ("loss", "grad_norm", "num_tokens")])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
