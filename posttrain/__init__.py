@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AnswerConfig": "algorithms.preference",
     "ArgumentTypeError": "errors",
+    "BCOConfig": "algorithms.bco",
+    "BCOTrainer": "algorithms.bco",
     "BEMACallback": "report.callbacks.bema",
     "Batch": "types",
     "CPOConfig": "algorithms.cpo",
@@ -36,6 +38,8 @@ _PUBLIC = {
     "GRPOConfig": "algorithms.grpo",
     "GRPOTrainer": "algorithms.grpo",
     "HFEngine": "rollouts.hf",
+    "KTOConfig": "algorithms.kto",
+    "KTOTrainer": "algorithms.kto",
     "LogCompletionsCallback": "report.callbacks.completions",
     "LossTerms": "types",
     "MergeConfig": "report.callbacks.merge",

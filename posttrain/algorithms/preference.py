@@ -188,6 +188,10 @@ class PreferenceTrainer(PostTrainer):
         """Batches with the reference's log-probs."""
         return [self.with_reference(batch) for batch in inputs]
 
+    def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
+        """Examples as the batches whose log-probs the loss reads."""
+        return self.data_collator(examples)
+
     def reference_key(self) -> dict[str, Any]:
         """Settings beyond data, weights and precision that move the reference's log-probs."""
         return {"max_length": self.args.max_length, "truncation_mode": self.args.truncation_mode}

@@ -99,6 +99,36 @@ def prm_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
     return step_rows(prepared)
 
 
+def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
+    """Rows of a method on given answers: the shared prompt and one completion a branch."""
+
+    def rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
+        from posttrain.checks.pairs import check_pairs
+        from posttrain.data.chat import terminal_token_ids
+        from posttrain.data.pairs import maybe_unpair_preference_dataset
+        from posttrain.data.preferences import AnswerOptions, answer_rows, prepare_answers
+
+        if branches == ("completion",):
+            examples = maybe_unpair_preference_dataset(examples)
+        options = AnswerOptions(branches, config.max_length, config.truncation_mode)
+        prepared, report = prepare_answers(examples, tokenizer, options)
+        made = answer_rows(prepared, branches)
+        stops = terminal_token_ids(tokenizer)
+        pairs = check_pairs(made, limit=config.max_length, stops=stops) if len(branches) == 2 else []
+        return Prepared(made, pairs, report.cut)
+
+    return rows
+
+
+for _name, _branches in {
+    "dpo": ("chosen", "rejected"),
+    "cpo": ("chosen", "rejected"),
+    "orpo": ("chosen", "rejected"),
+    "tpo": ("chosen", "rejected", "reference"),
+    "kto": ("completion",),
+    "bco": ("completion",),
+}.items():
+    register(_name, answer_rows_of(_branches))
 register("sft", sft_rows)
 register("reward", reward_rows)
 register("prm", prm_rows)

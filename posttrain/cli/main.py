@@ -16,6 +16,12 @@ training commands (all take --config file.yaml; COMMAND --help lists every optio
   sft     supervised fine-tuning
   reward  outcome reward models, from preference pairs
   prm     process reward models, from judged steps
+  dpo     direct preference optimisation, from preference pairs
+  kto     from answers judged good or bad
+  bco     the same, by a binary classifier's loss
+  cpo     pairs without a reference model; SimPO and AlphaPO too
+  orpo    supervised fine-tuning with an odds-ratio penalty on rejected answers
+  tpo     pairs and a gold answer
   grpo    group-relative policy optimisation
 
 other commands:
@@ -65,7 +71,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sft": _train("sft"),
     "reward": _train("reward"),
     "prm": _train("prm"),
-    "grpo": _train("grpo"),
+    **{name: _train(name) for name in ("dpo", "kto", "bco", "cpo", "orpo", "tpo", "grpo")},
     "inspect": _inspect,
     "demo": _demo,
     "env": _env,

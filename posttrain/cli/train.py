@@ -59,6 +59,16 @@ COMMANDS: dict[str, Command] = {
     "prm": Command(
         "posttrain.algorithms.prm:PRMTrainer", "posttrain.algorithms.prm:PRMConfig", "process reward models"
     ),
+    "dpo": Command(
+        "posttrain.algorithms.dpo:DPOTrainer", "posttrain.algorithms.dpo:DPOConfig", "direct preference optimisation"
+    ),
+    "kto": Command(
+        "posttrain.algorithms.kto:KTOTrainer", "posttrain.algorithms.kto:KTOConfig", "answers judged good or bad"
+    ),
+    "bco": Command("posttrain.algorithms.bco:BCOTrainer", "posttrain.algorithms.bco:BCOConfig", "binary classifier"),
+    "cpo": Command("posttrain.algorithms.cpo:CPOTrainer", "posttrain.algorithms.cpo:CPOConfig", "CPO, SimPO, AlphaPO"),
+    "orpo": Command("posttrain.algorithms.orpo:ORPOTrainer", "posttrain.algorithms.orpo:ORPOConfig", "odds ratio"),
+    "tpo": Command("posttrain.algorithms.tpo:TPOTrainer", "posttrain.algorithms.tpo:TPOConfig", "triple preference"),
     "grpo": Command(
         "posttrain.algorithms.grpo:GRPOTrainer",
         "posttrain.algorithms.grpo:GRPOConfig",

@@ -105,7 +105,7 @@ def _compute(trainer: Any, dataset: datasets.Dataset, reference: Reference | Non
         indices = mine[step * size : (step + 1) * size]
         examples = [dataset[i] for i in indices or mine[:1] or [0]]
         values = torch.zeros(len(examples) * branches, dtype=torch.float64)
-        for batch in trainer.data_collator(examples):
+        for batch in trainer.batches_of(examples):
             batch = batch.to(args.device)
             with trainer.inference() as policy:
                 context = nullcontext(policy) if reference is None else reference.active(policy)

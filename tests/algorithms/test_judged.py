@@ -1,0 +1,184 @@
+"""KTO and BCO end to end: baselines, running means, labels, balance."""
+
+import datasets
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from posttrain import BCOConfig, BCOTrainer, ConfigError, DataError, KTOConfig, KTOTrainer
+from posttrain.algorithms.kto import partners
+from posttrain.types import Row
+from tests.algorithms.test_dpo import pairs
+from tests.conftest import build_model
+
+BASE = {
+    "per_device_train_batch_size": 8, "max_steps": 1, "logging_steps": 1, "learning_rate": 1e-2, "report_to": "none",
+    "bf16": False, "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant",
+    "train_sampling_strategy": "sequential",
+}  # fmt: skip
+
+
+def answers(count=8):
+    rows = []
+    for i in range(count):
+        rows.append({"prompt": f"What is {i}? ", "completion": "a number " * (1 + i % 3), "label": i % 2 == 0})
+    return datasets.Dataset.from_list(rows)
+
+
+def make(kind, folder, tokenizer, data=None, ref=True, **settings):
+    config, trainer = {"kto": (KTOConfig, KTOTrainer), "bco": (BCOConfig, BCOTrainer)}[kind]
+    reference = build_model(len(tokenizer), seed=3) if ref else None
+    keys = {k: settings.pop(k) for k in ("eval_dataset", "peft_config") if k in settings}
+    return trainer(
+        build_model(len(tokenizer)), reference, config(str(folder), **(BASE | settings)),
+        train_dataset=data if data is not None else answers(), processing_class=tokenizer, **keys,
+    )  # fmt: skip
+
+
+def ratio(tokenizer, prompt, answer):
+    """Log-ratio of one answer under the two models, from full logits."""
+    sums = []
+    for seed in (0, 3):
+        ids = torch.tensor([prompt + answer])
+        with torch.no_grad():
+            logp = build_model(len(tokenizer), seed=seed)(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        sums.append(float(logp.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()))
+    return sums[0] - sums[1]
+
+
+def ratios(trainer, shift=0):
+    rows = list(trainer.train_dataset)
+    return torch.tensor([
+        ratio(trainer.processing_class, row["prompt_ids"], rows[i - shift]["completion_ids"]) for i, row in enumerate(rows)
+    ])  # fmt: skip
+
+
+def logged(trainer):
+    trainer.train()
+    return trainer.state.log_history[0]
+
+
+def test_kto_is_its_formula_with_a_baseline_from_the_neighbours_answers(tiny_tokenizer, tmp_path):
+    trainer = make("kto", tmp_path, tiny_tokenizer, desirable_weight=1.0, undesirable_weight=1.5)
+    own, z0 = ratios(trainer), ratios(trainer, shift=1).mean().clamp_min(0)
+    good = torch.tensor([i % 2 == 0 for i in range(8)])
+    x = 0.1 * (own - z0)
+    expected = torch.where(good, torch.sigmoid(-x), 1.5 * torch.sigmoid(x)).mean()
+    entry = logged(trainer)
+    assert entry["kl"] == pytest.approx(float(z0), rel=1e-4, abs=1e-5)
+    assert entry["loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert entry["rewards/chosen"] == pytest.approx(float(0.1 * own[good].mean()), rel=1e-4)
+    assert entry["rewards/margins"] == pytest.approx(float(0.1 * (own[good].mean() - own[~good].mean())), rel=1e-3)
+
+
+def test_kto_starts_at_one_half_against_itself(tiny_tokenizer, tmp_path):
+    entry = logged(make("kto", tmp_path, tiny_tokenizer, ref=False))
+    assert entry["loss"] == pytest.approx(0.5, abs=1e-6)
+    assert entry["kl"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["kto", "bco"])
+def test_accumulation_does_not_change_the_update_where_partners_are_the_same(tiny_tokenizer, tmp_path, kind):
+    """BCO always; KTO with the loss that has no baseline, whose partners belong to a micro-batch."""
+    extra = {"loss_type": "apo_zero_unpaired"} if kind == "kto" else {}
+    found = []
+    for batch, steps in ((8, 1), (2, 4), (1, 8)):
+        trainer = make(
+            kind,
+            tmp_path,
+            tiny_tokenizer,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=steps,
+            **extra,
+        )
+        entry = logged(trainer)
+        found.append((entry["loss"], entry["grad_norm"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[0] == pytest.approx(found[2], rel=1e-4)
+
+
+def test_t18_partners_never_share_the_prompt():
+    rows = [Row([p], [[i]], [[1]]) for i, p in enumerate([1, 1, 2, 2, 3])]
+    for row, partner in zip(rows, partners(rows), strict=True):
+        assert rows[partner].prompt_ids != row.prompt_ids
+    assert partners([Row([1], [[i]], [[1]]) for i in range(3)]) == [None, None, None]
+    odd = [Row([p], [[i]], [[1]]) for i, p in enumerate([1, 1, 1, 2])]
+    assert [p is not None for p in partners(odd)] == [True] * 4
+
+
+def test_pairs_are_taken_apart_side_by_side(tiny_tokenizer, tmp_path):
+    trainer = make("kto", tmp_path, tiny_tokenizer, data=pairs(4))
+    assert trainer.train_dataset["label"][:] == [True, False] * 4
+    logged(trainer)
+
+
+def test_bco_moves_its_threshold_before_the_loss_and_keeps_it_on_resume(tiny_tokenizer, tmp_path):
+    trainer = make("bco", tmp_path, tiny_tokenizer)
+    rewards = 0.1 * ratios(trainer)
+    delta = rewards.mean()
+    good = torch.tensor([i % 2 == 0 for i in range(8)])
+    x = rewards - delta
+    entry = logged(trainer)
+    assert entry["delta"] == pytest.approx(float(delta), rel=1e-4)
+    assert entry["loss"] == pytest.approx(float(torch.where(good, -logsigmoid(x), -logsigmoid(-x)).mean()), rel=1e-4)
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
+    whole, part = (make("bco", tmp_path / name, tiny_tokenizer, ref=False, **settings) for name in "ab")
+    whole.train()
+    part.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert part.moments == whole.moments
+    assert part.moments.count == 16
+
+
+def test_precomputed_references_give_the_same_loss(tiny_tokenizer, tmp_path):
+    for kind, extra in (("kto", {"loss_type": "apo_zero_unpaired"}), ("bco", {})):
+        found = [
+            logged(make(kind, tmp_path, tiny_tokenizer, precompute_ref_log_probs=flag, **extra))["loss"]
+            for flag in (False, True)
+        ]
+        assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_evaluation_reports_margins(tiny_tokenizer, tmp_path):
+    for kind in ("kto", "bco"):
+        metrics = make(kind, tmp_path, tiny_tokenizer, eval_dataset=answers(6)).evaluate()
+        assert metrics["eval_rewards/margins"] == pytest.approx(
+            metrics["eval_rewards/chosen"] - metrics["eval_rewards/rejected"]
+        )
+
+
+@pytest.mark.parametrize("label", ["False", 0.5, 2])
+def test_t19_labels_that_are_no_bool_are_refused(tiny_tokenizer, tmp_path, label):
+    rows = [{"prompt": "q ", "completion": "a", "label": label}, {"prompt": "r ", "completion": "b", "label": label}]
+    with pytest.raises(DataError, match="row 0, column 'label': .* must be True or False"):
+        make("kto", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows))
+
+
+def test_zeros_and_ones_are_read_as_labels(tiny_tokenizer, tmp_path):
+    rows = [{"prompt": f"{i} ", "completion": "a", "label": i % 2} for i in range(8)]
+    assert logged(make("bco", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows)))["loss"] > 0
+
+
+def test_labels_out_of_balance_are_told_with_the_weights_that_would_do(tiny_tokenizer, tmp_path, caplog):
+    rows = [{"prompt": f"{i} ", "completion": "a", "label": i < 2} for i in range(8)]
+    make("kto", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows))
+    assert "2 good and 6 bad answers" in caplog.text
+    assert "Set desirable_weight in [3.00, 3.99]" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"per_device_train_batch_size": 1}, "per_device_train_batch_size=1"),
+        ({"precompute_ref_log_probs": True}, "apo_zero_unpaired"),
+        ({"loss_type": "kto_pair"}, "loss_type='kto_pair'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path, settings, match):
+    with pytest.raises(ConfigError, match=match):
+        KTOConfig(str(tmp_path), **settings)
+
+
+def test_rows_without_labels_are_refused(tiny_tokenizer, tmp_path):
+    rows = datasets.Dataset.from_dict({"prompt": ["q "], "completion": ["a"]})
+    with pytest.raises(DataError, match="have no 'label'"):
+        make("kto", tmp_path, tiny_tokenizer, data=rows)
