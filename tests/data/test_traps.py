@@ -21,7 +21,7 @@ from posttrain.data.supervised import SupervisedOptions, check_prepared, documen
 from posttrain.data.templates import get_training_chat_template
 from posttrain.data.tensors import flush_left, pad
 from posttrain.data.tokenize import tokenize_prompts
-from posttrain.errors import DataError, ModelError
+from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.attention import forest_mask
 from posttrain.models.forward import forward, sequence_logps
 from posttrain.types import Row
@@ -460,6 +460,22 @@ def test_trap_31_splitting_a_batch_leaves_no_sample_out():
     assert [part["ids"].flatten().tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(DataError, match="7 rows cannot be cut into 3 equal chunks"):
         split_tensor_dict({"ids": torch.arange(7)[:, None]}, 3)
+
+
+def test_trap_34_the_kl_term_never_pairs_a_prompt_with_an_answer_of_its_own(tmp_path):
+    """Unpaired answers stand side by side, so the neighbour often has the same prompt; the last group may be a row alone."""
+    from posttrain.algorithms.kto import KTOConfig, partners
+
+    for prompts in ([1, 1, 2, 2], [1, 1, 1, 2], [1, 2, 3, 4, 5], [1, 1, 2, 2, 3]):
+        rows = [Row([prompt], [[10 + i]], [[1]]) for i, prompt in enumerate(prompts)]
+        found = partners(rows)
+        assert all(prompts[p] != prompts[i] for i, p in enumerate(found)), (prompts, found)
+    assert partners([Row([1], [[5]], [[1]])]) == [None]  # No partner rather than itself.
+    assert partners([Row([1], [[5]], [[1]]), Row([1], [[6]], [[1]])]) == [None, None]
+    with pytest.raises(
+        ConfigError, match="per_device_train_batch_size=1: the baseline of 'kto' needs an answer to another prompt"
+    ):
+        KTOConfig(str(tmp_path), per_device_train_batch_size=1)
 
 
 def test_trap_35_a_gap_in_the_mask_loses_no_token():
