@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 from posttrain.algorithms.base import PostTrainer
 from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.algorithms.evaluation import full_logits
-from posttrain.data.chat import has_generation_markers
 from posttrain.data.packing import STRATEGIES
 from posttrain.data.supervised import (
     PreparationReport,
@@ -21,8 +20,8 @@ from posttrain.data.supervised import (
     check_prepared,
     document_rows,
     prepare_sft_dataset,
+    with_training_template,
 )
-from posttrain.data.templates import get_training_chat_template
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.metrics import mean
@@ -182,10 +181,7 @@ class SFTTrainer(PostTrainer):
             return dataset
         if training and args.packing and args.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
-        options = args.supervised_options(training=training)
-        if args.assistant_only_loss and not has_generation_markers(self.processing_class.chat_template):
-            # For tokenising alone: what is saved with the model stays its own template.
-            options = replace(options, chat_template=get_training_chat_template(self.processing_class))
+        options = with_training_template(args.supervised_options(training=training), self.processing_class)
         prepared, report = prepare_sft_dataset(
             dataset,
             self.processing_class,

@@ -27,11 +27,14 @@ EXAMPLES = 1000
 
 
 class Prepared(NamedTuple):
-    """Rows, what their preparation itself found, and how many it cut (None: unknown, a row of the limit's length counts)."""
+    """Rows, what their preparation itself found, how many it cut (None: unknown, a row of the limit's length counts), and
+    codes of findings that do not concern such rows.
+    """
 
     rows: list[Row]
     findings: list[Finding]
     cut: int | None = None
+    beside_the_point: frozenset[str] = frozenset()
 
 
 # Examples (a datasets.Dataset of the sampled ones), tokenizer and config of the command to rows.
@@ -53,14 +56,13 @@ def register(name: str, function: RowsFunction) -> None:
 def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     """Rows of supervised fine-tuning: one completion each, without a prompt of its own; packed rows come apart."""
     from posttrain.checks.rows import diverged_prompts
-    from posttrain.data.supervised import check_prepared, document_rows, prepare_sft_dataset
+    from posttrain.data.supervised import check_prepared, document_rows, prepare_sft_dataset, with_training_template
 
     if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
         check_prepared(examples, "train")
         return Prepared(document_rows(examples), [])
-    prepared, report = prepare_sft_dataset(
-        examples, tokenizer, config.supervised_options(training=True), seed=config.seed
-    )
+    options = with_training_template(config.supervised_options(training=True), tokenizer)
+    prepared, report = prepare_sft_dataset(examples, tokenizer, options, seed=config.seed)
     finding = diverged_prompts(report.diverged, report.rows_in)
     cut = None if config.packing else report.truncated  # Packing cuts by its own rule, after that count.
     return Prepared(document_rows(prepared), [finding] if finding else [], cut)
@@ -83,7 +85,7 @@ def reward_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
     return pair_rows(prepare_reward_dataset(examples, tokenizer, max_length=config.max_length))
 
 
-def prm_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
+def prm_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     """Rows of a process reward model: judged tokens are the trained ones."""
     from posttrain.data.ranked import prepare_step_dataset, step_rows
 
@@ -96,7 +98,8 @@ def prm_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
         last_step_only=config.train_on_last_step_only,
         soft_labels=config.soft_labels,
     )
-    return step_rows(prepared)
+    # Steps are judged at their separators: nothing is generated, so nothing has to end.
+    return Prepared(step_rows(prepared), [], None, frozenset({"DATA-EOS-UNTRAINED", "DATA-EMPTY-COMPLETION"}))
 
 
 def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
@@ -194,19 +197,19 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
     from posttrain.report.inspect import summarise
 
     script_args, config, model_args, mixture = parsed
-    tokenizer = _tokenizer(model_args, config)
+    tokenizer = _tokenizer(model_args, config, generative=name not in ("reward", "prm"))
     split = train._train_split(script_args, mixture)
     with _no_progress_bars():
         dataset = train._datasets(script_args, mixture, config)[split]
         drawn, total = _drawn(dataset, examples, config.seed)
         made = ROWS[name](drawn, tokenizer, config)
-    rows, findings, cut = made if isinstance(made, Prepared) else Prepared(made, [])
+    rows, findings, cut, beside = made if isinstance(made, Prepared) else Prepared(made, [])
     limit = getattr(config, "max_length", None)
     dropped = dropped_rows(len(drawn), len(rows))
     findings = [
         *([dropped] if dropped else []),
         *findings,
-        *check_rows(rows, tokenizer, limit=None if cut == 0 else limit),
+        *(f for f in check_rows(rows, tokenizer, limit=None if cut == 0 else limit) if f.code not in beside),
     ]
     seen = f"{len(drawn):,}"
     part = f"the first {seen}" if total is None else f"all {seen}" if total == len(drawn) else f"{seen} of {total:,}"
@@ -222,7 +225,7 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
     )
 
 
-def _tokenizer(model_args: Any, config: Any) -> Any:
+def _tokenizer(model_args: Any, config: Any, *, generative: bool) -> Any:
     """The tokenizer as training has it when it reads its rows."""
     from posttrain.models.load import check_model_source, load_tokenizer, resolve_pad_token
     from posttrain.models.vocabulary import changes_vocabulary, prepare_tokenizer
@@ -230,7 +233,7 @@ def _tokenizer(model_args: Any, config: Any) -> Any:
     source = model_args.model_name_or_path
     if not source:
         raise ConfigError("--model_name_or_path is missing: whose tokenizer shall read the rows?")
-    check_model_source(source)
+    check_model_source(source, generative=generative)
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(source, trust_remote_code=trust, revision=model_args.model_revision)
     if changes_vocabulary(config):

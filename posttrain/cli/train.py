@@ -110,6 +110,8 @@ def run(name: str, argv: list[str]) -> int:
 
 def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> None:
     """Load data, build the trainer, train, save, push."""
+    import torch
+
     from posttrain.models.load import get_peft_config, get_quantization_config
 
     if not model_args.model_name_or_path:
@@ -135,7 +137,11 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         quantization_config=get_quantization_config(model_args),
         **extra,
     )
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    if script_args.ignore_bias_buffers:
+        names = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
+        trainer.model._ddp_params_and_buffers_to_ignore = names
+    resume = config.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

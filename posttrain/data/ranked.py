@@ -221,6 +221,12 @@ def _step_row(
     completion_limit: Any,
 ) -> dict[str, Any]:
     steps, labels = row["completions"], row["labels"]
+    for name, value in (("prompt", [row["prompt"]]), ("completions", steps)):
+        if any(not isinstance(text, str) for text in value):
+            raise DataError(
+                f"row {index}, column {name!r}: steps are judged in plain text only, and it holds "
+                f"{type(next(text for text in value if not isinstance(text, str))).__name__}. Render the messages first."
+            )
     if len(steps) != len(labels):
         raise DataError(
             f"row {index}: {len(steps)} completions and {len(labels)} labels; there must be one label a step."

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import datasets
 
+from posttrain.data.chat import has_generation_markers
 from posttrain.data.formats import describe_dataset, get_dataset_column_names, maybe_convert_to_chatml, strip_none
 from posttrain.data.labels import COUNTERS, IGNORED, SupervisedOptions, label_batch
 from posttrain.data.packing import LENGTHS, pack_dataset
 from posttrain.data.template_families import with_template
-from posttrain.data.templates import check_template
+from posttrain.data.templates import check_template, get_training_chat_template
 from posttrain.errors import DataError, ModelError
 from posttrain.types import Row
 
@@ -25,6 +26,7 @@ __all__ = [
     "check_prepared",
     "document_rows",
     "prepare_sft_dataset",
+    "with_training_template",
 ]
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,16 @@ class PreparationReport:
     nested_none: int = 0
     trained_tokens: int = 0
     tokens: int = 0
+
+
+def with_training_template(options: SupervisedOptions, tokenizer: Any) -> SupervisedOptions:
+    """Options that tokenise with a template that marks the assistant's words, where it is needed and the own one does not.
+
+    It is for tokenising alone: what is saved with the model stays its own template.
+    """
+    if not options.assistant_only_loss or has_generation_markers(tokenizer.chat_template):
+        return options
+    return replace(options, chat_template=get_training_chat_template(tokenizer))
 
 
 def prepare_sft_dataset(

@@ -122,11 +122,11 @@ def score(inner: Any, hidden: Tensor) -> Tensor:
 def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
     """Log-probs of the targets under the model's own output layer."""
     layer = inner.get_output_embeddings()
-    layer = (
-        getattr(layer, "modules_to_save", {}).get(getattr(layer, "active_adapter", None) or "default", layer)
-        if (hasattr(layer, "modules_to_save"))
-        else layer
-    )
+    if hasattr(layer, "modules_to_save") and not getattr(layer, "disable_adapters", False):  # Trained whole by peft.
+        active = getattr(layer, "active_adapters", None) or [getattr(layer, "active_adapter", "default")]
+        layer = next((layer.modules_to_save[name] for name in active if name in layer.modules_to_save), layer)
+    elif hasattr(layer, "original_module"):
+        layer = layer.original_module
     rule = LogitRule.of(inner.config)
     if type(layer) is nn.Linear and not head.need_logits:
         out = token_logprobs(

@@ -173,7 +173,12 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
         raise ModelError(f"model={model!r} is not a folder. Give a folder with config.json and weights, or a hub id.")
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise ModelError(f"the model folder {model!r} has no config.json. Found: {sorted(os.listdir(folder))[:10]}.")
-    if generative and (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"the model folder {model!r} holds an adapter without its base model. Load both with "
+            "peft.AutoPeftModelForCausalLM.from_pretrained(folder, is_trainable=True) and pass the model."
+        )
+    if generative:
         _check_generative(model)
 
 
@@ -347,6 +352,8 @@ def wrap_with_peft(model: Any, peft_config: Any, *, activation_checkpointing: bo
                 "further, or call model.merge_and_unload() first to start a new one."
             )
         model = peft.get_peft_model(model, peft_config)
+    if isinstance(model, peft.PeftModel):
+        _check_adapter(model, activation_checkpointing)
     if isinstance(model, peft.PeftModel) and activation_checkpointing:
         # Frozen embeddings cut the graph before the first checkpointed layer: without this, adapters get no gradient.
         model.enable_input_require_grads()
@@ -355,3 +362,18 @@ def wrap_with_peft(model: Any, peft_config: Any, *, activation_checkpointing: bo
             if parameter.requires_grad and "lora_magnitude_vector" not in name:  # DoRA's updates would round away.
                 parameter.data = parameter.data.to(torch.bfloat16)
     return model
+
+
+def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
+    """Refuse an adapter that would not train, silently or with an error from far inside."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            "the model's adapter has no trainable parameter: it was loaded for inference. Load it with "
+            "PeftModel.from_pretrained(model, folder, is_trainable=True)."
+        )
+    kind = getattr(model.active_peft_config, "peft_type", None)
+    if activation_checkpointing and kind in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise ConfigError(
+            f"{getattr(kind, 'value', kind)} keeps its prefix in the key-value cache, which recomputing activations drops. Set "
+            "gradient_checkpointing=False."
+        )

@@ -34,7 +34,8 @@ def _compare(model: nn.Module, inner: Any, dtype: torch.dtype) -> str | None:
     prompts = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in (7, 3)]
     sampling = Sampling(max_new_tokens=6, seed=0)
     try:
-        with evaluating(model):
+        # The trainer may be inside autocast; both sides are compared in the weights' own precision.
+        with evaluating(model), torch.autocast(next(inner.parameters()).device.type, enabled=False):
             rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate(
                 [Request(p, 2) for p in prompts], sampling
             )
