@@ -12,7 +12,6 @@ from posttrain.rewards.length import get_cosine_scaled_reward, get_soft_overlong
 from posttrain.rewards.math import accuracy_reward, reasoning_accuracy_reward
 from posttrain.rewards.model import ModelReward
 from posttrain.rewards.repetition import get_repetition_penalty_reward
-from posttrain.rewards.sandbox import get_code_tests_reward
 
 __all__ = [
     "REWARDS",
@@ -21,7 +20,6 @@ __all__ = [
     "RewardTable",
     "accuracy_reward",
     "answers_match",
-    "get_code_tests_reward",
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
@@ -35,7 +33,6 @@ __all__ = [
 # What the command line can name. A name that begins with `get_` is that factory's reward with the constants given here.
 REWARDS: dict[str, Callable] = {
     "accuracy_reward": accuracy_reward,
-    "code_tests_reward": get_code_tests_reward(),
     "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
     "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "repetition_penalty_reward": get_repetition_penalty_reward(),
