@@ -1,9 +1,6 @@
-"""Fine-tune a small chat model on 2,000 short conversations, in full or with LoRA.
+"""Fine-tune a small chat model on 2,000 short conversations: python examples/sft_chat.py MODEL [--lora]
 
 The conversations are made from the tasks of `reasoning-gym` (PyPI, Apache-2.0): pip install reasoning-gym
-
-    python examples/sft_chat.py MODEL            # all weights
-    python examples/sft_chat.py MODEL --lora     # an adapter
 """
 
 import argparse

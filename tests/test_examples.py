@@ -1,0 +1,24 @@
+"""Examples are short, use public names only, and keep working when names change."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_an_example_is_short_and_says_what_it_shows(path):
+    text = path.read_text()
+    assert text.count("\n") <= 80
+    assert ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_every_name_an_example_imports_from_the_package_exists(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "posttrain":
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), node.module
