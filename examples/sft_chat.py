@@ -48,9 +48,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("model", help="hub id or folder of a chat model")
     options.add_argument("--lora", action="store_true", help="train an adapter")
-    options.add_argument("--count", type=int, default=2000, help="conversations")
     args = options.parse_args()
-    train, held_out = conversations(args.count, seed=1), conversations(64, seed=2)
+    train, held_out = conversations(2000, seed=1), conversations(64, seed=2)
     adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if args.lora else None
     config = SFTConfig(
         "runs/sft_chat",
