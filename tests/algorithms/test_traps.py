@@ -178,12 +178,13 @@ def test_trap_41_an_adapter_on_the_head_is_trained(tiny_tokenizer, tmp_path):
     assert b.abs().sum() > 0
 
 
-def test_trap_42_t46_rows_of_new_tokens_are_trained_beside_an_adapter(tiny_tokenizer, tmp_path):
+@pytest.mark.parametrize("tied", [True, False])
+def test_trap_42_t46_rows_of_new_tokens_are_trained_beside_an_adapter(tiny_tokenizer, tmp_path, tied):
     source = build_tokenizer()
     source.add_tokens(["<|say|>"], special_tokens=True)
     source.chat_template = "{% for m in messages %}{{ '<|say|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
     source.save_pretrained(tmp_path / "source")
-    model = build_model(len(tiny_tokenizer))
+    model = build_model(len(tiny_tokenizer), tie_word_embeddings=tied)
     rows = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "hi"}]}] * 4)
     trainer = sft(
         tmp_path, tiny_tokenizer, model=model, data=rows, chat_template_path=str(tmp_path / "source"), max_steps=1,
@@ -207,8 +208,9 @@ def test_trap_42_t46_rows_of_new_tokens_are_trained_beside_an_adapter(tiny_token
     assert not torch.equal(embedded()[0], embeddings[0])
     assert torch.equal(embedded()[1], embeddings[1])
     assert scores()[0] != heads[0]
-    assert torch.allclose(scores()[0], embedded()[0].sum(), atol=1e-5)  # One matrix in two places stays one.
-    assert scores()[1] == heads[1]
+    if tied:  # One matrix in two places stays one.
+        assert torch.allclose(scores()[0], embedded()[0].sum(), atol=1e-5)
+        assert scores()[1] == heads[1]
 
 
 def test_trap_43_generation_stops_at_every_token_that_training_ends_with(tiny_tokenizer, tiny_model, tmp_path):
