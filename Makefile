@@ -48,10 +48,16 @@ check: lint docs test  ## what CI runs
 
 bench: $(VENV)/.dev  ## measure against the peer, in environments of their own
 	$(BIN)/python benchmarks/rollouts.py
+	$(BIN)/python benchmarks/logprob_memory.py
 	$(BIN)/python benchmarks/grpo.py
+	$(BIN)/python benchmarks/sft.py
+	$(BIN)/python benchmarks/reward.py
+	$(BIN)/python benchmarks/dpo.py --curve
+	$(BIN)/python benchmarks/data_prep.py
 
 parity: $(VENV)/.dev  ## compare losses with the peer's on the same tensors
 	$(BIN)/python benchmarks/grpo.py --parity-only
+	$(BIN)/python benchmarks/parity_preference.py
 
 clean:
 	rm -rf $(VENV) site build dist

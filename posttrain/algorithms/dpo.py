@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer, sequence_logp
+from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer, refuse_removed, sequence_logp
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import DIVERGENCES, collision_logp, desensitized_sum, pair_values, wpo_weight
 from posttrain.losses.preference import DPO_LOSSES, mean_nll
@@ -31,9 +31,11 @@ REMOVED = {
     "generate_during_eval": "use LogCompletionsCallback",
     "force_use_ref_model": "pass ref_model",
     "ref_model_init_kwargs": "load the reference yourself and pass ref_model",
+    "f_divergence_params": "use f_alpha_divergence_coef",
 }
 
 
+@refuse_removed(REMOVED)
 @dataclass
 class DPOConfig(ComparedConfig):
     """Arguments of `DPOTrainer`."""

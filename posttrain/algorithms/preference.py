@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from posttrain.algorithms.base import PostTrainer
 from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.checks.pairs import check_pairs
-from posttrain.checks.preference import PreferenceHealth, reference_mismatch
+from posttrain.checks.preference import PreferenceHealth, reference_mismatch, reference_prefers_rejected
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.preferences import AnswerOptions, AnswerReport, answer_rows, prepare_answers
 from posttrain.errors import ConfigError, check_choice
@@ -23,11 +24,30 @@ from posttrain.models.precompute import precomputed_logps
 from posttrain.models.reference import Reference
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
-__all__ = ["AnswerConfig", "ComparedConfig", "PreferenceTrainer", "sequence_logp"]
+__all__ = ["AnswerConfig", "ComparedConfig", "PreferenceTrainer", "refuse_removed", "sequence_logp"]
 
 logger = logging.getLogger(__name__)
 
 CHECKED_ROWS = 1000
+
+
+def refuse_removed(removed: Mapping[str, str]) -> Callable[[type], type]:
+    """A class decorator for configs: options of the past are refused with what replaced them, not as unknown names."""
+
+    def decorate(cls: type) -> type:
+        original: Any = cls.__init__
+
+        @functools.wraps(original)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs:
+                if name in removed:
+                    raise ConfigError(f"{cls.__name__} has no option {name!r} any more: {removed[name]}.")
+            original(self, *args, **kwargs)
+
+        cls.__init__ = init  # type: ignore[misc]
+        return cls
+
+    return decorate
 
 
 @dataclass
@@ -115,6 +135,26 @@ class PreferenceTrainer(PostTrainer):
         super().__init__(model, args, **kwargs)
         if self.compared:
             self._make_reference(ref_model)
+        self._tell_learning_rate()
+        for callback in self.callback_handler.callbacks:
+            self._share_reference(callback)
+
+    def add_callback(self, callback: Any) -> None:
+        """As `transformers.Trainer.add_callback`; callbacks that move the reference are given it."""
+        super().add_callback(callback)
+        self._share_reference(self.callback_handler.callbacks[-1])
+
+    def _share_reference(self, callback: Any) -> None:
+        if hasattr(type(callback), "ref_model") and self.reference is not None and self.reference.copy is not None:
+            callback.ref_model = self.reference.copy
+
+    def _tell_learning_rate(self) -> None:
+        default = type(self.args).__dataclass_fields__["learning_rate"].default
+        if self.fresh_adapter and self.args.learning_rate == default:
+            logger.warning(
+                "learning_rate=%s is the default for all weights, and an adapter alone is trained: it learns little at that "
+                "rate. About %s is usual.", default, 10 * default,
+            )  # fmt: skip
 
     def _make_reference(self, given: nn.Module | None) -> None:
         args = self.args
@@ -141,7 +181,11 @@ class PreferenceTrainer(PostTrainer):
         return None if dataset is None else self._precompute(dataset, reference, "eval")
 
     def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
-        return precomputed_logps(self, dataset, reference, self.reference_columns, name=name)
+        done = precomputed_logps(self, dataset, reference, self.reference_columns, name=name)
+        if len(self.reference_columns) == 2:
+            finding = reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))
+            self.tell([finding] if finding else [])
+        return done
 
     # Rows --------------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from posttrain.types import Finding
 
-__all__ = ["PreferenceHealth", "reference_mismatch"]
+__all__ = ["PreferenceHealth", "reference_mismatch", "reference_prefers_rejected"]
 
 SINKING = 5  # Logs in a row in which both rewards fall.
+ENOUGH, FLIPPED = 20, 0.9  # Pairs below which a share says nothing, and the share above which labels look flipped.
 TOLERANCE = {"float32": 1e-3, "half": 2e-2}  # Nats a token between policy and reference before the first update.
 
 
@@ -34,6 +35,23 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None) -> 
         "the reference has other weights, another dtype or active dropout, or its precomputed log-probs are stale",
         "leave ref_model out to take the given weights, load both with one dtype, set disable_dropout=True, or recompute "
         "the precomputed columns; ignore this if the reference is another model on purpose",
+    )
+
+
+def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float]) -> Finding | None:
+    """Summed log-probs of the reference: where it finds the rejected answer likelier nearly always, labels may be flipped."""
+    if len(chosen) < ENOUGH:
+        return None
+    share = sum(r > c for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
+    if share <= FLIPPED:
+        return None
+    return Finding(
+        "REFERENCE-PREFERS-REJECTED",
+        "warning",
+        f"the reference finds the rejected answer likelier in {share:.0%} of the pairs",
+        f"{len(chosen)} pairs",
+        "the columns may be swapped, or the chosen answers are much longer",
+        "look at some pairs with posttrain inspect; rename the columns if they are swapped",
     )
 
 

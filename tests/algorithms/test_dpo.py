@@ -306,6 +306,7 @@ def test_t12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
         ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "sync_ref_model=True moves the reference"),
         ({"ref_model_mixup_alpha": 0.0}, "ref_model_mixup_alpha=0.0"),
         ({"max_length": 1}, "max_length=1"),
+        ({"rpo_alpha": 1.0}, "'rpo_alpha' any more: add 'sft' to loss_type"),
         ({"truncation_mode": "keep_middle"}, "truncation_mode='keep_middle'"),
     ],
 )
@@ -334,3 +335,26 @@ def test_equal_pairs_everywhere_are_refused(tiny_tokenizer, tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": "q ", "chosen": "a", "rejected": "a"}] * 4)
     with pytest.raises(ValueError, match="no row of the train dataset is left of 4"):
         dpo(tmp_path, tiny_tokenizer, data=rows)
+
+
+def test_a_bema_callback_moves_the_reference_of_the_trainer(tiny_tokenizer, tmp_path):
+    from posttrain import BEMACallback
+
+    trainer = dpo(tmp_path, tiny_tokenizer, max_steps=4)
+    trainer.add_callback(BEMACallback(update_freq=1, update_ref_model=True, ref_model_update_freq=2))
+    before = {n: p.clone() for n, p in trainer.reference.copy.named_parameters()}
+    trainer.train()
+    assert any(not torch.equal(p, before[n]) for n, p in trainer.reference.copy.named_parameters())
+
+
+def test_t4_a_reference_that_prefers_the_rejected_answers_is_told(tiny_tokenizer, tmp_path, caplog):
+    rows = [{"prompt": f"{i} ", "chosen": "a number is a number", "rejected": "a"} for i in range(24)]
+    dpo(tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows), precompute_ref_log_probs=True)
+    assert "REFERENCE-PREFERS-REJECTED: the reference finds the rejected answer likelier in 100%" in caplog.text
+
+
+def test_t35_the_default_rate_with_an_adapter_is_told(tiny_tokenizer, tmp_path, caplog):
+    from peft import LoraConfig
+
+    dpo(tmp_path, tiny_tokenizer, peft_config=LoraConfig(r=4, target_modules=["q_proj"]), learning_rate=1e-6)
+    assert "learning_rate=1e-06 is the default for all weights" in caplog.text

@@ -149,7 +149,7 @@ def test_evaluation_reports_margins(tiny_tokenizer, tmp_path):
 @pytest.mark.parametrize("label", ["False", 0.5, 2])
 def test_t19_labels_that_are_no_bool_are_refused(tiny_tokenizer, tmp_path, label):
     rows = [{"prompt": "q ", "completion": "a", "label": label}, {"prompt": "r ", "completion": "b", "label": label}]
-    with pytest.raises(DataError, match="row 0, column 'label': .* must be True or False"):
+    with pytest.raises(DataError, match=r"row 0, column 'label': .* must be True or False"):
         make("kto", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows))
 
 
