@@ -204,6 +204,111 @@ def test_the_tables_of_reward_models_are_the_fields_of_the_code():
         assert options(page, "option") == {f.name: default_of(f) for f in own_fields(config)}
 
 
+def test_the_tables_of_preference_methods_are_the_fields_of_the_code():
+    from posttrain import BCOConfig, CPOConfig, DPOConfig, KTOConfig, ORPOConfig, TPOConfig
+    from posttrain.algorithms.preference import AnswerConfig, ComparedConfig
+
+    for page, first, config in (
+        ("dpo.md", "option", DPOConfig),
+        ("dpo.md", "option of every preference method", AnswerConfig),
+        ("dpo.md", "option of methods with a reference", ComparedConfig),
+        ("kto_bco.md", "option of `KTOConfig`", KTOConfig),
+        ("kto_bco.md", "option of `BCOConfig`", BCOConfig),
+        ("reference_free.md", "option of `CPOConfig`", CPOConfig),
+        ("reference_free.md", "option of `TPOConfig`", TPOConfig),
+    ):
+        assert options(page, first) == {f.name: default_of(f) for f in own_fields(config)}, first
+    assert own_fields(ORPOConfig) == []
+
+
+def formula_values():
+    """Symbols of the page's formulas, and the same numbers by the names that the losses read."""
+    import torch
+    from torch.nn import functional as F
+
+    from posttrain.losses.divergence import pair_values
+
+    torch.manual_seed(0)
+    pc, pr, qc, qr = (-10 * torch.rand(6, dtype=torch.float64) for _ in range(4))
+    nc, nr = torch.randint(1, 9, (2, 6))
+    symbols = {"beta": 0.3, "eps": 0.1, "tau": 0.5, "gamma": 0.7, "wd": 1.2, "wu": 0.8, "z0": 0.4, "delta": -0.2}
+    symbols |= {"sig": torch.sigmoid, "lsig": F.logsigmoid, "relu": torch.relu, "exp": torch.exp, "alpha": 0.5}
+    symbols |= {"log": lambda x: torch.tensor(x).log(), "sort": lambda x: x.sort().values}
+    symbols |= {"mean": lambda x: x.double().mean()}
+    smooth = cells(next(x for x in (DOCS / "losses.md").read_text().splitlines() if x.startswith("| `smooth(x)`")))[1]
+    symbols["smooth"] = lambda x: eval(ticked(smooth)[0], symbols | {"x": x})
+    symbols |= {"pc": pc, "pr": pr, "qc": qc, "qr": qr, "Lc": pc - qc, "Lr": pr - qr, "Nc": nc, "Nr": nr, "L": pc - qc}
+    symbols |= {"c": pc - qc, "r": pr - qr, "d": pc - qc - pr + qr, "u": pc - pr}
+    symbols["g"] = torch.sigmoid(symbols["beta"] * symbols["d"] / symbols["tau"])
+    values = pair_values(pc, pr, qc, qr, nc, nr) | {"log_ratio": pc - qc, "baseline": torch.tensor(symbols["z0"])}
+    scalars = {"beta": 0.3, "label_smoothing": 0.1, "discopop_tau": 0.5, "gamma": 0.7}
+    scalars |= {"desirable_weight": 1.2, "undesirable_weight": 0.8}
+    return symbols, values | {"shift": symbols["delta"], "weight": torch.ones(6)}, scalars
+
+
+@pytest.mark.parametrize("method", ["DPO", "CPO", "TPO"])
+def test_the_tables_of_pair_losses_say_what_the_code_computes_and_reads(method):
+    """Names, formulas (evaluated), options that are read, and the papers of the docstrings."""
+    import torch
+
+    from posttrain.losses import preference
+
+    formulas = getattr(preference, f"{method}_LOSSES")
+    symbols, values, scalars = formula_values()
+    if method != "DPO":  # Scores are log-probs of the policy alone.
+        values |= {"chosen_score": symbols["pc"], "rejected_score": symbols["pr"]}
+    names_of = {"gamma": {"CPO": "simpo_gamma", "TPO": "tpo_l_gamma"}.get(method)}
+    first = f"`loss_type` of {method}"
+    assert names("losses.md", first) == list(formulas)
+    for (name, formula), row in zip(formulas.items(), table("losses.md", first), strict=True):
+        expected = eval(ticked(row[1])[0], symbols)
+        assert torch.allclose(formula(values, **scalars), expected, rtol=1e-6), name
+        assert (row[2] == "means") == formula.per_token, name
+        reads = [names_of.get(scalar, scalar) for scalar in formula.scalars]
+        linked = ["f_divergence_type"] if method == "DPO" and formula.uses_link else []
+        assert ticked(row[3]) == reads + linked, name
+        papers = re.findall(r"arXiv:[\d.]*\d", formula.function.__doc__ or "")
+        assert set(papers) <= set(re.findall(r"arXiv:[\d.]*\d", row[5])), name
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_the_tables_of_judged_losses_and_divergences_say_what_the_code_computes(good):
+    import torch
+
+    from posttrain.losses.divergence import DIVERGENCES, link
+    from posttrain.losses.unpaired import BCO_LOSSES, KTO_LOSSES
+
+    symbols, values, scalars = formula_values()
+    values["desirable"] = torch.full((6,), good)
+    for first, formulas in (("`loss_type` of KTO", KTO_LOSSES), ("loss of BCO", BCO_LOSSES)):
+        assert names("losses.md", first) == list(formulas)
+        for (name, formula), row in zip(formulas.items(), table("losses.md", first), strict=True):
+            expected = eval(ticked(row[1 if good else 2])[0], symbols)
+            assert torch.allclose(formula(values, **scalars), expected, rtol=1e-6), name
+            papers = re.findall(r"arXiv:[\d.]*\d", formula.function.__doc__ or "")
+            assert papers and set(papers) <= set(re.findall(r"arXiv:[\d.]*\d", row[4])), name
+    assert names("losses.md", "`f_divergence_type`") == list(DIVERGENCES)
+    for row in table("losses.md", "`f_divergence_type`"):
+        score = link(symbols["L"], divergence=ticked(row[0])[0], alpha=symbols["alpha"])
+        assert torch.allclose(score, eval(ticked(row[1])[0], symbols)), row[0]
+
+
+def test_the_pages_of_preference_methods_name_every_finding_and_metric():
+    from posttrain.algorithms import dpo, judged, orpo, reference_free
+    from posttrain.checks import pairs, preference
+
+    source = inspect.getsource(pairs) + inspect.getsource(preference)
+    codes = re.findall(r'^ +"([A-Z]+(?:-[A-Z]+)+)",$', source, re.M)
+    assert sorted(names("dpo.md", "code")) == sorted(set(codes)) and len(codes) > 10
+    logged = re.compile(r'"([a-z_]+(?:/[a-z_]+)?)": mean|metrics\["([a-z_/]+)"\] = mean')
+    for page, modules in (("dpo.md", [dpo]), ("reference_free.md", [orpo, reference_free])):
+        found = {a or b for module in modules for a, b in logged.findall(inspect.getsource(module))}
+        assert len(found) > 5 and found <= set(names(page, "metric")), (page, found)
+    sides = {f"{kind}/{side}" for kind in ("rewards", "logps") for side in ("chosen", "rejected")}
+    assert sides | {"rewards/margins", "entropy"} <= set(names("kto_bco.md", "metric"))
+    assert str(judged.BALANCED) in (DOCS / "kto_bco.md").read_text(encoding="utf-8")
+
+
 def test_the_table_of_adapters_is_the_fields_of_model_config():
     from posttrain import ModelConfig
 
