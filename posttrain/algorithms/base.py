@@ -24,7 +24,7 @@ from posttrain.errors import ArgumentTypeError, ConfigError, DataError, Posttrai
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
-from posttrain.models.attention import probe_layout
+from posttrain.models.attention import probe_head, probe_layout
 from posttrain.models.experts import router_coefficient
 from posttrain.models.forward import causal_lm, forward, install_token_head, learns_prompts
 from posttrain.models.load import (
@@ -209,6 +209,7 @@ class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
                 f"{self.args.n_gpu} GPUs are visible to one process, which would train through nn.DataParallel and be wrong. "
                 f"Start one process a GPU: accelerate launch --num_processes {self.args.n_gpu} your_script.py"
             )
+        probe_head(self.model)
         layout = Layout("padded", row_tokens=4096) if self._needs_padded_rows() else probe_layout(self.model)
         if self.args.max_row_tokens is not None:
             layout = replace(layout, row_tokens=self.args.max_row_tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
+from posttrain.data.forest import Layout
 from posttrain.losses.reduce import REDUCTIONS, Denominators, reduce
 from posttrain.models import parallel
 from posttrain.models.forward import virtual_tokens
@@ -40,6 +43,7 @@ class EvaluationMixin:
     model: Any
     model_wrapped: Any
     compute_metrics: Any
+    layout: Layout
     preprocess_logits_for_metrics: Any
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -47,6 +51,35 @@ class EvaluationMixin:
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self.prepare_evaluation(eval_dataset)
         return super().evaluate(eval_dataset, *args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers.Trainer.predict`; a raw dataset is prepared first, and full logits want one sequence a row."""
+        layout = self.layout
+        self.layout = Layout("padded", row_tokens=layout.row_tokens)
+        try:
+            return super().predict(self.prepare_evaluation(test_dataset), *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.layout = layout
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As the parent's, and no row twice: accelerate would fill the last batches of some ranks up with first rows."""
+        with self._every_row_once():
+            return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As `get_eval_dataloader`."""
+        with self._every_row_once():
+            return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _every_row_once(self) -> Iterator[None]:
+        config = self.accelerator.dataloader_config
+        before = config.even_batches
+        config.even_batches = before and parallel.shards_parameters(self.accelerator)  # There a pass is a collective.
+        try:
+            yield
+        finally:
+            config.even_batches = before
 
     def prepare_evaluation(self, dataset: Any) -> Any:
         """One raw evaluation set, or several by name, as the loop needs them; prepared ones come back equal."""
@@ -73,24 +106,26 @@ class EvaluationMixin:
         if self.accelerator.mixed_precision != "no" and model is self.model and not hasattr(model, "_original_forward"):
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
         wanted = self.compute_metrics is not None or description == "Prediction"
-        found: list[tuple[Any, Any]] = []
+        found: list[tuple[int, Any, Any]] = []
         sums: dict[str, float] = {}
         counts = {"token": 0.0, "sequence": 0.0, "pass": 0.0}
         with torch.no_grad():
-            for inputs in dataloader:
+            for number, inputs in enumerate(dataloader):
+                place = number * self.accelerator.num_processes + self.accelerator.process_index
                 batches = [batch.to(self.args.device) for batch in self.eval_batches(inputs)]
                 for batch in batches:
                     self._eval_pass(model, batch, sums, counts)
                 if wanted:
                     with self.compute_loss_context_manager():  # type: ignore[attr-defined]
-                        found += self.predictions(model, batches)
+                        found += [(place, *pair) for pair in self.predictions(model, batches)]
         metrics = {f"{metric_key_prefix}_loss": _eval_loss(sums, counts, self.accelerator)}
         for name, value in self._reduced("eval").items():  # type: ignore[attr-defined]
             metrics[f"{metric_key_prefix}_{name}"] = value
         predictions = labels = None
         if wanted:
-            found = parallel.all_gather_objects(found, self.accelerator)
-            predictions, labels = _stack([p for p, _ in found]), _stack([label for _, label in found])
+            # Ranks take turns with batches of the dataset; sorting is stable, so rows of a batch stay in order.
+            found = sorted(parallel.all_gather_objects(found, self.accelerator), key=lambda item: item[0])
+            predictions, labels = _stack([p for _, p, _ in found]), _stack([label for _, _, label in found])
         if self.compute_metrics is not None:
             own = self.compute_metrics(EvalPrediction(predictions, labels))
             metrics |= {

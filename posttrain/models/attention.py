@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PretrainedConfig
 
-__all__ = ["attention_mask", "forest_mask", "layout_for", "probe_layout"]
+__all__ = ["attention_mask", "forest_mask", "layout_for", "probe_head", "probe_layout"]
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +150,33 @@ def probe_layout(model: Module) -> Layout:
             layout = Layout("padded", row_tokens=4096)
     PROBED[key] = layout
     return layout
+
+
+@torch.no_grad()
+def probe_head(model: Module) -> None:
+    """Let a model compute its own logits where the chunked head does not say what its forward says.
+
+    Compared on one padded sequence, so that what is wrong can only be the head; a classifier has none.
+    """
+    from posttrain.models.heads import causal_lm, score_layer
+
+    inner: Any = causal_lm(model)
+    if score_layer(inner) is not None:
+        return
+    parameter = next(model.parameters())
+    row = _probe_rows(model.config.get_text_config().vocab_size)[1]
+    (batch,) = collate([row], pad_token_id=0, layout=Layout("padded", row_tokens=512))
+    training = model.training
+    model.eval()
+    gap = _gap(model, [row], batch.to(parameter.device))
+    model.train(training)
+    if gap > TOLERANCE.get(parameter.dtype, 0.1):
+        inner.own_logits = True
+        logger.warning(
+            "%s changes its logits in a way that the chunked head does not know: log-probs differ by %.2g. Training takes the "
+            "model's own logits: right, and with more memory.",
+            type(inner).__name__, gap,
+        )  # fmt: skip
 
 
 def _gap(model: Module, rows: list[Row], batch: Batch) -> float:

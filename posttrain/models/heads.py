@@ -14,6 +14,10 @@ from posttrain.models.logprob import token_logprobs
 
 __all__ = ["LogitRule", "ScoreHead", "TokenHead", "causal_lm", "install_token_head", "score", "score_layer"]
 
+# What configs call a factor of the logits, and their cap.
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+SCALES_UP = ("hyperclovax",)  # Multiplies by ``logits_scaling``; Granite divides by it.
 SCORE_LAYERS = ("score", "classifier", "classification_head")
 
 
@@ -28,9 +32,13 @@ class LogitRule:
     def of(cls, config: Any) -> LogitRule:
         """Read the rule from a model's (text) config."""
         text = config.get_text_config()
-        scale = float(getattr(text, "logit_scale", None) or 1.0)
-        scale /= float(getattr(text, "logits_scaling", None) or 1.0)
-        return cls(scale, getattr(text, "final_logit_softcapping", None))
+        scale = 1.0
+        for name in MULTIPLIERS:
+            scale *= float(getattr(text, name, None) or 1.0)
+        divisor = float(getattr(text, "logits_scaling", None) or 1.0)
+        scale = scale * divisor if text.model_type in SCALES_UP else scale / divisor
+        caps = (getattr(text, name, None) for name in CAPS)
+        return cls(scale, next((cap for cap in caps if cap), None))
 
 
 @dataclass(slots=True)
@@ -90,6 +98,8 @@ def install_token_head(model: nn.Module) -> None:
     def patched(*args: Any, token_head: TokenHead | ScoreHead | None = None, **kwargs: Any) -> Any:
         if token_head is None:
             return original(*args, **kwargs)
+        if isinstance(token_head, TokenHead) and inner.__dict__.get("own_logits"):
+            return _own_forward(inner, original, token_head, *args, **kwargs)
         return _head_forward(inner, token_head, *args, **kwargs)
 
     patched._posttrain = True  # type: ignore[attr-defined]
@@ -103,6 +113,16 @@ def _head_forward(inner: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs:
     if isinstance(head, ScoreHead):
         return {"scores": score(inner, hidden)}
     result = _project(inner, hidden, head)
+    if head.balance_over is not None:
+        result["aux_loss"] = _balance(inner, output.router_logits, head.balance_over)
+    return result
+
+
+def _own_forward(inner: Any, original: Any, head: TokenHead, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """The slow way, for architectures whose logits are not ``cap(scale * hidden @ W.T)``: the model's own."""
+    kwargs.pop("labels", None)
+    output = original(*args, **kwargs)
+    result = _from_logits(output.logits[head.rows, head.columns].float(), head)
     if head.balance_over is not None:
         result["aux_loss"] = _balance(inner, output.router_logits, head.balance_over)
     return result
@@ -151,6 +171,11 @@ def _dense(layer: nn.Module, hidden: Tensor, head: TokenHead, rule: LogitRule) -
     logits = layer(hidden).float() * rule.scale
     if rule.softcap:
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
+    return _from_logits(logits, head)
+
+
+def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
+    """Log-probs and what else was asked for, from ``(N, V)`` logits."""
     logits = logits / head.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     result = {"logp": logprobs.gather(-1, head.targets[:, None]).squeeze(-1)}

@@ -13,6 +13,8 @@ from tests.conftest import build_tokenizer
 def main(kind, folder, batch, accumulation):
     """Train one step and print what it did."""
     tokenizer = build_tokenizer()
+    if kind == "evaluation":
+        return evaluate(folder, tokenizer, batch)
     common = {
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
@@ -33,6 +35,19 @@ def main(kind, folder, batch, accumulation):
         step = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, bare.parameters(), strict=True)])
         logs = next(row for row in trainer.state.log_history if "loss" in row)
         sys.stdout.write("RESULT " + json.dumps({"step": step.tolist(), "logs": logs}) + "\n")
+
+
+def evaluate(folder, tokenizer, batch):
+    """Evaluate and predict, and print what was seen."""
+    trainer = sft(
+        folder, tokenizer, data=chats(8), eval_dataset=chats(5), per_device_eval_batch_size=batch, use_cpu=True
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    labels = trainer.predict(chats(5)).label_ids
+    if trainer.accelerator.is_main_process:
+        trained = [int((row != -100).sum()) for row in labels]
+        truth = [sum(label != -100 for label in row["labels"]) for row in trainer.eval_dataset]
+        sys.stdout.write("RESULT " + json.dumps({"loss": loss, "trained": trained, "truth": truth}) + "\n")
 
 
 if __name__ == "__main__":

@@ -357,6 +357,14 @@ RULED = {
     "granitemoe": {"logits_scaling": 8.0},
     "cohere": {"logit_scale": 0.25},
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 5.0},
+    "hyperclovax": {"logits_scaling": 8.0},
+    "falcon_h1": {
+        "lm_head_multiplier": 0.1,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 4,
+    },
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 1},
 }
 
@@ -372,6 +380,28 @@ def test_t16_fused_log_probs_follow_what_the_architecture_does_to_its_logits(nam
     }  # fmt: skip
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**(shape | RULED[name]))).eval()
     assert torch.allclose(logps(model), sequence_logps(model, ROWS)[0], atol=1e-4)
+
+
+def test_t16_an_architecture_with_a_rule_of_its_own_is_found_and_computes_its_own_logits(caplog):
+    """A head with a factor that no config names: the probe compares it with the model's own forward."""
+    model = build_model(97, tie_word_embeddings=False)
+
+    inner_forward = model.forward
+
+    def scaled(*args, **kwargs):
+        out = inner_forward(*args, **kwargs)
+        out.logits = out.logits * 0.3
+        return out
+
+    model.forward = scaled
+    truth = sequence_logps(model, ROWS)[0]
+    assert not torch.allclose(logps(model), truth, atol=1e-2)
+    attention.probe_head(model)
+    assert "changes its logits in a way that the chunked head does not know" in caplog.text
+    assert torch.allclose(logps(model), truth, atol=1e-5)
+    fine = build_model(97)
+    attention.probe_head(fine)
+    assert "own_logits" not in vars(fine)
 
 
 def test_t17_ranks_run_equally_many_passes_however_little_they_train(monkeypatch):

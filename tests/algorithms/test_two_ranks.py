@@ -37,3 +37,11 @@ def test_two_ranks_equal_one_with_twice_the_accumulation(kind, tmp_path):
     for name, value in one["logs"].items():
         if not any(part in name for part in FREE):
             assert two["logs"][name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
+
+
+@pytest.mark.distributed
+def test_t25_evaluation_on_two_ranks_is_that_of_one(tmp_path):
+    """Five rows in batches of two: the last round has one row, and the other rank must not count the first ones again."""
+    one, two = run("evaluation", tmp_path / "one", 1, 2, 1), run("evaluation", tmp_path / "two", 2, 2, 1)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert two["trained"] == one["trained"] == one["truth"]  # Every row once, in the order of the dataset.
