@@ -43,6 +43,7 @@ def run(side: str, model: str, steps: int) -> dict:
         "/tmp/posttrain-bench",
         max_steps=steps,
         per_device_train_batch_size=PAIRS,
+        gradient_checkpointing=False,
         bf16=False,
         logging_steps=1,
         save_strategy="no",

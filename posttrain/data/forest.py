@@ -14,6 +14,7 @@ from posttrain.types import Batch, Row
 
 __all__ = ["Layout", "collate", "split_by_sequence"]
 
+PADDED_MOST = 0.05  # Share of a stacked pass that may be padding: less than what another pass costs.
 FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")  # Columns that are fields of `Batch` by name.
 
 
@@ -26,12 +27,15 @@ class Layout:
             row with its own copy of the prompt, for models whose attention cannot be masked freely.
         row_tokens: Trees are packed into a row while they fit this many tokens. Short on backends with a dense mask,
             where attention costs the square of the row; long where the mask is block-sparse.
+        pass_tokens: Rows of about one width are stacked into one forward pass up to this many tokens, because every pass
+            has a fixed cost (gradients are added up, weights are read); at most 5 % of a pass may be padding.
         max_tree_tokens: A group whose tree would be longer is split, its prompt repeated.
         pad_to_multiple_of: Rounds T up.
     """
 
     kind: Literal["tree", "padded"] = "tree"
     row_tokens: int = 512
+    pass_tokens: int = 0
     max_tree_tokens: int = 8192
     pad_to_multiple_of: int | None = None
 
@@ -89,8 +93,11 @@ def collate(
         return [_lay_out([[tree] for unit in group for tree in unit], pad_token_id, layout) for group in bins]
     split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []  # Too long for one tree.
     apart = {id(tree) for unit in split for tree in unit}
-    packed = _best_fit([tree for tree in trees if id(tree) not in apart], layout.row_tokens)
-    batches = [_lay_out([group], pad_token_id, layout) for group in packed]
+    whole = [tree for tree in trees if id(tree) not in apart]
+    # Where one tree is longer than a row anyway, the others fill rows of its length, up to twice the budget.
+    longest = max((tree.size for tree in whole), default=0)
+    packed = _best_fit(whole, max(layout.row_tokens, min(longest, 2 * layout.row_tokens)))
+    batches = [_lay_out(stack, pad_token_id, layout) for stack in _stacks(packed, layout.pass_tokens)]
     return batches + [_lay_out([[tree] for tree in unit], pad_token_id, layout) for unit in split]
 
 
@@ -152,6 +159,22 @@ def _best_fit(trees: list[_Tree], budget: int) -> list[list[_Tree]]:
             bins.append([tree])
             space.append(budget - tree.size)
     return bins
+
+
+def _stacks(rows: list[list[_Tree]], budget: int) -> Iterator[list[list[_Tree]]]:
+    """Rows that go through the model together: of similar width, so that hardly anything is padding."""
+    stack: list[list[_Tree]] = []
+    real = width = 0
+    for row in sorted(rows, key=lambda row: -sum(tree.size for tree in row)):
+        size = sum(tree.size for tree in row)
+        area = max(width, size) * (len(stack) + 1)
+        if stack and (area > budget or area > (1 + PADDED_MOST) * (real + size)):
+            yield stack
+            stack, real, width = [], 0, 0
+        stack.append(row)
+        real, width = real + size, max(width, size)
+    if stack:
+        yield stack
 
 
 def _units(trees: list[_Tree]) -> list[list[_Tree]]:
