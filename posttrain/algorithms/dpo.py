@@ -22,7 +22,7 @@ __all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]
 
 logger = logging.getLogger(__name__)
 
-# What earlier releases of the peer had, and what to do instead.
+# What earlier releases of TRL had, and what to do instead.
 REMOVED = {
     "rpo_alpha": "add 'sft' to loss_type and its weight to loss_weights",
     "reference_free": "use CPOTrainer with cpo_alpha=0",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from posttrain.algorithms.preference import PreferenceTrainer
-from posttrain.data.pairs import maybe_unpair_preference_dataset
+from posttrain.data.pairs import extract_and_unpair
 from posttrain.errors import DataError
 from posttrain.metrics import Metric, mean
 from posttrain.types import Batch, ModelOutputs, Row
@@ -42,7 +42,7 @@ class JudgedTrainer(PreferenceTrainer):
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """Take pairs apart, tokenise, check labels and their balance."""
-        prepared = super().prepare(maybe_unpair_preference_dataset(dataset), name, training=training)
+        prepared = super().prepare(extract_and_unpair(dataset, self.args.dataset_num_proc), name, training=training)
         if "label" not in (prepared.column_names or ["label"]):
             raise DataError(f"the {name} rows have no 'label'. Give True for good answers and False for bad ones.")
         if hasattr(prepared, "select"):

@@ -119,11 +119,13 @@ class KTOTrainer(JudgedTrainer):
         """Judged batches with the reference's log-probs; the mismatched ones are kept for the baseline."""
         judged, mismatched = inputs
         self._mismatched += mismatched
+        self._idle = judged[:1]
         return super().micro_batch(judged, index)
 
     def eval_batches(self, inputs: Any) -> list[Batch]:
         """As in training, the baseline of each evaluation batch by itself."""
         judged, mismatched = inputs
+        self._idle = judged[:1]
         self.baseline = self._baseline(mismatched)
         self.log_metrics_now({"kl": mean(self.baseline)}, "eval")
         return super().eval_batches(judged)
@@ -133,7 +135,9 @@ class KTOTrainer(JudgedTrainer):
         totals = torch.zeros(2, dtype=torch.float64)
         passes = parallel.equal_passes(len(mismatched), self.accelerator)
         for index in range(passes):
-            batch = self.with_reference(mismatched[min(index, len(mismatched) - 1)].to(self.args.device))
+            # A rank without a batch left computes any, because a pass may be a collective; it counts for nothing.
+            source = mismatched[index] if index < len(mismatched) else self._idle[0]
+            batch = self.with_reference(source.to(self.args.device))
             with self.inference() as policy:
                 logp = forward(policy, batch).logp
             if index < len(mismatched):

@@ -17,7 +17,7 @@ from posttrain.checks.pairs import check_pairs
 from posttrain.checks.preference import PreferenceHealth, reference_mismatch, reference_prefers_rejected
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.preferences import AnswerOptions, AnswerReport, answer_rows, prepare_answers
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ArgumentTypeError, ConfigError, check_choice
 from posttrain.losses.reduce import sequence_lengths, sequence_sum
 from posttrain.models.forward import forward
 from posttrain.models.precompute import precomputed_logps
@@ -123,6 +123,11 @@ class PreferenceTrainer(PostTrainer):
     def __init__(
         self, model: str | nn.Module, ref_model: nn.Module | None = None, args: Any = None, **kwargs: Any
     ) -> None:
+        if isinstance(ref_model, str):
+            raise ArgumentTypeError(
+                f"ref_model={ref_model!r} must be a loaded model. Load it with create_model_from_path({ref_model!r}), or leave "
+                "it out to take the weights of the model itself."
+            )
         if ref_model is not None and ref_model is model:
             raise ConfigError(
                 "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
@@ -255,7 +260,7 @@ class PreferenceTrainer(PostTrainer):
         if batch.ref_logp is None:
             raise ConfigError(
                 "the rows have no precomputed reference log-probs, and the reference is gone (precompute_ref_log_probs=True). "
-                "Give this set at construction, or pass ref_model."
+                "Give this set at construction, as eval_dataset."
             )
         return sequence_logp(batch.ref_logp, batch)[0]
 

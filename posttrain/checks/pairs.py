@@ -112,7 +112,7 @@ def length_bias(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -
         f"the {side} answer is the longer one in {share:.0%} of the pairs",
         f"{len(differing)} pairs of different lengths",
         "summed log-ratios reward a difference in length, so length is the cheapest thing to learn",
-        "balance lengths, or use loss_type='sigmoid_norm' or ld_alpha below 1, and watch completions/mean_length",
+        "balance lengths, or use loss_type='sigmoid_norm' or ld_alpha below 1, and watch the logged lengths of both sides",
     )
 
 

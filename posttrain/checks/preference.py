@@ -33,8 +33,7 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None) -> 
         f"policy and reference differ by {gap:.2g} nats a token before the first update{seen}",
         "the first training batch",
         "the reference has other weights, another dtype or active dropout, or its precomputed log-probs are stale",
-        "leave ref_model out to take the given weights, load both with one dtype, set disable_dropout=True, or recompute "
-        "the precomputed columns; ignore this if the reference is another model on purpose",
+        "set disable_dropout=True, recompute the precomputed columns, or pass the model you mean as ref_model",
     )
 
 
@@ -95,7 +94,8 @@ class PreferenceHealth:
             "training metrics",
             "the margin grows while the chosen answers become less likely too: the model unlearns both, and its samples get "
             "worse at a rising accuracy",
-            "add 'sft' to loss_type (with loss_weights), try apo_zero, a larger beta or a lower learning rate",
+            "raise the weight of a likelihood term ('sft' in DPO's loss_type, cpo_alpha, tpo_alpha), try apo_zero, a larger "
+            "beta or a lower learning rate",
         )
 
     def _saturated(self) -> Finding | None:

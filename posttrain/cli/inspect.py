@@ -108,11 +108,11 @@ def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
     def rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
         from posttrain.checks.pairs import check_pairs
         from posttrain.data.chat import terminal_token_ids
-        from posttrain.data.pairs import maybe_unpair_preference_dataset
+        from posttrain.data.pairs import extract_and_unpair
         from posttrain.data.preferences import AnswerOptions, answer_rows, prepare_answers
 
         if branches == ("completion",):
-            examples = maybe_unpair_preference_dataset(examples)
+            examples = extract_and_unpair(examples)
         options = AnswerOptions(branches, config.max_length, config.truncation_mode)
         prepared, report = prepare_answers(examples, tokenizer, options)
         made = answer_rows(prepared, branches)

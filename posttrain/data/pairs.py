@@ -14,6 +14,7 @@ from posttrain.data.formats import get_dataset_column_names, is_messages
 from posttrain.errors import DataError
 
 __all__ = [
+    "extract_and_unpair",
     "extract_prompt",
     "maybe_extract_prompt",
     "maybe_unpair_preference_dataset",
@@ -162,3 +163,15 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
     if not {"chosen", "rejected"} <= set(get_dataset_column_names(first)):
         return dataset
     return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
+
+
+def extract_and_unpair(dataset: Any, num_proc: int | None = None) -> Any:
+    """Pairs with or without a prompt column, or whose answers repeat it, as single judged answers; others as they are."""
+    if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
+        return dataset
+    extra = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
+    return unpair_preference_dataset(dataset.map(_extracted, **extra), **extra)
+
+
+def _extracted(example: dict[str, Any]) -> dict[str, Any]:
+    return dict(maybe_extract_prompt(example))

@@ -89,7 +89,7 @@ def _answer_batch(
 
 def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tuple[bool, str, list[str]]:
     """Whether a row is plain text, its prompt, and its prompt with each answer."""
-    row = dict(maybe_extract_prompt(row))
+    row = _parted(row, branches)
     prompt, answers = row.get("prompt"), [row.get(branch) for branch in branches]
     for branch, answer in zip(branches, answers, strict=True):
         if answer is None:
@@ -110,6 +110,25 @@ def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tupl
     kwargs = template_arguments(row)
     wholes = [render(tokenizer, prompt + answer, **kwargs) for answer in answers]  # type: ignore[operator]
     return False, prompt_text(tokenizer, row, {}), wholes
+
+
+def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
+    """The row with its prompt apart; a further answer must begin with the prompt that was taken off the pair."""
+    parted = dict(maybe_extract_prompt(row))
+    if parted.get("chosen") == row.get("chosen"):
+        return parted
+    prompt = parted["prompt"]
+    for branch in branches[2:]:
+        whole = row.get(branch)
+        if whole is None:
+            continue
+        if whole[: len(prompt)] != prompt:
+            raise DataError(
+                f"column {branch!r} does not begin with the prompt that chosen and rejected share: {str(prompt)[:80]!r}. Give a "
+                "'prompt' column and bare answers."
+            )
+        parted[branch] = whole[len(prompt) :]
+    return parted
 
 
 def _check_messages(branch: str, answer: Any) -> None:

@@ -326,6 +326,8 @@ def test_references_that_cannot_work_are_refused(tiny_tokenizer, tmp_path):
         dpo(tmp_path, tiny_tokenizer, model=model, ref_model=model)
     with pytest.raises(ModelError, match=r"vocabulary of \d+ and the model one of \d+"):
         dpo(tmp_path, tiny_tokenizer, ref_model=build_model(len(tiny_tokenizer) + 8))
+    with pytest.raises(TypeError, match="must be a loaded model"):
+        dpo(tmp_path, tiny_tokenizer, ref_model="some/model")
     stream = pairs().to_iterable_dataset()
     with pytest.raises(ConfigError, match="needs a dataset with a length"):
         dpo(tmp_path, tiny_tokenizer, data=stream, precompute_ref_log_probs=True)

@@ -182,3 +182,16 @@ def test_rows_without_labels_are_refused(tiny_tokenizer, tmp_path):
     rows = datasets.Dataset.from_dict({"prompt": ["q "], "completion": ["a"]})
     with pytest.raises(DataError, match="have no 'label'"):
         make("kto", tmp_path, tiny_tokenizer, data=rows)
+
+
+@pytest.mark.parametrize("kind", ["kto", "bco"])
+def test_prompts_that_are_implicit_or_repeated_are_not_trained(tiny_tokenizer, tmp_path, kind):
+    user = [{"role": "user", "content": "What is 2?"}]
+    good, bad = ([{"role": "assistant", "content": text}] for text in ("two", "three"))
+    implicit = {"chosen": user + good, "rejected": user + bad}
+    found = []
+    for row in ({"prompt": user, "chosen": good, "rejected": bad}, implicit, {"prompt": user} | implicit):
+        trainer = make(kind, tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list([row] * 4))
+        found.append([r["completion_ids"] for r in trainer.train_dataset])
+    assert found[0] == found[1] == found[2]
+    assert tiny_tokenizer.decode(found[0][0]).startswith("two<|im_end|>")

@@ -172,3 +172,21 @@ def test_t21_a_memorised_answer_gives_no_nan(tiny_tokenizer, tmp_path):
     trainer = make("orpo", tmp_path, tiny_tokenizer, data=pairs(2), max_steps=30, learning_rate=3e-2)
     trainer.train()
     assert all(math.isfinite(e["grad_norm"]) for e in trainer.state.log_history if "grad_norm" in e)
+
+
+def test_a_gold_answer_is_taken_off_the_prompt_that_the_pair_shares(tiny_tokenizer, tmp_path):
+    user = [{"role": "user", "content": "What is 2?"}]
+    said = {
+        name: [{"role": "assistant", "content": text}]
+        for name, text in (("chosen", "two"), ("rejected", "three"), ("reference", "it is two"))
+    }
+    whole = {name: user + answer for name, answer in said.items()}
+    rows = [
+        make("tpo", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list([r])).train_dataset[0]
+        for r in ({"prompt": user} | said, whole)
+    ]
+    assert rows[0] == rows[1]
+    with pytest.raises(DataError, match="'reference' does not begin with the prompt"):
+        make(
+            "tpo", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list([whole | {"reference": said["reference"]}])
+        )

@@ -32,7 +32,7 @@ def test_lone_surrogates_are_refused_with_the_rows_they_are_among(tiny_tokenizer
 def test_a_template_that_raises_names_the_row(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{% if messages[0].role != 'user' %}{{ raise_exception('must begin with the user') }}{% endif %}{{ messages[0].content }}"
     good, bad = [{"role": "user", "content": "q"}], [{"role": "system", "content": "s"}]
-    with pytest.raises(DataError, match="row 1: the chat template refused .*must begin with the user"):
+    with pytest.raises(DataError, match=r"row 1: the chat template refused .*must begin with the user"):
         prepare([{"messages": good}, {"messages": bad}], tiny_tokenizer)
 
 
