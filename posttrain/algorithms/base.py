@@ -19,8 +19,9 @@ from transformers.trainer_utils import set_seed
 from posttrain.algorithms.checkpoint import CheckpointMixin
 from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.algorithms.evaluation import EvaluationMixin
+from posttrain.algorithms.health import HealthMixin
 from posttrain.data.forest import Layout, collate
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError, PosttrainError
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
@@ -52,10 +53,8 @@ __all__ = ["PostTrainer", "PostTrainingConfig"]
 
 logger = logging.getLogger(__name__)
 
-BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
 
-
-class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
+class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Trainer):
     """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
 
     A subclass gives ``objective(outputs, batch) -> LossTerms`` and the rows (`rows`); ``needs`` names what the forward
@@ -72,7 +71,6 @@ class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
     generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
     whole_rows: ClassVar[bool] = False  # Whether the objective compares the completions of a row.
     together = False  # Whether it compares all rows of a micro-batch, which must then be one forward pass.
-    _bad_steps = 0
 
     def __init__(
         self,
@@ -119,6 +117,7 @@ class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
+        self.check_start()
         self.denominators = Denominators(1, 1, 1)
         self.record = RunRecordCallback(args, self.processing_class)
         self.interrupt = GracefulInterrupt()
@@ -279,6 +278,7 @@ class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
         counts = [tokens, sequences, seen, len(batches), *named.values()]
         tokens, sequences, seen, passes, *rest = parallel.all_reduce_sum(counts, self.accelerator)
         self.count_tokens_seen(seen)
+        self.check_trained(tokens)
         totals = dict(zip(named, rest, strict=True))
         return Denominators(tokens, sequences, passes, self.accelerator.num_processes, totals)
 
@@ -325,26 +325,6 @@ class PostTrainer(CheckpointMixin, EvaluationMixin, transformers.Trainer):
             terms.extra.append(LossTerms(term, torch.ones_like(term, dtype=torch.bool), "local_token"))
             terms.metrics["aux_loss"] = mean(outputs.aux_loss)
         return terms, outputs
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip; a gradient that is not finite must not reach the weights, and three in a row end the run."""
-        norm = super()._clip_grad_norm(model)
-        if norm is None or self.accelerator.mixed_precision == "fp16" or bool(torch.isfinite(torch.as_tensor(norm))):
-            self._bad_steps = 0
-            return norm
-        self._bad_steps += 1
-        logger.warning(
-            "step %d: the gradient norm is %s, so this step is skipped (%d in a row).",
-            self.state.global_step + 1, norm, self._bad_steps,
-        )  # fmt: skip
-        if self._bad_steps == BAD_STEPS:
-            raise PosttrainError(
-                f"{BAD_STEPS} steps in a row had a gradient norm of {norm}. Lower learning_rate or max_grad_norm, try "
-                "bf16=False, and look at the rows of these steps; the last checkpoint is intact."
-            )
-        for parameter in model.parameters():
-            parameter.grad = None
-        return norm
 
     # Logging and checkpoints -------------------------------------------------------------------------------------
 

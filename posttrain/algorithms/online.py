@@ -42,6 +42,7 @@ class OnlineTrainer(PostTrainer):
     """
 
     config_class: ClassVar[type[OnlineConfig]] = OnlineConfig
+    zero_gradient_is_normal = True
     args: OnlineConfig
 
     def __init__(

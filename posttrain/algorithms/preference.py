@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,7 @@ from posttrain.losses.reduce import sequence_lengths, sequence_sum
 from posttrain.models.forward import forward
 from posttrain.models.precompute import precomputed_logps
 from posttrain.models.reference import Reference
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["AnswerConfig", "ComparedConfig", "PreferenceTrainer", "refuse_removed", "sequence_logp"]
 
@@ -213,14 +213,6 @@ class PreferenceTrainer(PostTrainer):
             stops = terminal_token_ids(self.processing_class)
             self.tell(check_pairs(answer_rows(sample, self.branches[:2]), limit=self.args.max_length, stops=stops))
         return prepared
-
-    def tell(self, findings: Iterable[Finding]) -> None:
-        """Warn of findings; an error among them ends the run."""
-        for finding in findings:
-            text = f"{finding.code}: {finding.what} ({finding.where}): {finding.why}. Do: {finding.fix}."
-            if finding.severity == "error":
-                raise ConfigError(text)
-            logger.log(logging.WARNING if finding.severity == "warning" else logging.INFO, "%s", text)
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """See `answer_rows`."""

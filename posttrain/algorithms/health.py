@@ -1,0 +1,106 @@
+"""What every trainer asks of its checks: at the start, after the first backward pass, and at every optimiser step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.checks import training as checks
+from posttrain.errors import ConfigError, PosttrainError
+from posttrain.models import parallel
+from posttrain.types import Finding
+
+__all__ = ["HealthMixin"]
+
+logger = logging.getLogger(__name__)
+
+BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
+
+
+class HealthMixin:
+    """Runs `posttrain.checks` for `PostTrainer` and says what they find."""
+
+    args: Any
+    accelerator: Any
+    model: Any
+    layout: Any
+    state: Any
+    zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
+    _bad_steps = 0
+    _first_step_checked = False
+    _trained: tuple[float, ...] = ()
+
+    def tell(self, findings: Iterable[Finding | None]) -> None:
+        """Warn of findings; an error among them ends the run."""
+        for finding in findings:
+            if finding is None:
+                continue
+            text = f"{finding.code}: {finding.what} ({finding.where}): {finding.why} Do: {finding.fix}"
+            if finding.severity == "error":
+                raise ConfigError(text)
+            logger.log(logging.WARNING if finding.severity == "warning" else logging.INFO, "%s", text)
+
+    def check_start(self) -> None:
+        """Precision of what is trained, where layers lie, and dense masks over long rows."""
+        trainable: dict[str, int] = {}
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                name = str(parameter.dtype).removeprefix("torch.")
+                trainable[name] = trainable.get(name, 0) + parameter.numel()
+        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision)
+        text = self.model.config.get_text_config() if hasattr(self.model, "config") else None
+        implementation = str(getattr(text, "_attn_implementation", None))
+        self.tell([
+            checks.check_precision(trainable, learning_rate=self.args.learning_rate, autocast=mixed),
+            checks.check_devices(
+                visible=max(self.args.n_gpu, 1),
+                processes=self.accelerator.num_processes,
+                placed=(getattr(self.model, "hf_device_map", None) or {}).values(),
+            ),
+            checks.check_dense_masks(
+                implementation, packed=self.layout.kind == "tree", row_tokens=self.layout.row_tokens
+            ),
+        ])  # fmt: skip
+
+    def check_trained(self, tokens: float) -> None:
+        """End a run whose latest steps held no trained token."""
+        self._trained = (*self._trained, tokens)[-checks.EMPTY_STEPS :]
+        self.tell([checks.check_trained_tokens([int(count) for count in self._trained])])
+
+    def _check_first_step(self, model: nn.Module) -> None:
+        if self._first_step_checked or parallel.shards_parameters(self.accelerator):
+            return
+        self._first_step_checked = True
+        norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+        if self.zero_gradient_is_normal:
+            norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
+        self.tell([checks.check_first_gradients(norms)])
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip; a gradient that is not finite must not reach the weights, and three in a row end the run."""
+        norm = super()._clip_grad_norm(model)  # type: ignore[misc]
+        if norm is None or self.accelerator.mixed_precision == "fp16" or bool(torch.isfinite(torch.as_tensor(norm))):
+            self._bad_steps = 0
+            self._check_first_step(model)
+            return norm
+        self._bad_steps += 1
+        logger.warning(
+            "step %d: the gradient norm is %s, so this step is skipped (%d in a row).",
+            self.state.global_step + 1, norm, self._bad_steps,
+        )  # fmt: skip
+        if self._bad_steps == BAD_STEPS:
+            raise PosttrainError(
+                f"{BAD_STEPS} steps in a row had a gradient norm of {norm}. Lower learning_rate or max_grad_norm, try "
+                "bf16=False, and look at the rows of these steps; the last checkpoint is intact."
+            )
+        for parameter in model.parameters():
+            parameter.grad = None
+        return norm
+
+
+def _norm(gradient: torch.Tensor | None) -> float | None:
+    return None if gradient is None else float(gradient.float().norm())
