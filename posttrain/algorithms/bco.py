@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.judged import JudgedTrainer, judged_metrics
 from posttrain.algorithms.preference import ComparedConfig, sequence_logp
-from posttrain.losses.unpaired import BCO_LOSSES, Moments, update_moments
+from posttrain.errors import ConfigError
+from posttrain.losses.unpaired import BCO_LOSSES, Moments, density_weight, update_moments
 from posttrain.metrics import mean
 from posttrain.models import parallel
+from posttrain.models.density import PromptDensity, embed_prompts
 from posttrain.models.forward import forward
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["BCOConfig", "BCOTrainer"]
 
@@ -27,6 +30,18 @@ class BCOConfig(ComparedConfig):
     """Arguments of `BCOTrainer`."""
 
     learning_rate: float = field(default=5e-7, metadata={"help": "Peak learning rate; about ten times more for LoRA."})
+    prompt_sample_size: int = field(
+        default=1024, metadata={"help": "Prompts of each label that the density is fitted on."}
+    )
+    min_density_ratio: float = field(default=0.5, metadata={"help": "Least weight of a bad answer."})
+    max_density_ratio: float = field(default=10.0, metadata={"help": "Most weight of a bad answer."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.min_density_ratio <= self.max_density_ratio:
+            raise ConfigError(
+                f"min_density_ratio={self.min_density_ratio} and max_density_ratio={self.max_density_ratio}: 0 < min <= max."
+            )
 
 
 class BCOTrainer(JudgedTrainer):
@@ -45,10 +60,49 @@ class BCOTrainer(JudgedTrainer):
     args: BCOConfig
 
     def __init__(
-        self, model: str | nn.Module, ref_model: nn.Module | None = None, args: Any = None, **kwargs: Any
+        self,
+        model: str | nn.Module,
+        ref_model: nn.Module | None = None,
+        args: Any = None,
+        *,
+        embedding_func: Callable | None = None,
+        embedding_tokenizer: Any = None,
+        **kwargs: Any,
     ) -> None:
+        if (embedding_func is None) != (embedding_tokenizer is None):
+            raise ConfigError("embedding_func and embedding_tokenizer belong together: give both, or none.")
         self.moments = Moments()
+        self.embedding = None if embedding_func is None else (embedding_func, embedding_tokenizer)
+        self.density: PromptDensity | None = None
         super().__init__(model, ref_model, args, **kwargs)
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """Tokenise; with an embedding, each bad answer's weight is computed once, from how likely its prompt is a good one's."""
+        prepared = super().prepare(dataset, name, training=training)
+        if self.embedding is None:
+            return prepared
+        if not hasattr(prepared, "select"):
+            raise ConfigError(f"embedding_func needs a {name} dataset with a length, and it is a stream.")
+        texts = self.processing_class.batch_decode(prepared["prompt_ids"][:], skip_special_tokens=True)
+        embeddings = embed_prompts(texts, *self.embedding)
+        if training:
+            labels, size = list(map(bool, prepared["label"][:])), self.args.prompt_sample_size
+            self.density = PromptDensity.fit(embeddings, labels, sample_size=size, seed=self.args.seed)
+            self.density.save(self.args.output_dir)
+        assert self.density is not None
+        weights = density_weight(
+            torch.from_numpy(self.density.probability(embeddings)),
+            low=self.args.min_density_ratio,
+            high=self.args.max_density_ratio,
+        )
+        return prepared.add_column("density_weight", weights.tolist())
+
+    def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
+        """One completion a row, with its label and weight."""
+        rows = super().rows(examples)
+        for row, example in zip(rows, examples, strict=True):
+            row.sequence_columns["density_weight"] = [float(example.get("density_weight") or 1.0)]
+        return rows
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """All micro-batches of a step; their rewards move delta before the first loss."""
@@ -84,7 +138,7 @@ class BCOTrainer(JudgedTrainer):
         logp, _ = sequence_logp(outputs.logp, batch)
         ratio, good = logp - self.reference_logp(batch), batch.columns["label"] > 0.5
         delta = torch.tensor(self.moments.mean, device=ratio.device, dtype=ratio.dtype)
-        values = {"log_ratio": ratio, "desirable": good, "shift": delta, "weight": torch.ones_like(ratio)}
+        values = {"log_ratio": ratio, "desirable": good, "shift": delta, "weight": batch.columns["density_weight"]}
         terms = BCO_LOSSES["bco"](values, beta=self.args.beta)
         metrics = judged_metrics(outputs, batch, self.args.beta * ratio, logp, good)
         return LossTerms(terms, torch.ones_like(terms, dtype=torch.bool), "sequence", metrics=metrics)

@@ -17,6 +17,7 @@ EXTRAS = {
     "liger_kernel": "liger",
     "math_verify": "math",
     "matplotlib": "plots",
+    "sklearn": "bco",
     "trackio": "trackio",
     "vllm": "vllm",
     "wandb": "wandb",

@@ -28,7 +28,11 @@ def answers(count=8):
 def make(kind, folder, tokenizer, data=None, ref=True, **settings):
     config, trainer = {"kto": (KTOConfig, KTOTrainer), "bco": (BCOConfig, BCOTrainer)}[kind]
     reference = build_model(len(tokenizer), seed=3) if ref else None
-    keys = {k: settings.pop(k) for k in ("eval_dataset", "peft_config") if k in settings}
+    keys = {
+        k: settings.pop(k)
+        for k in ("eval_dataset", "peft_config", "embedding_func", "embedding_tokenizer")
+        if k in settings
+    }
     return trainer(
         build_model(len(tokenizer)), reference, config(str(folder), **(BASE | settings)),
         train_dataset=data if data is not None else answers(), processing_class=tokenizer, **keys,
@@ -195,3 +199,35 @@ def test_prompts_that_are_implicit_or_repeated_are_not_trained(tiny_tokenizer, t
         found.append([r["completion_ids"] for r in trainer.train_dataset])
     assert found[0] == found[1] == found[2]
     assert tiny_tokenizer.decode(found[0][0]).startswith("two<|im_end|>")
+
+
+def test_bco_weighs_bad_answers_by_how_good_their_prompts_look(tiny_tokenizer, tmp_path):
+    pytest.importorskip("sklearn")
+
+    def embed(input_ids, attention_mask):
+        digits = (input_ids == tiny_tokenizer("7")["input_ids"][0]).float().sum(1)
+        return torch.stack([digits, attention_mask.sum(1).float()], 1)
+
+    rows = [
+        {"prompt": "7 7 7 " if i % 4 < 2 else "no digits ", "completion": "a number", "label": i % 4 == 0}
+        for i in range(24)
+    ]
+    trainer = make(
+        "bco", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows), embedding_func=embed,
+        embedding_tokenizer=tiny_tokenizer, min_density_ratio=0.1, per_device_train_batch_size=24,
+    )  # fmt: skip
+    weights = trainer.train_dataset["density_weight"][:]
+    like_good = [w for r, w in zip(rows, weights, strict=True) if r["prompt"].startswith("7") and not r["label"]]
+    unlike = [w for r, w in zip(rows, weights, strict=True) if not r["prompt"].startswith("7")]
+    assert min(like_good) > 3 * max(unlike)
+    assert (tmp_path / "density.json").is_file()
+    x = 0.1 * ratios(trainer)
+    x = x - x.mean()
+    good = torch.tensor([r["label"] for r in rows])
+    expected = torch.where(good, -logsigmoid(x), -torch.tensor(weights) * logsigmoid(-x)).mean()
+    assert logged(trainer)["loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_an_embedding_without_its_tokenizer_is_refused(tiny_tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="belong together"):
+        make("bco", tmp_path, tiny_tokenizer, embedding_func=lambda **_: None)
