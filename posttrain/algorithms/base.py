@@ -70,6 +70,7 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
     _suffix: ClassVar[str] = "posttrain"
     generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
     whole_rows: ClassVar[bool] = False  # Whether the objective compares the completions of a row.
+    denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
     together = False  # Whether it compares all rows of a micro-batch, which must then be one forward pass.
 
     def __init__(
@@ -118,7 +119,6 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
         self.check_start()
-        self.denominators = Denominators(1, 1, 1)
         self.record = RunRecordCallback(args, self.processing_class)
         self.interrupt = GracefulInterrupt()
         for callback in (self.interrupt, self.record):
