@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from posttrain.checks.training import check_special_tokens
+from posttrain.data.chat import turn_end
+from posttrain.models.forward import causal_lm
 from posttrain.report.card import create_model_card
+from posttrain.types import Finding
 
 __all__ = ["CheckpointMixin"]
 
@@ -18,12 +22,36 @@ class CheckpointMixin:
 
     accelerator: Any
     counters: dict[str, float]
+    model: Any
+    processing_class: Any
+    _tokens_checked = False
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any
     ) -> None:
         """Write ``<output_dir>/README.md``: what the model is, how it was trained, how it is used."""
         create_model_card(self, model_name, dataset_name, tags)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is looked at, once."""
+        if not self._tokens_checked:
+            self._tokens_checked = True
+            self.tell(self._special_tokens())  # type: ignore[attr-defined]
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _special_tokens(self) -> list[Finding]:
+        generation = getattr(causal_lm(self.model), "generation_config", None)
+        if generation is None:
+            return []
+        tokenizer = self.processing_class
+        end = turn_end(tokenizer)
+        return check_special_tokens(
+            pad=tokenizer.pad_token_id,
+            eos=tokenizer.eos_token_id,
+            generation_pad=generation.pad_token_id,
+            generation_eos=generation.eos_token_id,
+            turn_end=tokenizer.convert_tokens_to_ids(end) if end else None,
+        )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.create_model_card()

@@ -36,3 +36,10 @@ def test_t9_three_steps_without_a_trained_token_end_the_run(tiny_tokenizer, tmp_
         trainer.check_trained(tokens)
     with pytest.raises(ConfigError, match="TRAIN-NO-TRAINED-TOKENS: 3 steps in a row"):
         trainer.check_trained(0)
+
+
+def test_t4_a_saved_pad_that_ends_texts_is_told_once(tiny_tokenizer, tmp_path, caplog):
+    trainer = sft(tmp_path, tiny_tokenizer)
+    trainer.save_model(tmp_path / "one")
+    trainer.save_model(tmp_path / "two")
+    assert caplog.text.count("TOKENS-PAD-STOPS") == 1
