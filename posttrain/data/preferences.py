@@ -247,7 +247,7 @@ def _count(report: AnswerReport, mapped: Any, kept: Any) -> None:
     verdicts = mapped["_verdict"][:]
     report.rows_in, report.rows_out = len(mapped), len(kept)
     report.dropped = {r: n for code, r in enumerate(REASONS, 1) if (n := verdicts.count(code))}
-    report.cut, report.repaired = sum(mapped["_cut"]), sum(mapped["_repaired"])
+    report.cut, report.repaired = sum(mapped["_cut"][:]), sum(mapped["_repaired"][:])
 
 
 def _tell(report: AnswerReport, options: AnswerOptions) -> None:

@@ -107,7 +107,7 @@ def _leave_out(dataset: Any, name: str, limit: int | None, extra: dict[str, Any]
     before, after = len(dataset), len(kept)
     if after < before:
         pairs = dataset.select_columns(columns)
-        equal = sum(row["chosen_ids"] == row["rejected_ids"] for row in pairs)
+        equal = sum(a == b for a, b in zip(pairs["chosen_ids"][:], pairs["rejected_ids"][:], strict=True))
         why = f"{equal} pairs whose two answers are equal, {before - after - equal} longer than max_length={limit}"
         if after == 0:
             raise DataError(f"no row of the {name} dataset is left: of {before}, {why}.")
@@ -191,7 +191,7 @@ def prepare_step_dataset(
     )
     kept = mapped.filter(_is_judged, input_columns=["positions"], **extra)
     if not streaming:
-        lost, dropped = sum(mapped["lost"]), len(mapped) - len(kept)
+        lost, dropped = sum(mapped["lost"][:]), len(mapped) - len(kept)
         if len(kept) == 0:
             raise DataError(
                 f"no row of the {name} dataset is left: none of {len(mapped)} has a judged step within max_length={max_length}."

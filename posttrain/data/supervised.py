@@ -212,12 +212,13 @@ def _count(report: PreparationReport, mapped: Any, kept: Any) -> None:
     if report.rows_out == 0:
         raise DataError(
             f"no row of the {report.name} dataset is left: of {report.rows_in}, {dropped} have no trained token "
-            f"({sum(mapped['_truncated'])} were cut at max_length). Check completion_only_loss, assistant_only_loss, max_length."
+            f"({sum(mapped['_truncated'][:])} were cut at max_length). Check completion_only_loss, assistant_only_loss, "
+            "max_length."
         )
-    report.truncated, report.cut_tokens = sum(mapped["_truncated"]), sum(mapped["_cut"])
-    report.diverged, report.no_end = sum(mapped["_diverged"]), sum(kept["_no_end"])
-    report.double_bos, report.nested_none = sum(mapped["_double_bos"]), sum(mapped["_nested_none"])
-    report.trained_tokens, report.tokens = sum(kept["_trained"]), sum(kept["_tokens"])
+    report.truncated, report.cut_tokens = sum(mapped["_truncated"][:]), sum(mapped["_cut"][:])
+    report.diverged, report.no_end = sum(mapped["_diverged"][:]), sum(kept["_no_end"][:])
+    report.double_bos, report.nested_none = sum(mapped["_double_bos"][:]), sum(mapped["_nested_none"][:])
+    report.trained_tokens, report.tokens = sum(kept["_trained"][:]), sum(kept["_tokens"][:])
 
 
 def _tell(report: PreparationReport, mapped: Any, kept: Any, options: SupervisedOptions, tokenizer: Any) -> None:
@@ -235,10 +236,10 @@ def _tell(report: PreparationReport, mapped: Any, kept: Any, options: Supervised
         logger.warning(
             "%s dataset: %d of %d rows were cut at max_length=%s and lost %d trained tokens (%.1f %% of all).",
             name, report.truncated, n, options.max_length, report.cut_tokens,
-            100 * report.cut_tokens / max(1, sum(mapped["_trained"]) + report.cut_tokens),
+            100 * report.cut_tokens / max(1, sum(mapped["_trained"][:]) + report.cut_tokens),
         )  # fmt: skip
     if report.double_bos:
-        row = list(mapped["_double_bos"]).index(1)
+        row = mapped["_double_bos"][:].index(1)
         logger.warning(
             "%s dataset: %d of %d texts began with the bos token already; one was kept. Row %d is now %r.",
             name, report.double_bos, n, row, tokenizer.decode(mapped[row]["input_ids"])[:SHOWN],
@@ -276,8 +277,8 @@ def _check_rendering(dataset: Any, tokenizer: Any, options: SupervisedOptions, n
 
 
 def _tell_divergence(report: PreparationReport, mapped: Any) -> None:
-    lost = sum(mapped["_half_lost"])
-    tail = next(text for text in mapped["_tail"] if text)
+    lost = sum(mapped["_half_lost"][:])
+    tail = next(text for text in mapped["_tail"][:] if text)
     if lost > DIVERGED_MOST * report.rows_in:
         raise DataError(
             f"{report.name} dataset: in {lost} of {report.rows_in} rows more than half of the prompt tokenises differently once "
