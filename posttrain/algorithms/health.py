@@ -72,8 +72,8 @@ class HealthMixin:
         self.tell([checks.check_trained_tokens([int(count) for count in self._trained])])
 
     def _check_first_step(self, model: nn.Module) -> None:
-        if self._first_step_checked or parallel.shards_parameters(self.accelerator):
-            return
+        if self._first_step_checked or parallel.shards_parameters(self.accelerator) or not sum(self._trained):
+            return  # A step without a trained token has no gradient, rightly; the next one will tell.
         self._first_step_checked = True
         norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         if self.zero_gradient_is_normal:
