@@ -139,6 +139,11 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         prepared = self.prepare(train, "train", training=True)
         return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
 
+    @property
+    def temperature(self) -> float:
+        """What the logits are divided by before any log-prob."""
+        return getattr(self.args, "temperature", 1.0)
+
     # Construction ------------------------------------------------------------------------------------------------
 
     def _check_arguments(self, model: Any, args: PostTrainingConfig, train_dataset: Any) -> None:
@@ -318,7 +323,7 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
     def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
         needs = self.needs | {"aux"} if self.router_coefficient else self.needs
-        outputs = forward(model, batch, needs, temperature=getattr(self.args, "temperature", 1.0))
+        outputs = forward(model, batch, needs, temperature=self.temperature)
         terms = self.objective(outputs, batch)
         if self.router_coefficient and outputs.aux_loss is not None:
             term = self.router_coefficient * outputs.aux_loss[None]

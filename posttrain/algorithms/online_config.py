@@ -33,6 +33,13 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
     epsilon: float = field(default=0.2, metadata={"help": "Lower clip of the importance ratio: 1 - epsilon."})
     epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip: 1 + epsilon_high; None: epsilon."})
     reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward; None: ones."})
+    reward_timeout: float | None = field(
+        default=None, metadata={"help": "Seconds a reward function may take for one generation; None waits for ever."}
+    )
+    reward_transform: list[str] | None = field(
+        default=None,
+        metadata={"help": "One per reward, applied before weights: none, clip:a:b, log1p, rank or tanh:s."},
+    )
     mask_truncated_completions: bool = field(
         default=False, metadata={"help": "Leave completions that hit the length limit out of the loss."}
     )

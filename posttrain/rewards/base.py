@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, RewardError
-from posttrain.metrics import Metric, mean, total
+from posttrain.metrics import Metric, mean
 from posttrain.rewards.call import RESERVED, RewardCall, head, scores_tensor
 from posttrain.rewards.concurrency import awaited, close, gather, is_concurrent, itself, parallel, run_async
 from posttrain.rewards.transform import parse_transform
@@ -39,6 +39,7 @@ class RewardTable:
         metrics: Seconds per function, what they logged with ``log_metric``, counts of odd values.
         seconds: Wall-clock seconds of each function, by name.
         raw: ``values`` before any transform.
+        start: Index in ``values`` of this process's first row.
     """
 
     values: Tensor
@@ -48,6 +49,7 @@ class RewardTable:
     metrics: dict[str, Metric] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     raw: Tensor | None = None
+    start: int = 0
 
 
 def reward_name(function: Any) -> str:
@@ -223,7 +225,9 @@ class RewardRunner:
         names = sorted(columns or {})
         if unscored.any():
             rows = unscored.nonzero().flatten().tolist()
-            table.metrics["groups/unscorable"] = total(float(len(rows)))
+            table.metrics["groups/unscorable"] = mean(
+                float(len(rows))
+            )  # The same on every process: a sum would multiply it.
             row = {name: values[rows[0]] for name, values in (columns or {}).items() if rows[0] < len(values)}
             shown = head(prompts[rows[0]]) if rows[0] < len(prompts) else "(on another process)"
             self._warn(

@@ -19,7 +19,7 @@ class Generation:
         examples: The dataset row each completion answers.
         rollouts: Token ids, log-probs and finish reasons.
         completions: What reward functions see: text, or a list of messages.
-        advantages: Filled in after scoring, one number a completion.
+        columns: Filled in after scoring, one number a completion (``advantages``).
         token_columns: Per-completion lists of per-token numbers (``old_logp``, ``ref_logp``, ``rollout_logp``).
         born: Optimiser step whose weights sampled it.
     """
@@ -27,7 +27,7 @@ class Generation:
     examples: list[dict[str, Any]]
     rollouts: list[Rollout]
     completions: list[Any]
-    advantages: list[float] = dataclasses.field(default_factory=list)
+    columns: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     token_columns: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
     born: int = 0
 
@@ -37,6 +37,10 @@ class Generation:
         if skip_truncated and rollout.finish_reason != "stop":
             return [0] * len(rollout.token_ids)
         return rollout.tool_mask or [1] * len(rollout.token_ids)
+
+    def shown(self) -> dict[str, list[float]]:
+        """Columns as the completions table names them."""
+        return {name.removesuffix("s"): column for name, column in self.columns.items()}
 
     def groups(self) -> list[list[int]]:
         """Indices of completions that stand together and share a prompt."""
@@ -58,8 +62,8 @@ class Generation:
             row = rows[-1]
             row.completions.append(list(rollout.token_ids))
             row.loss_masks.append(self.loss_mask(i, skip_truncated))
-            if self.advantages:
-                row.sequence_columns.setdefault("advantages", []).append(self.advantages[i])
+            for name, numbers in self.columns.items():
+                row.sequence_columns.setdefault(name, []).append(numbers[i])
             for name, column in self.token_columns.items():
                 row.token_columns.setdefault(name, []).append(column[i])
         return rows

@@ -11,8 +11,8 @@ from posttrain.algorithms.grpo.objective import grpo_needs, grpo_objective
 from posttrain.algorithms.online import OnlineTrainer
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import group_advantages
-from posttrain.metrics import maximum, mean
 from posttrain.rewards.base import RewardTable
+from posttrain.rollouts.generation import Generation
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["GRPOTrainer"]
@@ -62,32 +62,19 @@ class GRPOTrainer(OnlineTrainer):
         super().__init__(model, reward_funcs, args, **kwargs)
         self.needs = grpo_needs(self.args)
 
-    def advantages(self, table: RewardTable, group_size: int, mode: str) -> Tensor:
-        """Rewards of all ranks' rows to advantages, group by group."""
+    def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
+        """A completion's reward against its group's mean, divided by a spread."""
         args = self.args
         stats = group_advantages(
             table.values,
             table.weights,
-            group_size,
+            self.group_size(mode),
             scale_rewards=str(args.scale_rewards),
             aggregation=args.multi_objective_aggregation,
             min_group_std=args.min_group_std,
         )
-        # Every rank holds the whole matrix: each emits the same numbers, and the mean over ranks leaves them unchanged.
-        metrics = {
-            "reward": mean(stats.totals, ~stats.totals.isnan()),
-            "reward_std": mean(stats.reward_std),
-            "frac_reward_zero_std": mean(stats.zero_std_share),
-            "advantages/abs_max": maximum(stats.advantages.abs()),
-        }
-        for k, name in enumerate(table.names):
-            column = table.values[:, k]
-            scored = column[~column.isnan()]
-            metrics[f"rewards/{name}/mean"] = mean(scored)
-            if scored.numel() > 1:
-                metrics[f"rewards/{name}/std"] = mean(float(scored.std()), weight=scored.numel())
-            metrics[f"rewards/{name}/applicable"] = mean(scored.numel() / max(column.numel(), 1))
-        self.log_metrics_now(metrics, mode)
+        spread = {"reward_std": stats.reward_std, "frac_reward_zero_std": stats.zero_std_share}
+        self.log_rewards(table, stats.totals, stats.advantages, mode, **spread)
         return stats.advantages
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:

@@ -1,0 +1,139 @@
+"""What online trainers do with a dataset of prompts: check it, repeat each prompt G times, deal them to ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import datasets
+from torch.utils.data import DataLoader
+
+from posttrain.algorithms.online_config import OnlineConfig
+from posttrain.data.formats import is_conversational
+from posttrain.data.prompts import check_prompts
+from posttrain.data.samplers import RepeatSampler, repeat_iterable_dataset
+from posttrain.errors import ConfigError, DataError
+from posttrain.rewards.base import RewardRunner
+from posttrain.types import Request
+
+__all__ = ["PromptMixin"]
+
+logger = logging.getLogger(__name__)
+
+
+class PromptMixin:
+    """The part of `OnlineTrainer` between the dataset and a generation."""
+
+    args: OnlineConfig
+    rewards: RewardRunner
+    processing_class: Any
+    model: Any
+    train_dataset: Any
+    _train_batch_size: int
+
+    # Before the model loads --------------------------------------------------------------------------------------
+
+    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
+        """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
+        head: list[dict[str, Any]] = []
+        for name, dataset in {"train_dataset": train, **_splits(evaluation)}.items():
+            rows = check_prompts(dataset, name, self.processing_class)
+            head = head or rows
+        self._check_dataset_size(train)
+        if self.args.check_rewards:
+            self.rewards.dry_run(head[:2], conversational=is_conversational(head[0]))
+        return train, evaluation
+
+    def _check_dataset_size(self, train: Any) -> None:
+        if not isinstance(train, datasets.Dataset):
+            return
+        args = self.args
+        wanted = (args.generation_batch_size or 0) // args.num_generations
+        if len(train) < wanted:
+            raise ConfigError(
+                f"train_dataset has {len(train)} prompts, but one generation takes {wanted} (generation_batch_size="
+                f"{args.generation_batch_size} / num_generations={args.num_generations}): nothing would ever be trained. "
+                f"Give at least {wanted} prompts, or lower per_device_train_batch_size or gradient_accumulation_steps."
+            )
+        dropped = len(train) % wanted
+        if dropped > 0.05 * len(train):
+            logger.warning(
+                "%d of %d prompts do not fill a last generation of %d and are skipped in every epoch.",
+                dropped,
+                len(train),
+                wanted,
+            )
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens the model can read."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def check_context(self) -> None:
+        """Refuse a completion length that leaves no room for any prompt."""
+        limit, longest = self.context, self.args.max_completion_length
+        if limit is not None and longest >= limit:
+            raise ConfigError(
+                f"max_completion_length={longest} leaves no room for a prompt in the model's context of {limit} tokens. Lower it."
+            )
+
+    def check_lengths(self, requests: list[Request]) -> None:
+        """Refuse a prompt that does not fit the context together with its completion."""
+        limit, longest = self.context, max(len(request.prompt_ids) for request in requests)
+        if limit is not None and longest + self.args.max_completion_length > limit:
+            raise DataError(
+                f"a prompt of {longest} tokens plus max_completion_length={self.args.max_completion_length} does not fit the "
+                f"model's context of {limit} tokens. Drop or shorten the prompt, or lower max_completion_length."
+            )
+
+    # Loaders -----------------------------------------------------------------------------------------------------
+
+    def collator(self) -> Any:
+        """Rows stay rows until their completions exist."""
+        return list
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches of ``per_device_train_batch_size * steps_per_generation`` rows, every prompt repeated G times."""
+        args, dataset = self.args, self.train_dataset
+        if isinstance(dataset, datasets.IterableDataset):
+            shuffled = dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+            dataset = repeat_iterable_dataset(shuffled, args.num_generations, *self._repeats())
+        return self._get_dataloader(  # type: ignore[attr-defined]
+            dataset=dataset,
+            description="Training",
+            batch_size=self._train_batch_size * (args.steps_per_generation or 1),
+            sampler_fn=self._get_train_sampler,
+            is_training=True,
+        )
+
+    def _repeats(self) -> tuple[int, int]:
+        args = self.args
+        prompts = (args.generation_batch_size or 0) // args.num_generations
+        return prompts, args.num_iterations * (args.steps_per_generation or 1)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> RepeatSampler:
+        prompts, repeats = self._repeats()
+        return RepeatSampler(
+            train_dataset if train_dataset is not None else self.train_dataset,
+            mini_repeat_count=self.args.num_generations,
+            batch_size=prompts,
+            repeat_count=repeats,
+            shuffle=self.args.shuffle_dataset,
+            seed=self.args.seed,
+        )
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> RepeatSampler:
+        return RepeatSampler(eval_dataset, mini_repeat_count=self.group_size("eval"), seed=self.args.seed)
+
+    def group_size(self, mode: str) -> int:
+        """Completions per prompt."""
+        args = self.args
+        return (args.num_generations_eval or args.num_generations) if mode == "eval" else args.num_generations
+
+
+def _splits(evaluation: Any) -> dict[str, Any]:
+    if evaluation is None:
+        return {}
+    if isinstance(evaluation, dict):
+        return {f"eval_dataset[{key!r}]": value for key, value in evaluation.items()}
+    return {"eval_dataset": evaluation}
