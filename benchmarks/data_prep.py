@@ -5,14 +5,11 @@ Prediction: rendering costs both the same; the peer tokenises each row in a call
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import time
 
 import harness
-
-WORDS = ["river", "stone", "apple", "winter", "yellow", "garden", "window", "music", "letter", "silver", "morning"]
 
 
 def rows(count: int) -> list[dict]:
@@ -20,14 +17,14 @@ def rows(count: int) -> list[dict]:
     rng = random.Random(0)
 
     def said(role: str) -> dict:
-        return {"role": role, "content": " ".join(rng.choices(WORDS, k=rng.randrange(5, 60)))}
+        return {"role": role, "content": " ".join(rng.choices(harness.WORDS, k=rng.randrange(5, 60)))}
 
     return [
         {"messages": [said(r) for _ in range(rng.randrange(1, 4)) for r in ("user", "assistant")]} for _ in range(count)
     ]
 
 
-def run(side: str, model: str, count: int, folder: str) -> dict:
+def run(side: str, model: str, count: int) -> dict:
     """Build the trainer around an untrained two-layer model and time its preparation of the data."""
     import datasets
     import torch
@@ -35,14 +32,16 @@ def run(side: str, model: str, count: int, folder: str) -> dict:
 
     datasets.disable_caching()
     datasets.disable_progress_bars()
-    library = importlib.import_module("posttrain" if side == "ours" else "trl")
+    library = harness.library(side)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
     )
     tiny = transformers.LlamaForCausalLM(config)
-    args = library.SFTConfig(folder, report_to="none", bf16=False, disable_tqdm=True, max_steps=1)
+    options = harness.settings(1)
+    del options["model_init_kwargs"]
+    args = library.SFTConfig(**options)
     data = datasets.Dataset.from_list(rows(count))
     start = time.perf_counter()
     trainer = library.SFTTrainer(tiny, args=args, train_dataset=data, processing_class=tokenizer)
@@ -57,7 +56,7 @@ def main() -> None:
     options.add_argument("--count", type=int, default=50_000, help="rows")
     args = options.parse_args()
     if args.side:
-        print(json.dumps(run(args.side, args.model, args.count, "/tmp/posttrain-bench")))
+        print(json.dumps(run(args.side, args.model, args.count)))
         return
     model = args.model or harness.default_model()
     pairs = harness.alternate(__file__, args.pairs, "--model", model, "--count", str(args.count))

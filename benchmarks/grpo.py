@@ -6,20 +6,16 @@ in each training pass, a forest 2 x (130 + 8 x 48) = 1028, 2.8 times fewer; roll
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
-import time
 
 import harness
-
-WORDS = ["river", "stone", "apple", "winter", "yellow", "garden", "window", "music", "letter", "silver", "morning"]
 
 
 def questions(count: int) -> list[dict]:
     """Prompts of about 130 tokens in SmolLM2's chat template."""
     rng = random.Random(0)
-    told = [" ".join(rng.choices(WORDS, k=88)) for _ in range(count)]
+    told = [" ".join(rng.choices(harness.WORDS, k=88)) for _ in range(count)]
     return [
         {"prompt": [{"role": "user", "content": f"Use some of these words in a story: {words}."}]} for words in told
     ]
@@ -40,56 +36,24 @@ def run(side: str, model: str, steps: int, parity: bool) -> dict:
     """Train ``steps`` steps and tell times, memory, losses."""
     from datasets import Dataset
 
-    library = importlib.import_module("posttrain" if side == "ours" else "trl")
-    import transformers
-
-    ends: list[float] = []
-
-    class Clock(transformers.TrainerCallback):
-        def on_step_end(self, *args, **kwargs):
-            ends.append(time.perf_counter())
-
-    config = library.GRPOConfig(
-        "/tmp/posttrain-bench",
-        max_steps=steps,
-        per_device_train_batch_size=16,
-        num_generations=8,
-        max_completion_length=48,
-        beta=0.04,
-        use_bias_correction_kl=False,  # The two defaults differ.
-        learning_rate=1e-5,
-        bf16=False,
-        gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"},
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        shuffle_dataset=False,
-        lr_scheduler_type="constant",
-        seed=0,
-    )
+    library = harness.library(side)
+    options = {
+        "per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 48, "beta": 0.04,
+        "learning_rate": 1e-5, "gradient_checkpointing": False, "shuffle_dataset": False,
+        "use_bias_correction_kl": False,  # The two defaults differ.
+    }  # fmt: skip
+    config = library.GRPOConfig(**harness.settings(steps, **options))
     trainer = library.GRPOTrainer(
         model,
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list(questions(2 * steps)),
-        callbacks=[Clock()],
     )
     if parity:
         fix_completions(side, trainer)
-    start = time.perf_counter()
-    trainer.train()
-    log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    times = [b - a for a, b in zip([start, *ends], ends, strict=False)]
-    return {
-        "step_seconds": round(sum(times[1:]) / max(1, len(times) - 1), 3),
-        "peak_gb": round(harness.peak_memory(), 3),
-        "loss": [entry["loss"] for entry in log],
-        "grad_norm": [float(entry["grad_norm"]) for entry in log],
-        "kl": [entry.get("kl") for entry in log],
-        "mean_length": [entry.get("completions/mean_length") for entry in log],
-    }
+    logged = {"kl": "kl", "mean_length": "completions/mean_length"}
+    found = harness.timed(trainer)
+    return found | {name: [entry.get(key) for entry in harness.log_of(trainer)] for name, key in logged.items()}
 
 
 def fix_completions(side: str, trainer) -> None:
@@ -123,18 +87,12 @@ def main() -> None:
     parity = {"loss": {"ours": ours["loss"], "peer": peer["loss"]}, "relative_gap": gap}
     parity["grad_norm"] = {"ours": ours["grad_norm"], "peer": peer["grad_norm"]}
     print(f"loss, relative difference by step: {gap}")
-    if gap[0] > 1e-4:
-        raise SystemExit("step 1 differs from the peer's: no speed is quoted before that is understood.")
+    harness.step_1_gap(ours, peer)
     if args.parity_only:
         harness.save("grpo_parity", {"parity": parity})
         return
     pairs = harness.alternate(__file__, args.pairs, "--model", model, "--steps", str(args.steps))
-    speed = harness.ratios([(a["step_seconds"], b["step_seconds"]) for a, b in pairs])
-    memory = harness.ratios([(b["peak_gb"], a["peak_gb"]) for a, b in pairs])
-    print(
-        f"GRPO step: {speed['median']}x faster ({speed['min']} to {speed['max']}), memory {memory['median']} of the peer's"
-    )
-    harness.save("grpo", {"speed_up": speed, "memory_ratio": memory, "parity": parity, "runs": pairs})
+    harness.save("grpo", harness.compare("GRPO step", pairs, same_work=False) | {"parity": parity})
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
+WORDS = ["river", "stone", "apple", "winter", "yellow", "garden", "window", "music", "letter", "silver", "morning"]
+CLOSE = 1e-4  # Relative difference of the first loss above which two runs are not the same work.
 PEER = ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "peft==0.21.2"]
 
 
@@ -71,6 +75,75 @@ def ratios(pairs: list[tuple[float, float]]) -> dict[str, Any]:
         "max": round(values[-1], 3),
         "pairs": len(values),
     }
+
+
+def library(side: str) -> Any:
+    """The package that a side trains with."""
+    return importlib.import_module("posttrain" if side == "ours" else "trl")
+
+
+def settings(steps: int, **more: Any) -> dict[str, Any]:
+    """What the configs of all runs share: float32, every step logged, nothing saved."""
+    common = {
+        "output_dir": str(Path(tempfile.gettempdir()) / "posttrain-bench"), "max_steps": steps, "bf16": False,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": 0,
+        "model_init_kwargs": {"dtype": "float32"}, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    return common | more
+
+
+def log_of(trainer: Any) -> list[dict[str, Any]]:
+    """The entries of optimiser steps."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def timed(trainer: Any) -> dict[str, Any]:
+    """Train, and tell the mean time of a step without the first, the memory's peak, and losses and gradients by step."""
+    from transformers import TrainerCallback
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+
+    trainer.add_callback(Clock())
+    start = time.perf_counter()
+    trainer.train()
+    times = [b - a for a, b in zip([start, *ends], ends, strict=False)]
+    log = log_of(trainer)
+    return {
+        "step_seconds": round(sum(times[1:]) / max(1, len(times) - 1), 3),
+        "peak_gb": round(peak_memory(), 3),
+        "loss": [entry["loss"] for entry in log],
+        "grad_norm": [float(entry["grad_norm"]) for entry in log],
+    }
+
+
+def step_1_gap(ours: dict[str, Any], peer: dict[str, Any]) -> float:
+    """Relative difference of the first losses; the benchmark ends where it is not small."""
+    gap = abs(ours["loss"][0] - peer["loss"][0]) / abs(peer["loss"][0])
+    if gap > CLOSE:
+        raise SystemExit(f"step 1 differs from the peer's by {gap:.1e}: no speed is quoted before that is understood.")
+    return gap
+
+
+def compare(name: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]], *, same_work: bool = True) -> dict[str, Any]:
+    """Speed-up, memory and the difference of step 1 over pairs of (ours, peer), told and returned.
+
+    Args:
+        name: For the line that is printed.
+        pairs: Of `timed` runs.
+        same_work: False where each side samples what it trains on, so that losses cannot be equal.
+    """
+    gap = step_1_gap(*pairs[0]) if same_work else None
+    speed = ratios([(ours["step_seconds"], peer["step_seconds"]) for ours, peer in pairs])
+    memory = ratios([(peer["peak_gb"], ours["peak_gb"]) for ours, peer in pairs])
+    faster = f"{speed['median']}x faster ({speed['min']} to {speed['max']})"
+    equal = "" if gap is None else f", step-1 gap {gap:.1e}"
+    print(f"{name}: {faster}, memory {memory['median']} of the peer's{equal}")
+    found = {"speed_up": speed, "memory_ratio": memory, "runs": pairs}
+    return found if gap is None else found | {"step_1_relative_gap": gap}
 
 
 def hardware() -> dict[str, Any]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import harness
 
-WORDS = ["river", "stone", "apple", "winter", "yellow", "garden", "window", "music", "letter", "silver", "morning"]
 DPO = {
     "sigmoid": {}, "hinge": {}, "ipo": {}, "exo_pair": {"label_smoothing": 0.1}, "nca_pair": {},
     "robust": {"label_smoothing": 0.1}, "bco_pair": {}, "sppo_hard": {}, "aot": {}, "aot_unpaired": {}, "apo_zero": {},
@@ -46,7 +45,7 @@ def rows(count: int) -> list[dict]:
     rng = random.Random(0)
 
     def words(low: int, high: int) -> str:
-        return " ".join(rng.choices(WORDS, k=rng.randrange(low, high)))
+        return " ".join(rng.choices(harness.WORDS, k=rng.randrange(low, high)))
 
     return [
         {"prompt": words(6, 20), "chosen": " " + words(2, 12), "rejected": " " + words(2, 12)} for _ in range(count)
@@ -116,7 +115,7 @@ def trained(library: object, folder: Path, method: str, steps: int, options: dic
 
 def side(name: str, folder: Path) -> dict:
     """Every case on one side."""
-    library = importlib.import_module("posttrain" if name == "ours" else "trl")
+    library = harness.library(name)
     found = {
         f"dpo/{loss}": trained(library, folder, "DPO", 1, {"loss_type": [loss], **options})
         for loss, options in DPO.items()

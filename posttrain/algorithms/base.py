@@ -26,6 +26,7 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.attention import probe_head, probe_layout
+from posttrain.models.checkpointing import KeepLastActivations
 from posttrain.models.experts import router_coefficient
 from posttrain.models.forward import causal_lm, forward, install_token_head, learns_prompts
 from posttrain.models.load import (
@@ -121,7 +122,7 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         self.check_start()
         self.record = RunRecordCallback(args, self.processing_class)
         self.interrupt = GracefulInterrupt()
-        for callback in (self.interrupt, self.record):
+        for callback in (self.interrupt, self.record, KeepLastActivations()):
             self.add_callback(callback)
 
     # What a subclass gives ---------------------------------------------------------------------------------------

@@ -48,6 +48,13 @@ class PostTrainingConfig(transformers.TrainingArguments):
     activation_offloading: bool = field(
         default=False, metadata={"help": "Keep activations in the host's memory between forward and backward (CUDA)."}
     )
+    kept_layers: int | None = field(
+        default=None,
+        metadata={
+            "help": "With gradient_checkpointing: last layers that keep their activations instead of computing them again. "
+            "None: as many as fit where full logits and their gradient would have been; 0: none."
+        },
+    )
     disable_dropout: bool = field(default=False, metadata={"help": "Set every dropout to 0."})
     max_row_tokens: int | None = field(
         default=None,

@@ -1,0 +1,78 @@
+"""Checkpointing without its last layers: how many, which ones, and that no number moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from posttrain import SFTConfig, SFTTrainer
+from posttrain.models.checkpointing import keep_last_activations, layers_to_keep
+from tests.conftest import build_model
+
+
+def flags(model) -> list[bool]:
+    return [m.gradient_checkpointing for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def test_layers_are_kept_up_to_the_memory_of_the_logits():
+    """Hidden 32, 4 heads, 2 key-value heads, inner 64: linear outputs a token and layer 32+16+16+32+64+64+32 = 256.
+
+    Kept: 512 numbers a layer. Logits and gradient: 2 V. V = 320 pays for one layer, V = 2000 for seven.
+    """
+    outputs = 32 + 16 + 16 + 32 + 64 + 64 + 32
+    model = build_model(320, num_hidden_layers=12)
+    linear = [m for m in model.model.layers[0].modules() if isinstance(m, torch.nn.Linear)]
+    assert sum(m.out_features for m in linear) == outputs
+    assert layers_to_keep(model) == 2 * 320 // (2 * outputs) == 1
+    assert layers_to_keep(build_model(2000, num_hidden_layers=12)) == 7
+    assert layers_to_keep(build_model(20000, num_hidden_layers=12)) == 12
+
+
+def test_a_model_without_a_language_head_keeps_nothing():
+    assert layers_to_keep(build_model(320, num_hidden_layers=4).model) == 0
+
+
+def test_the_last_layers_are_kept():
+    model = build_model(320, num_hidden_layers=4)
+    model.activation_checkpointing_enable()
+    assert keep_last_activations(model, 1) == 1
+    assert flags(model) == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [True, True, True, False]),
+        ({"kept_layers": 0}, [True] * 4),
+        ({"kept_layers": 3}, [True, False, False, False]),
+        ({"gradient_checkpointing": False}, [False] * 4),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, [True, False, True, False]),
+    ],
+)
+def test_training_keeps_the_last_layers_unless_told_otherwise(options, expected, tiny_tokenizer, tmp_path):
+    from datasets import Dataset
+
+    model = build_model(len(tiny_tokenizer), num_hidden_layers=4)
+    config = SFTConfig(str(tmp_path), max_steps=1, report_to="none", **options)
+    data = Dataset.from_list([{"text": "What is the sum?"}] * 8)
+    trainer = SFTTrainer(model, args=config, train_dataset=data, processing_class=tiny_tokenizer)
+    seen = []
+    step = trainer.training_step
+    trainer.training_step = lambda *args, **kwargs: (seen.append(flags(model)), step(*args, **kwargs))[1]
+    trainer.train()
+    assert seen[0] == expected
+
+
+def test_keeping_layers_does_not_move_the_loss_or_the_gradient(tiny_tokenizer, tmp_path):
+    from datasets import Dataset
+
+    data = Dataset.from_list([{"text": "What is the sum of two numbers?"}, {"text": "The answer is 3."}] * 4)
+    found = []
+    for kept in (0, 2):
+        config = SFTConfig(str(tmp_path / str(kept)), max_steps=2, logging_steps=1, report_to="none", kept_layers=kept)
+        model = build_model(len(tiny_tokenizer), num_hidden_layers=4)
+        trainer = SFTTrainer(model, args=config, train_dataset=data, processing_class=tiny_tokenizer)
+        trainer.train()
+        found.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry])
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-6, atol=1e-7)
