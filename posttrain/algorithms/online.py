@@ -42,6 +42,7 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
     """
 
     config_class: ClassVar[type[OnlineConfig]] = OnlineConfig
+    runner_class: ClassVar[type[RewardRunner]] = RewardRunner
     zero_gradient_is_normal = True
     args: OnlineConfig
 
@@ -55,7 +56,7 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
         rollout_engine: RolloutEngine | None = None,
         **kwargs: Any,
     ) -> None:
-        self.rewards = RewardRunner(
+        self.rewards = self.runner_class(
             reward_funcs,
             reward_weights=getattr(args, "reward_weights", None),
             processing_classes=reward_processing_classes,
