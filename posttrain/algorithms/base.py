@@ -209,11 +209,6 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         return model
 
     def _choose_layout(self) -> Layout:
-        if self.args.n_gpu > 1:
-            raise ConfigError(
-                f"{self.args.n_gpu} GPUs are visible to one process, which would train through nn.DataParallel and be wrong. "
-                f"Start one process a GPU: accelerate launch --num_processes {self.args.n_gpu} your_script.py"
-            )
         probe_head(self.model)
         layout = Layout("padded", row_tokens=4096) if self._needs_padded_rows() else probe_layout(self.model)
         if self.args.max_row_tokens is not None:
@@ -338,6 +333,10 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         """Add metrics to the current window."""
         self.buffers[mode].add(metrics)
 
+    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The window's metrics with those that follow from others; training and evaluation both pass here."""
+        return metrics
+
     def _reduced(self, mode: str) -> dict[str, float]:
         gather = None
         if self.accelerator.num_processes > 1:
@@ -345,7 +344,7 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
             def gather(rows: list) -> list:
                 return parallel.all_gather_objects(rows, self.accelerator)
 
-        return self.buffers[mode].compute(gather)
+        return self.derived(self.buffers[mode].compute(gather))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._window_start is not None:

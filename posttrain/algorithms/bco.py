@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from posttrain.algorithms.judged import JudgedTrainer, judged_metrics
 from posttrain.algorithms.preference import ComparedConfig, sequence_logp
 from posttrain.errors import ConfigError
+from posttrain.losses.reduce import row_terms
 from posttrain.losses.unpaired import BCO_LOSSES, Moments, density_weight, update_moments
 from posttrain.metrics import mean
 from posttrain.models import parallel
@@ -141,4 +142,4 @@ class BCOTrainer(JudgedTrainer):
         values = {"log_ratio": ratio, "desirable": good, "shift": delta, "weight": batch.columns["density_weight"]}
         terms = BCO_LOSSES["bco"](values, beta=self.args.beta)
         metrics = judged_metrics(outputs, batch, self.args.beta * ratio, logp, good)
-        return LossTerms(terms, torch.ones_like(terms, dtype=torch.bool), "sequence", metrics=metrics)
+        return row_terms(batch, terms, metrics=metrics)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
-
-from torch import nn
+from typing import ClassVar, Literal
 
 from posttrain.algorithms.preference import AnswerConfig
 from posttrain.algorithms.reference_free import ReferenceFreeTrainer, branch_sums, reward_metrics
@@ -77,9 +75,6 @@ class CPOTrainer(ReferenceFreeTrainer):
     _name: ClassVar[str] = "CPO"
     _suffix: ClassVar[str] = "CPO"
     args: CPOConfig
-
-    def __init__(self, model: str | nn.Module, args: CPOConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(model, None, args, **kwargs)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the chosen answers."""

@@ -14,7 +14,7 @@ from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer, r
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import DIVERGENCES, collision_logp, desensitized_sum, pair_values, wpo_weight
 from posttrain.losses.preference import DPO_LOSSES, mean_nll
-from posttrain.losses.reduce import sequence_sum
+from posttrain.losses.reduce import row_terms, sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
@@ -150,9 +150,7 @@ def dpo_objective(
         total = total + share * terms
     if weight is not None:
         metrics["weights/mean"] = mean(weight)
-    # Both sequences of a pair carry its loss, so that the mean over sequences is the mean over pairs.
-    terms = batch.spread_rows(total, 2)
-    return LossTerms(terms, torch.ones_like(terms, dtype=torch.bool), "sequence", metrics=metrics)
+    return row_terms(batch, total, branches=2, metrics=metrics)
 
 
 def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float | None) -> Tensor:

@@ -75,15 +75,11 @@ class JudgedTrainer(PreferenceTrainer):
             row.sequence_columns["label"] = [float(_as_bool(example["label"], index))]
         return rows
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
         """Margins are the difference of two means, over whatever the window holds."""
-        reduced = [self._reduced("train")] if not any(key.startswith("eval_") for key in logs) else []
-        for metrics in reduced:
-            logs.update(metrics)
-        for prefix in {key.rsplit("rewards/chosen", 1)[0] for key in logs if key.endswith("rewards/chosen")}:
-            if f"{prefix}rewards/rejected" in logs:
-                logs[f"{prefix}rewards/margins"] = logs[f"{prefix}rewards/chosen"] - logs[f"{prefix}rewards/rejected"]
-        super().log(logs, start_time)
+        if not {"rewards/chosen", "rewards/rejected"} <= set(metrics):
+            return metrics
+        return metrics | {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
 
 
 def _as_bool(label: Any, index: int) -> bool:

@@ -14,6 +14,7 @@ from posttrain.algorithms.judged import JudgedTrainer, judged_metrics
 from posttrain.algorithms.preference import ComparedConfig, sequence_logp
 from posttrain.data.forest import collate
 from posttrain.errors import ConfigError, check_choice
+from posttrain.losses.reduce import row_terms
 from posttrain.losses.unpaired import KTO_LOSSES, kl_baseline, kl_totals
 from posttrain.metrics import mean
 from posttrain.models import parallel
@@ -156,4 +157,4 @@ class KTOTrainer(JudgedTrainer):
         weights = {"desirable_weight": cfg.desirable_weight, "undesirable_weight": cfg.undesirable_weight}
         terms = KTO_LOSSES[cfg.loss_type](values, beta=cfg.beta, **weights)
         metrics = judged_metrics(outputs, batch, cfg.beta * ratio, logp, good)
-        return LossTerms(terms, torch.ones_like(terms, dtype=torch.bool), "sequence", metrics=metrics)
+        return row_terms(batch, terms, metrics=metrics)

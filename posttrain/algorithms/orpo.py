@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import nn
 from torch.nn import functional as F
 
 from posttrain.algorithms.preference import AnswerConfig
@@ -42,9 +41,6 @@ class ORPOTrainer(ReferenceFreeTrainer):
         "id": "2403.07691",
     }
     args: ORPOConfig
-
-    def __init__(self, model: str | nn.Module, args: ORPOConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(model, None, args, **kwargs)
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Pairs whose prompts are trained, once each."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posttrain.algorithms.preference import PreferenceTrainer, sequence_logp
 from posttrain.losses.likelihood import nll
+from posttrain.losses.reduce import row_terms
 from posttrain.metrics import Metric, mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
@@ -51,6 +53,9 @@ class ReferenceFreeTrainer(PreferenceTrainer):
     needs = frozenset({"logp", "entropy"})
     likelihood_branch = 0
 
+    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, None, args, **kwargs)
+
     def likelihood_mask(self, batch: Batch) -> Tensor:
         """``(B, T)`` tokens whose likelihood is raised: one branch of each row, and trained prompts."""
         size = len(self.branches)
@@ -67,8 +72,7 @@ class ReferenceFreeTrainer(PreferenceTrainer):
     ) -> LossTerms:
         """One term a row ``(P,)``, a mean over the step's rows, and ``likelihood`` times the NLL, a mean over its tokens."""
         assert out.logp is not None
-        spread = batch.spread_rows(terms, len(self.branches))
-        loss = LossTerms(spread, torch.ones_like(spread, dtype=torch.bool), "sequence", metrics=metrics)
+        loss = row_terms(batch, terms, branches=len(self.branches), metrics=metrics)
         if likelihood:
             mask = self.likelihood_mask(batch)
             loss.extra.append(LossTerms(likelihood * nll(out.logp), mask, "token", count="likelihood"))

@@ -15,6 +15,7 @@ from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.data.ranked import pair_rows, prepare_reward_dataset
 from posttrain.errors import ModelError
 from posttrain.losses.ranking import bradley_terry, centering
+from posttrain.losses.reduce import row_terms
 from posttrain.metrics import maximum, mean, minimum
 from posttrain.models.forward import forward
 from posttrain.models.load import load_classifier
@@ -63,9 +64,7 @@ def reward_objective(out: ModelOutputs, batch: Batch, *, center: float | None) -
         "mean_reward": mean(scores),
         "max_reward": maximum(scores),
     }
-    # Both sequences of a pair carry its loss, so that the mean over sequences is the mean over pairs.
-    terms = batch.spread_rows(loss, 2)
-    return LossTerms(terms, torch.ones_like(terms, dtype=torch.bool), "sequence", metrics=metrics)
+    return row_terms(batch, loss, branches=2, metrics=metrics)
 
 
 class RewardTrainer(PostTrainer):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
-
-from torch import nn
+from typing import ClassVar, Literal
 
 from posttrain.algorithms.preference import AnswerConfig
 from posttrain.algorithms.reference_free import ReferenceFreeTrainer, branch_sums, reward_metrics
@@ -52,9 +50,6 @@ class TPOTrainer(ReferenceFreeTrainer):
     _name: ClassVar[str] = "TPO"
     _suffix: ClassVar[str] = "TPO"
     args: TPOConfig
-
-    def __init__(self, model: str | nn.Module, args: TPOConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(model, None, args, **kwargs)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the gold answers."""

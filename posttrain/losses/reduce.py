@@ -13,9 +13,19 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.types import LossTerms
+from posttrain.metrics import Metric
+from posttrain.types import Batch, LossTerms
 
-__all__ = ["REDUCTIONS", "Denominators", "reduce", "sequence_lengths", "sequence_mean", "sequence_sum", "spread"]
+__all__ = [
+    "REDUCTIONS",
+    "Denominators",
+    "reduce",
+    "row_terms",
+    "sequence_lengths",
+    "sequence_mean",
+    "sequence_sum",
+    "spread",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,23 @@ REDUCTIONS: dict[str, Callable[[LossTerms, Denominators], Tensor]] = {
     "constant": _constant,
     "local_token": _local_token,
 }
+
+
+def row_terms(
+    batch: Batch, values: Tensor, *, branches: int = 1, metrics: dict[str, Metric] | None = None
+) -> LossTerms:
+    """One term a collated row, ``(S / branches,)``, whose mean is that over the rows of the whole optimiser step.
+
+    Every completion of a row carries the row's term, so that the mean over sequences is the mean over rows.
+
+    Args:
+        batch: Collated with ``whole_rows=True`` where ``branches`` is above 1.
+        values: Terms in the order of the rows; for ``branches=1`` in the order of the batch's sequences.
+        branches: Completions of a row.
+        metrics: What to log.
+    """
+    terms = values if branches == 1 else batch.spread_rows(values, branches)
+    return LossTerms(terms, torch.ones_like(terms, dtype=torch.bool), "sequence", metrics=metrics or {})
 
 
 def reduce(terms: LossTerms, denominators: Denominators) -> Tensor:
