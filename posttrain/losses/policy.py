@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.losses.reduce import sequence_sum, spread
+from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.types import Reduction
 
@@ -155,8 +155,3 @@ def clip_metrics(
         "clip_ratio/high_max": maximum(per_sequence(high)),
         "clip_ratio/region_mean": mean(low + high, mask),
     }
-
-
-def on_tokens(values: Tensor, sequence: Tensor) -> Tensor:
-    """Advantages as the surrogates want them: per sequence or per token in, per token out."""
-    return spread(values, sequence)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.models.attention import attention_mask
-from posttrain.models.heads import LogitRule, ScoreHead, TokenHead, causal_lm, install_token_head, score
+from posttrain.models.heads import LogitRule, ScoreHead, TokenHead, causal_lm, install_token_head, score, unwrapped
 from posttrain.types import Batch, ModelOutputs, Row
 
 __all__ = [
@@ -78,8 +78,7 @@ def learns_prompts(model: nn.Module) -> bool:
 
 def virtual_tokens(model: nn.Module) -> int:
     """Columns that prompt tuning puts before a row's tokens; prefix tuning puts its own into the cache."""
-    while hasattr(model, "module") and isinstance(model.module, nn.Module):
-        model = model.module
+    model = unwrapped(model)
     if not learns_prompts(model):
         return 0
     config: Any = model.active_peft_config
@@ -87,9 +86,7 @@ def virtual_tokens(model: nn.Module) -> int:
 
 
 def _attention(model: nn.Module, inner: Any, batch: Batch) -> dict[str, Any]:
-    while hasattr(model, "module") and isinstance(model.module, nn.Module):
-        model = model.module
-    if learns_prompts(model):
+    if learns_prompts(unwrapped(model)):
         assert int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0, "virtual tokens need one sequence a row"
         return {"attention_mask": (batch.tree == 0).long()}
     mask = attention_mask(batch, inner.config, next(inner.parameters()).dtype)

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from posttrain.models.logprob import token_logprobs
 
-__all__ = ["LogitRule", "ScoreHead", "TokenHead", "causal_lm", "install_token_head", "score", "score_layer"]
+__all__ = [
+    "LogitRule",
+    "ScoreHead",
+    "TokenHead",
+    "causal_lm",
+    "install_token_head",
+    "score",
+    "score_layer",
+    "unwrapped",
+]
 
 # What configs call a factor of the logits, and their cap.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -76,11 +85,17 @@ class ScoreHead:
     columns: Tensor
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model, or the peft wrapper around it, inside what parallelism put on top (DDP's ``module``)."""
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
 def causal_lm(model: nn.Module) -> nn.Module:
     """The transformers model (of any task) inside wrappers (DDP, PEFT)."""
-    while hasattr(model, "module") and isinstance(model.module, nn.Module):
-        model = model.module
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = unwrapped(model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[operator]
 
 
 def install_token_head(model: nn.Module) -> None:

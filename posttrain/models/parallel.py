@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -18,6 +17,7 @@ __all__ = [
     "equal_passes",
     "main_process_first",
     "no_sync",
+    "run_and_share",
     "shards_parameters",
     "whole_parameters",
 ]
@@ -136,8 +136,3 @@ def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
     if failures:
         raise failures[0]
     return result
-
-
-def mean_over_ranks(value: Tensor, accelerator: Accelerator) -> Tensor:
-    """Average a scalar tensor over ranks."""
-    return accelerator.reduce(value, reduction="mean") if accelerator.num_processes > 1 else value

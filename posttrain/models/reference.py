@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.errors import ModelError
+from posttrain.models.heads import unwrapped
 
 __all__ = ["Reference", "create_reference_model", "disable_dropout_in_model", "use_adapter"]
 
@@ -153,8 +154,7 @@ class Reference:
     def __init__(self, model: nn.Module, *, fresh_adapter: bool = False, given: nn.Module | None = None) -> None:
         self.adapter: str | None = None
         self.copy: nn.Module | None = None
-        while isinstance(getattr(model, "module", None), nn.Module):
-            model = model.module  # type: ignore[assignment]  # Behind DDP's wrapper an adapter would not be seen.
+        model = unwrapped(model)  # Behind DDP's wrapper an adapter would not be seen.
         self.policy = model if _is_peft(model) else None
         if given is not None:
             _check_vocabulary(model, given)
@@ -192,13 +192,3 @@ class Reference:
                     for name, parameter in self.policy.named_parameters():  # type: ignore[union-attr]
                         if f".{REF_ADAPTER}" in name:
                             parameter.requires_grad_(False)  # peft re-enables gradients of the adapter it activates.
-
-    @torch.no_grad()
-    def mix_in(self, policy: nn.Module, alpha: float) -> None:
-        """TR-DPO: ``ref = (1 - alpha) * ref + alpha * policy``, by name, in float32 so that a small alpha is not lost."""
-        if self.copy is None:
-            raise ModelError("the reference is the same model with its adapter off; it cannot follow the policy.")
-        ours = dict(policy.named_parameters()) | dict(policy.named_buffers())
-        for name, value in [*self.copy.named_parameters(), *self.copy.named_buffers()]:
-            if value.is_floating_point():
-                value.copy_(torch.lerp(value.float(), ours[name].float(), alpha))
