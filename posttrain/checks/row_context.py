@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from posttrain.data.chat import render, terminal_token_ids
+from posttrain.data.tokenize import encode
 from posttrain.errors import PosttrainError
 from posttrain.types import Finding, Row
 
@@ -94,7 +95,7 @@ class RowContext:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text without special tokens added."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return encode(self.tokenizer, [text], special=False)[0]
 
     def blank(self, token: int) -> bool:
         """Whether a token is white space only."""

@@ -13,6 +13,7 @@ from posttrain.data.chat import common_prefix, render
 from posttrain.data.collators import IGNORED, Collator, Example, has_column, token_row
 from posttrain.data.sequences import encode_with_byte_offsets, is_byte_level
 from posttrain.data.tensors import pad
+from posttrain.data.tokenize import encode
 from posttrain.errors import ConfigError, DataError
 
 __all__ = ["DPODataCollatorWithPadding", "DataCollatorForChatML"]
@@ -102,7 +103,8 @@ class DataCollatorForChatML(Collator):
         if not isinstance(prompt, str):
             prompt = render(self.tokenizer, prompt, add_generation_prompt=True)
         if given is not None:
-            return _Chat(given, common_prefix(self._encode(prompt), given))
+            (ids,) = encode(self.tokenizer, [prompt], special=False)
+            return _Chat(given, common_prefix(ids, given))
         return self._tokenised(prompt, render(self.tokenizer, messages))
 
     def _tokenised(self, prompt: str, text: str) -> _Chat:
@@ -110,8 +112,8 @@ class DataCollatorForChatML(Collator):
         shared = text[: common_prefix(prompt, text)]
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if not is_byte_level(backend):
-            ids = self._encode(text)
-            return _Chat(ids, common_prefix(self._encode(shared), ids))
+            ids, prompt_ids = encode(self.tokenizer, [text, shared], special=False)
+            return _Chat(ids, common_prefix(prompt_ids, ids))
         if backend.normalizer is not None:
             shared = backend.normalizer.normalize_str(shared)
         (ids,), (spans,) = encode_with_byte_offsets(backend, [text])
@@ -119,9 +121,6 @@ class DataCollatorForChatML(Collator):
         boundary = next((i for i, (start, _) in enumerate(spans) if start >= size), len(ids))
         known = [(0, 0)] * boundary + [(start - size, end - size) for start, end in spans[boundary:]]
         return _Chat(ids, boundary, known)
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _cut(self, chat: _Chat, row: int) -> _Chat:
         limit = self.max_length or len(chat.ids)

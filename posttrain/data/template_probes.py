@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["PROBES", "Probe", "dummy_call"]
+__all__ = ["PROBES", "Probe", "dummy_call", "tool_call"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,8 @@ def _system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
-def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def tool_call(name: Any, arguments: Any) -> dict[str, Any]:
+    """A call as messages hold it."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -78,7 +79,7 @@ TOOL = {
     },
 }
 RESULT = {"role": "tool", "name": "zq_find", "content": "zq result"}
-CALL = _call("zq_find", {"zq_arg": "zq thing", "zq_n": 3, "zq_b": True, "zq_l": ["zq", None]})
+CALL = tool_call("zq_find", {"zq_arg": "zq thing", "zq_n": 3, "zq_b": True, "zq_l": ["zq", None]})
 CALL_WORDS = ("zq_find", "zq_arg", "zq thing")
 
 dummy_call = Probe("a tool call", [_user("zq ask"), _assistant("", tool_calls=[CALL])], shown=("zq ask", *CALL_WORDS))
@@ -140,7 +141,7 @@ PROBES = (
         "two calls and their results",
         [
             _user("zq ask"),
-            _assistant("", tool_calls=[CALL, _call("zq_other", {})]),
+            _assistant("", tool_calls=[CALL, tool_call("zq_other", {})]),
             RESULT,
             RESULT | {"name": "zq_other", "content": "zq second"},
         ],

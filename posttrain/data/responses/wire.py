@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.data.template_probes import tool_call
+
 __all__ = ["FORMATS", "Bare", "Parser"]
 
 Parser = Callable[[str, bool], dict[str, Any]]
@@ -49,10 +51,6 @@ def _between(text: str, begin: str, end: str) -> tuple[str, list[str]]:
     return outside, bodies
 
 
-def _call(name: Any, arguments: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def _message(content: str, calls: list[dict[str, Any]], **reasoning: str) -> dict[str, Any]:
     message: dict[str, Any] = {"content": content} | {name: text for name, text in reasoning.items() if text}
     return message | ({"tool_calls": calls} if calls else {})
@@ -70,7 +68,7 @@ def qwen_json(text: str, opened: bool) -> dict[str, Any]:
     reasoning, text = _think(text, opened)
     content, bodies = _between(text, "<tool_call>", "</tool_call>")
     calls = [_json_object(body) for body in bodies]
-    return _message(content, [_call(c.get("name"), c.get("arguments")) for c in calls], reasoning_content=reasoning)
+    return _message(content, [tool_call(c.get("name"), c.get("arguments")) for c in calls], reasoning_content=reasoning)
 
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
@@ -101,7 +99,7 @@ def qwen_xml(text: str, opened: bool) -> dict[str, Any]:
         found = FUNCTION.fullmatch(body)
         if found is None:
             raise ValueError(f"a call must be <function=NAME>..</function>, and it is {body.strip()[:60]!r}")
-        calls.append(_call(found[1], _pairs(PARAMETER, found[2])))
+        calls.append(tool_call(found[1], _pairs(PARAMETER, found[2])))
     return _message(content, calls, reasoning_content=reasoning)
 
 
@@ -113,7 +111,7 @@ def glm(text: str, opened: bool) -> dict[str, Any]:
     calls = []
     for body in bodies:
         name, _, pairs = body.strip().partition("<arg_key>")
-        calls.append(_call(name.strip(), _pairs(PAIR, "<arg_key>" + pairs if pairs else "")))
+        calls.append(tool_call(name.strip(), _pairs(PAIR, "<arg_key>" + pairs if pairs else "")))
     return _message(content.strip(), calls, reasoning_content=reasoning)
 
 
@@ -123,7 +121,7 @@ def llama_json(text: str, opened: bool) -> dict[str, Any]:
     if not bare.startswith('{"name"'):
         return _message(text, [])
     call = _json_object(bare)
-    return _message("", [_call(call.get("name"), call.get("parameters", call.get("arguments")))])
+    return _message("", [tool_call(call.get("name"), call.get("parameters", call.get("arguments")))])
 
 
 HARMONY = re.compile(
@@ -142,7 +140,7 @@ def harmony(text: str, opened: bool) -> dict[str, Any]:
         at = found.end()
         recipient = re.search(r"to=functions\.(\S+)", found["before"] + " " + found["after"])
         if recipient:
-            calls.append(_call(recipient[1], json.loads(found["body"])))
+            calls.append(tool_call(recipient[1], json.loads(found["body"])))
         else:
             parts["analysis" if found["channel"] == "analysis" else "final"].append(found["body"])
     if text[at:].strip():
@@ -181,7 +179,7 @@ def pythonic(text: str, opened: bool) -> dict[str, Any]:
         for node in listed.elts if isinstance(listed, ast.List) else [listed]:
             if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
                 raise ValueError(f"a call must be NAME(KEY=VALUE, ..), and it is {ast.unparse(node)[:60]!r}")
-            calls.append(_call(ast.unparse(node.func), {k.arg: _literal(k.value) for k in node.keywords}))
+            calls.append(tool_call(ast.unparse(node.func), {k.arg: _literal(k.value) for k in node.keywords}))
     return _message(content, calls, thinking=reasoning)
 
 
@@ -198,7 +196,7 @@ def deepseek(text: str, opened: bool) -> dict[str, Any]:
     for body in bodies:
         at = 0
         while found := DEEPSEEK.match(body, at):
-            calls.append(_call(found[1], _json_object(found[2])))
+            calls.append(tool_call(found[1], _json_object(found[2])))
             at = found.end()
         if body[at:].strip():
             raise ValueError(f"{body[at:].strip()[:60]!r} is not a call")
