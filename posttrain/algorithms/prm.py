@@ -15,7 +15,7 @@ from transformers.trainer_utils import EvalPrediction
 from posttrain.algorithms.base import PostTrainer
 from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.data.forest import collate
-from posttrain.data.ranked import prepare_step_dataset, step_rows, tokenize_steps
+from posttrain.data.steps import prepare_step_dataset, step_rows, tokenize_steps
 from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.ranking import step_nll
 from posttrain.metrics import mean
@@ -50,6 +50,10 @@ class PRMConfig(PostTrainingConfig):
         super().__post_init__()
         if not self.step_separator:
             raise ConfigError("step_separator is empty, so a step would have no token to be judged at. Use '\\n'.")
+        for name in ("max_length", "max_completion_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1, or None for no limit.")
 
 
 def prm_objective(out: ModelOutputs, batch: Batch) -> LossTerms:

@@ -177,7 +177,7 @@ class SFTTrainer(PostTrainer):
         """Tokenise one set, as `prepare_sft_dataset` does."""
         args = self.args
         if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            check_prepared(dataset, name)
+            check_prepared(dataset, name, len(self.processing_class))
             return dataset
         if training and args.packing and args.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)

@@ -59,12 +59,12 @@ def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     from posttrain.data.supervised import check_prepared, document_rows, prepare_sft_dataset, with_training_template
 
     if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        check_prepared(examples, "train")
+        check_prepared(examples, "train", len(tokenizer))
         return Prepared(document_rows(examples), [])
     options = with_training_template(config.supervised_options(training=True), tokenizer)
     prepared, report = prepare_sft_dataset(examples, tokenizer, options, seed=config.seed)
     finding = diverged_prompts(report.diverged, report.rows_in)
-    cut = None if config.packing else report.truncated  # Packing cuts by its own rule, after that count.
+    cut = report.truncated
     return Prepared(document_rows(prepared), [finding] if finding else [], cut)
 
 
@@ -87,7 +87,7 @@ def reward_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
 
 def prm_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     """Rows of a process reward model: judged tokens are the trained ones."""
-    from posttrain.data.ranked import prepare_step_dataset, step_rows
+    from posttrain.data.steps import prepare_step_dataset, step_rows
 
     prepared = prepare_step_dataset(
         examples,

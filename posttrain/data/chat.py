@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from posttrain.data.formats import is_conversational
+from posttrain.data.messages import check_messages, check_unicode, fit_messages
 from posttrain.errors import ConfigError, DataError, ModelError
 
 __all__ = [
@@ -17,7 +19,6 @@ __all__ = [
     "apply_chat_template",
     "assistant_mask",
     "common_prefix",
-    "fit_messages",
     "has_generation_markers",
     "maybe_apply_chat_template",
     "render",
@@ -43,111 +44,46 @@ def render(
     """One conversation as the text the model sees.
 
     Raises:
-        ModelError: The tokenizer has no chat template. DataError: The template refused the messages.
+        ModelError: The tokenizer has no chat template, or one that is no Jinja.
+        DataError: Messages without content, text that is no valid Unicode, or messages that the template refused.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
             "the rows are conversational, but the tokenizer has no chat template. Set tokenizer.chat_template, use an "
             "instruction-tuned checkpoint, or give the rows as strings."
         )
+    text = _template(
+        tokenizer,
+        messages,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=tools,
+        **template_kwargs,
+    )
+    check_unicode(text, "messages")
+    return text
+
+
+def _template(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any, **options: Any) -> Any:
+    """The tokenizer's `apply_chat_template` on checked and fitted messages, with errors that say what to do."""
+    check_messages(messages)
+    fitted = fit_messages(tokenizer, messages, options.get("chat_template"))
     try:
-        return tokenizer.apply_chat_template(
-            fit_messages(tokenizer, messages, template_kwargs.get("chat_template")),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools or None,
-            **template_kwargs,
-        )
+        return tokenizer.apply_chat_template(fitted, tools=tools or None, **options)
+    except TemplateSyntaxError as error:
+        raise ModelError(
+            f"the chat template is not valid Jinja (line {error.lineno}: {error.message}). Mend it, or set another one "
+            "(chat_template_path)."
+        ) from error
     except Exception as error:
-        raise DataError(f"the chat template refused the messages {_brief(messages)}: {error}") from error
-
-
-# What messages call the model's reasoning; a template reads one of them, and silently leaves the others out.
-REASONING = ("reasoning_content", "thinking", "reasoning")
-_renamed: set[tuple[str, str]] = set()
-
-
-def fit_messages(tokenizer: Any, messages: list[dict[str, Any]], template: Any = None) -> list[dict[str, Any]]:
-    """Messages as the chat template reads them; the given ones are not changed.
-
-    Reasoning goes under the name that the template reads, and tool arguments stored as JSON text are decoded where the
-    template would encode the text once more.
-    """
-    if not any(m.get("tool_calls") or any(m.get(name) for name in REASONING) for m in messages):
-        return messages
-    text = _text_of(template or tokenizer.chat_template)
-    reads = [name for name in REASONING if re.search(rf"""\.{name}\b|['"]{name}['"]""", text)]
-    fitted = [_under_read_name(message, reads) for message in messages]
-    if any(_json_calls(message) for message in fitted) and _escapes_twice(tokenizer, text):
-        fitted = [_decoded(message) for message in fitted]
-    return fitted
-
-
-def _text_of(template: Any) -> str:
-    return str((template.get("default") if isinstance(template, dict) else template) or "")
-
-
-def _under_read_name(message: dict[str, Any], reads: list[str]) -> dict[str, Any]:
-    given = [name for name in REASONING if message.get(name)]
-    if not given or not reads or set(given) & set(reads):
-        return message
-    if (given[0], reads[0]) not in _renamed:
-        _renamed.add((given[0], reads[0]))
-        logger.warning("messages hold %r, which the chat template does not read: taken as %r.", given[0], reads[0])
-    return {**{k: v for k, v in message.items() if k != given[0]}, reads[0]: message[given[0]]}
-
-
-def _arguments(call: Any) -> Any:
-    """What a call's JSON text decodes to, if that is an object; else None."""
-    function = call.get("function", call) if isinstance(call, dict) else {}
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return None
-    try:
-        value = json.loads(function["arguments"])
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _json_calls(message: dict[str, Any]) -> bool:
-    return any(_arguments(call) is not None for call in message.get("tool_calls") or [])
-
-
-def _decoded(message: dict[str, Any]) -> dict[str, Any]:
-    def decode(call: dict[str, Any]) -> dict[str, Any]:
-        value = _arguments(call)
-        if value is None:
-            return call
-        if "function" in call:
-            return {**call, "function": {**call["function"], "arguments": value}}
-        return {**call, "arguments": value}
-
-    if not _json_calls(message):
-        return message
-    return {**message, "tool_calls": [decode(call) for call in message["tool_calls"]]}
-
-
-@lru_cache(maxsize=64)
-def _escapes_twice(tokenizer: Any, template: str) -> bool:
-    """Whether a template takes arguments as an object, and encodes text again (or refuses it)."""
-
-    def rendered(arguments: Any) -> str | None:
-        call = {"type": "function", "function": {"name": "zq_find", "arguments": arguments}}
-        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        try:
-            return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-        except Exception:  # Whatever a template raises says that it does not take this form.
-            return None
-
-    as_object, as_text = rendered({"zq_key": "zq"}), rendered('{"zq_key": "zq"}')
-    fits = as_object is not None and "zq_key" in as_object and "'zq_key'" not in as_object
-    twice = fits and (as_text is None or '\\"zq_key\\"' in as_text)
-    if twice:
-        logger.warning(
-            "tool arguments are stored as JSON text, which the chat template would encode once more: they are decoded first."
-        )
-    return twice
+        for message in messages:
+            check_unicode(str(message.get("content")), "messages")
+        reason = str(error).rstrip(".")
+        raise DataError(
+            f"the chat template refused the messages {_brief(messages)}: {reason}. Check their roles and order, or use another "
+            "template (chat_template_path)."
+        ) from error
 
 
 def _brief(messages: Any) -> str:
@@ -327,9 +263,15 @@ class AssistantSpans:
 
     def by_markers(self, messages: list[dict[str, Any]], *, tools: Any = None, **kwargs: Any) -> tuple[list, list]:
         """Ids and mask as the template's generation markers say."""
-        messages = fit_messages(self.tokenizer, messages, kwargs.get("chat_template"))
-        out = self.tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tools=tools or None, **kwargs
+        out = _template(
+            self.tokenizer,
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tools=tools,
+            tokenizer_kwargs={"verbose": False},
+            **kwargs,
         )
         return out["input_ids"], out["assistant_masks"]
 

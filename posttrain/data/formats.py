@@ -228,6 +228,12 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
                 chat = True
             else:
                 raise DataError(f"row {index}: {error}") from error
+        empty = sorted(n for n in (*MESSAGE_COLUMNS, "conversations") if n in row and not row[n] and row[n] != "")
+        if empty and not chat:
+            raise DataError(
+                f"row {index}, column {empty[0]!r}: it is {row[empty[0]]!r}. Every row needs at least one message (or some "
+                f"text) there: dataset.filter(lambda row: row[{empty[0]!r}])."
+            )
         if first is None:
             first = chat
         elif chat != first:

@@ -13,6 +13,7 @@ from posttrain.data.formats import (
     maybe_convert_to_chatml,
     strip_none,
 )
+from posttrain.data.raw import check_ids
 from posttrain.data.tokenize import encode, one_bos, open_end, prompt_text, template_arguments
 from posttrain.errors import DataError
 
@@ -21,7 +22,14 @@ __all__ = ["COUNTERS", "IGNORED", "SupervisedOptions", "label_batch", "one_eos"]
 IGNORED = -100
 COUNTERS = (
     "_truncated", "_cut", "_diverged", "_half_lost", "_no_end", "_double_bos", "_nested_none", "_trained", "_tokens", "_tail",
+    "_reason",
 )  # fmt: skip
+# Why a row trains nothing.
+CUT = "cut at max_length before their first trained token"
+EMPTY = "empty"
+EMPTY_COMPLETION = "with an empty completion"
+NO_ASSISTANT = "without a turn of the assistant"
+MASKED = "without a trained token"
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,8 @@ class SupervisedOptions:
 
     @property
     def cut(self) -> int | None:
-        """Tokens to cut rows to before any packing, which has its own rule."""
-        return None if self.packing else self.max_length
+        """Tokens to cut rows to; strategies that split long rows get them whole."""
+        return None if self.packing in ("bfd_split", "wrapped") else self.max_length
 
 
 @dataclass(slots=True)
@@ -68,6 +76,7 @@ class _Plan:
     double_bos: bool = False
     nested_none: bool = False
     head_ids: list[int] = field(default_factory=list)
+    nothing: str = ""  # Why the row itself has nothing to train.
 
 
 def label_batch(
@@ -84,7 +93,8 @@ def label_batch(
         try:
             plans.append(_plan(row, tokenizer, options, finder))
         except DataError as error:
-            raise DataError(f"row {index}: {error}") from error
+            none = sorted(set(batch) - set(given))
+            raise DataError(f"row {index}: {error}{f' Columns {none} are None here.' if none else ''}") from error
         plans[-1].nested_none = has_nested_none(given)
     _tokenize(plans, indices, tokenizer)
     out: dict[str, list] = {name: [] for name in ("input_ids", "labels", *COUNTERS)}
@@ -102,7 +112,7 @@ def label_batch(
 
 def _plan(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans) -> _Plan:
     if "input_ids" in row:
-        return _given(row, options)
+        return _given(row, options, len(tokenizer))
     if is_conversational_from_value(row):
         row.update(maybe_convert_to_chatml({"conversations": row.pop("conversations")}))
     if "messages" in row:
@@ -110,16 +120,20 @@ def _plan(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions, finde
     if "prompt" in row and "completion" in row:
         return _prompt_completion(row, tokenizer, options, finder)
     text = row.get(options.dataset_text_field)
-    if not isinstance(text, str):
+    if text is None:
         raise DataError(
             f"found none of input_ids, messages, prompt with completion, or {options.dataset_text_field!r} (a string); its "
             f"columns are {sorted(row)}. Set dataset_text_field, or rename the columns."
         )
-    return _Plan(text=text, plain=True)
+    if not isinstance(text, str):
+        raise DataError(
+            f"column {options.dataset_text_field!r} must be a string, and it is {type(text).__name__}: {str(text)[:80]!r}."
+        )
+    return _Plan(text=text, plain=True, nothing="" if text else EMPTY)
 
 
-def _given(row: dict[str, Any], options: SupervisedOptions) -> _Plan:
-    ids = list(row["input_ids"])
+def _given(row: dict[str, Any], options: SupervisedOptions, vocabulary: int) -> _Plan:
+    ids = check_ids(row["input_ids"], "input_ids", vocabulary)
     mask = [1] * len(ids)
     names = ["assistant_masks"] + (["completion_mask"] if options.completion_only_loss is not False else [])
     for name in (*names, "labels"):
@@ -128,7 +142,13 @@ def _given(row: dict[str, Any], options: SupervisedOptions) -> _Plan:
     for name in names:
         if name in row:
             mask = [a and b for a, b in zip(mask, row[name], strict=True)]
-    return _Plan(ids=ids, mask=mask)
+    wrong = next((i for i, label in enumerate(row.get("labels", ())) if label not in (IGNORED, ids[i])), None)
+    if wrong is not None:
+        raise DataError(
+            f"column 'labels' has {row['labels'][wrong]} at position {wrong}, where the token is {ids[wrong]}: a label is its "
+            f"token, or {IGNORED} where nothing is learnt. Labels are not shifted."
+        )
+    return _Plan(ids=ids, mask=mask, nothing="" if ids else EMPTY)
 
 
 def _conversation(
@@ -139,25 +159,30 @@ def _conversation(
             f"column 'messages' must be a list of messages with a role and content, and it is {str(messages)[:80]!r}."
         )
     kwargs = template_arguments(row)
+    spoken = any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
+    nothing = NO_ASSISTANT if options.assistant_only_loss and not spoken else ""
     if options.chat_template is not None:
         kwargs.setdefault("chat_template", options.chat_template)
     if not options.assistant_only_loss:
         return _Plan(text=render(tokenizer, messages, **kwargs))
     if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
         ids, mask = finder.by_markers(messages, **kwargs)
-        return _Plan(ids=ids, mask=mask)
+        return _Plan(ids=ids, mask=mask, nothing=nothing)
     text, spans = finder.by_rendering(messages, **kwargs)
-    return _Plan(text=text, spans=spans)
+    return _Plan(text=text, spans=spans, nothing=nothing)
 
 
 def _prompt_completion(
     row: dict[str, Any], tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans
 ) -> _Plan:
     prompt, completion = row["prompt"], row["completion"]
+    if not completion:
+        return _Plan(ids=[], mask=[], nothing=EMPTY_COMPLETION)
     chat = is_messages(prompt)
-    if chat != is_messages(completion) or not prompt or not completion:
+    if not all(isinstance(value, list if chat else str) for value in (prompt, completion)):
         raise DataError(
-            "prompt and completion must both be strings or both be lists of messages, and neither may be empty."
+            "prompt and completion must both be strings or both be lists of messages, and they are "
+            f"{type(prompt).__name__} and {type(completion).__name__}: {str(prompt)[:60]!r} and {str(completion)[:60]!r}."
         )
     if not chat:
         return _Plan(text=prompt + completion, head=prompt, plain=True)
@@ -168,14 +193,14 @@ def _prompt_completion(
 
 def _tokenize(plans: list[_Plan], indices: list[int], tokenizer: Any) -> None:
     """Two calls for the whole batch: texts with the tokenizer's special tokens, and rendered ones without."""
+    place = {id(plan): index for plan, index in zip(plans, indices, strict=True)}
     for plain in (True, False):
         wanted = [p for p in plans if p.plain == plain]
         texts = [p for p in wanted if p.text is not None]
         heads = [p for p in wanted if p.head is not None]
-        try:
-            ids = encode(tokenizer, [str(p.text) for p in texts] + [str(p.head) for p in heads], special=plain)
-        except DataError as error:
-            raise DataError(f"among rows {indices[0]} to {indices[-1]}: {error}") from error
+        rows = [place[id(plan)] for plan in (*texts, *heads)]
+        found_in = [str(p.text) for p in texts] + [str(p.head) for p in heads]
+        ids = encode(tokenizer, found_in, special=plain, where=lambda at, rows=rows: f"row {rows[at]}")
         for plan, found in zip(texts, ids[: len(texts)], strict=True):
             plan.ids = found
         for plan, found in zip(heads, ids[len(texts) :], strict=True):
@@ -249,3 +274,4 @@ def _write(out: dict[str, list], row: dict[str, Any], plan: _Plan, options: Supe
     out["labels"].append(labels)
     for name, value in zip(COUNTERS, values, strict=False):
         out[name].append(int(value))
+    out["_reason"].append("" if learnt > 0 else plan.nothing or (CUT if truncated and trained > left else MASKED))

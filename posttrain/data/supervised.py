@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -14,6 +15,7 @@ from posttrain.data.chat import has_generation_markers
 from posttrain.data.formats import describe_dataset, get_dataset_column_names, maybe_convert_to_chatml, strip_none
 from posttrain.data.labels import COUNTERS, IGNORED, SupervisedOptions, label_batch
 from posttrain.data.packing import LENGTHS, pack_dataset
+from posttrain.data.raw import check_ids, check_stream, first_row, listed
 from posttrain.data.template_families import with_template
 from posttrain.data.templates import check_template, get_training_chat_template
 from posttrain.errors import DataError, ModelError
@@ -42,6 +44,7 @@ LOSSES = (
 )  # fmt: skip
 PEEKED = 32  # Rows that the template is tried on.
 SHOWN = 200  # Characters of a row in a message.
+HINT = "Check completion_only_loss, assistant_only_loss, max_length and the masks; posttrain inspect shows the rows."
 
 
 @dataclass
@@ -113,9 +116,7 @@ def prepare_sft_dataset(
     Raises:
         DataError: A row that cannot be tokenised, options that contradict the rows, or no row left, with the reasons.
     """
-    first = next(iter(dataset), None)
-    if first is None:
-        raise DataError(f"the {name} dataset is empty.")
+    first = first_row(dataset, name, images=formatting_func is not None)
     if LENGTHS in first:
         return dataset, PreparationReport(name)
     _check_options(dataset, first, name, options, formatting_func)
@@ -126,17 +127,15 @@ def prepare_sft_dataset(
     extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
     if formatting_func is not None and "input_ids" not in first:
         arguments = {"function": formatting_func, "column": options.dataset_text_field}
-        dataset = dataset.map(_format, remove_columns=columns, fn_kwargs=arguments, **extra)
+        dataset = dataset.map(_format, with_indices=True, remove_columns=columns, fn_kwargs=arguments, **extra)
         columns = [options.dataset_text_field]
     elif formatting_func is not None:
         logger.warning("the %s rows are tokenised already: formatting_func is ignored.", name)
     report = PreparationReport(name, rows_in=0 if streaming else len(dataset))
-    arguments = {"tokenizer": tokenizer, "options": options}
-    described = {} if streaming else {"desc": f"Tokenizing {name} dataset"}
-    mapped = dataset.map(
-        label_batch, batched=True, with_indices=True, remove_columns=columns, fn_kwargs=arguments, **extra, **described
-    )
-    kept = mapped.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
+    steps = {"columns": columns, "tokenizer": tokenizer, "options": options, "extra": extra, "name": name}
+    if streaming:
+        check_stream((row["_reason"] for row in _labelled(dataset, **steps, batch_size=PEEKED)[0]), name, HINT)
+    mapped, kept = _labelled(dataset, **steps)
     if not streaming:
         _count(report, mapped, kept)
         _tell(report, mapped, kept, options, tokenizer)
@@ -147,17 +146,53 @@ def prepare_sft_dataset(
     return kept, report
 
 
-def check_prepared(dataset: Any, name: str) -> None:
+def _labelled(
+    dataset: Any,
+    *,
+    columns: list[str],
+    tokenizer: Any,
+    options: SupervisedOptions,
+    extra: dict,
+    name: str,
+    **batches: int,
+) -> tuple[Any, Any]:
+    """All rows as ids and labels, and those of them that train something."""
+    described = {} if isinstance(dataset, datasets.IterableDataset) else {"desc": f"Tokenizing {name} dataset"}
+    mapped = dataset.map(
+        label_batch,
+        batched=True,
+        with_indices=True,
+        remove_columns=columns,
+        fn_kwargs={"tokenizer": tokenizer, "options": options},
+        **extra,
+        **described,
+        **batches,
+    )
+    return mapped, mapped.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
+
+
+def check_prepared(dataset: Any, name: str, vocabulary: int) -> None:
     """Refuse rows that skipped preparation and would silently train on everything.
 
+    Args:
+        dataset: With ids and labels.
+        name: Of the set, for messages.
+        vocabulary: Tokens of the tokenizer.
+
     Raises:
-        DataError: No ``input_ids``, or mask columns without ``labels``.
+        DataError: No ``input_ids``, mask columns without ``labels``, or ids that are none of this vocabulary.
     """
+    first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
     masks = sorted({"assistant_masks", "completion_mask"} & set(columns))
     if "input_ids" not in columns or (masks and "labels" not in columns):
         why = f"columns {masks} but no labels, so every token would be trained" if masks else f"columns {columns}"
         raise DataError(f"skip_prepare_dataset is set and the {name} rows have {why}. Add input_ids and labels.")
+    for index, row in enumerate(islice(dataset, PEEKED)):
+        try:
+            check_ids(row["input_ids"], "input_ids", vocabulary)
+        except DataError as error:
+            raise DataError(f"{name} row {index}: {error}") from None
     if "labels" not in columns:
         return
     seen = [_trains_something([row["labels"]])[0] for row in islice(dataset, PEEKED)]
@@ -173,17 +208,19 @@ def _trains_something(labels: list[list[int]]) -> list[bool]:
     return [len(row) - 1 > row[1:].count(IGNORED) for row in labels]
 
 
-def _format(example: dict[str, Any], function: Callable[[dict], str], column: str) -> dict[str, str]:
-    return {column: function(example)}
+def _format(example: dict[str, Any], index: int, function: Callable[[dict], str], column: str) -> dict[str, str]:
+    try:
+        text = function(example)
+    except Exception as error:
+        raise DataError(
+            f"row {index}: formatting_func raised {type(error).__name__}: {error}. The row's columns are {sorted(example)}."
+        ) from error
+    if not isinstance(text, str):
+        raise DataError(f"row {index}: formatting_func must return one string a row, and it returned {text!r:.80}.")
+    return {column: text}
 
 
 def _check_options(dataset: Any, first: dict, name: str, options: SupervisedOptions, formatting: Any) -> None:
-    format_of = getattr(dataset, "format", None)
-    if isinstance(format_of, dict) and format_of.get("type") == "custom":
-        raise DataError(
-            f"the {name} dataset has a transform attached (with_transform), which tokenising would freeze. Apply it with "
-            'map, or give rows that hold input_ids and labels with dataset_kwargs={"skip_prepare_dataset": True}.'
-        )
     if options.completion_only_loss and formatting is not None:
         raise DataError("completion_only_loss=True with formatting_func: formatted rows have no prompt. Leave one out.")
     parted = ("prompt" in first and "completion" in first) or "completion_mask" in first or "labels" in first
@@ -206,14 +243,11 @@ def _check_options(dataset: Any, first: dict, name: str, options: SupervisedOpti
 
 def _count(report: PreparationReport, mapped: Any, kept: Any) -> None:
     report.rows_out = len(kept)
-    dropped = report.rows_in - report.rows_out
-    if dropped:
-        report.dropped["no trained token left"] = dropped
+    if report.rows_out < report.rows_in:
+        report.dropped = dict(Counter(filter(None, mapped["_reason"][:])))
     if report.rows_out == 0:
         raise DataError(
-            f"no row of the {report.name} dataset is left: of {report.rows_in}, {dropped} have no trained token "
-            f"({sum(mapped['_truncated'][:])} were cut at max_length). Check completion_only_loss, assistant_only_loss, "
-            "max_length."
+            f"no row of the {report.name} dataset is left: of {report.rows_in}, {listed(report.dropped)}. {HINT}"
         )
     report.truncated, report.cut_tokens = sum(mapped["_truncated"][:]), sum(mapped["_cut"][:])
     report.diverged, report.no_end = sum(mapped["_diverged"][:]), sum(kept["_no_end"][:])
@@ -229,9 +263,7 @@ def _tell(report: PreparationReport, mapped: Any, kept: Any, options: Supervised
         name, report.trained_tokens, report.tokens, 100 * report.trained_tokens / max(1, report.tokens),
     )  # fmt: skip
     if report.dropped:
-        logger.warning(
-            "%s dataset: dropped %d of %d rows (%s).", name, n - report.rows_out, n, "; ".join(report.dropped)
-        )
+        logger.warning("%s dataset: dropped %d of %d rows: %s.", name, n - report.rows_out, n, listed(report.dropped))
     if report.truncated:
         logger.warning(
             "%s dataset: %d of %d rows were cut at max_length=%s and lost %d trained tokens (%.1f %% of all).",

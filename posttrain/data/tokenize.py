@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain.data.chat import render_prompt
 from posttrain.data.formats import is_conversational, strip_none
+from posttrain.data.messages import check_unicode
 from posttrain.errors import DataError
 
 __all__ = ["encode", "one_bos", "open_end", "parse_tools", "prompt_text", "template_arguments", "tokenize_prompts"]
@@ -19,24 +20,29 @@ logger = logging.getLogger(__name__)
 RENDERED = ("prompt", "tools", "chat_template_kwargs")  # Columns that decide what a prompt renders to.
 
 
-def encode(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int]]:
+def encode(
+    tokenizer: Any, texts: list[str], *, special: bool, where: Callable[[int], str] = "text {} of the batch".format
+) -> list[list[int]]:
     """Token ids of a batch of texts, with or without the tokenizer's own special tokens.
 
+    Args:
+        tokenizer: Encodes; a text longer than its ``model_max_length`` is no reason to warn: rows are cut later.
+        texts: What to encode.
+        special: Whether the tokenizer adds its special tokens.
+        where: Names a text by its place in ``texts``, for messages.
+
     Raises:
-        DataError: A text is no valid Unicode, by its number in the batch.
+        DataError: A text is no valid Unicode.
     """
     if not texts:
         return []
     try:
-        return tokenizer(texts, add_special_tokens=special)["input_ids"]
+        return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
     except Exception as error:
         for index, text in enumerate(texts):
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as bad:
-                raise DataError(
-                    f"row {index} of the batch holds text that is not valid Unicode ({bad.reason}): {text[:80]!r}"
-                ) from bad
+            if not isinstance(text, str):
+                raise DataError(f"{where(index)}: it must be text, and it is {type(text).__name__}.") from error
+            check_unicode(text, where(index))
         raise DataError(f"the tokenizer could not read a batch of {len(texts)} texts: {error}") from error
 
 
@@ -54,13 +60,28 @@ def open_end(ids: list[int], text: str, tokenizer: Any) -> list[int]:
 
 
 def parse_tools(value: Any) -> Any:
-    """A ``tools`` column: schemas, or one JSON string of them; an empty list is none."""
-    return (json.loads(value) if isinstance(value, str) else value) or None
+    """A ``tools`` column: schemas, or one JSON string of them; an empty list is none.
+
+    Raises:
+        DataError: A string that is no JSON.
+    """
+    if not isinstance(value, str):
+        return value or None
+    try:
+        return json.loads(value) or None
+    except ValueError as error:
+        raise DataError(f"column 'tools' is text that is not valid JSON ({error}): {value[:80]!r}") from error
 
 
 def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
     """What a row itself says about its rendering: its tools and ``chat_template_kwargs``."""
-    return {"tools": parse_tools(row.get("tools")), **(row.get("chat_template_kwargs") or {})}
+    kwargs = row.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise DataError(
+            f"column 'chat_template_kwargs' must be a mapping for the chat template, and it is {type(kwargs).__name__}: "
+            f"{str(kwargs)[:80]!r}"
+        )
+    return {"tools": parse_tools(row.get("tools")), **kwargs}
 
 
 def prompt_text(tokenizer: Any, row: dict[str, Any], kwargs: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from transformers.trainer_utils import EvalPrediction
 
 from posttrain import ConfigError, DataError, PRMConfig, PRMTrainer
 from posttrain.algorithms.prm import compute_accuracy
-from posttrain.data.ranked import prepare_step_dataset
+from posttrain.data.steps import prepare_step_dataset
 
 
 class Ids:
@@ -18,8 +18,8 @@ class Ids:
     bos_token_id = 0
     words = {"p": [465, 6766, 318, 298], "s1": [4, 322, 12], "s2": [4995, 11, 22], "|": [1030], "||": [1030, 1030]}
 
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": list(self.words.get(text, []))}
+    def __call__(self, texts, add_special_tokens=True, verbose=True):
+        return {"input_ids": [list(self.words.get(text, [])) for text in texts]}
 
 
 def vector(**options):
@@ -125,7 +125,7 @@ def test_accuracy_vectors():
 
 def test_t32_shares_are_refused_unless_asked_for(tiny_tokenizer, tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": "q", "completions": ["a"], "labels": [0.9]}])
-    with pytest.raises(DataError, match=r"row 0, column 'labels': 0.9 must be True or False .*soft_labels"):
+    with pytest.raises(DataError, match=r"row 0: column 'labels': 0.9 must be True or False .*soft_labels"):
         prm(tmp_path, tiny_tokenizer, data=rows)
     assert prm(tmp_path, tiny_tokenizer, data=rows, soft_labels=True).train_dataset[0]["targets"] == [0.9]
 
@@ -141,11 +141,11 @@ def test_bad_rows_and_settings_are_named(tiny_tokenizer, tmp_path, caplog):
         prm(tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list([{"prompt": "q", "completions": ["a"]}]))
     with pytest.raises(ConfigError, match="step_separator is empty"):
         PRMConfig(str(tmp_path), step_separator="")
-    with pytest.raises(DataError, match="none of 8 has a judged step"):
+    with pytest.raises(DataError, match="of 8, 8 whose judged steps all lie beyond the limit"):
         prm(tmp_path, tiny_tokenizer, max_length=2)
     rows = datasets.concatenate_datasets([steps(3), steps(1).map(lambda r: {"prompt": "long " * 40})])
     prm(tmp_path, tiny_tokenizer, data=rows, max_length=60)
-    assert "1 of 4 rows have none left" in caplog.text
+    assert "dropped 1 of 4 rows: 1 whose judged steps" in caplog.text
 
 
 def test_an_adapter_trains_the_head(tiny_tokenizer, tmp_path):
@@ -154,3 +154,49 @@ def test_an_adapter_trains_the_head(tiny_tokenizer, tmp_path):
     trainer = prm(tmp_path, tiny_tokenizer, peft_config=peft.LoraConfig(r=4, target_modules=["q_proj"]), max_steps=2)
     assert any("score" in n for n, p in trainer.model.named_parameters() if p.requires_grad)
     trainer.train()
+
+
+def stream(*rows):
+    return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"completions": "ab"}, "row 1: column 'completions' must be a list, one entry a step, and it is 'ab'"),
+        ({"completions": None}, "row 1: column 'completions' must be a list, one entry a step, and it is 'None'"),
+        ({"labels": None}, "row 1: column 'labels' must be a list"),
+        ({"labels": ["yes"]}, "row 1: column 'labels': 'yes' must be True or False"),
+        ({"labels": [None]}, "row 1: column 'labels': None must be True or False"),
+        ({"prompt": None}, "row 1: column 'prompt': .* plain text only, and it holds NoneType"),
+        ({"prompt": [{"role": "user", "content": "q"}]}, "row 1: column 'prompt': .* holds list. Render the messages"),
+        ({"completions": ["bad \ud800"]}, "row 1: text that is not valid Unicode"),
+    ],
+)
+def test_bad_rows_say_where_what_and_how_to_fix_it(tiny_tokenizer, row, match):
+    good = {"prompt": "q", "completions": ["a"], "labels": [True]}
+    with pytest.raises(DataError, match=match):
+        list(prepare_step_dataset(stream(good, {**good, **row}), tiny_tokenizer))
+
+
+def test_rows_are_dropped_by_reason_and_an_empty_rest_is_refused_with_the_counts(tiny_tokenizer, caplog):
+    long = {"prompt": "word " * 60, "completions": ["a"], "labels": [True]}
+    none = {"prompt": "q", "completions": [], "labels": []}
+    good = {"prompt": "q", "completions": ["a"], "labels": [True]}
+    counts = "1 whose judged steps all lie beyond the limit, 1 without a step"
+    assert len(prepare_step_dataset(datasets.Dataset.from_list([good, long, none]), tiny_tokenizer, max_length=16)) == 1
+    assert f"dropped 2 of 3 rows: {counts}." in caplog.text
+    with pytest.raises(DataError, match=f"of its first 2, {counts}"):
+        prepare_step_dataset(stream(long, none), tiny_tokenizer, max_length=16)
+    with pytest.raises(DataError, match="the train dataset is empty"):
+        prepare_step_dataset(
+            datasets.Dataset.from_dict({"prompt": [], "completions": [], "labels": []}), tiny_tokenizer
+        )
+
+
+def test_what_skips_tokenising_is_refused_with_a_transform_and_limits_below_one(tiny_tokenizer, tmp_path):
+    with pytest.raises(DataError, match="has a transform attached"):
+        prm(tmp_path, tiny_tokenizer, data=steps().with_transform(lambda batch: batch))
+    for name in ("max_length", "max_completion_length"):
+        with pytest.raises(ConfigError, match=f"{name}=0 must be at least 1"):
+            PRMConfig(str(tmp_path), **{name: 0})

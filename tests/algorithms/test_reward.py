@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from posttrain import DataError, ModelError, RewardConfig, RewardTrainer
+from posttrain.data.ranked import prepare_reward_dataset
 from posttrain.models.forward import forward, sequence_scores
 from posttrain.rewards import ModelReward
 from tests.conftest import build_model
@@ -180,8 +181,8 @@ def test_equal_and_overlong_pairs_are_dropped_and_counted(tiny_tokenizer, tmp_pa
     rows = [{"chosen": "a", "rejected": "b"}, {"chosen": "c", "rejected": "c"}, {"chosen": "d " * 60, "rejected": "e"}]
     trainer = reward(tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows), max_length=30)
     assert len(trainer.train_dataset) == 1
-    assert "dropped 2 of 3 rows (1 pairs whose two answers are equal, 1 longer than max_length=30)" in caplog.text
-    with pytest.raises(DataError, match="no row of the train dataset is left: of 1, 1 pairs"):
+    assert "dropped 2 of 3 rows (1 with two equal answers, 1 longer than max_length=30)" in caplog.text
+    with pytest.raises(DataError, match="no row of the train dataset is left: of 1, 1 with two equal answers"):
         reward(tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows[1:2]))
 
 
@@ -191,11 +192,34 @@ def test_equal_and_overlong_pairs_are_dropped_and_counted(tiny_tokenizer, tmp_pa
         ({"chosen": "a", "rejected": ""}, "row 0: column 'rejected' is empty"),
         ({"text": "a"}, "need 'chosen' and 'rejected'"),
         ({"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]}, "must both be strings"),
+        ({"chosen": 1, "rejected": 2}, "row 0: column 'chosen' must be a string or a list of messages, and it is int: '1'"),
+        ({"chosen": "a", "rejected": "b", "margin": "c"}, "row 0: column 'margin' must be a finite number .* it is 'c'"),
+        ({"chosen": "a", "rejected": "b", "margin": float("nan")}, "row 0: column 'margin' must be a finite .* it is nan"),
+        ({"chosen_ids": [5], "rejected_ids": [9999]}, "row 0: column 'rejected_ids' holds the id 9999"),
+        ({"chosen_ids": [], "rejected_ids": [5]}, "of 1, 1 with an answer without tokens"),
+        ({"chosen": "a", "rejected": "b", "image": "x"}, "train rows have images"),
     ],
 )  # fmt: skip
 def test_bad_rows_are_named(tiny_tokenizer, tmp_path, row, match):
     with pytest.raises(DataError, match=match):
         reward(tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list([row]))
+
+
+def test_bad_streams_are_refused_before_anything_is_loaded(tiny_tokenizer):
+    def stream(*rows):
+        return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+    with pytest.raises(
+        DataError, match=r"no row of the train dataset is left: of its first 2, 2 longer than max_length=16"
+    ):
+        prepare_reward_dataset(stream(*[{"chosen": "abc " * 60, "rejected": "b"}] * 2), tiny_tokenizer, max_length=16)
+    with pytest.raises(DataError, match="row 1: text that is not valid Unicode"):
+        prepare_reward_dataset(
+            stream({"chosen": "a", "rejected": "b"}, {"chosen": "a", "rejected": "\ud800"}), tiny_tokenizer
+        )
+    with pytest.raises(DataError, match="row 1: column 'margin' must be a finite number in every row, and it is None"):
+        rows = [{"chosen": "a", "rejected": "b", "margin": 1.0}, {"chosen": "a", "rejected": "b", "margin": None}]
+        prepare_reward_dataset(datasets.Dataset.from_list(rows), tiny_tokenizer)
 
 
 def test_a_model_with_another_number_of_labels_is_refused(tiny_tokenizer, tmp_path):

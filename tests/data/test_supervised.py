@@ -3,8 +3,9 @@
 import datasets
 import pytest
 
+from posttrain.data.labels import label_batch
 from posttrain.data.supervised import SupervisedOptions, document_rows, prepare_sft_dataset
-from posttrain.errors import DataError
+from posttrain.errors import ArgumentTypeError, DataError, ModelError
 
 
 def prepare(rows, tokenizer, **options):
@@ -21,12 +22,20 @@ def test_a_row_of_two_hundred_thousand_tokens_is_cut_and_told(tiny_tokenizer, ca
     assert short["input_ids"][-1] == tiny_tokenizer.eos_token_id
 
 
-def test_lone_surrogates_are_refused_with_the_rows_they_are_among(tiny_tokenizer):
+def test_lone_surrogates_are_refused_by_row_before_a_stream_trains(tiny_tokenizer):
     # Arrow itself refuses them; a generator of Python strings reaches the tokenizer.
-    stream = datasets.IterableDataset.from_generator(lambda: iter([{"text": "fine"}, {"text": "bad \ud800"}]))
-    out, _ = prepare_sft_dataset(stream, tiny_tokenizer, SupervisedOptions())
-    with pytest.raises(DataError, match=r"rows 0 to 1: row 1 of the batch holds text that is not valid Unicode"):
-        list(out)
+    def refused(*rows):
+        stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
+        with pytest.raises(
+            DataError, match=r"row 1.* not valid Unicode \(character \d+: surrogates.*bad \\ud800"
+        ) as told:
+            prepare_sft_dataset(stream, tiny_tokenizer, SupervisedOptions())
+        return str(told.value)
+
+    assert "text.encode('utf-8', 'replace')" in refused({"text": "fine"}, {"text": "bad \ud800"})
+    turns = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": text}] for text in ("a", "bad \ud800")]
+    refused(*({"messages": messages} for messages in turns))
+    refused(*({"prompt": messages[:1], "completion": messages[1:]} for messages in turns))
 
 
 def test_a_template_that_raises_names_the_row(tiny_tokenizer):
@@ -36,12 +45,103 @@ def test_a_template_that_raises_names_the_row(tiny_tokenizer):
         prepare([{"messages": good}, {"messages": bad}], tiny_tokenizer)
 
 
-def test_a_dataset_where_every_row_is_filtered_out_is_refused_with_the_counts(tiny_tokenizer):
-    rows = [{"prompt": "word " * 60, "completion": "a"}] * 3
+def test_a_template_that_is_no_jinja_is_told_by_line(tiny_tokenizer):
+    tiny_tokenizer.chat_template = "{% for m in messages %}\n{{ m['content'] "
+    with pytest.raises(ModelError, match=r"chat template is not valid Jinja \(line 2: .*chat_template_path"):
+        prepare([{"messages": [{"role": "user", "content": "q"}]}], tiny_tokenizer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dataset_where_every_row_is_filtered_out_is_refused_with_the_counts_why(tiny_tokenizer, stream):
+    rows = [{"prompt": "word " * 60, "completion": "a"}] * 3 + [{"prompt": "q", "completion": ""}]
+    data = datasets.Dataset.from_list(rows)
+    data = data.to_iterable_dataset() if stream else data
+    of = "of its first 4" if stream else "of 4"
+    match = (
+        rf"no row of the train dataset is left: {of}, 3 cut at max_length before .*token, 1 with an empty completion"
+    )
+    with pytest.raises(DataError, match=match):
+        prepare_sft_dataset(data, tiny_tokenizer, SupervisedOptions(max_length=16))
+
+
+def test_rows_are_dropped_by_reason(tiny_tokenizer, caplog):
+    ask, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    _, report = prepare([{"messages": [ask]}, {"messages": [ask, answer]}], tiny_tokenizer, assistant_only_loss=True)
+    assert report.dropped == {"without a turn of the assistant": 1}
+    assert "dropped 1 of 2 rows: 1 without a turn of the assistant." in caplog.text
+    assert prepare([{"text": ""}, {"text": "a"}], tiny_tokenizer)[1].dropped == {"empty": 1}
+    given = [{"input_ids": [5, 6], "completion_mask": [1, 0]}, {"input_ids": [5, 6], "completion_mask": [0, 1]}]
+    assert prepare(given, tiny_tokenizer)[1].dropped == {"without a trained token": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"text": 3}, r"row 1: column 'text' must be a string, and it is int: '3'"),
+        ({"text": None}, r"row 1: found none of .*Columns \['text'\] are None here"),
+        ({"prompt": "q", "completion": [{"role": "assistant", "content": "a"}]}, "row 1: prompt and completion .*str and list"),
+        ({"messages": [{"role": "user", "text": "q"}]}, r"row 1: message 0 \(role 'user'\) has no content; .*\['role', 'text'\]"),
+        ({"messages": [{"role": "assistant", "content": None}]}, r"row 1: message 0 \(role 'assistant'\) has no content"),
+        ({"messages": [{"content": "q"}]}, "row 1: column 'messages' must be a list of messages with a role"),
+        ({"messages": [{"role": "user", "content": "q"}, "a"]}, "row 1: message 1 must be a mapping with a role .* it is str"),
+        ({"messages": [{"role": "user", "content": "q"}], "tools": "[{"}, "row 1: column 'tools' is text that is not valid JSON"),
+        ({"messages": [{"role": "user", "content": "q"}], "chat_template_kwargs": "x"}, "row 1: .*must be a mapping .* str: 'x'"),
+        ({"input_ids": [5, 9999]}, r"row 1: column 'input_ids' holds the id 9999, and the tokenizer has ids from 0 to"),
+        ({"input_ids": [5, -3]}, r"row 1: column 'input_ids' holds the id -3"),
+        ({"input_ids": [5.0, 3.5]}, r"row 1: .*whole numbers\), and it holds '5.0'"),
+        ({"input_ids": [5, 6], "labels": [6, 7]}, "row 1: column 'labels' has 6 at position 0, where the token is 5: .*not shifted"),
+    ],
+)  # fmt: skip
+def test_bad_rows_say_where_what_and_how_to_fix_it(tiny_tokenizer, row, match):
+    good = {k: v for k, v in {"messages": [{"role": "user", "content": "q"}], "text": "a"}.items() if k in row}
+    good = good or ({"input_ids": [5, 6]} if "input_ids" in row else {"prompt": "q", "completion": "a"})
+    batch = {name: [good.get(name), row.get(name)] for name in {**good, **row}}
+    with pytest.raises(DataError, match=match):
+        label_batch(batch, [0, 1], tiny_tokenizer, SupervisedOptions())
+
+
+def test_an_empty_conversation_is_called_empty_and_not_plain_text(tiny_tokenizer):
+    good = {"messages": [{"role": "user", "content": "q"}]}
+    for odd, said in (([], r"\[\]"), (None, "None")):
+        with pytest.raises(DataError, match=rf"row 1, column 'messages': it is {said}\. .*dataset\.filter"):
+            prepare([good, {"messages": odd}], tiny_tokenizer)
+
+
+def test_formatting_that_fails_or_gives_no_text_is_told_by_row(tiny_tokenizer):
+    def formatted(function):
+        return prepare_sft_dataset(datasets.Dataset.from_list([{"x": "a"}]), tiny_tokenizer, formatting_func=function)
+
     with pytest.raises(
-        DataError, match=r"no row of the train dataset is left: of 3, 3 have no trained token \(3 were cut"
+        DataError, match=r"row 0: formatting_func must return one string a row, and it returned \['a'\]"
     ):
-        prepare(rows, tiny_tokenizer, max_length=16)
+        formatted(lambda row: [row["x"]])
+    with pytest.raises(DataError, match=r"row 0: formatting_func raised KeyError: 'y'. The row's columns are \['x'\]"):
+        formatted(lambda row: row["y"])
+
+
+def test_images_are_refused_and_never_left_out_in_silence(tiny_tokenizer):
+    row = {"messages": [{"role": "user", "content": "What is it?"}], "images": []}
+    with pytest.raises(
+        DataError, match=r"train rows have images \(columns \['images'\]\), and this trainer reads text alone"
+    ):
+        prepare([row], tiny_tokenizer)
+
+
+def test_what_is_no_dataset_is_told_how_to_become_one(tiny_tokenizer):
+    with pytest.raises(ArgumentTypeError, match=r"eval dataset must be a datasets.Dataset, not list. .*from_list"):
+        prepare_sft_dataset([{"text": "a"}], tiny_tokenizer, name="eval")
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_t10_t29_packing_cuts_documents_first_so_that_none_without_a_trained_token_is_packed(
+    tiny_tokenizer, mode, caplog
+):
+    rows = [{"prompt": "word " * 60, "completion": "a"}, {"prompt": "q", "completion": " a b c"}]
+    packed, report = prepare(rows, tiny_tokenizer, max_length=16, packing="bfd", truncation_mode=mode)
+    assert report.truncated == 1
+    assert "1 of 2 rows were cut at max_length=16" in caplog.text
+    assert sum(map(len, packed["seq_lengths"])) == (1 if mode == "keep_start" else 2)
+    assert all(any(label != -100 for label in row["labels"][1:]) for row in packed)
 
 
 def test_text_that_was_rendered_before_keeps_one_bos_and_one_eos(tiny_tokenizer, caplog):

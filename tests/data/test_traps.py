@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from posttrain import DataCollatorForLanguageModeling, DataCollatorForPreference, RepeatSampler
 from posttrain.checks.rows import check_rows
-from posttrain.data import chat, formats, pairs
+from posttrain.data import chat, formats, messages, pairs
 from posttrain.data.forest import Layout, collate
 from posttrain.data.packing import pack_dataset, truncate_dataset
 from posttrain.data.pairs import maybe_extract_prompt, unpair_preference_dataset
@@ -100,7 +100,7 @@ def test_trap_2_pairs_of_equal_tokens_are_dropped_with_their_count_and_an_error_
     ] * 3
     with caplog.at_level(logging.WARNING):
         assert len(prepare_reward_dataset(datasets.Dataset.from_list(rows), tiny_tokenizer)) == 3
-    assert "dropped 2 of 5 rows (2 pairs whose two answers are equal" in caplog.text
+    assert "dropped 2 of 5 rows (2 with two equal answers" in caplog.text
     same = Row([1, 5], [[6, 2], [6, 2]], [[1, 1], [1, 1]])
     (finding,) = [f for f in check_rows([same], tiny_tokenizer) if f.code == "DATA-PAIR-IDENTICAL"]
     assert finding.severity == "error"
@@ -155,7 +155,7 @@ def test_trap_8_dropped_rows_are_counted_and_an_empty_rest_is_refused(tiny_token
     data = datasets.Dataset.from_list(rows)
     with caplog.at_level(logging.WARNING):
         assert len(prepare_reward_dataset(data, tiny_tokenizer, max_length=20)) == 1
-    assert "dropped 1 of 2 rows (0 pairs whose two answers are equal, 1 longer than max_length=20)" in caplog.text
+    assert "dropped 1 of 2 rows (1 longer than max_length=20)" in caplog.text
     with pytest.raises(DataError, match="no row of the train dataset is left: of 2"):
         prepare_reward_dataset(data, tiny_tokenizer, max_length=2)
 
@@ -165,7 +165,7 @@ def test_trap_9_rows_whose_labels_are_all_ignored_after_the_cut_never_train(tiny
     with caplog.at_level(logging.WARNING):
         data, report = prepare(rows, tiny_tokenizer, max_length=20)
     assert len(data) == 1
-    assert report.dropped == {"no trained token left": 1}
+    assert report.dropped == {"cut at max_length before their first trained token": 1}
     with pytest.raises(DataError, match="no row of the train dataset is left"):
         prepared(rows[:1], tiny_tokenizer, max_length=20)
 
@@ -175,8 +175,8 @@ def test_trap_9_rows_that_skip_preparation_and_train_nothing_are_refused():
         {"input_ids": [[5, 6, 7]], "labels": [[5, -100, -100]]}
     )  # Nothing predicts a first.
     with pytest.raises(DataError, match="none of the first 1 train rows trains a token"):
-        check_prepared(idle, "train")
-    check_prepared(datasets.Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[-100, 6]]}), "train")
+        check_prepared(idle, "train", 100)
+    check_prepared(datasets.Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[-100, 6]]}), "train", 100)
 
 
 TOOLS_TEMPLATE = (
@@ -287,7 +287,7 @@ def test_trap_17_reasoning_that_the_template_leaves_out_is_refused(tiny_tokenize
 
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
 def test_trap_17_reasoning_goes_under_the_name_that_the_template_reads(tiny_tokenizer, caplog, monkeypatch, name):
-    monkeypatch.setattr(chat, "_renamed", set())
+    monkeypatch.setattr(messages, "_renamed", set())
     tiny_tokenizer.chat_template = TOOLS_TEMPLATE
     with caplog.at_level(logging.WARNING):
         (row,) = prepared([{"messages": [QUESTION, {**ANSWER, name: "two is even"}]}], tiny_tokenizer)
