@@ -7,10 +7,12 @@ from collections.abc import Callable
 from posttrain.rewards.answers import answers_match, normalize_answer, string_match_reward
 from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rewards.concurrency import parallel
+from posttrain.rewards.environments import environment_rewards
 from posttrain.rewards.format import think_format_reward
 from posttrain.rewards.length import get_cosine_scaled_reward, get_soft_overlong_punishment
 from posttrain.rewards.math import accuracy_reward, reasoning_accuracy_reward
 from posttrain.rewards.model import ModelReward
+from posttrain.rewards.pool import pooled
 from posttrain.rewards.repetition import get_repetition_penalty_reward
 
 __all__ = [
@@ -20,11 +22,13 @@ __all__ = [
     "RewardTable",
     "accuracy_reward",
     "answers_match",
+    "environment_rewards",
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
     "normalize_answer",
     "parallel",
+    "pooled",
     "reasoning_accuracy_reward",
     "string_match_reward",
     "think_format_reward",

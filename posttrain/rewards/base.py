@@ -16,8 +16,12 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, RewardError
 from posttrain.metrics import Metric, mean
+from posttrain.rewards.audit import audit_answers
 from posttrain.rewards.call import RESERVED, RewardCall, head, scores_tensor
 from posttrain.rewards.concurrency import awaited, close, gather, is_concurrent, itself, parallel, run_async
+from posttrain.rewards.environments import environment_rewards
+from posttrain.rewards.functions import as_callable, one_each, reward_name, unique
+from posttrain.rewards.shares import REPORTED, describe_shares, describe_weights, variance_shares
 from posttrain.rewards.transform import parse_transform
 
 __all__ = ["RewardRunner", "RewardTable", "parallel", "reward_name"]
@@ -25,6 +29,8 @@ __all__ = ["RewardRunner", "RewardTable", "parallel", "reward_name"]
 logger = logging.getLogger(__name__)
 
 MANY, PATIENCE = 0.5, 5  # Share of unscored rows, and generations in a row, after which a run has no usable reward.
+AUDITED, AUDIT_EVERY = 3, 100  # The first batches, and then every so many, whose verdicts are compared with ours.
+TWICE = 4  # Rows scored a second time.
 
 
 @dataclass(slots=True)
@@ -52,30 +58,6 @@ class RewardTable:
     start: int = 0
 
 
-def reward_name(function: Any) -> str:
-    """``__name__``, through partials; the last part of a model's id; the class name of an instance."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, str):
-        return function.rstrip("/").split("/")[-1]
-    if isinstance(function, torch.nn.Module):
-        config = getattr(function, "config", None)
-        return str(getattr(config, "_name_or_path", "") or type(function).__name__).split("/")[-1]
-    return getattr(function, "__name__", None) or type(function).__name__
-
-
-def _unique(names: list[str]) -> list[str]:
-    """Equal names get ``_1``, ``_2``: their metrics must not merge."""
-    result: list[str] = []
-    for name in names:
-        count, candidate = 0, name
-        while candidate in result:
-            count += 1
-            candidate = f"{name}_{count}"
-        result.append(candidate)
-    return result
-
-
 class RewardRunner:
     """Calls reward functions the way users expect, and turns every mistake into a `RewardError`.
 
@@ -91,6 +73,8 @@ class RewardRunner:
         transforms: One a function (see `posttrain.rewards.transform`), applied before the weights; None is none.
         timeout: Seconds a function may take for one batch; None waits for ever. A plain function then runs on a thread.
         model_options: Keywords for `posttrain.rewards.model.ModelReward`.
+        environments: One instance of each environment; those with ``get_reward`` add a column a class, with weight 1.
+        score_twice: Score 4 rows of the first batch a second time and warn where they differ.
 
     Raises:
         ConfigError: No function at all, or lists of different lengths.
@@ -111,25 +95,46 @@ class RewardRunner:
         transforms: Sequence[str | None] | str | None = None,
         timeout: float | None = None,
         model_options: Mapping[str, Any] | None = None,
+        environments: Sequence[Any] = (),
+        score_twice: bool = False,
     ) -> None:
         functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        if not functions or functions == [None]:
-            raise ConfigError("reward_funcs is empty: online training needs at least one reward function.")
+        functions = [] if functions == [None] else functions
+        own = environment_rewards(environments)
+        if not functions and not own:
+            raise ConfigError(
+                "reward_funcs is empty: online training needs at least one reward function, or an environment with "
+                "get_reward."
+            )
         count = len(functions)
-        tokenizers = _one_each("reward_processing_classes", processing_classes, count)
+        tokenizers = one_each("reward_processing_classes", processing_classes, count)
         transforms = [transforms] * count if isinstance(transforms, str) else transforms
-        weights = _one_each("reward_weights", reward_weights, count)
+        weights = one_each("reward_weights", reward_weights, count)
         if timeout is not None and timeout <= 0:
             raise ConfigError(f"reward_timeout={timeout} must be above 0 seconds, or None to wait for ever.")
         options = dict(model_options or {})
-        self.functions = [_as_callable(f, t, options) for f, t in zip(functions, tokenizers, strict=True)]
-        self.names = _unique([reward_name(f) for f in functions])
-        self.weights = torch.tensor([1.0 if w is None else float(w) for w in weights])
-        self.transforms = [parse_transform(spec) for spec in _one_each("reward_transform", transforms, count)]
-        self.timeout = timeout
-        self._tables = 0
+        specs = [*one_each("reward_transform", transforms, count), *[None] * len(own)]
+        self.functions = [as_callable(f, t, options) for f, t in zip(functions, tokenizers, strict=True)] + own
+        self.names = unique([reward_name(f) for f in [*functions, *own]])
+        self.weights = torch.tensor([1.0 if w is None else float(w) for w in [*weights, *[None] * len(own)]])
+        self.transforms = [parse_transform(spec) for spec in specs]
+        self.timeout, self.score_twice = timeout, score_twice
+        self.described = describe_weights(self.names, self.functions, self.weights.tolist(), specs)
+        self._tables = self._calls = self._reports = 0
         self._mostly_unscored = 0
         self._said: dict[str, int] = {}
+
+    def start(self, device: torch.device | str) -> None:
+        """Place reward models on the trainer's device and show what they say of three texts, and all weights.
+
+        Raises:
+            RewardError: A reward model gives three different texts one score.
+        """
+        for function in self.functions:
+            if hasattr(function, "probe"):
+                function.to(device).probe()
+        if len(self.names) > 1:
+            logger.info("rewards are summed with these weights:\n%s", self.described)
 
     def __call__(
         self,
@@ -169,9 +174,45 @@ class RewardRunner:
         values = [call.check(name, result) for name, result in zip(self.names, results, strict=True)]
         for name, spent in seconds.items():
             call.metrics[f"rewards/{name}/seconds"] = mean(spent)
+        if not strict:
+            self._check_verdicts(call, values)
         table = RewardTable(scores_tensor(values, len(prompts)), list(self.names), self.weights)
         table.extra_columns, table.metrics, table.seconds = call.extra_columns(self.names), call.all_metrics(), seconds
         return self.finish(table, groups=_neighbours(prompts), prompts=prompts, columns=kept) if judge else table
+
+    def _check_verdicts(self, call: RewardCall, values: list[list[float]]) -> None:
+        """Compare with our own reading of the answers, now and then; and the first batch with itself."""
+        self._calls += 1
+        if self._calls <= AUDITED or self._calls % AUDIT_EVERY == 0:
+            for name, function, scores in zip(self.names, self.functions, values, strict=True):
+                found = audit_answers(function, scores, call.completions, call.columns)
+                if found is not None:
+                    call.metrics[f"rewards/{name}/format_disagreement"] = mean(found.share, weight=found.judged)
+                    said = found.describe(name)
+                    if said:
+                        self._warn(f"format {name}", "%s", said)
+        if self.score_twice and self._calls == 1 and "environments" not in call.always:
+            self._score_again(call, values)
+
+    def _score_again(self, call: RewardCall, values: list[list[float]]) -> None:
+        rows = slice(TWICE)
+        columns = {name: column[rows] for name, column in call.columns.items()}
+        always = {k: v[rows] if isinstance(v, list) else v for k, v in call.always.items()}
+        again = RewardCall(call.prompts[rows], call.completions[rows], call.completion_ids[rows], columns, always)
+        try:
+            results, _ = self._run(again)
+            second = [again.check(name, result) for name, result in zip(self.names, results, strict=True)]
+        except RewardError as error:
+            logger.warning("the rewards of the first %d rows could not be computed a second time: %s", TWICE, error)
+            return
+        for name, before, after in zip(self.names, values, second, strict=True):
+            pairs = [(a, b) for a, b in zip(before[rows], after, strict=True) if a != b and not (a != a and b != b)]
+            if pairs:
+                logger.warning(
+                    "%s gave %g and then %g for the same completion (%d of %d rows differ): it is random, depends on time "
+                    "or on the other rows of a batch, or keeps a state. Such rewards add noise to every advantage.",
+                    name, *pairs[0], len(pairs), len(after),
+                )  # fmt: skip
 
     def _run(self, call: RewardCall) -> tuple[list[Any], dict[str, float]]:
         """Results of all functions in their order, and what each took."""
@@ -209,6 +250,7 @@ class RewardRunner:
         groups: Sequence[int],
         prompts: Sequence[Any] = (),
         columns: Mapping[str, Any] | None = None,
+        training: bool = True,
     ) -> RewardTable:
         """Transform the rewards of all processes' rows and judge whether they can train anything.
 
@@ -217,6 +259,7 @@ class RewardRunner:
             groups: ``(n,)`` which group a row belongs to.
             prompts: For the warning; may be this process's only.
             columns: For the warning and the error; may be this process's only.
+            training: Show the share of each function after generations 1, 10 and 100.
 
         Raises:
             RewardError: All rows of the first batch, or more than half in 5 consecutive batches, were scored by nobody.
@@ -248,7 +291,19 @@ class RewardRunner:
                 raw = table.raw[:, k]
                 table.values[:, k] = transform(raw, numbers)
                 table.metrics[f"rewards/{table.names[k]}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
+        if len(table.names) > 1:
+            self._report_shares(table, training)
         return table
+
+    def _report_shares(self, table: RewardTable, training: bool) -> None:
+        """How much of what is learned from each function decides."""
+        shares = variance_shares(table.values, table.weights).tolist()
+        for name, share in zip(table.names, shares, strict=True):
+            table.metrics[f"rewards/{name}/variance_share"] = mean(share)
+        self._reports += training
+        if training and self._reports in REPORTED:
+            shown = describe_shares(table.names, table.values, table.weights)
+            logger.info("share of the rewards' variance at generation %d: %s", self._reports, shown)
 
     def _judge(self, unscored: Tensor, columns: list[str]) -> None:
         share = float(unscored.float().mean()) if unscored.numel() else 0.0
@@ -312,28 +367,6 @@ class RewardRunner:
             strict=True,
             judge=False,
         )
-
-
-def _one_each(name: str, given: Any, count: int) -> list[Any]:
-    """A list with one entry a function; None stands for all."""
-    if given is None:
-        return [None] * count
-    entries = list(given) if isinstance(given, list | tuple | Tensor) else [given]
-    if len(entries) != count:
-        raise ConfigError(f"{name} has {len(entries)} entries for {count} reward functions. Give one each.")
-    return entries
-
-
-def _as_callable(function: Any, tokenizer: Any, options: dict[str, Any]) -> Callable:
-    if isinstance(function, str | torch.nn.Module):
-        from posttrain.rewards.model import ModelReward
-
-        return ModelReward(function, tokenizer, **options)
-    if not callable(function):
-        raise ConfigError(
-            f"reward_funcs holds {function!r} ({type(function).__name__}), which is neither callable nor a model."
-        )
-    return function
 
 
 def _neighbours(prompts: Sequence[Any]) -> list[int]:

@@ -8,13 +8,13 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from posttrain.rewards.call import RewardCall
 
-__all__ = ["awaited", "close", "gather", "is_concurrent", "itself", "parallel", "run_async"]
+__all__ = ["awaited", "close", "gather", "is_concurrent", "itself", "parallel", "run_async", "share_out"]
 
 F = TypeVar("F", bound=Callable)
 
@@ -82,3 +82,33 @@ def run_async(coroutine: Coroutine) -> Any:
         loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True, name="async-rewards").start()
     return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+
+W = TypeVar("W")
+
+
+def share_out(workers: Sequence[W], count: int, do: Callable[[W, int], None]) -> None:
+    """Call ``do(worker, index)`` for every index below ``count``, each worker on a thread of its own.
+
+    Raises:
+        BaseException: The first that any of them raised; the others stop after what they are doing.
+    """
+    todo = iter(range(count))  # Drawing from it is one step of the interpreter: no two threads get one index.
+    errors: list[BaseException] = []
+
+    def serve(worker: W) -> None:
+        try:
+            for index in todo:
+                if errors:
+                    return
+                do(worker, index)
+        except BaseException as error:  # Carried over to the caller's thread.
+            errors.append(error)
+
+    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers[:count]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

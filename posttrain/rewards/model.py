@@ -3,73 +3,172 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from posttrain.errors import ModelError
+from posttrain.data.template_abilities import supports_tool_calling
+from posttrain.errors import ModelError, RewardError
+from posttrain.models.load import check_model_source
 
 __all__ = ["ModelReward"]
 
 logger = logging.getLogger(__name__)
 
+PROBES = ("Yes.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
+FEW = 3  # Different texts that may share one score by chance (or by rounding); more do not.
+
 
 class ModelReward:
     """Scores prompt and completion with a reward model, in sub-batches, cut from the left at the model's context.
+
+    Plain text is prompt and completion in a row, without added special tokens; a conversation is rendered with the
+    reward model's own template. The score is the classifier's output at the last real token.
 
     Args:
         model: Folder, hub id or model with ``num_labels=1``.
         tokenizer: The reward model's own; None loads it.
         batch_size: Rows of one forward pass.
+        trust_remote_code: Run code that comes with the model or its tokenizer (strings only).
+        model_init_kwargs: Keywords of ``from_pretrained`` (strings only).
+
+    Raises:
+        ModelError: A folder that cannot be loaded, or a model with another number of labels.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, batch_size: int = 8) -> None:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        batch_size: int = 8,
+        trust_remote_code: bool = False,
+        model_init_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        from transformers import AutoTokenizer
 
+        init = dict(model_init_kwargs or {})  # A copy: the caller's dict makes a second trainer too.
+        init.setdefault("trust_remote_code", trust_remote_code)
         if isinstance(model, str):
-            model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
-        if model.config.num_labels != 1:
-            raise ModelError(
-                f"a reward model needs num_labels=1, and {type(model).__name__} has {model.config.num_labels}."
-            )
+            model = _load(model, init)
+        labels = getattr(model.config, "num_labels", None)
+        if labels != 1:
+            raise ModelError(f"a reward model needs num_labels=1, and {type(model).__name__} has {labels}.")
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.config._name_or_path)
+        self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(
+            model.config._name_or_path,
+            trust_remote_code=init["trust_remote_code"],
+            revision=init.get("revision", "main"),
+        )
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
+        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
         self.batch_size = batch_size
-        self.__name__ = str(model.config._name_or_path or type(model).__name__).split("/")[-1]
+        self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
         self._cut = 0
+        self._alike_checked = False
+        self._calls_tools: bool | None = None
 
-    def _ids(self, prompt: Any, completion: Any) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self.tokenizer(prompt + completion)["input_ids"]
-        else:
-            ids = self.tokenizer.apply_chat_template(prompt + completion, tokenize=True, return_dict=True)["input_ids"]
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and len(ids) > limit:
-            self._cut += 1
-            if self._cut == 1:
-                logger.warning(
-                    "the reward model %s reads %d tokens: longer texts lose their beginning.", self.__name__, limit
-                )
-            ids = ids[-limit:]
-        return ids
+    def to(self, device: torch.device | str) -> ModelReward:
+        """Place the model, unless it is spread over devices already; returns itself."""
+        if not getattr(self.model, "hf_device_map", None):
+            self.model.to(device)
+        return self
+
+    def probe(self) -> list[float]:
+        """Scores of three short answers to one question; logged, so that a wrong template or head shows at the start.
+
+        Raises:
+            RewardError: The model gives all of them one score.
+        """
+        question = "What is 6 times 7?"
+        prompts: list[Any] = [question] * len(PROBES)
+        completions: list[Any] = list(PROBES)
+        if self.tokenizer.chat_template:
+            prompts = [[{"role": "user", "content": question}]] * len(PROBES)
+            completions = [[{"role": "assistant", "content": text}] for text in PROBES]
+        scores = self._scores(prompts, completions)
+        shown = ", ".join(f"{text!r} {score:.4g}" for text, score in zip(PROBES, scores, strict=True))
+        logger.info("reward model %s, answers to %r: %s", self.__name__, question, shown)
+        if len(set(scores)) == 1:
+            raise self._alike(scores[0], "three different probe texts")
+        return scores
 
     @torch.inference_mode()
     def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-        """One score a row, read at the last real token (found by position, not by comparing ids with pad)."""
+        """One score a row, read at the last real token (found by position, not by comparing ids with pad).
+
+        Raises:
+            RewardError: The first batch of several different texts got one score for all of them.
+        """
+        scores = self._scores(prompts, completions)
+        different = len({str(pair) for pair in zip(prompts, completions, strict=True)})
+        if not self._alike_checked and different > FEW:
+            self._alike_checked = True
+            if len(set(scores)) == 1:
+                raise self._alike(scores[0], f"{different} different texts of the first batch")
+        return scores
+
+    def _alike(self, score: float, what: str) -> RewardError:
+        return RewardError(
+            f"the reward model {self.__name__} gives {score:g} to {what}: nothing can be learned from it. Its head may be "
+            "newly initialised, its tokenizer another model's, or its texts cut to nothing; pass its own tokenizer in "
+            "reward_processing_classes and check the folder's weights."
+        )
+
+    @torch.inference_mode()
+    def _scores(self, prompts: list[Any], completions: list[Any]) -> list[float]:
         rows = [self._ids(p, c) for p, c in zip(prompts, completions, strict=True)]
         scores: list[float] = []
         for start in range(0, len(rows), self.batch_size):
             scores += self._forward(rows[start : start + self.batch_size])
         return scores
 
+    def _ids(self, prompt: Any, completion: Any) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
+        else:
+            self._check_tools(completion)
+            ids = self.tokenizer.apply_chat_template(prompt + completion, tokenize=True, return_dict=True)["input_ids"]
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and len(ids) > limit:
+            self._cut += 1
+            if self._cut % 100 == 1:
+                logger.warning(
+                    "the reward model %s reads %d tokens: longer texts lose their beginning (%d so far).",
+                    self.__name__, limit, self._cut,
+                )  # fmt: skip
+            ids = ids[-limit:]
+        return ids or [self.tokenizer.pad_token_id]
+
+    def _check_tools(self, completion: list[dict[str, Any]]) -> None:
+        """A template without words for tools leaves calls and results out: the score would be of another text."""
+        if not any(message.get("tool_calls") or message.get("role") == "tool" for message in completion):
+            return
+        if self._calls_tools is None:
+            self._calls_tools = supports_tool_calling(self.tokenizer)
+        if not self._calls_tools:
+            raise RewardError(
+                f"the completion calls tools, and the chat template of the reward model {self.__name__} cannot show tool "
+                "calls and their results. Use a reward model whose template can, or a reward function that reads messages."
+            )
+
     def _forward(self, rows: list[list[int]]) -> list[float]:
         width, device = max(map(len, rows)), next(self.model.parameters()).device
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+        head = getattr(self.model, "score", None)
+        if head is None:  # An encoder pools as it was trained to.
+            return self.model(input_ids=ids, attention_mask=mask).logits.float()[:, 0].tolist()
         hidden = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(rows), device=device), mask.sum(1) - 1]
-        head = getattr(self.model, "score", None) or self.model.classifier
         return head(last).float()[:, 0].tolist()
+
+
+def _load(model_id: str, init: dict[str, Any]) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    check_model_source(model_id, generative=False)
+    return AutoModelForSequenceClassification.from_pretrained(model_id, **(init | {"num_labels": 1}))

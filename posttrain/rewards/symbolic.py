@@ -21,6 +21,7 @@ from typing import Any
 
 from posttrain.errors import RewardError
 from posttrain.integrations import is_available, require
+from posttrain.rewards.concurrency import share_out
 
 __all__ = ["TIMED_OUT", "Verdict", "compare", "need_math_verify", "parse_golds"]
 
@@ -140,30 +141,13 @@ class Pool:
             groups: Requests about one reference stand together, so that it is parsed once.
         """
         results: list[list[dict[str, Any] | None]] = [[] for _ in groups]
-        todo: queue.Queue[int] = queue.Queue()
-        for index in range(len(groups)):
-            todo.put(index)
         kills: list[int] = []
-        errors: list[BaseException] = []
 
-        def serve(worker: Worker) -> None:
-            try:
-                while not errors:
-                    index = todo.get_nowait()
-                    results[index] = [_ask(worker, request, kills) for request in groups[index]]
-            except queue.Empty:
-                return
-            except BaseException as error:  # Carried over to the caller's thread.
-                errors.append(error)
+        def judge(worker: Worker, index: int) -> None:
+            results[index] = [_ask(worker, request, kills) for request in groups[index]]
 
         with self._lock:
-            threads = [threading.Thread(target=serve, args=(w,), daemon=True) for w in self.workers[: len(groups)]]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        if errors:
-            raise errors[0]
+            share_out(self.workers, len(groups), judge)
         return results
 
     def close(self) -> None:

@@ -1,0 +1,125 @@
+"""A reward model as a reward function: the same numbers as the classifier itself, and no silent fault."""
+
+import logging
+
+import pytest
+import torch
+
+from posttrain.errors import ModelError, RewardError
+from posttrain.rewards.base import RewardRunner
+from posttrain.rewards.model import ModelReward
+
+
+def build(vocabulary, labels=1, seed=0, **settings):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        num_labels=labels,
+        **settings,
+    )
+    return LlamaForSequenceClassification(config).eval()
+
+
+@pytest.fixture
+def judge(tiny_tokenizer):
+    return ModelReward(build(len(tiny_tokenizer)), tiny_tokenizer, batch_size=2)
+
+
+PROMPTS = ["What is", "The sum", "A", "two numbers and"]
+TEXTS = [" 42?", " of two numbers is a number", " is", " the answer"]
+
+
+def test_a_score_is_the_classifier_s_output_of_the_bare_text(judge, tiny_tokenizer):
+    expected = []
+    for prompt, text in zip(PROMPTS, TEXTS, strict=True):
+        ids = torch.tensor([tiny_tokenizer(prompt + text, add_special_tokens=False)["input_ids"]])
+        hidden = judge.model.model(ids).last_hidden_state[0, -1]
+        expected.append(float(judge.model.score(hidden)[0]))
+    assert judge(prompts=PROMPTS, completions=TEXTS) == pytest.approx(expected, abs=1e-5)
+
+
+def test_sub_batches_and_order_do_not_change_a_score(judge):
+    together = judge(prompts=PROMPTS, completions=TEXTS)
+    judge.batch_size = 1
+    alone = judge(prompts=PROMPTS[::-1], completions=TEXTS[::-1])[::-1]
+    assert together == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_text_that_ends_in_the_pad_token_is_read_at_its_end(judge, tiny_tokenizer):
+    """Pad is eos here: an id comparison would read the token before it, and both texts would score the same."""
+    bare, ended = judge(prompts=["x", "x"], completions=["yes", "yes<|im_end|>"])
+    assert bare != ended
+
+
+def test_texts_beyond_the_context_lose_their_beginning(judge, caplog):
+    scores = judge(prompts=["a" * 400, "b" * 400], completions=[" and so on", " and so on"])
+    assert scores[0] != scores[1]
+    long = "b" * 400 + " and so on"
+    ids = judge.tokenizer(long, add_special_tokens=False)["input_ids"][-128:]
+    hidden = judge.model.model(torch.tensor([ids])).last_hidden_state[0, -1]
+    assert scores[1] == pytest.approx(float(judge.model.score(hidden)[0]), abs=1e-5)
+    assert "reads 128 tokens: longer texts lose their beginning (1 so far)" in caplog.text
+
+
+def test_a_folder_is_loaded_with_the_given_keywords_and_the_caller_s_dict_stays(tiny_tokenizer, tmp_path):
+    build(len(tiny_tokenizer)).save_pretrained(tmp_path / "judge")
+    tiny_tokenizer.save_pretrained(tmp_path / "judge")
+    options = {"model_init_kwargs": {"dtype": "bfloat16"}, "trust_remote_code": False, "batch_size": 3}
+    names = [str(tmp_path / "judge")]
+    one, two = RewardRunner(names, model_options=options), RewardRunner(names, model_options=options)
+    assert options["model_init_kwargs"] == {"dtype": "bfloat16"}
+    assert names == [str(tmp_path / "judge")]
+    assert one.functions[0].model.dtype == torch.bfloat16
+    assert one.functions[0].batch_size == 3
+    assert one.functions[0].model is not two.functions[0].model
+    assert one.names == ["judge"]
+
+
+def test_the_start_places_the_model_and_shows_three_scores(judge, caplog):
+    caplog.set_level(logging.INFO)
+    runner = RewardRunner(judge)
+    judge.model.to(torch.float64)
+    runner.start(torch.device("cpu"))
+    assert "answers to 'What is 6 times 7?': 'Yes.'" in caplog.text
+
+
+def test_a_head_that_says_the_same_of_everything_is_an_error(judge):
+    with torch.no_grad():
+        judge.model.score.weight.zero_()
+    with pytest.raises(RewardError, match="gives 0 to three different probe texts"):
+        judge.probe()
+    with pytest.raises(RewardError, match="gives 0 to 4 different texts of the first batch"):
+        judge(prompts=PROMPTS, completions=TEXTS)
+
+
+def test_a_classifier_of_several_labels_and_a_missing_folder_are_refused(tiny_tokenizer, tmp_path):
+    with pytest.raises(ModelError, match="num_labels=1, and LlamaForSequenceClassification has 3"):
+        ModelReward(build(len(tiny_tokenizer), labels=3), tiny_tokenizer)
+    with pytest.raises(ModelError, match="is not a folder"):
+        ModelReward(str(tmp_path / "none"))
+
+
+def test_tool_calls_that_the_template_cannot_show_are_refused(judge):
+    call = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
+    with pytest.raises(RewardError, match="cannot show tool calls"):
+        judge(prompts=[[{"role": "user", "content": "x"}]], completions=[call])
+
+
+def test_an_encoder_pools_as_it_was_trained_to(tiny_tokenizer):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = BertConfig(vocab_size=len(tiny_tokenizer), num_labels=1, initializer_range=0.3, **settings)
+    model = BertForSequenceClassification(config).eval()
+    judge = ModelReward(model, tiny_tokenizer)
+    ids = torch.tensor([tiny_tokenizer("The sum of two", add_special_tokens=False)["input_ids"]])
+    assert judge(prompts=["The sum"], completions=[" of two"]) == pytest.approx([float(model(ids).logits)], abs=1e-5)

@@ -1,0 +1,73 @@
+"""Rewards in processes: a row that hangs is killed, the rest is judged, and nothing is lost on the way."""
+
+import pickle
+
+import pytest
+
+from posttrain.errors import ConfigError, RewardError
+from posttrain.rewards.base import RewardRunner
+from posttrain.rewards.pool import pooled
+from tests.rewards import pooled_functions as functions
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _close():
+    yield
+    for reward in (functions.slow, functions.crash, functions.hungry):
+        reward.close()
+
+
+def judged(function, texts, **columns):
+    runner = RewardRunner(function)
+    return runner(prompts=["p"] * len(texts), completions=texts, completion_ids=[[1]] * len(texts), columns=columns)
+
+
+def test_a_row_that_hangs_is_killed_and_the_others_are_judged():
+    table = judged(functions.slow, ["a", "bb", "ccc", "dddd"], seconds=[0.0, 60.0, 0.0, 0.0])
+    assert table.values[:, 0].tolist() == [1.0, -1.0, 3.0, 4.0]
+    extra = table.extra_columns["process"]
+    assert extra[1] is None
+    assert len({extra[i] for i in (0, 2, 3)}) >= 1
+    assert float(table.metrics["rewards/slow/timed_out"].value) == 0.25
+    assert float(table.metrics["slow/calls"].value) == 1.0
+    assert functions.slow.timed_out == 1
+    # The killed process was replaced.
+    assert judged(functions.slow, ["a", "bb"], seconds=[0.0, 0.0]).values[:, 0].tolist() == [1.0, 2.0]
+
+
+def test_a_pooled_function_keeps_the_contract():
+    assert judged(functions.crash, ["x", "none"], answer=["x", "x"]).values[0, 0] == 1.0
+    with pytest.raises(RewardError, match=r"'crash' raised RewardError: crash, row 1: KeyError: 'y'"):
+        judged(functions.crash, ["x", "raise"], answer=["x", "y"])
+    with pytest.raises(RewardError, match=r"row 0: its process died \(exit status 3\)"):
+        judged(functions.crash, ["die"], answer=["x"])
+    with pytest.raises(RewardError, match="must return a list of one reward"):
+        judged(functions.crash, ["two"], answer=["x"])
+    with pytest.raises(RewardError, match="needs the column 'answer'"):
+        judged(functions.crash, ["x"], answr=["x"])
+    assert judged(functions.crash, ["x"], answer=["x"]).values.tolist() == [[1.0]]
+
+
+def test_memory_is_bounded_by_process():
+    with pytest.raises(RewardError, match="MemoryError"):
+        judged(functions.hungry, [str(2**34)])
+    assert judged(functions.hungry, ["64"]).values.tolist() == [[64.0]]
+
+
+def test_it_can_be_sent_on_itself():
+    again = pickle.loads(pickle.dumps(functions.crash))
+    assert (again.__name__, again.timeout, again.function) == ("crash", 20.0, functions.crash.function)
+
+
+def test_what_cannot_be_sent_is_told_before_it_runs():
+    inner = pooled(lambda completions, **_: [0.0], workers=1)
+    with pytest.raises(ConfigError, match=r"cannot be sent to another process\. Define it at the top level"):
+        inner(completions=["x"])
+
+    async def waits(completions):
+        return [0.0]
+
+    with pytest.raises(ConfigError, match="'waits' is asynchronous"):
+        pooled(waits)
+    with pytest.raises(ConfigError, match=r"pooled\(timeout=0"):
+        pooled(timeout=0)

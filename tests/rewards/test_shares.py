@@ -1,0 +1,235 @@
+"""What each reward contributes, and whether it reads answers as we do."""
+
+import functools
+import logging
+import math
+
+import pytest
+import torch
+
+from posttrain.errors import ConfigError, RewardError
+from posttrain.rewards.audit import audit_answers, said_answer
+from posttrain.rewards.base import RewardRunner
+from posttrain.rewards.shares import correlation, describe_shares, length_correlation, variance_shares
+
+NAN = float("nan")
+
+
+def test_shares_are_weighted_variances():
+    """Columns 0/1000 and 0/1 with weights 1 and 10: variances 250000 and 0.25 * 100."""
+    values = torch.tensor([[0.0, 1.0], [1000.0, 0.0], [0.0, 1.0], [1000.0, 0.0]])
+    shares = variance_shares(values, torch.tensor([1.0, 10.0]))
+    assert shares.tolist() == pytest.approx([250000 / 250025, 25 / 250025])
+    assert variance_shares(torch.ones(3, 2), torch.ones(2)).tolist() == [0.0, 0.0]
+
+
+def test_a_function_that_did_not_apply_is_left_out_of_its_variance():
+    values = torch.tensor([[NAN, 1.0], [2.0, 3.0], [4.0, NAN], [NAN, NAN]])
+    # Both known pairs differ by two: variance 1 over 2 rows.
+    assert variance_shares(values, torch.ones(2)).tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_rewards_that_take_back_from_each_other_are_named():
+    values = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [0.0, 0.9]])
+    text = describe_shares(["right", "short"], values, torch.ones(2))
+    assert "right 5" in text
+    assert "right and short (correlation -0.99) cancel" in text
+    assert "normalize_then_sum" in text
+    # A negative weight turns the second one around.
+    assert "cancel" not in describe_shares(["right", "short"], values, torch.tensor([1.0, -1.0]))
+
+
+def test_correlation_by_hand():
+    """x = 0 1 2, y = 0 1 5: cov 5/3 * 3 = 5, norms sqrt(2) and sqrt(14)."""
+    assert correlation(torch.tensor([0.0, 1, 2]), torch.tensor([0.0, 1, 5])) == pytest.approx(5 / math.sqrt(28))
+    assert length_correlation([10, 20, 30, 40], torch.tensor([3.0, 2.0, 1.0, NAN])) == -1.0
+    assert correlation(torch.ones(4), torch.arange(4.0)) is None
+    assert correlation(torch.tensor([NAN, 1.0]), torch.tensor([1.0, 2.0])) is None
+
+
+def run(runner, texts, **columns):
+    return runner(
+        prompts=[f"p{i // 2}" for i in range(len(texts))],
+        completions=texts,
+        completion_ids=[[1]] * len(texts),
+        columns=columns,
+    )
+
+
+def test_the_share_report_comes_at_generations_1_10_and_100(caplog):
+    caplog.set_level(logging.INFO)
+    runner = RewardRunner([lambda completions, **_: [len(c) for c in completions], lambda **_: [0.0, 1.0]])
+    for _ in range(100):
+        table = run(runner, ["a", "bbb"])
+    said = [r.getMessage() for r in caplog.records if "share of the rewards" in r.getMessage()]
+    assert [m.split("generation ")[1].split(":")[0] for m in said] == ["1", "10", "100"]
+    assert float(table.metrics["rewards/<lambda>/variance_share"].value) == pytest.approx(0.8)
+    assert "rewards/<lambda>_1/variance_share" in table.metrics
+
+
+def test_the_table_of_weights_is_shown_at_the_start(caplog):
+    caplog.set_level(logging.INFO)
+
+    def right(completions, answer, **_):
+        return [0.0]
+
+    def short(completions):
+        return [0.0]
+
+    runner = RewardRunner([right, short, lambda **_: [0.0]], [1.0, -0.5, 2.0], transforms=["none", "log1p", None])
+    runner.start("cpu")
+    lines = [line.split() for line in runner.described.splitlines()]
+    assert lines[1:] == [
+        ["right", "1", "none", "answer"],
+        ["short", "-0.5", "log1p", "no", "column"],
+        ["<lambda>", "2", "none", "any"],
+    ]
+    assert runner.described in caplog.text
+
+
+# Audit ----------------------------------------------------------------------------------------------------------------
+
+
+def spelled(completions, answer, **_):
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def generous(completions, **kwargs):
+    return [1.0 for _ in kwargs["answer"]]
+
+
+def test_a_function_that_compares_spellings_is_told(caplog):
+    runner = RewardRunner(spelled)
+    answers = ["42.0", "forty-two", "1,000", "42", r"\boxed{42}"]
+    table = run(runner, answers, answer=["42", "42", "1000", "42", "7"])
+    assert "spelled scored 0 for 3 of 5 answers that look equal to the reference in 'answer', e.g. '42.0' vs '42'" in (
+        caplog.text
+    )
+    metric = table.metrics["rewards/spelled/format_disagreement"]
+    assert (float(metric.value), float(metric.weight)) == (3.0, 5.0)
+    caplog.clear()
+    run(runner, answers, answer=["42", "42", "1000", "42", "7"])
+    assert "look equal" not in caplog.text  # Not again before the hundredth time.
+
+
+def test_rewards_for_wrong_answers_are_told_too(caplog):
+    run(RewardRunner(generous), ["1", "2", "3"], answer=["1", "7", "9"])
+    assert "generous scored a right answer's reward for 2 of 3 answers that differ from the reference" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda completions, **_: [0.0 for _ in completions],  # Reads no reference.
+        functools.partial(lambda completions, scale, answer: [scale * len(c) for c in completions], scale=0.5),
+        lambda completions, answer: [-1.0 if i else 0.0 for i, _ in enumerate(completions)],  # A penalty.
+    ],
+)
+def test_what_is_no_judge_of_answers_is_not_audited(function, caplog):
+    run(RewardRunner(function), ["42.0", "4200", "forty-two"], answer=["42", "42", "42"])
+    assert "look equal" not in caplog.text
+    assert "differ from" not in caplog.text
+
+
+def test_the_audit_runs_on_the_first_three_batches_and_every_hundredth(monkeypatch):
+    from posttrain.rewards import base
+
+    calls = []
+    monkeypatch.setattr(base, "audit_answers", lambda *a: calls.append(runner._calls))
+    runner = RewardRunner(spelled)
+    for _ in range(205):
+        run(runner, ["1", "2"], answer=["1", "1"])
+    assert calls == [1, 2, 3, 100, 200]
+
+
+def test_answers_are_found_where_people_put_them():
+    cases = {
+        "I think the answer is 42.": "42",
+        "<think>\\boxed{1}</think>Answer: yes": "yes",
+        "so <answer> 3/4 </answer>": "3/4",
+        "He has 5 + 67.\n#### 72": "72",
+        "x" * 61: None,
+        "": None,
+    }
+    for text, said in cases.items():
+        assert said_answer(text) == said, text
+
+
+def test_a_row_that_does_not_apply_is_not_judged():
+    def some(completions, target):
+        return []
+
+    found = audit_answers(some, [NAN, 1.0, 0.0], ["1", "2", "3"], {"target": ["1", "2", "4"]})
+    assert (found.judged, found.missed, found.given, found.share) == (2, [], [], 0.0)
+    assert audit_answers(some, [NAN, NAN], ["1", "2"], {"target": ["1", "2"]}) is None
+
+
+# The same rows twice --------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_changes_its_mind_is_told(caplog):
+    state = iter(range(100))
+    runner = RewardRunner(
+        [lambda completions, **_: [next(state) for _ in completions], lambda **_: [1.0] * 4], score_twice=True
+    )
+    values = run(runner, ["a", "b", "c", "d"]).values[:, 0].tolist()
+    assert values == [0.0, 1.0, 2.0, 3.0]  # What is trained is the first answer.
+    assert "<lambda> gave 0 and then 4 for the same completion (4 of 4 rows differ)" in caplog.text
+    assert "<lambda>_1 gave" not in caplog.text
+    caplog.clear()
+    run(runner, ["a", "b", "c", "d"])
+    assert "the same completion" not in caplog.text  # The first batch only.
+
+
+def test_scoring_twice_is_off_by_default_and_never_ends_a_run(caplog):
+    calls = []
+
+    def counts(completions, **_):
+        calls.append(len(completions))
+        if len(completions) < 6:
+            raise ValueError("I want six")
+        return [0.0] * 6
+
+    run(RewardRunner(counts), list("abcdef"))
+    assert calls == [6]
+    run(RewardRunner(counts, score_twice=True), list("abcdef"))
+    assert calls == [6, 6, 4]
+    assert "could not be computed a second time" in caplog.text
+
+
+# Environments ---------------------------------------------------------------------------------------------------------
+
+
+class Game:
+    def __init__(self, score=1.0):
+        self.score = score
+
+    def get_reward(self):
+        if self.score is None:
+            raise RuntimeError("no board")
+        return self.score
+
+
+class Maze:
+    async def get_reward(self):
+        return 5.0
+
+
+def test_each_class_of_environments_has_a_column_and_its_weight_is_one():
+    probes = [Game(), Maze(), Game(), object()]
+    runner = RewardRunner(lambda **_: [1.0, 2.0, 3.0], [0.5], environments=probes)
+    assert (runner.names, runner.weights.tolist()) == (["<lambda>", "Game", "Maze"], [0.5, 1.0, 1.0])
+    table = runner(
+        prompts=["p"] * 3, completions=["a"] * 3, completion_ids=[[1]] * 3, environments=[Game(7.0), Maze(), Game(2.0)]
+    )
+    assert table.values[:, 1].tolist()[::2] == [7.0, 2.0]
+    assert table.values[:, 1].isnan().tolist() == [False, True, False]
+    assert table.values[1, 2] == 5.0
+
+
+def test_an_environment_may_be_the_only_reward_and_its_error_names_it():
+    runner = RewardRunner(None, environments=[Game()])
+    with pytest.raises(RewardError, match=r"Game.get_reward\(\) raised RuntimeError: no board \(row 1\)"):
+        runner(prompts=["p"] * 2, completions=["a"] * 2, completion_ids=[[1]] * 2, environments=[Game(), Game(None)])
+    with pytest.raises(ConfigError, match="reward_funcs is empty"):
+        RewardRunner(None, environments=[object()])
