@@ -165,6 +165,8 @@ class ModelOutputs:
         logp: ``(B, T)`` float32, aligned with the token; 0 outside ``loss_mask``.
         entropy: ``(B, T)`` float32 in nats, of the distribution each token was predicted from; 0 outside ``loss_mask``.
         correct: ``(B, T)`` bool, the token was the most likely one.
+        mean_logit: ``(B, T)`` mean over the vocabulary of the logits that a token was predicted from; 0 outside ``loss_mask``.
+        collision: ``(B, T)`` ``log sum_v p_v^2`` of the distribution it was predicted from, likewise.
         scores: ``(S,)`` reward-model scores.
         values: ``(B, T)`` value-head outputs.
         logits: Only when asked for: ``(N, V)`` at loss positions, in ``loss_mask`` order.
@@ -174,6 +176,8 @@ class ModelOutputs:
     logp: Tensor | None = None
     entropy: Tensor | None = None
     correct: Tensor | None = None
+    mean_logit: Tensor | None = None
+    collision: Tensor | None = None
     scores: Tensor | None = None
     values: Tensor | None = None
     logits: Tensor | None = None

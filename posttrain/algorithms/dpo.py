@@ -10,10 +10,18 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer, refuse_removed, sequence_logp
+from posttrain.algorithms.preference import (
+    ComparedConfig,
+    PreferenceTrainer,
+    answer_mask,
+    logit_metrics,
+    refuse_removed,
+    sequence_logp,
+)
 from posttrain.errors import ConfigError, check_choice
-from posttrain.losses.divergence import DIVERGENCES, collision_logp, desensitized_sum, pair_values, wpo_weight
-from posttrain.losses.preference import DPO_LOSSES, mean_nll
+from posttrain.losses.divergence import DIVERGENCES, desensitized_sum, pair_values, wpo_weight
+from posttrain.losses.likelihood import nll
+from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
@@ -115,17 +123,16 @@ class DPOConfig(ComparedConfig):
             )  # fmt: skip
 
 
-def dpo_objective(
-    out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOConfig, *, chosen_tokens: float | None = None
-) -> LossTerms:
-    """The weighted sum of the losses that ``cfg`` names, averaged over the pairs of the whole optimiser step.
+def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOConfig) -> LossTerms:
+    """The weighted sum of the losses that ``cfg`` names: a mean over pairs, and for ``sft`` one over chosen tokens.
+
+    Both are means over the whole optimiser step, or over the whole set in evaluation.
 
     Args:
-        out: Log-probs, entropies and hits of the policy.
+        out: Log-probs and what `DPOTrainer.needs` asks for beside them.
         batch: Pairs, chosen first.
         reference: Summed log-probs of the reference ``(S,)``, desensitised if the policy's are.
         cfg: `DPOConfig`.
-        chosen_tokens: Mean tokens of a chosen answer over the step, for ``sft``; None takes this batch's.
     """
     assert out.logp is not None
     plain, length = sequence_logp(out.logp, batch)
@@ -137,20 +144,23 @@ def dpo_objective(
     weight = _pair_weight(out, batch, plain, length) if cfg.use_weighting else None
     scalars = {"beta": cfg.beta, "label_smoothing": cfg.label_smoothing, "discopop_tau": cfg.discopop_tau}
     total, metrics = torch.zeros_like(policy_c), pair_metrics(out, batch, values, cfg.beta, pairs)
+    chosen, extra = answer_mask(batch, 2, 0), []
     for name, share in zip(cfg.loss_type, cfg.loss_weights or [1.0] * len(cfg.loss_type), strict=True):
-        formula = DPO_LOSSES[name]
+        formula, mask = DPO_LOSSES[name], None
         if formula.kind == "likelihood":
-            terms = mean_nll(values["plain_chosen_logp"], length_c, mean_length=chosen_tokens)
+            terms, mask = nll(out.logp), chosen
+            extra.append(LossTerms(share * terms, mask, "token", count="chosen"))
         else:
             terms = formula(values, **scalars)
-        if weight is not None and formula.kind == "pair":
-            terms = terms * weight
+            terms = terms if weight is None else terms * weight
+            total = total + share * terms
         if len(cfg.loss_type) > 1:
-            metrics[f"loss/{name}"] = mean(terms)
-        total = total + share * terms
+            metrics[f"loss/{name}"] = mean(terms, mask)
     if weight is not None:
         metrics["weights/mean"] = mean(weight)
-    return row_terms(batch, total, branches=2, metrics=metrics)
+    found = row_terms(batch, total, branches=2, metrics=metrics)
+    found.extra += extra
+    return found
 
 
 def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float | None) -> Tensor:
@@ -162,9 +172,8 @@ def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float | None)
 
 
 def _pair_weight(out: ModelOutputs, batch: Batch, logp: Tensor, length: Tensor) -> Tensor:
-    assert out.logits is not None
-    collision = torch.zeros_like(out.logp).masked_scatter(batch.loss_mask, collision_logp(out.logits.float()))  # type: ignore[arg-type]
-    total = sequence_sum(collision, batch.loss_mask, batch.sequence, batch.num_sequences)
+    assert out.collision is not None
+    total = sequence_sum(out.collision, batch.loss_mask, batch.sequence, batch.num_sequences)
     return batch.grouped(wpo_weight(logp, total, length), 2).prod(1)
 
 
@@ -173,8 +182,7 @@ def pair_metrics(
 ) -> dict[str, Metric]:
     """What every method on pairs with a reference logs; rewards are ``beta`` times the log-ratio, whatever the loss."""
     rewards = [beta * values[f"{side}_ratio"] for side in ("chosen", "rejected")]
-    chosen = batch.spread_rows(torch.tensor([True, False], device=batch.input_ids.device).repeat(len(rewards[0])), 1)
-    on_chosen = batch.loss_mask & chosen[batch.sequence.clamp_min(0)]
+    chosen, rejected = (answer_mask(batch, 2, which) for which in (0, 1))
     (policy_c, policy_r), _, (length_c, length_r), _ = pairs
     return {
         "rewards/chosen": mean(rewards[0]),
@@ -186,7 +194,8 @@ def pair_metrics(
         "completions/chosen_length": mean(length_c),
         "completions/rejected_length": mean(length_r),
         "entropy": mean(out.entropy, batch.loss_mask),  # type: ignore[arg-type]
-        "mean_token_accuracy": mean(out.correct.float(), on_chosen),  # type: ignore[union-attr]
+        "mean_token_accuracy": mean(out.correct.float(), chosen),  # type: ignore[union-attr]
+        **logit_metrics(out, chosen=chosen, rejected=rejected),
     }
 
 
@@ -202,7 +211,7 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class: ClassVar[type[DPOConfig]] = DPOConfig
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "correct"})
+    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "correct", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "dpo"]
     _name: ClassVar[str] = "DPO"
     _suffix: ClassVar[str] = "DPO"
@@ -217,7 +226,7 @@ class DPOTrainer(PreferenceTrainer):
     ) -> None:
         super().__init__(model, ref_model, args, **kwargs)
         if self.args.use_weighting:
-            self.needs = self.needs | {"logits"}  # type: ignore[misc]
+            self.needs = self.needs | {"collision"}  # type: ignore[misc]
         # A sorting loss compares all pairs of a micro-batch.
         self.together = any(DPO_LOSSES[name].kind == "sorted" for name in self.args.loss_type)
         if self.together and self.args.per_device_train_batch_size < 4:
@@ -226,8 +235,8 @@ class DPOTrainer(PreferenceTrainer):
                 self.args.loss_type, self.args.per_device_train_batch_size,
             )  # fmt: skip
 
-    def reference_sums(self, logp: Tensor, batch: Batch) -> Tensor:
-        """The reference's sums as the loss wants them, ``(S,)``."""
+    def sums(self, logp: Tensor, batch: Batch) -> Tensor:
+        """Summed log-probs, desensitised where ``ld_alpha`` says so."""
         return desensitize(logp, batch, sequence_logp(logp, batch)[1], self.args.ld_alpha)
 
     def reference_key(self) -> dict[str, Any]:
@@ -235,16 +244,14 @@ class DPOTrainer(PreferenceTrainer):
         return super().reference_key() | {"ld_alpha": self.args.ld_alpha}
 
     def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Tokens of the chosen answers, and pairs."""
-        lengths = [batch.grouped(sequence_logp(batch.loss_mask.float(), batch)[1], 2)[:, 0] for batch in batches]
-        return {"chosen": float(sum(x.sum() for x in lengths)), "pairs": float(sum(len(x) for x in lengths))}
+        """Tokens of the chosen answers."""
+        return {"chosen": float(sum(int(answer_mask(batch, 2, 0).sum()) for batch in batches))}
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `dpo_objective`."""
-        summed = batch.columns.get("ref_logps")
-        if summed is None and batch.ref_logp is not None:
-            summed = self.reference_sums(batch.ref_logp, batch)
-        reference = self.reference_logp(batch) if summed is None else summed
-        counts = self.denominators.named if self.model.training else {}
-        tokens = counts["chosen"] / max(counts["pairs"], 1.0) if counts else None
-        return dpo_objective(outputs, batch, reference, self.args, chosen_tokens=tokens)
+        return dpo_objective(outputs, batch, self.reference_logp(batch), self.args)
+
+    def starts_at_ln_2(self) -> bool:
+        """The sigmoid loss alone, unweighted."""
+        cfg = self.args
+        return cfg.loss_type == ["sigmoid"] and not cfg.use_weighting and (cfg.loss_weights or [1.0]) == [1.0]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from posttrain.algorithms.preference import PreferenceTrainer
+from posttrain.algorithms.preference import PreferenceTrainer, logit_metrics
 from posttrain.data.pairs import extract_and_unpair
 from posttrain.errors import DataError
 from posttrain.metrics import Metric, mean
@@ -28,6 +28,8 @@ def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tenso
         if bool(kept.any()):
             found[f"rewards/{name}"] = mean(rewards, kept)
             found[f"logps/{name}"] = mean(logp, kept)
+            on_side = batch.loss_mask & kept[batch.sequence.clamp_min(0)]
+            found |= logit_metrics(out, **{name: on_side})
     found["entropy"] = mean(out.entropy, batch.loss_mask)  # type: ignore[arg-type]
     return found
 
@@ -38,7 +40,7 @@ class JudgedTrainer(PreferenceTrainer):
     branches: ClassVar[tuple[str, ...]] = ("completion",)
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_logps",)
     keep: ClassVar[tuple[str, ...]] = ("label",)
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy"})
+    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "mean_logit"})
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """Take pairs apart, tokenise, check labels and their balance."""

@@ -19,12 +19,21 @@ from posttrain.data.chat import terminal_token_ids
 from posttrain.data.preferences import AnswerOptions, AnswerReport, answer_rows, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, check_choice
 from posttrain.losses.reduce import sequence_lengths, sequence_sum
+from posttrain.metrics import Metric, mean
 from posttrain.models.forward import forward
 from posttrain.models.precompute import precomputed_logps
 from posttrain.models.reference import Reference
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
-__all__ = ["AnswerConfig", "ComparedConfig", "PreferenceTrainer", "refuse_removed", "sequence_logp"]
+__all__ = [
+    "AnswerConfig",
+    "ComparedConfig",
+    "PreferenceTrainer",
+    "answer_mask",
+    "logit_metrics",
+    "refuse_removed",
+    "sequence_logp",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +114,18 @@ def sequence_logp(logp: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Summed log-probs ``(S,)`` of the completions, and how many tokens they have, ``(S,)`` float."""
     total = sequence_sum(logp.float(), batch.loss_mask, batch.sequence, batch.num_sequences)
     return total, sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
+
+
+def answer_mask(batch: Batch, size: int, which: int) -> Tensor:
+    """``(B, T)`` trained tokens of one answer of each row: the ``which``-th of ``size``."""
+    wanted = torch.tensor([origin % size == which for origin in batch.origin], device=batch.sequence.device)
+    return batch.loss_mask & (batch.sequence >= 0) & wanted[batch.sequence.clamp_min(0)]
+
+
+def logit_metrics(out: ModelOutputs, **masks: Tensor) -> dict[str, Metric]:
+    """``logits/<side>``: mean over a side's trained tokens, a mask ``(B, T)`` each, of the mean logit over the vocabulary."""
+    assert out.mean_logit is not None
+    return {f"logits/{side}": mean(out.mean_logit, mask) for side, mask in masks.items()}
 
 
 class PreferenceTrainer(PostTrainer):
@@ -254,7 +275,15 @@ class PreferenceTrainer(PostTrainer):
                 "the rows have no precomputed reference log-probs, and the reference is gone (precompute_ref_log_probs=True). "
                 "Give this set at construction, as eval_dataset."
             )
-        return sequence_logp(batch.ref_logp, batch)[0]
+        return self.sums(batch.ref_logp, batch)
+
+    def sums(self, logp: Tensor, batch: Batch) -> Tensor:
+        """Log-probs ``(B, T)`` summed over each answer as the loss wants them, ``(S,)``; policy and reference alike."""
+        return sequence_logp(logp, batch)[0]
+
+    def starts_at_ln_2(self) -> bool:
+        """Whether the loss is exactly ln 2 as long as the policy is its own reference."""
+        return False
 
     # Health ------------------------------------------------------------------------------------------------------
 
@@ -263,18 +292,18 @@ class PreferenceTrainer(PostTrainer):
         terms, outputs = super().terms(model, batch)
         if not self._begun and model.training:
             self._begun = True
-            if self.compared and self._own_reference and self.state.global_step == 0:
-                self._compare_with_reference(outputs, batch)
+            if self.compared and self.state.global_step == 0:
+                self._compare_with_reference(terms, outputs, batch)
         return terms, outputs
 
     @torch.no_grad()
-    def _compare_with_reference(self, outputs: ModelOutputs, batch: Batch) -> None:
+    def _compare_with_reference(self, terms: LossTerms, outputs: ModelOutputs, batch: Batch) -> None:
         assert outputs.logp is not None
-        total, length = sequence_logp(outputs.logp, batch)
-        gap = float(((total - self.reference_logp(batch)).abs() / length).max())
+        ratio = self.sums(outputs.logp, batch) - self.reference_logp(batch)
+        gap = float((ratio.abs() / sequence_logp(outputs.logp, batch)[1]).max())
         half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
-        finding = reference_mismatch(gap, half=half)
-        self.tell([finding] if finding else [])
+        loss = float(terms.terms.mean()) if self.starts_at_ln_2() else None
+        self.tell([reference_mismatch(gap, half=half, loss=loss, given=not self._own_reference)])
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, then say what the numbers mean."""

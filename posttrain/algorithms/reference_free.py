@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.preference import PreferenceTrainer, sequence_logp
+from posttrain.algorithms.preference import PreferenceTrainer, answer_mask, logit_metrics, sequence_logp
 from posttrain.losses.likelihood import nll
 from posttrain.losses.reduce import row_terms
 from posttrain.metrics import Metric, mean
@@ -34,6 +33,7 @@ def reward_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logps: Tens
         logps: ``(P, 2)`` as the loss reads them.
     """
     chosen, rejected = rewards.detach().unbind(1)
+    size = batch.num_sequences // len(rewards)
     return {
         "rewards/chosen": mean(chosen),
         "rewards/rejected": mean(rejected),
@@ -42,6 +42,7 @@ def reward_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logps: Tens
         "logps/chosen": mean(logps[:, 0]),
         "logps/rejected": mean(logps[:, 1]),
         "entropy": mean(out.entropy, batch.loss_mask),  # type: ignore[arg-type]
+        **logit_metrics(out, **{side: answer_mask(batch, size, i) for i, side in enumerate(("chosen", "rejected"))}),
     }
 
 
@@ -50,7 +51,7 @@ class ReferenceFreeTrainer(PreferenceTrainer):
 
     compared = False
     reference_columns: tuple[str, ...] = ()  # type: ignore[misc]
-    needs = frozenset({"logp", "entropy"})
+    needs = frozenset({"logp", "entropy", "mean_logit"})
     likelihood_branch = 0
 
     def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
@@ -58,10 +59,8 @@ class ReferenceFreeTrainer(PreferenceTrainer):
 
     def likelihood_mask(self, batch: Batch) -> Tensor:
         """``(B, T)`` tokens whose likelihood is raised: one branch of each row, and trained prompts."""
-        size = len(self.branches)
-        wanted = torch.tensor([origin % size == self.likelihood_branch for origin in batch.origin])
-        wanted = wanted.to(batch.sequence.device)
-        return batch.loss_mask & (wanted[batch.sequence.clamp_min(0)] | (batch.sequence < 0))
+        answer = answer_mask(batch, len(self.branches), self.likelihood_branch)
+        return answer | batch.loss_mask & (batch.sequence < 0)
 
     def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Tokens of the likelihood term over the step."""

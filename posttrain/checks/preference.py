@@ -12,21 +12,33 @@ __all__ = ["PreferenceHealth", "reference_mismatch", "reference_prefers_rejected
 
 SINKING = 5  # Logs in a row in which both rewards fall.
 ENOUGH, FLIPPED = 20, 0.9  # Pairs below which a share says nothing, and the share above which labels look flipped.
+LOSS_OFF = 0.02  # Difference of the first sigmoid loss from ln 2 that rounding does not explain.
 TOLERANCE = {"float32": 1e-3, "half": 2e-2}  # Nats a token between policy and reference before the first update.
 
 
-def reference_mismatch(gap: float, *, half: bool, loss: float | None = None) -> Finding | None:
+def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, given: bool = False) -> Finding | None:
     """Before the first update the policy is its own reference: its log-ratio must be 0, and a sigmoid loss ln 2.
 
     Args:
         gap: Largest absolute log-ratio of a sequence, a token, in nats.
         half: Whether the run computes in half precision.
-        loss: The first loss, when it is the plain sigmoid's.
+        loss: The first loss, when it is the plain sigmoid's. Long answers can move it although ``gap`` is small.
+        given: Whether the user chose the reference, so that it may differ.
     """
     tolerance = TOLERANCE["half" if half else "float32"]
-    if gap <= tolerance:
+    off = loss is not None and abs(loss - math.log(2)) > LOSS_OFF
+    if gap <= tolerance and not off:
         return None
     seen = "" if loss is None else f"; the first loss is {loss:.4f} instead of ln 2 = {math.log(2):.4f}"
+    if given:
+        return Finding(
+            "REFERENCE-MISMATCH",
+            "info",
+            f"policy and ref_model differ by {gap:.2g} nats a token before the first update{seen}",
+            "the first training batch",
+            "ref_model has other weights than the model, or another dtype or active dropout",
+            "nothing where that is meant; to start from the model's own weights, leave ref_model out",
+        )
     return Finding(
         "REFERENCE-MISMATCH",
         "warning",

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.models.attention import attention_mask
-from posttrain.models.heads import LogitRule, ScoreHead, TokenHead, causal_lm, install_token_head, score, unwrapped
+from posttrain.models.heads import (
+    PER_TOKEN,
+    LogitRule,
+    ScoreHead,
+    TokenHead,
+    causal_lm,
+    install_token_head,
+    score,
+    unwrapped,
+)
 from posttrain.types import Batch, ModelOutputs, Row
 
 __all__ = [
@@ -37,8 +46,9 @@ def forward(
     Args:
         model: A language model or classifier, wrapped or not, on which `install_token_head` was called.
         batch: A token forest on the model's device.
-        needs: Any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``logits``, ``aux``; or ``scores`` (a classifier's
-            score at each sequence's last token) or ``token_scores`` (its scores at each loss token) alone.
+        needs: Any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``mean_logit``, ``collision``, ``logits``, ``aux``;
+            or ``scores`` (a classifier's score at each sequence's last token) or ``token_scores`` (its scores at each loss
+            token) alone.
         temperature: Divides the logits, so that log-probs are those of the distribution that was sampled from.
 
     Returns:
@@ -63,8 +73,7 @@ def forward(
         return ModelOutputs(scores=scores[:, 0]) if "scores" in needs else ModelOutputs(logits=scores)
     return ModelOutputs(
         logp=_place(result["logp"], batch),
-        entropy=_place(result.get("entropy"), batch),
-        correct=_place(result.get("correct"), batch),
+        **{name: _place(result.get(name), batch) for name in PER_TOKEN},
         logits=result.get("logits"),
         aux_loss=result.get("aux_loss"),
     )
@@ -103,6 +112,8 @@ def _token_head(batch: Batch, needs: frozenset[str], virtual: int, temperature: 
         need_entropy="entropy" in needs or "entropy_grad" in needs,
         entropy_grad="entropy_grad" in needs,
         need_correct="correct" in needs,
+        need_mean_logit="mean_logit" in needs,
+        need_collision="collision" in needs,
         need_logits="logits" in needs,
         balance_over=(batch.tree >= 0).long() if "aux" in needs else None,
     )

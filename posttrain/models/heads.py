@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.losses.divergence import collision_logp
 from posttrain.models.logprob import token_logprobs
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES_UP = ("hyperclovax",)  # Multiplies by ``logits_scaling``; Granite divides by it.
+PER_TOKEN = ("entropy", "correct", "mean_logit", "collision")  # What may be asked for beside the log-prob.
 SCORE_LAYERS = ("score", "classifier", "classification_head")
 
 
@@ -58,7 +60,7 @@ class TokenHead:
         rows, columns: ``(N,)`` where the predicting hidden states stand.
         targets: ``(N,)`` token ids they predict.
         temperature: Divides the logits before the softmax.
-        need_entropy, entropy_grad, need_correct, need_logits: What else to return.
+        need_entropy, entropy_grad, need_correct, need_mean_logit, need_collision, need_logits: What else to return.
         balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
     """
 
@@ -69,6 +71,8 @@ class TokenHead:
     need_entropy: bool = False
     entropy_grad: bool = False
     need_correct: bool = False
+    need_mean_logit: bool = False
+    need_collision: bool = False
     need_logits: bool = False
     balance_over: Tensor | None = None
 
@@ -175,8 +179,10 @@ def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
             need_entropy=head.need_entropy,
             entropy_grad=head.entropy_grad,
             need_correct=head.need_correct,
+            need_mean_logit=head.need_mean_logit,
+            need_collision=head.need_collision,
         )
-        fields = {"logp": out.logp, "entropy": out.entropy, "correct": out.correct}
+        fields = {name: getattr(out, name) for name in ("logp", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
     return _dense(layer, hidden, head, rule)
 
@@ -191,7 +197,7 @@ def _dense(layer: nn.Module, hidden: Tensor, head: TokenHead, rule: LogitRule) -
 
 def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
     """Log-probs and what else was asked for, from ``(N, V)`` logits."""
-    logits = logits / head.temperature
+    raw, logits = logits, logits / head.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     result = {"logp": logprobs.gather(-1, head.targets[:, None]).squeeze(-1)}
     if head.need_entropy:
@@ -199,6 +205,10 @@ def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
             result["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
     if head.need_correct:
         result["correct"] = logits.argmax(-1) == head.targets
+    if head.need_mean_logit:
+        result["mean_logit"] = raw.detach().mean(-1)
+    if head.need_collision:
+        result["collision"] = collision_logp(logits.detach())
     if head.need_logits:
         result["logits"] = logits
     return result

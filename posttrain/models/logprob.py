@@ -7,7 +7,7 @@ O(chunk * V) instead of O(N * V), whatever the loss does with the log-probs afte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ CHUNK_BYTES = 64 * 2**20  # Of float32 logits. Larger chunks are no faster on a 
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Per-token results, ``(N,)`` each; ``entropy`` and ``correct`` only when asked for."""
+    """Per-token results, ``(N,)`` each; all but ``logp`` only when asked for."""
 
     logp: Tensor
     entropy: Tensor | None = None
     correct: Tensor | None = None
+    mean_logit: Tensor | None = None
+    collision: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,16 @@ class _Rule:
         return grad if factor == 1.0 else grad.mul_(factor)
 
 
+class _Wants(NamedTuple):
+    """What else to tell of each token, besides its log-prob."""
+
+    entropy: bool
+    entropy_grad: bool
+    correct: bool
+    mean_logit: bool
+    collision: bool
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -69,40 +81,43 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         rule: _Rule,
-        wants: tuple[bool, bool, bool],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        entropy_too, _, correct_too = wants
+        wants: _Wants,
+    ) -> tuple[Tensor, ...]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         n = targets.shape[0]
         logp, log_z = hidden.new_empty(n, dtype=wide), hidden.new_empty(n, dtype=wide)
-        entropy = hidden.new_empty(n if entropy_too else 0, dtype=wide)
-        correct = torch.empty(n if correct_too else 0, dtype=torch.bool, device=hidden.device)
+        entropy = hidden.new_empty(n if wants.entropy else 0, dtype=wide)
+        correct = torch.empty(n if wants.correct else 0, dtype=torch.bool, device=hidden.device)
+        mean_logit = hidden.new_empty(n if wants.mean_logit else 0, dtype=wide)
+        collision = hidden.new_empty(n if wants.collision else 0, dtype=wide)
         for start in range(0, n, rule.chunk):
             part = slice(start, start + rule.chunk)
             x, _ = rule.logits(hidden[part], weight, bias)
             chosen = x.gather(1, targets[part, None]).squeeze(1)
             top = x.amax(1)
-            if correct_too:
+            if wants.correct:
                 correct[part] = chosen >= top
+            if wants.mean_logit:
+                mean_logit[part] = x.mean(1) * rule.temperature
             e = torch.sub(x, top[:, None]).exp_()
             z = e.sum(1)
             log_z[part] = top + z.log()
             logp[part] = chosen - log_z[part]
-            if entropy_too:
+            if wants.entropy:
                 entropy[part] = log_z[part] - torch.linalg.vecdot(e, x) / z
+            if wants.collision:
+                collision[part] = torch.linalg.vecdot(e, e).log() - 2.0 * z.log()
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
         ctx.rule, ctx.wants = rule, wants
-        ctx.mark_non_differentiable(correct)
-        if not wants[1]:
-            ctx.mark_non_differentiable(entropy)
-        return logp, entropy, correct
+        ctx.mark_non_differentiable(correct, mean_logit, collision, *(() if wants.entropy_grad else (entropy,)))
+        return logp, entropy, correct, mean_logit, collision
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         rule: _Rule = ctx.rule
-        through_entropy = ctx.wants[1] and grad_entropy is not None
+        through_entropy = ctx.wants.entropy_grad and grad_entropy is not None
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         wide = grad_logp.dtype
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -145,6 +160,8 @@ def token_logprobs(
     need_entropy: bool = False,
     entropy_grad: bool = False,
     need_correct: bool = False,
+    need_mean_logit: bool = False,
+    need_collision: bool = False,
 ) -> TokenLogprobs:
     """``log_softmax(cap(scale * (h W^T + b)) / temperature)[target]`` for each of N positions.
 
@@ -160,6 +177,8 @@ def token_logprobs(
         need_entropy: Also the entropy, in nats, of the tempered distribution.
         entropy_grad: Let gradients flow through the entropy.
         need_correct: Also whether the target was the most likely token.
+        need_mean_logit: Also the mean over the vocabulary of the logits before ``temperature``; no gradient.
+        need_collision: Also ``log sum_v p_v^2`` of the tempered distribution; no gradient.
 
     Returns:
         Log-probs in float32 (float64 for float64 input), whatever the dtype of the weights. Under autocast the products
@@ -179,7 +198,8 @@ def token_logprobs(
     bias = None if bias is None else bias.to(weight.dtype)
     chunk = chunk_size or max(16, CHUNK_BYTES // (4 * weight.shape[0]))
     rule = _Rule(logit_scale, softcap, temperature, chunk)
-    wants = (need_entropy or entropy_grad, entropy_grad, need_correct)
+    wants = _Wants(need_entropy or entropy_grad, entropy_grad, need_correct, need_mean_logit, need_collision)
     with torch.autocast(device, enabled=False):
-        logp, entropy, correct = _TokenLogprobs.apply(hidden, weight, bias, targets, rule, wants)
-    return TokenLogprobs(logp, entropy if wants[0] else None, correct if need_correct else None)
+        logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, rule, wants)
+    asked = (wants.entropy, wants.correct, wants.mean_logit, wants.collision)
+    return TokenLogprobs(logp, *(value if want else None for value, want in zip(rest, asked, strict=True)))

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from posttrain.errors import ConfigError
-from posttrain.losses.reduce import sequence_sum
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference
@@ -111,13 +110,8 @@ def _compute(trainer: Any, dataset: datasets.Dataset, reference: Reference | Non
                 context = nullcontext(policy) if reference is None else reference.active(policy)
                 with context as model:
                     logp = forward(model, batch).logp
-            sums = trainer.reference_sums(logp, batch) if hasattr(trainer, "reference_sums") else _sums(logp, batch)
-            values[torch.tensor(batch.origin)] = sums.double().cpu()
+            values[torch.tensor(batch.origin)] = trainer.sums(logp, batch).double().cpu()
         rows = values.view(-1, branches).tolist()
         found += list(zip(indices, rows, strict=False))
     gathered = dict(parallel.all_gather_objects(found, accelerator))
     return np.array([gathered[i] for i in range(len(dataset))], dtype=np.float32)
-
-
-def _sums(logp: Any, batch: Any) -> torch.Tensor:
-    return sequence_sum(logp.float(), batch.loss_mask, batch.sequence, batch.num_sequences)
