@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, DataError, did_you_mean
 
-__all__ = ["AdvantageStats", "group_advantages", "leave_one_out_advantages", "weighted_total"]
+__all__ = ["AdvantageStats", "group_advantages", "leave_one_out_advantages", "standardized", "weighted_total"]
 
 EPSILON = 1e-4  # Keeps a group without spread finite.
 
@@ -146,3 +146,14 @@ def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
     count = (~grouped.isnan()).sum(-1, keepdim=True)
     others = (grouped.nansum(-1, keepdim=True) - grouped) / (count - 1)
     return torch.where(count > 1, grouped - others, 0.0).nan_to_num(0.0).flatten()
+
+
+def standardized(advantages: Tensor, scored: Tensor) -> Tensor:
+    """``(A - mean) / (std + 1e-4)`` over the scored rows, ``(n,)``; 0 elsewhere, and everywhere with fewer than two of them.
+
+    Args:
+        advantages: ``(n,)`` over all ranks.
+        scored: ``(n,)`` bool, rows that some reward function scored.
+    """
+    known = advantages.masked_fill(~scored, torch.nan)
+    return ((known - known.nanmean()) / (_std(known) + EPSILON)).nan_to_num(0.0)

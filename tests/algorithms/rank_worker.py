@@ -26,6 +26,10 @@ def main(kind, folder, batch, accumulation):
     }
     if kind == "sft":
         trainer = sft(folder, tokenizer, data=chats(8), seed=3, **common)
+    elif kind == "rloo":
+        from tests.algorithms.test_rloo import rloo
+
+        trainer = rloo(folder, tokenizer, data=prompts(4), normalize_advantages=True, **common)
     else:
         trainer = grpo(folder, tokenizer, beta=0.05, data=prompts(4), loss_type=kind, scale_rewards="batch", **common)
     before = [p.detach().clone() for p in trainer.model.parameters()]
