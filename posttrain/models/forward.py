@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,12 +53,14 @@ def forward(
 
     Returns:
         Log-probs, entropies and hits aligned with the tokens they speak of, zero outside ``loss_mask``; scores ``(S,)``, or
-        ``(N, labels)`` as ``logits``.
+        ``(N, labels)`` as ``logits``; ``values`` (asked for by that name) of the state before each completion token.
     """
     install_token_head(model)
     inner: Any = causal_lm(model)
     virtual = virtual_tokens(model)
     head = _score_head(batch, needs, virtual) or _token_head(batch, needs, virtual, temperature)
+    if isinstance(head, TokenHead) and "values" in needs:
+        head.values = _value_reader(inner, batch, virtual)
     balance = isinstance(head, TokenHead) and head.balance_over is not None
     result = model(
         input_ids=batch.input_ids,
@@ -74,6 +76,7 @@ def forward(
     return ModelOutputs(
         logp=_place(result["logp"], batch),
         **{name: _place(result.get(name), batch) for name in PER_TOKEN},
+        values=_place(result.get("values"), batch, batch.sequence >= 0),
         logits=result.get("logits"),
         aux_loss=result.get("aux_loss"),
     )
@@ -133,12 +136,23 @@ def _score_head(batch: Batch, needs: frozenset[str], virtual: int) -> ScoreHead 
     return ScoreHead(last // batch.input_ids.shape[1], last % batch.input_ids.shape[1] + virtual)
 
 
-def _place(values: Tensor | None, batch: Batch) -> Tensor | None:
-    """``(N,)`` values at loss positions onto the ``(B, T)`` grid."""
+def _value_reader(inner: Any, batch: Batch, virtual: int) -> Callable[[Tensor], Tensor]:
+    """Last hidden states of the policy to values of the states before each completion token, its own trunk's or another's."""
+    rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
+    columns = batch.predictor[rows, columns]
+    critic = getattr(inner, "value_model", None)
+    if critic is None:
+        return lambda hidden: inner.v_head(hidden[rows, columns + virtual])[:, 0].float()
+    inputs = {"input_ids": batch.input_ids, **_attention(critic, critic, batch), "use_cache": False}
+    return lambda _: critic(**inputs, token_head=ScoreHead(rows, columns))["scores"][:, 0]
+
+
+def _place(values: Tensor | None, batch: Batch, mask: Tensor | None = None) -> Tensor | None:
+    """``(N,)`` values at loss positions (or where the mask says) onto the ``(B, T)`` grid."""
     if values is None:
         return None
     grid = torch.zeros(batch.input_ids.shape, dtype=values.dtype, device=values.device)
-    return grid.masked_scatter(batch.loss_mask, values)
+    return grid.masked_scatter(batch.loss_mask if mask is None else mask, values)
 
 
 @torch.no_grad()

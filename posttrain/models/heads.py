@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,7 @@ class TokenHead:
         temperature: Divides the logits before the softmax.
         need_entropy, entropy_grad, need_correct, need_mean_logit, need_collision, need_logits: What else to return.
         balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
+        values: Last hidden states ``(B, T, H)`` to values ``(M,)``, returned beside the log-probs.
     """
 
     rows: Tensor
@@ -75,6 +77,7 @@ class TokenHead:
     need_collision: bool = False
     need_logits: bool = False
     balance_over: Tensor | None = None
+    values: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -132,6 +135,8 @@ def _head_forward(inner: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs:
     if isinstance(head, ScoreHead):
         return {"scores": score(inner, hidden)}
     result = _project(inner, hidden, head)
+    if head.values is not None:
+        result["values"] = head.values(output.last_hidden_state)
     if head.balance_over is not None:
         result["aux_loss"] = _balance(inner, output.router_logits, head.balance_over)
     return result
@@ -140,8 +145,12 @@ def _head_forward(inner: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs:
 def _own_forward(inner: Any, original: Any, head: TokenHead, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
     """The slow way, for architectures whose logits are not ``cap(scale * hidden @ W.T)``: the model's own."""
     kwargs.pop("labels", None)
+    if head.values is not None:
+        kwargs["output_hidden_states"] = True
     output = original(*args, **kwargs)
     result = _from_logits(output.logits[head.rows, head.columns].float(), head)
+    if head.values is not None:
+        result["values"] = head.values(output.hidden_states[-1])
     if head.balance_over is not None:
         result["aux_loss"] = _balance(inner, output.router_logits, head.balance_over)
     return result
