@@ -49,7 +49,9 @@ class BCOTrainer(JudgedTrainer):
     """``-lsig(r - delta)`` for a good answer and ``-lsig(-(r - delta))`` for a bad one, with ``r = beta`` times the log-ratio.
 
     delta is the running mean of all rewards so far, those of the current optimiser step included; it is saved with every
-    checkpoint, and evaluation reads it without moving it.
+    checkpoint, and evaluation reads it without moving it. A step of one forward pass moves delta with that pass's own
+    rewards. With several passes (accumulation, or rows that do not fit one) the first loss needs the rewards of the last
+    pass, so an extra pass without gradients computes them all: accumulating changes neither delta nor the gradient.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
@@ -73,6 +75,7 @@ class BCOTrainer(JudgedTrainer):
         if (embedding_func is None) != (embedding_tokenizer is None):
             raise ConfigError("embedding_func and embedding_tokenizer belong together: give both, or none.")
         self.moments = Moments()
+        self._moves_in_pass = False
         self.embedding = None if embedding_func is None else (embedding_func, embedding_tokenizer)
         self.density: PromptDensity | None = None
         super().__init__(model, ref_model, args, **kwargs)
@@ -108,15 +111,20 @@ class BCOTrainer(JudgedTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """All micro-batches of a step; their rewards move delta before the first loss."""
         micro_batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        rewards = [self._rewards(batch) for micro in micro_batches for batch in micro]
-        values = torch.cat(rewards).double().cpu() if rewards else torch.zeros(0, dtype=torch.float64)
+        self._moves_in_pass = self.denominators.passes == self.accelerator.num_processes and len(micro_batches) == 1
+        if not self._moves_in_pass:
+            self._move([self._rewards(batch) for micro in micro_batches for batch in micro])
+        return micro_batches, items
+
+    def _move(self, rewards: list[Tensor]) -> None:
+        """Update delta with the rewards of an optimiser step, over all ranks."""
+        values = torch.cat(rewards).detach().double().cpu() if rewards else torch.zeros(0, dtype=torch.float64)
         sums = [float(values.sum()), float((values**2).sum()), float(len(values))]
         total, squares, count = parallel.all_reduce_sum(sums, self.accelerator)
         if count:
             average = total / count
             self.moments = update_moments(self.moments, average, max(squares / count - average**2, 0.0), count)
         self.log_metrics_now({"delta": mean(self.moments.mean)})
-        return micro_batches, items
 
     def _rewards(self, batch: Batch) -> Tensor:
         batch = batch.to(self.args.device)
@@ -138,6 +146,9 @@ class BCOTrainer(JudgedTrainer):
         assert outputs.logp is not None
         logp, _ = sequence_logp(outputs.logp, batch)
         ratio, good = logp - self.reference_logp(batch), batch.columns["label"] > 0.5
+        if self._moves_in_pass and self.model.training:
+            self._moves_in_pass = False  # Once a step: checkpointing or a user's code may call again.
+            self._move([self.args.beta * ratio])
         delta = torch.tensor(self.moments.mean, device=ratio.device, dtype=ratio.dtype)
         values = {"log_ratio": ratio, "desirable": good, "shift": delta, "weight": batch.columns["density_weight"]}
         terms = BCO_LOSSES["bco"](values, beta=self.args.beta)

@@ -19,9 +19,11 @@ from posttrain.losses.unpaired import KTO_LOSSES, kl_baseline, kl_totals
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
+from posttrain.models.precompute import precomputed_logps
+from posttrain.models.reference import Reference
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
-__all__ = ["KTOConfig", "KTOTrainer", "partners"]
+__all__ = ["KTOConfig", "KTOTrainer", "fixed_partners", "partners"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +41,6 @@ class KTOConfig(ComparedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("loss_type", self.loss_type, KTO_LOSSES)
-        if self.precompute_ref_log_probs and self.loss_type == "kto":
-            raise ConfigError(
-                "precompute_ref_log_probs=True with loss_type='kto': its baseline needs the reference on answers of other "
-                "prompts, which change with the batch. Set it to False, or use loss_type='apo_zero_unpaired'."
-            )
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             if self.loss_type == "kto" and getattr(self, name) < 2:
                 raise ConfigError(
@@ -61,11 +58,46 @@ def partners(rows: Sequence[Row]) -> list[int | None]:
     return [next(((i - s) % n for s in range(1, n) if prompts[i] != prompts[i - s]), None) for i in range(n)]
 
 
+def _mismatched(example: dict[str, Any], ids: Sequence[int], limit: int | None) -> Row:
+    """A prompt with another prompt's answer, in the room that ``max_length`` leaves it."""
+    prompt = list(example["prompt_ids"])
+    answer = list(ids) if limit is None else list(ids[: max(1, limit - len(prompt))])
+    known = example.get("ref_KL_logps")
+    return Row(prompt, [answer], [[1] * len(answer)], {} if known is None else {"ref_logps": [float(known)]})
+
+
+def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | None]:
+    """For each row of a whole set another row with another prompt, whatever batches come later; None where there is none.
+
+    Rows in random order, those of one prompt side by side, rotated by the largest number of rows with one prompt: no prompt
+    meets itself while it has at most half of the rows, and each answer is then used once.
+
+    >>> fixed_partners([[1], [1], [2], [2]], seed=0) in ([2, 3, 0, 1], [3, 2, 1, 0], [2, 3, 1, 0], [3, 2, 0, 1])
+    True
+    """
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index in order:
+        groups.setdefault(tuple(prompts[index]), []).append(index)
+    flat = [index for group in groups.values() for index in group]
+    shift = max(map(len, groups.values()), default=0)
+    rest = [index for group in groups.values() if len(group) < shift for index in group]
+    found: list[int | None] = [None] * len(flat)
+    for place, index in enumerate(flat):
+        other = flat[(place + shift) % len(flat)]
+        if tuple(prompts[other]) != tuple(prompts[index]):
+            found[index] = other
+        elif rest:  # A prompt with more than half of the rows takes the others' answers in turn.
+            found[index] = rest[place % len(rest)]
+    return found
+
+
 class KTOTrainer(JudgedTrainer):
     """Trains on prompts with one answer and a label each; pairs are taken apart.
 
     The baseline z0 is the mean log-ratio of answers to other prompts of the same batch, over the whole optimiser step and
-    all ranks, at least 0 and without a gradient.
+    all ranks, at least 0 and without a gradient. A column ``KL_completion_ids`` names each row's other answer instead;
+    ``precompute_ref_log_probs`` writes it, with the reference's log-probs of both answers.
 
     Reference: KTO, arXiv:2402.01306.
     """
@@ -78,6 +110,7 @@ class KTOTrainer(JudgedTrainer):
         "title": "KTO: Model Alignment as Prospect Theoretic Optimization",
         "id": "2402.01306",
     }
+    keep: ClassVar[tuple[str, ...]] = ("label", "KL_completion_ids", "ref_KL_logps")
     args: KTOConfig
 
     def __init__(
@@ -91,35 +124,66 @@ class KTOTrainer(JudgedTrainer):
         judge = super().collator()
 
         def collate_both(examples: list[dict[str, Any]]) -> tuple[list[Batch], list[Batch]]:
-            if self.args.loss_type != "kto":
-                return judge(examples), []
-            rows = self.rows(examples)
-            mismatched = [
-                Row(row.prompt_ids, rows[p].completions, rows[p].loss_masks)
-                for row, p in zip(rows, partners(rows), strict=True)
-                if p is not None
-            ]
-            kl = collate(mismatched, pad_token_id=self.pad_token_id, layout=self.layout) if mismatched else []
-            return judge(examples), kl
+            return judge(examples), self._collate(self._mismatched_rows(examples))
 
         return collate_both
+
+    def _collate(self, rows: list[Row]) -> list[Batch]:
+        return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
+
+    def _mismatched_rows(self, examples: list[dict[str, Any]]) -> list[Row]:
+        """Prompts with answers to others, cut to ``max_length``: those that the rows name, or the neighbours'."""
+        if self.args.loss_type != "kto":
+            return []
+        if all("KL_completion_ids" in example for example in examples):
+            others = [example["KL_completion_ids"] for example in examples]
+        else:
+            rows = self.rows(examples)
+            others = [None if p is None else rows[p].completions[0] for p in partners(rows)]
+        return [_mismatched(e, ids, self.args.max_length) for e, ids in zip(examples, others, strict=True) if ids]
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
         """The judged batches alone."""
         return self.data_collator(examples)[0]
 
+    def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
+        """The reference's log-probs of the answers and, for the baseline, of another row's answer, fixed once."""
+        done = super()._precompute(dataset, reference, name)
+        if self.args.loss_type != "kto":
+            return done
+        if "KL_completion_ids" not in done.column_names:
+            chosen = fixed_partners(done["prompt_ids"][:], self.args.seed)
+            answers = done["completion_ids"][:]
+            done = done.add_column("KL_completion_ids", [None if p is None else answers[p] for p in chosen])
+
+        def mismatched(examples: list[dict[str, Any]]) -> list[Batch]:
+            # A row without a partner needs a number in the column, of its own answer; the baseline leaves it out.
+            ids = [example["KL_completion_ids"] or example["completion_ids"] for example in examples]
+            limit = self.args.max_length
+            return self._collate([_mismatched(e, i, limit) for e, i in zip(examples, ids, strict=True)])
+
+        return precomputed_logps(self, done, reference, ("ref_KL_logps",), name=name, batches_of=mismatched)
+
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
         """All micro-batches of a step, and their baseline."""
         self._mismatched: list[Batch] = []
+        self._judged = 0
         result = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.baseline = self._baseline(self._mismatched)
-        self.log_metrics_now({"kl": mean(self.baseline)})
+        self._log_baseline(self._mismatched, self._judged, "train")
         return result
+
+    def _log_baseline(self, mismatched: list[Batch], judged: int, mode: str) -> None:
+        found = {"kl": mean(self.baseline)}
+        if self.args.loss_type == "kto":
+            found["kl/valid_fraction"] = mean(sum(b.num_sequences for b in mismatched) / max(judged, 1), weight=judged)
+        self.log_metrics_now(found, mode)
 
     def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
         """Judged batches with the reference's log-probs; the mismatched ones are kept for the baseline."""
         judged, mismatched = inputs
         self._mismatched += mismatched
+        self._judged += sum(batch.num_sequences for batch in judged)
         self._idle = judged[:1]
         return super().micro_batch(judged, index)
 
@@ -128,7 +192,7 @@ class KTOTrainer(JudgedTrainer):
         judged, mismatched = inputs
         self._idle = judged[:1]
         self.baseline = self._baseline(mismatched)
-        self.log_metrics_now({"kl": mean(self.baseline)}, "eval")
+        self._log_baseline(mismatched, sum(batch.num_sequences for batch in judged), "eval")
         return super().eval_batches(judged)
 
     def _baseline(self, mismatched: list[Batch]) -> Tensor:

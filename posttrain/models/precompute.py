@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from posttrain.errors import ConfigError
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference
+from posttrain.types import Batch
 
 __all__ = ["hash_module", "precomputed_logps"]
 
@@ -37,7 +38,13 @@ def hash_module(module: torch.nn.Module) -> str:
 
 
 def precomputed_logps(
-    trainer: Any, dataset: Any, reference: Reference | None, columns: Sequence[str], *, name: str
+    trainer: Any,
+    dataset: Any,
+    reference: Reference | None,
+    columns: Sequence[str],
+    *,
+    name: str,
+    batches_of: Callable[[list[dict[str, Any]]], list[Batch]] | None = None,
 ) -> Any:
     """Add one column a branch with the summed reference log-probs; columns that are there already are kept.
 
@@ -47,6 +54,8 @@ def precomputed_logps(
         reference: None takes the policy as it is.
         columns: Names, one a branch.
         name: Of the set, for messages.
+        batches_of: Examples to the batches whose log-probs are wanted, ``len(columns)`` sequences an example; None takes the
+            trainer's own.
 
     Raises:
         ConfigError: The dataset is a stream.
@@ -62,7 +71,7 @@ def precomputed_logps(
         logger.info("%s dataset: reference log-probs are read from %s.", name, path)
         values = np.load(path)["logps"]
     else:
-        values = _compute(trainer, dataset, reference, len(columns))
+        values = _compute(trainer, dataset, reference, len(columns), batches_of or trainer.batches_of)
         if trainer.accelerator.is_main_process:
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(".part.npz")
@@ -93,7 +102,13 @@ def _cache(trainer: Any, dataset: datasets.Dataset, reference: Reference | None,
     return Path(datasets.config.HF_DATASETS_CACHE) / "posttrain_reference" / f"{digest}.npz"
 
 
-def _compute(trainer: Any, dataset: datasets.Dataset, reference: Reference | None, branches: int) -> np.ndarray:
+def _compute(
+    trainer: Any,
+    dataset: datasets.Dataset,
+    reference: Reference | None,
+    branches: int,
+    batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
+) -> np.ndarray:
     """``(rows, branches)`` sums; ranks share the rows."""
     accelerator, args = trainer.accelerator, trainer.args
     size = args.precompute_ref_batch_size or args.per_device_train_batch_size
@@ -104,7 +119,7 @@ def _compute(trainer: Any, dataset: datasets.Dataset, reference: Reference | Non
         indices = mine[step * size : (step + 1) * size]
         examples = [dataset[i] for i in indices or mine[:1] or [0]]
         values = torch.zeros(len(examples) * branches, dtype=torch.float64)
-        for batch in trainer.batches_of(examples):
+        for batch in batches_of(examples):
             batch = batch.to(args.device)
             with trainer.inference() as policy:
                 context = nullcontext(policy) if reference is None else reference.active(policy)

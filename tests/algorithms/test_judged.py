@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from posttrain import BCOConfig, BCOTrainer, ConfigError, DataError, KTOConfig, KTOTrainer
-from posttrain.algorithms.kto import partners
+from posttrain.algorithms.kto import fixed_partners, partners
 from posttrain.types import Row
 from tests.algorithms.test_dpo import pairs
 from tests.conftest import build_model
@@ -48,6 +48,13 @@ def ratio(tokenizer, prompt, answer):
             logp = build_model(len(tokenizer), seed=seed)(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
         sums.append(float(logp.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()))
     return sums[0] - sums[1]
+
+
+def reference_sum(tokenizer, prompt, answer):
+    ids = torch.tensor([prompt + answer])
+    with torch.no_grad():
+        logp = build_model(len(tokenizer), seed=3)(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+    return float(logp.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum())
 
 
 def ratios(trainer, shift=0):
@@ -142,6 +149,102 @@ def test_precomputed_references_give_the_same_loss(tiny_tokenizer, tmp_path):
         assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+def test_kto_precomputes_the_reference_of_its_baseline_too(tiny_tokenizer, tmp_path):
+    """The same partners, by a column, give the same run with and without precomputing; the reference is gone then."""
+    fixed = make("kto", tmp_path, tiny_tokenizer, precompute_ref_log_probs=True, max_steps=2, eval_dataset=answers(6))
+    assert fixed.reference is None
+    rows = fixed.train_dataset
+    for row, kl in zip(rows, rows["ref_KL_logps"][:], strict=True):
+        assert row["KL_completion_ids"] in [r["completion_ids"] for r in rows if r["prompt_ids"] != row["prompt_ids"]]
+        own = reference_sum(tiny_tokenizer, row["prompt_ids"], row["KL_completion_ids"])
+        assert kl == pytest.approx(own, rel=1e-5)
+    live = make(
+        "kto", tmp_path, tiny_tokenizer, data=rows.remove_columns(["ref_logps", "ref_KL_logps"]), max_steps=2,
+        eval_dataset=fixed.eval_dataset.remove_columns(["ref_logps", "ref_KL_logps"]),
+    )  # fmt: skip
+    assert live.reference is not None
+    for trainer in (fixed, live):
+        trainer.train()
+    keys = ("loss", "kl", "kl/valid_fraction", "grad_norm", "rewards/margins")
+    for ours, theirs in zip(fixed.state.log_history[:2], live.state.log_history[:2], strict=True):
+        assert {k: ours[k] for k in keys} == pytest.approx({k: theirs[k] for k in keys}, rel=1e-4, abs=1e-6)
+    assert fixed.evaluate()["eval_loss"] == pytest.approx(live.evaluate()["eval_loss"], rel=1e-4)
+
+
+def test_fixed_partners_have_other_prompts_and_depend_on_the_seed_alone():
+    prompts = [[i % 7] for i in range(40)]
+    found = fixed_partners(prompts, seed=3)
+    assert found == fixed_partners(prompts, seed=3) != fixed_partners(prompts, seed=4)
+    assert all(prompts[p] != prompts[i] for i, p in enumerate(found))
+    assert sorted(found) == list(range(40))  # Each answer is used once.
+    crowded = [[0]] * 6 + [[1], [2]]
+    assert all(crowded[p] != crowded[i] for i, p in enumerate(fixed_partners(crowded, seed=0)))
+    assert fixed_partners([[1]] * 3, seed=0) == [None] * 3
+
+
+def test_rows_without_a_partner_are_left_out_of_the_baseline_and_counted(tiny_tokenizer, tmp_path):
+    rows = [{"prompt": "What is 2? ", "completion": f"a number {i}", "label": i % 2 == 0} for i in range(8)]
+    data = datasets.Dataset.from_list(rows)
+    for settings in ({}, {"precompute_ref_log_probs": True}):
+        entry = logged(make("kto", tmp_path, tiny_tokenizer, data=data, **settings))
+        assert entry["kl"] == 0
+        assert entry["kl/valid_fraction"] == 0
+        assert torch.isfinite(torch.tensor(entry["loss"]))
+    assert logged(make("kto", tmp_path, tiny_tokenizer))["kl/valid_fraction"] == 1
+
+
+def test_a_partner_s_answer_is_cut_to_the_room_its_new_prompt_leaves(tiny_tokenizer, tmp_path):
+    rows = [
+        {"prompt": "What is the sum of two numbers? " if i % 2 else "q ", "completion": "a number " * 9, "label": i < 4}
+        for i in range(8)
+    ]
+    trainer = make("kto", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows), max_length=24)
+    _, mismatched = trainer.data_collator(list(trainer.train_dataset))
+    assert max(int((b.sequence == s).sum()) for b in mismatched for s in range(b.num_sequences)) > 1
+    for batch in mismatched:
+        assert int(batch.position_ids[batch.tree >= 0].max()) == 23
+
+
+def test_bco_computes_the_policy_once_where_a_step_is_one_pass(tiny_tokenizer, tmp_path, monkeypatch):
+    from posttrain.algorithms import bco
+
+    calls = []
+    original = bco.forward
+    monkeypatch.setattr(bco, "forward", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+    found = []
+    for batch, steps in ((8, 1), (2, 4)):
+        calls.clear()
+        trainer = make(
+            "bco",
+            tmp_path,
+            tiny_tokenizer,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=steps,
+            max_steps=3,
+        )
+        trainer.train()
+        found.append([(e["delta"], e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e])
+        assert len(calls) == (0 if steps == 1 else 3 * 4)
+        assert trainer.moments.count == 24
+    for one, many in zip(*found, strict=True):
+        assert one == pytest.approx(many, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["kto", "bco"])
+def test_logits_metrics_are_means_over_answer_tokens_of_each_label(tiny_tokenizer, tmp_path, kind):
+    trainer = make(kind, tmp_path, tiny_tokenizer)
+    rows, model = list(trainer.train_dataset), build_model(len(tiny_tokenizer))
+    found = {True: [], False: []}
+    for row in rows:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(row["prompt_ids"]) - 1 : -1]
+        found[row["label"]].append(logits.mean(-1))
+    entry = logged(trainer)
+    for label, side in ((True, "chosen"), (False, "rejected")):
+        assert entry[f"logits/{side}"] == pytest.approx(float(torch.cat(found[label]).mean()), rel=1e-4, abs=1e-6)
+
+
 def test_evaluation_reports_margins(tiny_tokenizer, tmp_path):
     for kind in ("kto", "bco"):
         metrics = make(kind, tmp_path, tiny_tokenizer, eval_dataset=answers(6)).evaluate()
@@ -173,7 +276,6 @@ def test_labels_out_of_balance_are_told_with_the_weights_that_would_do(tiny_toke
     ("settings", "match"),
     [
         ({"per_device_train_batch_size": 1}, "per_device_train_batch_size=1"),
-        ({"precompute_ref_log_probs": True}, "apo_zero_unpaired"),
         ({"loss_type": "kto_pair"}, "loss_type='kto_pair'"),
     ],
 )
