@@ -1,6 +1,8 @@
 """DPO end to end: every loss against an independent computation, references, sharing, refusals."""
 
+import logging
 import math
+import re
 
 import datasets
 import pytest
@@ -174,6 +176,82 @@ def test_the_first_batch_tells_a_reference_that_is_not_the_start(tiny_tokenizer,
         next(iter(trainer.reference.copy.parameters())).mul_(1.5)
     trainer.train()
     assert "REFERENCE-MISMATCH: policy and reference differ by" in caplog.text
+    assert re.search(r"the first loss is 0\.\d{4} instead of ln 2 = 0\.6931", caplog.text)
+    assert "the reference has other weights, another dtype or active dropout" in caplog.text
+
+
+def test_a_reference_of_the_user_s_choice_may_differ_and_is_told_as_information(tiny_tokenizer, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        dpo(tmp_path, tiny_tokenizer, ref_model=build_model(len(tiny_tokenizer), seed=3)).train()
+    [record] = [r for r in caplog.records if "REFERENCE-MISMATCH" in r.getMessage()]
+    assert record.levelno == logging.INFO
+    assert "policy and ref_model differ by" in record.getMessage()
+    assert "instead of ln 2 = 0.6931" in record.getMessage()
+
+
+def test_desensitised_precomputed_sums_are_no_mismatch(tiny_tokenizer, tmp_path, caplog):
+    dpo(tmp_path, tiny_tokenizer, ld_alpha=0.5, precompute_ref_log_probs=True).train()
+    assert "REFERENCE-MISMATCH" not in caplog.text
+
+
+def plain_logits(model, row, side):
+    """Mean over the vocabulary of the logits that predict each token of an answer."""
+    ids = torch.tensor([row["prompt_ids"] + row[f"{side}_ids"]])
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits[0, len(row["prompt_ids"]) - 1 : -1].mean(-1)
+
+
+def test_logits_metrics_are_means_over_answer_tokens_of_full_logits(tiny_tokenizer, tmp_path):
+    trainer = dpo(tmp_path, tiny_tokenizer, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    rows, model = list(trainer.train_dataset), build_model(len(tiny_tokenizer))
+    expected = {s: float(torch.cat([plain_logits(model, r, s) for r in rows]).mean()) for s in ("chosen", "rejected")}
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    for side, value in expected.items():
+        assert entry[f"logits/{side}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
+    assert entry["logits/chosen"] != pytest.approx(entry["logits/rejected"], rel=1e-3)
+
+
+def test_sft_in_evaluation_is_a_mean_over_all_tokens_whatever_the_batch_size(tiny_tokenizer, tmp_path):
+    found = []
+    for size in (1, 3, 8):
+        trainer = dpo(
+            tmp_path,
+            tiny_tokenizer,
+            loss_type=["sigmoid", "sft"],
+            eval_dataset=pairs(7),
+            per_device_eval_batch_size=size,
+        )
+        found.append(trainer.evaluate())
+    rows = list(trainer.eval_dataset)
+    nll = -sums(build_model(len(tiny_tokenizer)), rows)["chosen"].sum() / sum(len(r["chosen_ids"]) for r in rows)
+    for metrics in found:
+        assert metrics["eval_loss"] == pytest.approx(math.log(2) + float(nll), rel=1e-5)
+        assert metrics["eval_loss/sft"] == pytest.approx(float(nll), rel=1e-5)
+
+
+def parameter_bytes():
+    """Bytes of all parameters alive, tied and shared ones once."""
+    import gc
+
+    gc.collect()
+    alive = [item for item in gc.get_objects() if type(item) in (torch.nn.Parameter,)]
+    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in alive}.values())
+
+
+def test_lora_adds_its_own_weights_to_memory_and_no_second_model(tiny_tokenizer, tmp_path):
+    from peft import LoraConfig
+
+    before = parameter_bytes()
+    full = dpo(tmp_path, tiny_tokenizer)
+    model = sum(p.nbytes for p in full.model.parameters())
+    assert parameter_bytes() - before == 2 * model  # The policy and its frozen copy.
+    del full
+    before = parameter_bytes()
+    lora = dpo(tmp_path, tiny_tokenizer, peft_config=LoraConfig(r=4, target_modules=["q_proj"]))
+    adapter = sum(p.nbytes for n, p in lora.model.named_parameters() if "lora_" in n)
+    assert 0 < adapter < model / 10
+    assert parameter_bytes() - before == model + adapter
 
 
 def test_lora_has_no_second_model_and_starts_at_ln_2(tiny_tokenizer, tmp_path):

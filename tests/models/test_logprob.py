@@ -133,3 +133,18 @@ def test_temperature_must_be_positive():
     hidden, weight, _, targets = problem()
     with pytest.raises(ConfigError, match="temperature=0"):
         token_logprobs(hidden, weight, targets, temperature=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_mean_logit_and_collision_equal_the_dense_formulas_at_any_chunk_without_a_gradient(chunk):
+    """The mean is of the logits before the temperature; the collision is of the tempered distribution."""
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(9, 6), torch.randn(13, 6, requires_grad=True), torch.randn(13)
+    rule = {"bias": bias, "logit_scale": 0.7, "softcap": 3.0, "temperature": 0.5, "chunk_size": chunk}
+    out = token_logprobs(hidden, weight, torch.arange(9), need_mean_logit=True, need_collision=True, **rule)
+    logits = 3.0 * torch.tanh(0.7 * (hidden @ weight.T + bias) / 3.0)
+    assert torch.allclose(out.mean_logit, logits.mean(1), atol=1e-6)
+    assert torch.allclose(out.collision, (logits / 0.5).softmax(1).square().sum(1).log(), atol=1e-5)
+    assert not out.mean_logit.requires_grad
+    assert not out.collision.requires_grad
+    assert out.entropy is None
