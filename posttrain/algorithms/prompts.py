@@ -40,9 +40,14 @@ class PromptMixin:
             rows = check_prompts(dataset, name, self.processing_class)
             head = head or rows
         self._check_dataset_size(train)
-        if self.args.check_rewards:
+        if self.args.check_rewards and self.can_dry_run:
             self.rewards.dry_run(head[:2], conversational=is_conversational(head[0]))
         return train, evaluation
+
+    @property
+    def can_dry_run(self) -> bool:
+        """Whether reward functions get nothing that only a rollout has."""
+        return True
 
     def _check_dataset_size(self, train: Any) -> None:
         if not isinstance(train, datasets.Dataset):
@@ -77,12 +82,13 @@ class PromptMixin:
                 f"max_completion_length={longest} leaves no room for a prompt in the model's context of {limit} tokens. Lower it."
             )
 
-    def check_lengths(self, requests: list[Request]) -> None:
-        """Refuse a prompt that does not fit the context together with its completion."""
-        limit, longest = self.context, max(len(request.prompt_ids) for request in requests)
-        if limit is not None and longest + self.args.max_completion_length > limit:
+    def check_lengths(self, requests: list[Request], completion: int | None = None) -> None:
+        """Refuse a prompt that does not fit the context together with its completion (of so many tokens)."""
+        completion = self.args.max_completion_length if completion is None else completion
+        limit, longest = self.context, max((len(request.prompt_ids) for request in requests), default=0)
+        if limit is not None and longest + completion > limit:
             raise DataError(
-                f"a prompt of {longest} tokens plus max_completion_length={self.args.max_completion_length} does not fit the "
+                f"a prompt of {longest} tokens plus max_completion_length={completion} does not fit the "
                 f"model's context of {limit} tokens. Drop or shorten the prompt, or lower max_completion_length."
             )
 

@@ -1,0 +1,380 @@
+"""Rollouts of several turns over any engine: the model speaks, its tools answer, and no token is ever tokenised again."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from posttrain.data.chat import common_prefix, render, terminal_token_ids
+from posttrain.data.responses import add_response_schema, parse_response
+from posttrain.data.template_families import inner_tokenizer, template_text, with_template
+from posttrain.data.templates import (
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    supports_tool_calling,
+)
+from posttrain.data.tokenize import encode, tokenize_prompts
+from posttrain.errors import ModelError, RolloutError
+from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.tools import ToolBox, ToolResult, ToolRunner
+from posttrain.types import FinishReason, Request, Rollout, Sampling
+
+__all__ = ["Episode", "ToolLoop", "ToolSuffix", "prepare_tokenizer", "roll_out_with_tools"]
+
+MAX_ITERATIONS = 32  # Rounds of calls when nobody said; unlimited is said explicitly.
+SEED_STRIDE = 7_919  # Later calls to the engine draw other numbers than the first.
+TURN_WASTE = 2  # Rollouts share a call to the engine while none can be generated this many times beyond its budget.
+
+Batches = list[tuple[list[list[int]], Sampling]]
+Generate = Callable[[Batches], list[list[Rollout]]]
+
+
+@dataclass(slots=True)
+class Episode:
+    """One rollout of several turns, as it grows.
+
+    Attributes:
+        prompt_ids: As the first turn saw it.
+        tools: What may be called.
+        environment: Whose methods are among them.
+        token_ids: Everything after the prompt: what the model wrote and what its tools answered.
+        tool_mask: 1 on the model's tokens, 0 on the tools'.
+        logp: Of the model's tokens as the engine said, 0.0 on the tools'; empty when the engine cannot say.
+        messages: The same as messages, tool calls parsed.
+        finish_reason: ``stop``, or ``length`` when the budget of the whole episode cut the last turn.
+        version: Of the weights.
+        calls: Tool calls so far.
+        failures: Those that ended in an error.
+    """
+
+    prompt_ids: list[int]
+    tools: ToolBox = field(default_factory=ToolBox)
+    environment: Any = None
+    token_ids: list[int] = field(default_factory=list)
+    tool_mask: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
+    version: int = 0
+    calls: int = 0
+    failures: int = 0
+    waiting: list[dict[str, Any]] = field(default_factory=list)
+    suffix: list[int] = field(default_factory=list)
+    knows_logp: bool = True
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens so far: what the next turn goes on from."""
+        return self.prompt_ids + self.token_ids
+
+    def rollout(self, text: str | None = None) -> Rollout:
+        """The finished episode as the rest of the library knows completions."""
+        logp = self.logp if self.knows_logp else []
+        mask = None if all(self.tool_mask) else self.tool_mask
+        return Rollout(self.prompt_ids, self.token_ids, logp, self.finish_reason, self.version, mask, text)
+
+
+def prepare_tokenizer(tokenizer: Any) -> Any:
+    """A copy of a tokenizer that can hold a conversation with tools token by token; the given one is not changed.
+
+    Its template keeps earlier turns as they were (a training template where the published one does not), and its wire
+    format is known, so that calls can be read.
+
+    Raises:
+        ModelError: The template shows no tool calls or results, changes what was said before, or nobody reads its calls.
+    """
+    if not supports_tool_calling(tokenizer):
+        raise ModelError(
+            "tools need a chat template that shows a tool call and its result, and this tokenizer's does not"
+            f"{'' if template_text(tokenizer) else ' (it has none)'}. Use a checkpoint trained with tools, or set "
+            "tokenizer.chat_template to a template that renders tool_calls and the role 'tool'."
+        )
+    template = template_text(tokenizer)
+    if not is_chat_template_prefix_preserving(tokenizer):
+        template = get_training_chat_template(tokenizer) or template
+    own = with_template(tokenizer, template)
+    if not is_chat_template_prefix_preserving(own):
+        raise ModelError(
+            "the chat template changes a tool call once its result follows, so what the model wrote would not be what is "
+            "trained. Use a template that only appends (chat_template_path)."
+        )
+    return add_response_schema(own)
+
+
+class ToolSuffix:
+    """Token ids of tool results as they follow a turn the model has just ended.
+
+    They are the difference between two renderings of a made-up conversation, with and without the results: so nothing the
+    model wrote is rendered, let alone tokenised, again. Special tokens inside a result are encoded as plain text: a result
+    cannot end its own turn or begin one of the model's.
+
+    Args:
+        tokenizer: From `prepare_tokenizer`.
+        stop_ids: Tokens that end a turn.
+        template_kwargs: For the chat template.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: dict[str, Any] | None = None) -> None:
+        self.tokenizer, self.stop_ids = inner_tokenizer(tokenizer), frozenset(stop_ids)
+        self.template_kwargs = dict(template_kwargs or {})
+        named = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
+        self.special = sorted((t for t in named if len(t.strip()) > 1), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, self.special))) if self.special else None
+
+    def __call__(self, results: list[dict[str, Any]]) -> list[int]:
+        """What stands between the end of the model's turn and the beginning of its next.
+
+        Raises:
+            ModelError: The template renders a call differently once its result follows.
+        """
+        hidden = [{**m, "name": self._hide(m["name"], drop=True), "content": self._hide(m["content"])} for m in results]
+        call = {"type": "function", "function": {"name": hidden[0]["name"] or "tool", "arguments": {}}}
+        begin = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        before = self._ids(render(self.tokenizer, begin, **self.template_kwargs))
+        text = render(self.tokenizer, begin + hidden, add_generation_prompt=True, **self.template_kwargs)
+        after = self._ids(text)
+        ends = [i for i, token in enumerate(before) if token in self.stop_ids]
+        cut = ends[-1] + 1 if ends else len(before)
+        if common_prefix(before, after) < cut:
+            raise ModelError(
+                "the chat template renders a tool call differently once its result follows, so the tokens of the result "
+                f"cannot be told apart: {text!r:.200}"
+            )
+        return after[cut:]
+
+    def plain(self, text: str) -> list[int]:
+        """A text as tokens none of which is special, whatever it spells."""
+        return self._ids(self._hide(text))
+
+    def _hide(self, text: str, drop: bool = False) -> str:
+        """Special tokens as words that no template and no tokenizer takes for anything else."""
+        if self.pattern is None:
+            return text
+        return self.pattern.sub(lambda m: "" if drop else f"zq{self.special.index(m[0])}plainzq", text)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for index, part in enumerate(re.split(r"zq(\d+)plainzq", text)):
+            if index % 2 and int(part) < len(self.special):
+                token = self.special[int(part)]
+                pieces = [token[:1], token[1:]]  # Cut in two, it is no token of the added vocabulary.
+            else:
+                pieces = [part]
+            for piece in encode(self.tokenizer, [p for p in pieces if p], special=False):
+                ids += piece
+        return ids
+
+
+class ToolLoop:
+    """Drives episodes turn by turn until each is finished.
+
+    One budget holds for the whole episode: every turn may use what is left of ``sampling.max_new_tokens`` after all tokens
+    before it, those of tools included. An answer of the tools that does not fit ends the episode as it was before the call.
+
+    Args:
+        tokenizer: From `prepare_tokenizer`.
+        generate: Runs ``[(prompts, sampling), ...]``, one completion a prompt; called once a turn, with ``[]`` when this
+            process has nothing to say but another may have.
+        stop_ids: Tokens that end a turn.
+        runner: Runs the tools.
+        max_iterations: Rounds of calls; None is unlimited.
+        max_output_tokens: A longer result is cut in its middle; None leaves it whole.
+        context: Most tokens the model can read.
+        any_process: Whether any process has episodes left, given whether this one has.
+        template_kwargs: For the chat template.
+        parse: Reads a turn: ``(tokenizer, ids, prefix, tools) -> message``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        generate: Generate,
+        *,
+        stop_ids: Sequence[int],
+        runner: ToolRunner | None = None,
+        max_iterations: int | None = MAX_ITERATIONS,
+        max_output_tokens: int | None = None,
+        context: int | None = None,
+        any_process: Callable[[bool], bool] = bool,
+        template_kwargs: dict[str, Any] | None = None,
+        parse: Callable[..., dict[str, Any]] = parse_response,
+    ) -> None:
+        self.tokenizer, self.generate, self.parse = tokenizer, generate, parse
+        self.runner = runner or ToolRunner()
+        self.max_iterations, self.max_output_tokens = max_iterations, max_output_tokens
+        self.context, self.any_process = context, any_process
+        self.suffix = ToolSuffix(tokenizer, stop_ids, template_kwargs)
+
+    def run(self, episodes: Sequence[Episode], sampling: Sampling) -> None:
+        """Take every episode to its end, in place."""
+        self._speak(list(episodes), sampling)
+        rounds = itertools.count(1) if self.max_iterations is None else range(1, self.max_iterations + 1)
+        for number in rounds:
+            calling = [e for e in episodes if e.waiting]
+            if not self.any_process(bool(calling)):
+                return
+            answers = self.runner.run([(e.tools, e.waiting) for e in calling])
+            ready = [e for e, results in zip(calling, answers, strict=True) if self._answer(e, results, sampling)]
+            self._speak(ready, replace(sampling, seed=_later(sampling.seed, number)))
+
+    def _left(self, episode: Episode, sampling: Sampling) -> int:
+        """Tokens that may still come."""
+        left = sampling.max_new_tokens - len(episode.token_ids)
+        return left if self.context is None else min(left, self.context - len(episode.ids))
+
+    def _answer(self, episode: Episode, results: list[ToolResult], sampling: Sampling) -> bool:
+        """Append what the tools said; False when the episode ends here."""
+        calls, episode.waiting = episode.waiting, []
+        episode.calls += len(calls)
+        episode.failures += sum(result.failed for result in results)
+        messages = [self._message(call, result) for call, result in zip(calls, results, strict=True)]
+        if getattr(episode.environment, "done", False) is True:
+            episode.messages += messages
+            return False
+        suffix = self.suffix(messages)
+        full = self.context is not None and len(episode.ids) + len(suffix) >= self.context
+        if full or len(episode.token_ids) + len(suffix) > sampling.max_new_tokens:
+            return False
+        episode.messages += messages
+        episode.suffix = suffix
+        episode.token_ids += suffix
+        episode.tool_mask += [0] * len(suffix)
+        episode.logp += [0.0] * len(suffix)
+        if len(episode.token_ids) == sampling.max_new_tokens:
+            episode.finish_reason = "length"
+            return False
+        return True
+
+    def _message(self, call: dict[str, Any], result: ToolResult) -> dict[str, Any]:
+        name = call.get("function", {}).get("name")
+        message = {"role": "tool", "name": str(name or ""), "content": self._shortened(result.text)}
+        return message | ({"tool_call_id": call["id"]} if call.get("id") is not None else {})
+
+    def _shortened(self, text: str) -> str:
+        """A long result without its middle."""
+        limit = self.max_output_tokens
+        if limit is None or len(ids := self.suffix.plain(text)) <= limit:
+            return text
+        marker = f" ... [{len(ids) - limit} tokens left out] ... "
+        kept = max(0, limit - len(self.suffix.plain(marker)))
+        if kept < 2:
+            return self._text(ids[:limit])
+        head = kept - kept // 2
+        return self._text(ids[:head]) + marker + self._text(ids[len(ids) - kept // 2 :])
+
+    def _text(self, ids: list[int]) -> str:
+        return self.suffix.tokenizer.decode(ids, skip_special_tokens=False).strip("\ufffd")
+
+    # Turns of the model ------------------------------------------------------------------------------------------
+
+    def _speak(self, episodes: list[Episode], sampling: Sampling) -> None:
+        """One turn of each episode."""
+        groups = self._batches(episodes, sampling)
+        batches = [
+            (
+                [episodes[i].ids for i in members],
+                replace(sampling, max_new_tokens=most, seed=_later(sampling.seed, n, 1)),
+            )
+            for n, (members, most) in enumerate(groups)
+        ]
+        for (members, _), rollouts in zip(groups, self.generate(batches), strict=True):
+            for index, rollout in zip(members, rollouts, strict=True):
+                self._said(episodes[index], rollout, self._left(episodes[index], sampling))
+
+    def _batches(self, episodes: list[Episode], sampling: Sampling) -> list[tuple[list[int], int]]:
+        """Which episodes share a call to the engine, and its token limit: the largest budget among them.
+
+        A call has one limit. Rollouts with much smaller budgets would be generated far beyond them only to be cut, and a
+        long one plus the largest budget may not fit the context: these wait for a call of their own.
+        """
+        left = [self._left(e, sampling) for e in episodes]
+        for e, tokens in zip(episodes, left, strict=True):
+            if tokens < 1:
+                raise RolloutError(
+                    f"a prompt of {len(e.prompt_ids)} tokens leaves no room for an answer in the model's context of "
+                    f"{self.context} tokens."
+                )
+        waiting = sorted(range(len(episodes)), key=lambda i: -left[i])
+        groups = []
+        while waiting:
+            most = left[waiting[0]]
+            fits = [i for i in waiting if TURN_WASTE * left[i] > most and self._room(episodes[i]) >= most]
+            groups.append((sorted(fits), most))  # In the order they came: neighbours with one prompt share it.
+            waiting = [i for i in waiting if i not in fits]
+        return groups
+
+    def _room(self, episode: Episode) -> float:
+        return float("inf") if self.context is None else self.context - len(episode.ids)
+
+    def _said(self, episode: Episode, rollout: Rollout, left: int) -> None:
+        """Append what the model wrote and read it."""
+        ids = rollout.token_ids[:left]
+        cut = len(ids) < len(rollout.token_ids)
+        episode.finish_reason = "length" if cut else rollout.finish_reason
+        episode.version = rollout.version
+        episode.knows_logp = episode.knows_logp and len(rollout.logp) == len(rollout.token_ids)
+        before = episode.suffix or episode.prompt_ids
+        episode.token_ids += ids
+        episode.tool_mask += [1] * len(ids)
+        episode.logp += rollout.logp[:left]
+        if not ids:
+            return
+        message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
+        episode.messages.append(message)
+        if episode.finish_reason == "stop":  # A turn that was cut has used up the budget: nobody could read the answer.
+            episode.waiting = list(message.get("tool_calls") or [])
+
+
+def _later(seed: int | None, number: int, stride: int = SEED_STRIDE) -> int | None:
+    return None if seed is None else (seed + number * stride) % 2**63
+
+
+def share_prompts(prompts: Sequence[list[int]]) -> list[Request]:
+    """One request for each run of equal neighbours."""
+    return [Request(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
+
+
+def roll_out_with_tools(
+    engine: RolloutEngine,
+    tokenizer: Any,
+    prompts: Sequence[list[dict[str, Any]]],
+    tools: Sequence[Callable],
+    sampling: Sampling,
+    *,
+    runner: ToolRunner | None = None,
+    **options: Any,
+) -> list[Episode]:
+    """Let a model answer with tools, outside of any training.
+
+    Args:
+        engine: Any rollout engine.
+        tokenizer: With a chat template that knows tools.
+        prompts: Lists of messages.
+        tools: Functions with type hints and Google-style docstrings.
+        sampling: ``max_new_tokens`` is the budget of a whole episode; without ``stop_token_ids`` the tokenizer's are used.
+        runner: Threads and time limit of the tools.
+        options: Of `ToolLoop` (``max_iterations``, ``max_output_tokens``, ``context``, ``template_kwargs``).
+
+    Returns:
+        One finished episode a prompt, in order.
+
+    Example:
+        ``roll_out_with_tools(create_engine("auto", model, pad_token_id=0), tokenizer, [[{"role": "user", "content": "7 * 8?"}]],
+        [multiply], Sampling(256, temperature=0.0))[0].messages[-1]["content"]``
+    """
+    own = prepare_tokenizer(tokenizer)
+    stop_ids = sampling.stop_token_ids or terminal_token_ids(inner_tokenizer(own))
+    box = ToolBox.of(tools)
+    rows = [{"prompt": prompt, "tools": box.schemas} for prompt in prompts]
+    ids = tokenize_prompts(rows, own, chat_template_kwargs=options.get("template_kwargs"))
+    episodes = [Episode(prompt, box) for prompt in ids]
+
+    def generate(batches: Batches) -> list[list[Rollout]]:
+        return [engine.generate(share_prompts(p), one) for p, one in batches]
+
+    loop = ToolLoop(own, generate, stop_ids=stop_ids, runner=runner, **options)
+    loop.run(episodes, replace(sampling, stop_token_ids=tuple(stop_ids)))
+    return episodes

@@ -1,0 +1,290 @@
+"""Tools a model may call: what it is told of them, and calls that can neither break, block nor outlast a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from transformers.utils import get_json_schema
+
+from posttrain.errors import ConfigError, did_you_mean
+
+__all__ = ["TooSlow", "ToolBox", "ToolResult", "ToolRunner", "as_text", "tool_schema"]
+
+T = TypeVar("T")
+LONGEST = 1_000_000  # Characters of a result; more fits no context, and would only cost time to tokenise.
+GRACE = 1.0  # Seconds an event loop gets to report a time-out itself before it counts as blocked.
+
+
+class TooSlow(Exception):
+    """A call that did not return in its time."""
+
+
+class UnknownTool(Exception):
+    """A call of something that is not there."""
+
+
+@dataclass(slots=True)
+class ToolResult:
+    """What one call gave: the text the model will read, and whether it is an error."""
+
+    text: str
+    failed: bool = False
+
+
+def tool_schema(tool: Any) -> dict[str, Any]:
+    """The JSON schema of a function, from its type hints and its Google-style docstring.
+
+    Raises:
+        ConfigError: Not a function, or one without the hints or the docstring.
+
+    >>> def add(a: int, b: int) -> int:
+    ...     '''Add two numbers.
+    ...
+    ...     Args:
+    ...         a: The first.
+    ...         b: The second.
+    ...     '''
+    ...     return a + b
+    >>> tool_schema(add)["function"]["parameters"]["required"]
+    ['a', 'b']
+    """
+    if not callable(tool) or not hasattr(tool, "__name__"):
+        raise ConfigError(
+            f"tools must hold named functions, and one is {tool!r} ({type(tool).__name__}). Wrap it in a def with type hints "
+            "and a docstring."
+        )
+    try:
+        return get_json_schema(tool)
+    except Exception as error:
+        raise ConfigError(
+            f"tool {tool.__name__!r} cannot be described to the model: {error} Give every parameter a type hint, and the "
+            "function a docstring with a line for each under 'Args:'."
+        ) from error
+
+
+@dataclass(slots=True)
+class ToolBox:
+    """The functions one rollout may call.
+
+    Attributes:
+        functions: By name.
+        schemas: What the chat template shows of them.
+        owner: The environment some of them belong to.
+        lost: A call to the owner never returned: it may still be at work, so nobody calls it again.
+    """
+
+    functions: dict[str, Callable] = field(default_factory=dict)
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    owner: Any = None
+    lost: bool = False
+
+    @classmethod
+    def of(cls, tools: Sequence[Callable] | None) -> ToolBox:
+        """A box of plain functions.
+
+        Raises:
+            ConfigError: One cannot be described, or two have one name.
+        """
+        box = cls()
+        for tool in tools or ():
+            box.schemas.append(tool_schema(tool))
+            box.add(tool.__name__, tool)
+        return box
+
+    def add(self, name: str, function: Callable) -> None:
+        """Another function; a name is given once.
+
+        Raises:
+            ConfigError: The name is taken.
+        """
+        if name in self.functions:
+            raise ConfigError(f"two tools are called {name!r}; the model could only call one of them. Rename one.")
+        self.functions[name] = function
+
+    def function(self, call: dict[str, Any]) -> Callable:
+        """What a call asks for.
+
+        Raises:
+            UnknownTool: No such tool, or a call that is not of a function.
+        """
+        if call.get("type", "function") != "function":
+            raise UnknownTool(f"a call of type {call.get('type')!r} cannot be run; only 'function' can")
+        name = call.get("function", {}).get("name")
+        if name not in self.functions:
+            known = ", ".join(sorted(self.functions))
+            raise UnknownTool(f"no tool is called {name!r}{did_you_mean(name, self.functions)}; there are: {known}")
+        return self.functions[name]
+
+    def waits(self, call: dict[str, Any]) -> bool:
+        """Whether a call is of an asynchronous function."""
+        name = call.get("function", {}).get("name")
+        return inspect.iscoroutinefunction(self.functions.get(name))
+
+
+def as_text(value: Any) -> str:
+    """A tool's result as the model reads it: text as it is, text blocks joined, anything else as ``str`` shows it.
+
+    Raises:
+        TypeError: A block that is no text.
+    """
+    if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
+        other = [part["type"] for part in value if part["type"] != "text"]
+        if other:
+            raise TypeError(f"the tool returned {other[0]!r}; this model reads text only")
+        value = "".join(str(part.get("text", "")) for part in value)
+    text = value if isinstance(value, str) else str(value)
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    return text.encode("utf-8", "replace").decode()  # Half a surrogate pair has no tokens.
+
+
+class ToolRunner:
+    """Runs calls of many rollouts side by side, those of one rollout in their order.
+
+    Plain functions run on threads, asynchronous ones on one event loop; neighbouring asynchronous calls of a message run at
+    once. A call that takes longer than ``timeout`` is left behind, and the model reads that it was.
+
+    Args:
+        workers: Rollouts served at once; None is one each, at most 32; 0 runs everything in turn on the calling thread,
+            without a time limit (for tools that belong to one thread).
+        timeout: Seconds a call may take; None waits for ever.
+    """
+
+    def __init__(self, workers: int | None = None, timeout: float | None = 60.0) -> None:
+        self.workers, self.timeout = workers, timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def each(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
+        """Results of all tasks in their order; the first error among them is raised after all have ended."""
+        workers = min(32, len(tasks)) if self.workers is None else min(self.workers, len(tasks))
+        if workers == 0 or (workers == 1 and self.workers is not None):
+            return [task() for task in tasks]
+        with concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="tools") as pool:
+            futures = [pool.submit(task) for task in tasks]
+        return [future.result() for future in futures]
+
+    def run(self, jobs: Sequence[tuple[ToolBox, Sequence[dict[str, Any]]]]) -> list[list[ToolResult]]:
+        """The results of every job's calls, in their order. Never raises on what a tool or a model does."""
+        return self.each([lambda box=box, calls=calls: self._in_order(box, calls) for box, calls in jobs])
+
+    def call(self, function: Callable, arguments: dict[str, Any]) -> Any:
+        """One call, plain or asynchronous, within its time.
+
+        Raises:
+            TooSlow: It did not return. Otherwise whatever the function raises.
+        """
+        if inspect.iscoroutinefunction(function):
+            return self._start(function, arguments)()
+        if self.workers == 0 or self.timeout is None:
+            value = function(**arguments)
+        else:
+            value = _within(self.timeout, lambda: function(**arguments))
+        return self._start(_itself, {"value": value})() if inspect.isawaitable(value) else value
+
+    def _in_order(self, box: ToolBox, calls: Sequence[dict[str, Any]]) -> list[ToolResult]:
+        results: list[ToolResult] = []
+        for waits, neighbours in itertools.groupby(calls, key=box.waits):
+            if not waits:
+                results += [self._outcome(lambda call=call: self._plain(box, call)) for call in neighbours]
+                continue
+            started = [self._begin(box, call) for call in neighbours]
+            results += [self._outcome(wait) for wait in started]
+        return results
+
+    def _plain(self, box: ToolBox, call: dict[str, Any]) -> Any:
+        function = box.function(call)
+        owned = box.owner is not None and getattr(function, "__self__", None) is box.owner
+        if owned and box.lost:
+            raise TooSlow("the environment is still busy with an earlier call")
+        try:
+            return self.call(function, call["function"].get("arguments") or {})
+        except TooSlow:
+            box.lost = box.lost or owned
+            raise
+
+    def _begin(self, box: ToolBox, call: dict[str, Any]) -> Callable[[], Any]:
+        try:
+            return self._start(box.function(call), call["function"].get("arguments") or {})
+        except UnknownTool as error:
+            unknown = error
+
+            def refuse() -> Any:
+                raise unknown
+
+            return refuse
+
+    def _outcome(self, wait: Callable[[], Any]) -> ToolResult:
+        try:
+            return ToolResult(as_text(wait()))
+        except UnknownTool as error:
+            text = str(error)
+        except TooSlow as error:
+            text = str(error) or f"the tool did not answer within {self.timeout} s"
+        except (Exception, SystemExit) as error:
+            text = f"{type(error).__name__}: {error}"
+        return ToolResult(as_text({"error": text}), failed=True)
+
+    def _start(self, function: Callable, arguments: dict[str, Any]) -> Callable[[], Any]:
+        """Set an asynchronous function going; the result waits for it."""
+        limit = self.timeout
+
+        async def work() -> Any:
+            task = asyncio.ensure_future(function(**arguments))
+            done, _ = await asyncio.wait({task}, timeout=limit)
+            if not done:
+                task.cancel()
+                raise TooSlow
+            return task.result()
+
+        future = asyncio.run_coroutine_threadsafe(work(), self._running_loop())
+
+        def wait() -> Any:
+            try:
+                return future.result(None if limit is None else limit + GRACE)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise  # The tool's own.
+                self._loop = None  # A coroutine that never gives the loop back has it to itself from now on.
+                raise TooSlow from None
+
+        return wait
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True, name="async-tools").start()
+            return self._loop
+
+
+async def _itself(value: Any) -> Any:
+    return await value
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """Call on a daemon thread and stop waiting after ``seconds``: a thread cannot be ended, only left."""
+    box: list[tuple[T | None, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            box.append((call(), None))
+        except BaseException as error:  # Carried over to the waiting thread.
+            box.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True, name="tool")
+    thread.start()
+    thread.join(seconds)
+    if not box:
+        raise TooSlow
+    value, error = box[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
