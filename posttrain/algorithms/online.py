@@ -79,7 +79,8 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
 
     def make_reference(self) -> Reference | None:
         """The frozen start of training, where a KL penalty needs it."""
-        return Reference(self.model, fresh_adapter=self.fresh_adapter) if self.args.beta else None
+        needed = self.args.beta or getattr(self.args, "log_ref_kl", False)
+        return Reference(self.model, fresh_adapter=self.fresh_adapter) if needed else None
 
     # Micro-batches -----------------------------------------------------------------------------------------------
 
@@ -112,7 +113,8 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
 
     def collate(self, rows: list[Row]) -> list[Batch]:
         """Rows as forward passes."""
-        return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.whole_rows)
+        options = {"whole_rows": self.whole_rows, "together": self.together}
+        return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout, **options)
 
     # Generation and scoring --------------------------------------------------------------------------------------
 
@@ -124,7 +126,8 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
         advantages = self.advantages(generation, table, mode)
         mine = advantages[table.start : table.start + len(generation.rollouts)]
         generation.columns["advantages"] = mine.tolist()
-        self.record.add_completions(self.completion_rows(generation, table), evaluation=mode == "eval")
+        rows = parallel.all_gather_objects(self.completion_rows(generation, table), self.accelerator)
+        self.record.add_completions(rows, evaluation=mode == "eval")
         return generation
 
     def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
@@ -218,6 +221,11 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
         ends = [rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in generation.rollouts]
         return self.processing_class.batch_decode(ends)
 
+    @property
+    def engine_is_policy(self) -> bool:
+        """Whether completions are sampled with the very weights that are trained, so that nothing is to be corrected."""
+        return getattr(self.engine, "in_process", False)
+
     def needs_old_logp(self, mode: str) -> bool:
         """Whether a slice may outlive the weights that sampled it."""
         args = self.args
@@ -225,8 +233,10 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
         return mode == "train" and args.gradient_accumulation_steps % window != 0
 
     def attach_logps(self, generation: Generation, mode: str) -> None:
-        """Old log-probs where the buffer outlives its weights, reference log-probs where a KL is charged."""
+        """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
         rows = generation.rows(range(len(generation.rollouts)), skip_truncated=False)
+        if not self.engine_is_policy and all(len(r.logp) == len(r.token_ids) for r in generation.rollouts):
+            generation.token_columns["rollout_logp"] = [list(rollout.logp) for rollout in generation.rollouts]
         if self.needs_old_logp(mode):
             with self.inference() as policy:
                 generation.token_columns["old_logp"] = self.logps(policy, rows)

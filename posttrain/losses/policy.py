@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -132,26 +131,34 @@ def clip_metrics(
     *,
     epsilon: float,
     epsilon_high: float,
-    surrogate: Callable[..., Tensor] | str = "clipped",
+    delta: float | None = None,
+    surrogate: str = "clipped",
+    level: str = "token",
 ) -> dict[str, Metric]:
-    """Share of tokens whose gradient the clip removed: ``clip_ratio/{low,high,region}_mean``, ``low_min``, ``high_max``."""
-    ratio = log_ratio.detach().exp()
-    if surrogate == "cispo":
-        return {"cispo_clip_ratio": mean(((ratio > epsilon_high) & (advantages > 0)).float(), mask)}
-    if surrogate != "clipped":
-        return {}
-    low = ((ratio < 1.0 - epsilon) & (advantages < 0)).float()
-    high = ((ratio > 1.0 + epsilon_high) & (advantages > 0)).float()
+    """Share of ratios whose gradient the clip removed: ``clip_ratio/{low,high,region}_mean``, ``low_min``, ``high_max``.
+
+    A ratio of a whole sequence counts once, however long the sequence is. Methods without a clip have no such share.
+    """
+    ratio = log_ratio.detach().exp() if delta is None else log_ratio.detach().exp().clamp_max(delta)
     lengths = sequence_sum(mask.float(), mask, sequence, num_sequences)
     some = lengths > 0
 
     def per_sequence(hits: Tensor) -> Tensor:
         return (sequence_sum(hits, mask, sequence, num_sequences) / lengths.clamp_min(1.0))[some]
 
+    def share(hits: Tensor) -> Metric:
+        return mean(hits, mask) if level == "token" else mean(per_sequence(hits))
+
+    if surrogate == "cispo":
+        return {"cispo_clip_ratio": share(((ratio > epsilon_high) & (advantages > 0)).float())}
+    if surrogate != "clipped":
+        return {}
+    low = ((ratio < 1.0 - epsilon) & (advantages < 0)).float()
+    high = ((ratio > 1.0 + epsilon_high) & (advantages > 0)).float()
     return {
-        "clip_ratio/low_mean": mean(low, mask),
+        "clip_ratio/low_mean": share(low),
         "clip_ratio/low_min": minimum(per_sequence(low)),
-        "clip_ratio/high_mean": mean(high, mask),
+        "clip_ratio/high_mean": share(high),
         "clip_ratio/high_max": maximum(per_sequence(high)),
-        "clip_ratio/region_mean": mean(low + high, mask),
+        "clip_ratio/region_mean": share(low + high),
     }

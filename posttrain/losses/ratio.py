@@ -74,18 +74,22 @@ def rollout_correction(
     """Weight that makes tokens sampled by an engine count as if the trainer had sampled them, ``(B, T)``, no gradient.
 
     ``r = exp(d)`` with ``d = logp - rollout_logp`` on loss tokens, per token, summed over the sequence (``sequence_*``) or
-    averaged over it (``geometric``); then clamped to the bounds (``*_truncate``) or zeroed outside them.
+    averaged over it (``geometric``); then clamped to the bounds (``*_truncate``) or zeroed outside them. A token that the
+    engine gave no log-prob (NaN) gets weight 0, and counts as no gap in its sequence.
 
     Reference: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS, MIS).
     """
     if mode not in CORRECTIONS:
         raise ConfigError(f"importance sampling mode {mode!r} is not known{did_you_mean(mode, CORRECTIONS)}.")
     pooling, bound = CORRECTIONS[mode]
-    gap = torch.where(mask, (logp - rollout_logp).detach(), 0.0)
+    gap = (logp - rollout_logp).detach()
+    unknown = gap.isnan()
+    gap = torch.where(mask & ~unknown, gap, 0.0)
     if pooling != "token":
         pool = sequence_sum if pooling == "sum" else sequence_mean
         gap = spread(pool(gap, mask, sequence, num_sequences), sequence)
-    return bound(gap.exp(), clip_min or 0.0, float("inf") if clip_max is None else clip_max)
+    weight = bound(gap.exp(), clip_min or 0.0, float("inf") if clip_max is None else clip_max)
+    return weight.masked_fill(unknown, 0.0)
 
 
 def off_policy_mask(
@@ -100,11 +104,12 @@ def off_policy_mask(
 ) -> Tensor:
     """Keep a sequence iff its advantage is not negative or the policy has not moved away from it, ``(S,)`` bool.
 
-    ``A_i >= 0  or  mean_t(sampled_logp - logp) <= threshold``.
+    ``A_i >= 0  or  mean_t(sampled_logp - logp) <= threshold``. Tokens without a sampled log-prob (NaN) are no evidence.
 
     Reference: DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
     """
-    gap = sequence_mean(sampled_logp - logp.detach(), mask, sequence, num_sequences)
+    gap = (sampled_logp - logp.detach()).nan_to_num(nan=0.0)
+    gap = sequence_mean(gap, mask, sequence, num_sequences)
     return (advantages >= 0) | (gap <= threshold)
 
 

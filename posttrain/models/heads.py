@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.losses.divergence import collision_logp
+from posttrain.models.fp32_head import Float32Linear
 from posttrain.models.logprob import token_logprobs
 
 __all__ = [
@@ -176,24 +177,30 @@ def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
     elif hasattr(layer, "original_module"):
         layer = layer.original_module
     rule = LogitRule.of(inner.config)
-    if type(layer) is nn.Linear and not head.need_logits:
-        out = token_logprobs(
-            hidden,
-            layer.weight,
-            head.targets,
-            bias=layer.bias,
-            logit_scale=rule.scale,
-            softcap=rule.softcap,
-            temperature=head.temperature,
-            need_entropy=head.need_entropy,
-            entropy_grad=head.entropy_grad,
-            need_correct=head.need_correct,
-            need_mean_logit=head.need_mean_logit,
-            need_collision=head.need_collision,
-        )
+    if type(layer) in (nn.Linear, Float32Linear) and not head.need_logits:
+        with _own_precision(layer, hidden):
+            out = token_logprobs(
+                hidden,
+                layer.weight,
+                head.targets,
+                bias=layer.bias,
+                logit_scale=rule.scale,
+                softcap=rule.softcap,
+                temperature=head.temperature,
+                need_entropy=head.need_entropy,
+                entropy_grad=head.entropy_grad,
+                need_correct=head.need_correct,
+                need_mean_logit=head.need_mean_logit,
+                need_collision=head.need_collision,
+            )
         fields = {name: getattr(out, name) for name in ("logp", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
     return _dense(layer, hidden, head, rule)
+
+
+def _own_precision(layer: nn.Module, hidden: Tensor) -> Any:
+    """A head in float32 is meant to stay there under autocast."""
+    return torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext()
 
 
 def _dense(layer: nn.Module, hidden: Tensor, head: TokenHead, rule: LogitRule) -> dict[str, Tensor]:

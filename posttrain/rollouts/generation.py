@@ -22,6 +22,7 @@ class Generation:
         columns: Filled in after scoring, one number a completion (``advantages``).
         token_columns: Per-completion lists of per-token numbers (``old_logp``, ``ref_logp``, ``rollout_logp``).
         born: Optimiser step whose weights sampled it.
+        left_out: Completions that carry no loss, whatever their tokens.
     """
 
     examples: list[dict[str, Any]]
@@ -30,11 +31,12 @@ class Generation:
     columns: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     token_columns: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
     born: int = 0
+    left_out: set[int] = dataclasses.field(default_factory=set)
 
     def loss_mask(self, index: int, skip_truncated: bool) -> list[int]:
-        """1 on tokens the model wrote; all 0 on a truncated completion when those are masked."""
+        """1 on tokens the model wrote; all 0 on one left out, and on a truncated one when those are masked."""
         rollout = self.rollouts[index]
-        if skip_truncated and rollout.finish_reason != "stop":
+        if index in self.left_out or (skip_truncated and rollout.finish_reason != "stop"):
             return [0] * len(rollout.token_ids)
         return rollout.tool_mask or [1] * len(rollout.token_ids)
 

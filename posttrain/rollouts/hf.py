@@ -56,6 +56,7 @@ class HFEngine:
     """
 
     name = "hf"
+    in_process = True  # Samples with the weights that are trained: its log-probs need no correction.
 
     def __init__(self, model: nn.Module, *, pad_token_id: int) -> None:
         self.model: Any = model

@@ -29,6 +29,7 @@ class ScriptedEngine:
     """
 
     name = "scripted"
+    in_process = True  # Samples with the weights that are trained: its log-probs need no correction.
 
     def __init__(
         self, script: Sequence[Sequence[int]] | Callable[[Sequence[int], int], Sequence[int]], logp: float = -1.0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from posttrain.algorithms.grpo.combinations import check_combinations, warn_of_odd_choices
 from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.policy import LOSS_TYPES
+from posttrain.losses.ratio import CORRECTIONS
 
 __all__ = ["GRPOConfig"]
 
@@ -17,7 +20,6 @@ logger = logging.getLogger(__name__)
 LEVELS = ("token", "sequence", "sequence_token")
 SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 @dataclass
@@ -51,6 +53,14 @@ class GRPOConfig(OnlineConfig):
     vespo_lambda_pos: float = field(default=3.0, metadata={"help": "VESPO decay, positive advantages."})
     vespo_k_neg: float = field(default=3.0, metadata={"help": "VESPO exponent, negative advantages."})
     vespo_lambda_neg: float = field(default=2.0, metadata={"help": "VESPO decay, negative advantages."})
+    mask_zero_variance_groups: bool = field(
+        default=False,
+        metadata={"help": "Leave groups whose rewards are all equal out of loss and denominators, their KL included."},
+    )
+    log_ref_kl: bool = field(
+        default=False,
+        metadata={"help": "With beta=0: measure the KL to the start of training without charging it."},
+    )
     use_bias_correction_kl: bool = field(default=False, metadata={"help": "Multiply the KL by the importance ratio."})
     top_entropy_quantile: float = field(
         default=1.0, metadata={"help": "Train this share of the most uncertain tokens."}
@@ -66,12 +76,15 @@ class GRPOConfig(OnlineConfig):
     entropy_coef_max: float = field(default=1.0, metadata={"help": "Upper bound of the steered coefficient."})
     entropy_coef_delta: float = field(default=0.005, metadata={"help": "Step of the steered coefficient."})
     entropy_target: float = field(default=0.2, metadata={"help": "Entropy in nats to hold."})
-    log_completions_hub_repo: str | None = field(default=None, metadata={"help": "Dataset repository for completions."})
+    log_completions_hub_repo: str | None = field(
+        default=None, metadata={"help": "Dataset repository that completions are pushed to every 2 minutes."}
+    )
 
     def __post_init__(self) -> None:
         spelled = {"True": "group", "true": "group", "False": "none", "false": "none"}
         self.scale_rewards = spelled.get(str(self.scale_rewards), self.scale_rewards)
         self._check_choices()
+        self._resolve_liger()
         super().__post_init__()
         self._check_ranges()
         self._check_combinations()
@@ -81,62 +94,47 @@ class GRPOConfig(OnlineConfig):
         check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
         check_choice("scale_rewards", self.scale_rewards, SCALES)
         check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
+        check_choice("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, CORRECTIONS)
+
+    def _resolve_liger(self) -> None:
+        if self.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+            # Its loss is what people turn it on for, and ours never holds the logits either, with every option.
+            logger.warning(
+                "use_liger_kernel=True: liger_kernel is not installed and its layers are left out. The loss is computed in "
+                "chunks without it."
+            )
+            self.use_liger_kernel = False
 
     def _check_ranges(self) -> None:
         rules: list[tuple[str, bool, str]] = [
             ("top_entropy_quantile", 0 <= self.top_entropy_quantile <= 1, "must be in [0, 1]"),
-            ("off_policy_mask_threshold", (self.off_policy_mask_threshold or 1) > 0, "must be above 0, or None"),
+            ("off_policy_mask_threshold", _above_zero(self.off_policy_mask_threshold), "must be above 0, or None"),
             ("sapo_temperature_neg", self.sapo_temperature_neg > 0, "must be above 0"),
             ("sapo_temperature_pos", self.sapo_temperature_pos > 0, "must be above 0"),
-            ("delta", self.delta is None or self.delta > 0, "must be above 0, or None"),
+            ("delta", _above_zero(self.delta), "must be above 0, or None"),
+            ("epsilon_high", self.epsilon_high is None or self.epsilon_high >= 0, "must be 0 or positive, or None"),
+            ("min_group_std", self.min_group_std >= 0, "must be 0 (off) or positive"),
+            ("entropy_coef_delta", self.entropy_coef_delta > 0, "must be above 0"),
+            ("entropy_target", self.entropy_target >= 0, "must be 0 or positive (nats)"),
+            (
+                "entropy_coef_min",
+                self.entropy_coef_min <= self.entropy_coef_max,
+                f"must not be above entropy_coef_max={self.entropy_coef_max}",
+            ),
         ]
         for name, holds, rule in rules:
             if not holds:
                 raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
-        unavailable: dict[str, Any] = {
-            "use_adaptive_entropy": False,
-            "cast_lm_head_to_fp32": False,
-            "log_completions_hub_repo": None,
-            "use_liger_kernel": False,
-            "max_tool_calling_iterations": None,
-            "sync_ref_model": False,
-        }
-        for name, default in unavailable.items():
-            if getattr(self, name) != default:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not available in this version; leave it at {default!r}."
-                )
         if self.log_completions_hub_repo and not self.log_completions:
-            raise ConfigError("log_completions_hub_repo is set but log_completions=False. Turn log_completions on.")
+            raise ConfigError(
+                f"log_completions_hub_repo={self.log_completions_hub_repo!r} is set but log_completions=False. Turn "
+                "log_completions on, or leave the repository out."
+            )
 
     def _check_combinations(self) -> None:
-        level, kind = self.importance_sampling_level, self.loss_type
-        if kind == "luspo":
-            for name, fits in {
-                "importance_sampling_level": level == "sequence",
-                "beta": self.beta == 0,
-                "top_entropy_quantile": self.top_entropy_quantile == 1,
-            }.items():
-                if not fits:
-                    raise ConfigError(
-                        f"loss_type='luspo' weighs whole sequences, so {name}={getattr(self, name)!r} cannot be used with it. "
-                        "Set importance_sampling_level='sequence', beta=0.0 and top_entropy_quantile=1.0."
-                    )
-        if kind == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
-            raise ConfigError(
-                f"loss_type='cispo' with epsilon_high={self.epsilon_high}: CISPO caps the ratio itself, so a cap below 1 would "
-                "scale every token down. Use epsilon_high=5.0."
-            )
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.delta is not None and self.delta < 1 + high:
-            logger.warning("delta=%s is below 1 + epsilon_high = %s and cancels the clip.", self.delta, 1 + high)
-        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
-            logger.warning("scale_rewards=%r is ignored with normalize_then_sum.", self.scale_rewards)
-        if level != "token" and kind in ("bnpo", "dr_grpo", "dapo", "cispo"):
-            logger.warning(
-                "importance_sampling_level=%r with loss_type=%r weighs sequences by length; GSPO is loss_type='grpo'.",
-                level,
-                kind,
-            )
-        if level != "token" and kind == "vespo":
-            logger.warning("vespo forms its own sequence weight; importance_sampling_level=%r is ignored.", level)
+        check_combinations(self)
+        warn_of_odd_choices(self)
+
+
+def _above_zero(value: float | None) -> bool:
+    return value is None or value > 0

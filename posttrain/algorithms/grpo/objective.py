@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from posttrain.losses.kl import k3
 from posttrain.losses.policy import LOSS_TYPES, cispo, clip_metrics, clipped, sapo, vespo, vespo_weight
 from posttrain.losses.ratio import entropy_mask, importance_log_ratio, off_policy_mask, rollout_correction
 from posttrain.losses.reduce import spread
-from posttrain.metrics import Metric, maximum, mean
+from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 if TYPE_CHECKING:
@@ -22,11 +23,28 @@ __all__ = ["grpo_needs", "grpo_objective"]
 
 def grpo_needs(cfg: GRPOConfig) -> frozenset[str]:
     """What the forward pass must produce for this config."""
-    return frozenset({"logp", "entropy"} | ({"entropy_grad"} if cfg.entropy_coef else set()))
+    bonus = cfg.entropy_coef or cfg.use_adaptive_entropy
+    return frozenset({"logp", "entropy"} | ({"entropy_grad"} if bonus else set()))
 
 
-def grpo_objective(out: ModelOutputs, batch: Batch, cfg: GRPOConfig) -> LossTerms:
-    """``-surrogate(ratio, A) * weights + beta * KL``, unreduced.
+def grpo_objective(
+    out: ModelOutputs,
+    batch: Batch,
+    cfg: GRPOConfig,
+    *,
+    entropy_coef: float | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
+) -> LossTerms:
+    """``-surrogate(ratio, A) * weights + beta * KL - entropy_coef * H``, unreduced; the bonus is the first extra term.
+
+    The KL is never clipped, weighted, filtered by entropy or masked as off-policy.
+
+    Args:
+        out: Log-probs and entropies of the policy.
+        batch: Completions with their advantages; log-probs of older, frozen or sampling weights where there are any.
+        cfg: `GRPOConfig`.
+        entropy_coef: Instead of ``cfg.entropy_coef``, where it is steered.
+        gather: Concatenates over ranks, so that the entropy filter has one threshold; every rank must call it.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equation 3; the loss types are rows of `LOSS_TYPES`.
     """
@@ -34,17 +52,22 @@ def grpo_objective(out: ModelOutputs, batch: Batch, cfg: GRPOConfig) -> LossTerm
     level = kind.level or cfg.importance_sampling_level
     log_ratio = importance_log_ratio(out.logp, batch.old_logp, *forest, level=level)
     advantages = spread(batch.advantages, batch.sequence)
-    weight = _rollout_weight(out.logp, batch, cfg)
-    terms, metrics = _surrogate(kind.surrogate, log_ratio, advantages, out.logp, batch, cfg, weight)
+    weight, metrics = _rollout_weight(out.logp, batch, cfg)
+    terms, told = _surrogate(kind.surrogate, log_ratio, advantages, out.logp, batch, cfg, weight, level)
+    uncertain = batch.loss_mask
+    if cfg.top_entropy_quantile < 1.0:
+        uncertain = entropy_mask(out.entropy, batch.loss_mask, quantile=cfg.top_entropy_quantile, gather=gather)
     if weight is not None and kind.surrogate != "vespo":
         terms = terms * weight
-    terms = terms * _kept(out, batch, cfg)
-    if cfg.beta:
+    terms = terms * _kept(out.logp, batch, cfg) * uncertain
+    if batch.ref_logp is not None:
         kl = k3(out.logp, batch.ref_logp) * (log_ratio.exp() if cfg.use_bias_correction_kl else 1.0)
-        terms = terms + cfg.beta * kl
+        terms = terms + cfg.beta * kl if cfg.beta else terms
         metrics["kl"] = mean(kl, batch.loss_mask)
-    metrics["entropy"] = mean(out.entropy, batch.loss_mask)
-    metrics["ratio/max"] = maximum(log_ratio.detach()[batch.loss_mask].exp())
+    metrics |= told | {
+        "entropy": mean(out.entropy, batch.loss_mask),
+        "ratio/max": maximum(log_ratio.detach()[batch.loss_mask].exp()),
+    }
     loss = LossTerms(
         terms,
         batch.loss_mask,
@@ -54,20 +77,30 @@ def grpo_objective(out: ModelOutputs, batch: Batch, cfg: GRPOConfig) -> LossTerm
         constant=1.0 if cfg.loss_type == "luspo" else float(cfg.max_completion_length),
         metrics=metrics,
     )
-    if cfg.entropy_coef:
-        bonus = LossTerms(-cfg.entropy_coef * out.entropy, batch.loss_mask, "token")
-        loss.extra.append(bonus)
+    if cfg.entropy_coef or cfg.use_adaptive_entropy:
+        coefficient = cfg.entropy_coef if entropy_coef is None else entropy_coef
+        # The filter is one of this pass, and so is the mean over what it kept.
+        reduction = "token" if uncertain is batch.loss_mask else "local_token"
+        loss.extra.append(LossTerms(-coefficient * out.entropy, uncertain, reduction))
     return loss
 
 
 def _surrogate(
-    name: str, log_ratio: Tensor, advantages: Tensor, logp: Tensor, batch: Batch, cfg: GRPOConfig, weight: Tensor | None
+    name: str,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    logp: Tensor,
+    batch: Batch,
+    cfg: GRPOConfig,
+    weight: Tensor | None,
+    level: str,
 ) -> tuple[Tensor, dict[str, Metric]]:
     forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
     high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
-    metrics = clip_metrics(log_ratio, advantages, *forest, epsilon=cfg.epsilon, epsilon_high=high, surrogate=name)
+    clip = {"epsilon": cfg.epsilon, "epsilon_high": high, "delta": cfg.delta}
+    metrics = clip_metrics(log_ratio, advantages, *forest, **clip, surrogate=name, level=level)
     if name == "clipped":
-        return clipped(log_ratio, advantages, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta), metrics
+        return clipped(log_ratio, advantages, **clip), metrics
     if name == "cispo":
         return cispo(log_ratio, advantages, logp, epsilon_high=high), metrics
     if name == "sapo":
@@ -85,13 +118,24 @@ def _surrogate(
     return vespo(spread(phi, batch.sequence), advantages, logp), metrics
 
 
-def _rollout_weight(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> Tensor | None:
-    """Correction for an engine that is not the trainer; None where the engine is, or when it is turned off."""
-    if batch.rollout_logp is None or not cfg.vllm_importance_sampling_correction:
-        return None
-    return rollout_correction(
-        logp.detach() if batch.old_logp is None else batch.old_logp,
-        batch.rollout_logp,
+def _rollout_weight(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor | None, dict[str, Metric]]:
+    """Correction for an engine that is not the trainer, and how far the two are apart; None where the engine is."""
+    sampled = batch.rollout_logp
+    if sampled is None:
+        return None, {}
+    trained = logp.detach() if batch.old_logp is None else batch.old_logp
+    known = batch.loss_mask & ~sampled.isnan()
+    gap = torch.where(known, trained - sampled, 0.0).abs()
+    metrics = {
+        "sampling/sampling_logp_difference/mean": mean(gap, known),
+        "sampling/sampling_logp_difference/max": maximum(gap[known]),
+        "sampling/nan_logprobs": mean((~known).float(), batch.loss_mask),
+    }
+    if not cfg.vllm_importance_sampling_correction:
+        return None, metrics
+    weight = rollout_correction(
+        trained,
+        sampled,
         batch.loss_mask,
         batch.sequence,
         batch.num_sequences,
@@ -99,17 +143,21 @@ def _rollout_weight(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> Tensor | Non
         clip_max=cfg.vllm_importance_sampling_clip_max,
         clip_min=cfg.vllm_importance_sampling_clip_min,
     )
+    values = weight[batch.loss_mask]
+    return weight, metrics | {
+        "sampling/importance_sampling_ratio/min": minimum(values),
+        "sampling/importance_sampling_ratio/mean": mean(values),
+        "sampling/importance_sampling_ratio/max": maximum(values),
+        "sampling/frac_masked": mean((values == 0).float()),
+    }
 
 
-def _kept(out: ModelOutputs, batch: Batch, cfg: GRPOConfig) -> Tensor:
-    """1 on tokens whose policy term counts; the KL and the denominators do not change."""
-    kept = torch.ones_like(out.logp)
-    if cfg.off_policy_mask_threshold is not None:
-        old = out.logp.detach() if batch.old_logp is None else batch.old_logp
-        sampled = old if batch.rollout_logp is None else batch.rollout_logp
-        forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
-        keep = off_policy_mask(out.logp, sampled, batch.advantages, *forest, threshold=cfg.off_policy_mask_threshold)
-        kept = kept * spread(keep.float(), batch.sequence)
-    if cfg.top_entropy_quantile < 1.0:
-        kept = kept * entropy_mask(out.entropy.detach(), batch.loss_mask, quantile=cfg.top_entropy_quantile)
-    return kept
+def _kept(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> Tensor | float:
+    """1 on tokens of sequences the policy has not moved away from, 0 on others; denominators do not change."""
+    if cfg.off_policy_mask_threshold is None:
+        return 1.0
+    old = logp.detach() if batch.old_logp is None else batch.old_logp
+    sampled = old if batch.rollout_logp is None else batch.rollout_logp
+    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    keep = off_policy_mask(logp, sampled, batch.advantages, *forest, threshold=cfg.off_policy_mask_threshold)
+    return spread(keep.float(), batch.sequence)

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from posttrain.algorithms.episodes import EpisodeMixin
+from posttrain.algorithms.grpo.combinations import check_correction
 from posttrain.algorithms.grpo.config import GRPOConfig
+from posttrain.algorithms.grpo.entropy_control import EntropyControlMixin
 from posttrain.algorithms.grpo.objective import grpo_needs, grpo_objective
 from posttrain.algorithms.online import OnlineTrainer
-from posttrain.errors import ConfigError
-from posttrain.losses.advantages import group_advantages
+from posttrain.losses.advantages import AdvantageStats, group_advantages
+from posttrain.metrics import mean
+from posttrain.models.forward import causal_lm
+from posttrain.models.fp32_head import cast_head_to_fp32
+from posttrain.models.reference import active_dropout
+from posttrain.report.callbacks.sync_reference import SyncRefModelCallback
 from posttrain.rewards.base import RewardTable
 from posttrain.rollouts.generation import Generation
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["GRPOTrainer"]
 
+logger = logging.getLogger(__name__)
 
-class GRPOTrainer(OnlineTrainer):
+FLAT = 1e-8  # A group that spreads no more than this has no signal.
+TINY, MANY = 1e-3, 0.2  # Groups this narrow against the whole batch are noise; more than this share of them is told.
+PADDING = -1e9  # No entropy is negative.
+
+
+class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
     """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
 
     Args:
@@ -26,6 +41,7 @@ class GRPOTrainer(OnlineTrainer):
         reward_funcs: A callable ``f(prompts, completions, **columns) -> list[float | None]``, a reward model, or several.
         args: `GRPOConfig`.
         rollout_engine: An engine object; None makes the one that ``args.rollout_engine`` names.
+        tools, rollout_func, environment_factory: See `EpisodeMixin` and the pages on tools and environments.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
 
@@ -46,37 +62,74 @@ class GRPOTrainer(OnlineTrainer):
         model: str | nn.Module,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
-        *,
-        tools: list | None = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
         **kwargs: Any,
     ) -> None:
-        for name, value in {
-            "tools": tools,
-            "rollout_func": rollout_func,
-            "environment_factory": environment_factory,
-        }.items():
-            if value:
-                raise ConfigError(f"{name} is not available in this version of GRPOTrainer. Leave it out.")
         super().__init__(model, reward_funcs, args, **kwargs)
-        self.needs = grpo_needs(self.args)
+        args = self.args
+        self.needs = grpo_needs(args)
+        # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
+        self.together = args.top_entropy_quantile < 1.0 or args.loss_type == "bnpo"
+        self._narrow_told = False
+        self.start_entropy_control()
+        if not self.engine_is_policy:
+            check_correction(args)
+        if args.sync_ref_model:
+            self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
+        if dropout := active_dropout(self.model):
+            logger.warning(
+                "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
+                "disable_dropout=True.", dropout,
+            )  # fmt: skip
+
+    def _prepare_model(self, model: Any, args: Any, peft_config: Any) -> Any:
+        model = super()._prepare_model(model, args, peft_config)
+        if args.cast_lm_head_to_fp32:
+            cast_head_to_fp32(causal_lm(model))
+        return model
 
     def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
         """A completion's reward against its group's mean, divided by a spread."""
-        args = self.args
+        args, size = self.args, self.group_size(mode)
         stats = group_advantages(
             table.values,
             table.weights,
-            self.group_size(mode),
+            size,
             scale_rewards=str(args.scale_rewards),
             aggregation=args.multi_objective_aggregation,
             min_group_std=args.min_group_std,
         )
-        spread = {"reward_std": stats.reward_std, "frac_reward_zero_std": stats.zero_std_share}
+        scored = stats.totals[~stats.totals.isnan()]
+        whole = float(scored.std()) if scored.numel() > 1 else 0.0
+        spread = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
         self.log_rewards(table, stats.totals, stats.advantages, mode, **spread)
+        self._warn_of_noise(stats, whole)
+        if args.mask_zero_variance_groups and size > 1:
+            flat = ~(stats.group_std > max(FLAT, args.min_group_std))  # Also where nothing was scored.
+            mine = flat.repeat_interleave(size)[table.start : table.start + len(generation.rollouts)]
+            generation.left_out |= set(mine.nonzero().flatten().tolist())
+            self.log_metrics_now({"groups/masked": mean(flat.float())}, mode)
         return stats.advantages
+
+    def _warn_of_noise(self, stats: AdvantageStats, whole: float) -> None:
+        narrow = (stats.group_std > FLAT) & (stats.group_std < TINY * whole)
+        if self._narrow_told or self.args.scale_rewards != "group" or float(narrow.float().mean()) <= MANY:
+            return
+        self._narrow_told = True
+        logger.warning(
+            "%d of %d groups spread less than a thousandth of the batch's reward std (%.3g), and scale_rewards='group' blows "
+            "that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",
+            int(narrow.sum()), narrow.numel(), whole,
+        )  # fmt: skip
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `grpo_objective`."""
-        return grpo_objective(outputs, batch, self.args)
+        coefficient = None if self.controller is None else self.controller.applied
+        gather = self._gather_entropies if self.accelerator.num_processes > 1 else None
+        return grpo_objective(outputs, batch, self.args, entropy_coef=coefficient, gather=gather)
+
+    def _gather_entropies(self, values: Tensor) -> Tensor:
+        """Of all ranks, whose counts differ; one collective in every micro-batch, of which all have equally many."""
+        padded = self.accelerator.pad_across_processes(values, dim=0, pad_index=PADDING)  # type: ignore[arg-type]
+        gathered = self.accelerator.gather(padded)
+        assert isinstance(gathered, torch.Tensor)
+        return gathered[gathered != PADDING]

@@ -57,6 +57,7 @@ class NativeEngine:
     """
 
     name = "native"
+    in_process = True  # Samples with the weights that are trained: its log-probs need no correction.
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, max_slots: int | None = None) -> None:
         self.model: Any = model
