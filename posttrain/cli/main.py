@@ -120,7 +120,7 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
-    except (PosttrainError, ValueError, OSError) as error:
+    except (PosttrainError, ValueError, OSError, ImportError) as error:
         if traceback:
             raise
         sys.stderr.write(f"error: {error}\n")

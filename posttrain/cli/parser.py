@@ -48,6 +48,7 @@ class PosttrainArgumentParser:
                 raise ConfigError(f"{kind.__name__} has a field called 'config'. That name is reserved for --config.")
         self.types = types
         self.parser = _hf_parser()(types, allow_abbrev=False, prog=prog)
+        self.parser.usage = f"{self.parser.prog} [--config FILE.yaml] [--option value ...]"  # All options fill screens.
         for action in self.parser._actions:
             if action.help:  # An inherited percent sign would break --help.
                 action.help = action.help.replace("%", "%%").replace("%%%%", "%%")

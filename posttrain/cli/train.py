@@ -119,10 +119,11 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     given = dict(config.model_init_kwargs or {})
     config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | given
     data = _datasets(script_args, mixture, config)
-    evaluate = str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no"
+    strategy = str(getattr(config.eval_strategy, "value", config.eval_strategy))
+    evaluate = strategy != "no"
     if evaluate and script_args.dataset_test_split not in data:
         raise ConfigError(
-            f"eval_strategy={config.eval_strategy!r} needs a split {script_args.dataset_test_split!r}, and the data has "
+            f"eval_strategy={strategy!r} needs a split {script_args.dataset_test_split!r}, and the data has "
             f"{sorted(data)}. Set dataset_test_split or test_split_size, or eval_strategy to 'no'."
         )
     extra: dict[str, Any] = {}

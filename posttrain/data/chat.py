@@ -251,7 +251,7 @@ def assistant_mask(
     if has_generation_markers(tokenizer.chat_template):
         return finder.by_markers(messages, tools=tools, **template_kwargs)
     text, spans = finder.by_rendering(messages, tools=tools, **template_kwargs)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids, finder.mask(tokenizer, text, ids, spans)
 
 
@@ -304,6 +304,8 @@ class AssistantSpans:
     @staticmethod
     def mask(tokenizer: Any, text: str, ids: list[int], spans: list[tuple[int, int]]) -> list[int]:
         """1 on tokens that begin inside a span; ``ids`` are the text's own, tokenised without special tokens."""
-        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
+            "offset_mapping"
+        ]
         assert len(offsets) == len(ids)
         return [int(any(a <= start < b for a, b in spans)) for start, _ in offsets]

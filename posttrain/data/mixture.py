@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import datasets
 
+from posttrain.data.files import LOADERS, check_json, load_file, parquet_conflict, quiet_loader
 from posttrain.errors import ConfigError, DataError, check_choice, did_you_mean
 
 __all__ = ["DatasetConfig", "DatasetMixtureConfig", "get_dataset", "load_rows"]
 
 logger = logging.getLogger(__name__)
 
-LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # File ending -> loader's name.
 SAMPLES = ("head", "random")
 
 
@@ -142,12 +142,15 @@ def load_rows(
         if unused:
             kind = "a saved folder" if saved else "one file"
             raise ConfigError(f"dataset {path_or_id!r} is {kind}, which has no use for {unused}. Leave that out.")
-        return _load_saved(file, split, streaming) if saved else _load_file(file, split, streaming)
+        return _load_saved(file, split, streaming) if saved else load_file(file, split, streaming)
     if (file.is_absolute() or file.suffix in LOADERS) and not file.exists():
         raise DataError(f"dataset {path_or_id!r} does not exist{_neighbour(file)}. Looked at {file.absolute()}.")
     options = {"name": name, "data_dir": data_dir, "data_files": data_files, "split": split, "streaming": streaming}
+    if file.is_dir() and (conflict := parquet_conflict(sorted(file.rglob("*.parquet")))):
+        raise DataError(f"dataset {path_or_id!r} could not be loaded: {conflict}")
     try:
-        return datasets.load_dataset(str(file) if file.is_dir() else path_or_id, **options)
+        with quiet_loader():
+            return datasets.load_dataset(str(file) if file.is_dir() else path_or_id, **options)
     except Exception as error:
         raise DataError(f"dataset {path_or_id!r} could not be loaded{_why(file, error)}") from error
 
@@ -160,8 +163,8 @@ def _why(file: Path, error: Exception) -> str:
     """What is known about a failed load: the broken line, the column, or the loader's own words."""
     if file.is_dir():
         for part in sorted(item for item in file.rglob("*") if item.suffix in (".jsonl", ".json")):
-            _check_json(part)
-        return f": {_parquet_conflict(sorted(file.rglob('*.parquet'))) or error.__cause__ or error}"
+            check_json(part)
+        return f": {str(error.__cause__ or error).rstrip('.')}."
     if datasets.config.HF_HUB_OFFLINE:
         return f": it is no local path and not in the cache, and offline mode is on. ({error})"
     return f" as a folder, a file, or a hub id: {error}"
@@ -193,68 +196,6 @@ def _pick(loaded: Any, spec: str, folder: Path) -> Any:
         for p in parts
     ]
     return rows[0] if len(rows) == 1 else datasets.concatenate_datasets(rows)
-
-
-def _load_file(file: Path, split: str | None, streaming: bool) -> Any:
-    kind = LOADERS.get(file.suffix)
-    if kind is None:
-        raise DataError(f"dataset file {str(file)!r} ends in {file.suffix!r}; known are {', '.join(LOADERS)}.")
-    if file.stat().st_size == 0:
-        raise DataError(f"dataset file {str(file)!r} is empty.")
-    try:
-        return datasets.load_dataset(kind, data_files=str(file), split=split, streaming=streaming)
-    except Exception as error:
-        if kind == "json":
-            _check_json(file)
-        cause = error.__cause__ or error
-        raise DataError(
-            f"dataset file {str(file)!r} cannot be read{f' (split {split!r})' if split else ''}: {cause}. "
-            "One file has one split, 'train', and every column one type."
-        ) from error
-
-
-def _check_json(file: Path) -> None:
-    """Raise for the first line that is not one JSON object; a .json file may also be one array of objects."""
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        if file.suffix == ".json" and _is_one_document(file):
-            return
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            shown = line.strip()[:80]
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{file}, line {number}: it is not valid JSON ({error}): {shown!r}") from error
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{file}, line {number}: a row must be a JSON object, and it is a {type(row).__name__}: {shown!r}"
-                )
-
-
-def _is_one_document(file: Path) -> bool:
-    try:
-        json.loads(file.read_text(encoding="utf-8", errors="replace"))
-    except ValueError:
-        return False
-    return True
-
-
-def _parquet_conflict(files: list[Path]) -> str | None:
-    """The first column whose type, or presence, differs between parquet files."""
-    import pyarrow.parquet as pq
-
-    if len(files) < 2:
-        return None
-    first = pq.read_schema(files[0])
-    for file in files[1:]:
-        schema = pq.read_schema(file)
-        for name in sorted({*first.names, *schema.names}):
-            one, two = (str(s.field(name).type) if name in s.names else "absent" for s in (first, schema))
-            if one != two:
-                where = f"{one} in {files[0].name} and {two} in {file.name}"
-                return f"column {name!r} is {where}. Give it one type in all files."
-    return None
 
 
 # Mixing --------------------------------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import datasets
 
-from posttrain.data.chat import has_generation_markers
+from posttrain.data.chat import has_generation_markers, render
 from posttrain.data.formats import describe_dataset, get_dataset_column_names, maybe_convert_to_chatml, strip_none
 from posttrain.data.labels import COUNTERS, IGNORED, SupervisedOptions, label_batch
 from posttrain.data.packing import LENGTHS, pack_dataset
@@ -85,6 +86,8 @@ def with_training_template(options: SupervisedOptions, tokenizer: Any) -> Superv
     """
     if not options.assistant_only_loss or has_generation_markers(tokenizer.chat_template):
         return options
+    with suppress(DataError):  # That a template refuses this message is no reason to; that it is no Jinja is told first.
+        render(tokenizer, [{"role": "user", "content": "q"}])
     return replace(options, chat_template=get_training_chat_template(tokenizer))
 
 

@@ -256,7 +256,7 @@ def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[
 
 def _encoded(tokenizer: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any], *, ask: bool = False) -> list[int]:
     text = render(tokenizer, messages, add_generation_prompt=ask, **kwargs)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _row_problems(tokenizer: Any, messages: list[dict[str, Any]], start: int, kwargs: dict[str, Any]) -> set[str]:

@@ -1,0 +1,131 @@
+"""Bad input through the command line: one line that says where, what and how to mend it, and nothing half-written."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from posttrain.cli.main import main
+
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+LONG = "word " * 60
+PAIR = {"prompt": LONG, "chosen": "a", "rejected": "b"}
+STEPS = {"prompt": LONG, "completions": ["a"], "labels": [True]}
+
+
+def lines(*rows):
+    """Rows as JSON lines; a string is a line as it is."""
+    return "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows).encode()
+
+
+CASES = {
+    "a broken line": ("sft", lines(CHAT, CHAT, '{"messages": [{"role"'), [], "rows.jsonl, line 3: it is not valid JSON"),
+    "a broken line of a stream": (
+        "sft", lines(CHAT, CHAT, '{"messages": [{"role"'), ["--dataset_streaming", "true"], "rows.jsonl, line 3: it is not valid JSON",
+    ),
+    "a line that is no object": ("sft", lines(CHAT, "[1]"), [], "line 2: a row must be a JSON object, and it is a list"),
+    "a lone surrogate": ("sft", lines({"text": "a"}, '{"text": "b \\ud800"}'), [], "line 2: text that is not valid Unicode"),
+    "a lone surrogate of a stream": (
+        "sft", lines({"text": "a"}, '{"text": "b \\ud800"}'), ["--dataset_streaming", "true"], "line 2: text that is not valid Unicode",
+    ),
+    "a lone surrogate in a pair": (
+        "reward", lines('{"chosen": "a \\udc00", "rejected": "b"}'), [], "line 1: text that is not valid Unicode",
+    ),
+    "bytes that are no UTF-8": ("sft", b'{"text": "a"}\n{"text": "b \xff"}', [], "line 2: it is not valid UTF-8 (byte 12"),
+    "types that differ from row to row": ("sft", lines({"text": "a"}, {"text": 3}), [], "row 1: column 'text' must be a string, and it is int"),
+    "every row left out": (
+        "sft", lines(*[{"prompt": LONG, "completion": "a"}] * 3), ["--max_length", "16"],
+        "no row of the train dataset is left: of 3, 3 cut at max_length before their first trained token",
+    ),
+    "every row of a stream left out": (
+        "sft", lines(*[{"prompt": LONG, "completion": "a"}] * 3), ["--max_length", "16", "--dataset_streaming", "true"],
+        "of its first 3, 3 cut at max_length before their first trained token",
+    ),
+    "every pair left out": (
+        "reward", lines(PAIR, {"chosen": "a", "rejected": "a"}), ["--max_length", "16"],
+        "of 2, 1 longer than max_length=16, 1 with two equal answers",
+    ),
+    "every judged answer left out": ("prm", lines(STEPS), ["--max_length", "16"], "of 1, 1 whose judged steps all lie beyond the limit"),
+    "columns of another method": ("reward", lines(CHAT), [], "the train rows need 'chosen' and 'rejected', and have columns ['messages']"),
+    "a share as a label": ("prm", lines({"prompt": "q", "completions": ["a"], "labels": [0.9]}), [], "row 0: column 'labels': 0.9 must be"),
+    "a split that is not there": ("sft", lines(CHAT), ["--eval_strategy", "steps"], "eval_strategy='steps' needs a split 'test'"),
+    "a missing package": ("sft", lines(CHAT), ["--use_liger_kernel", "true"], "liger-kernel"),
+    "offloading without a device": ("sft", lines(CHAT), ["--activation_offloading", "true"], "this run is on the CPU"),
+}  # fmt: skip
+
+
+def run(tmp_path, model, command, data, *more):
+    common = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(tmp_path / "out")]
+    common += ["--max_steps", "1", "--report_to", "none", "--bf16", "false", "--disable_tqdm", "true"]
+    return main([command, *common, *more])
+
+
+def told(capsys):
+    """The one line of the error."""
+    found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(found) == 1
+    return found[0]
+
+
+def nothing_written(tmp_path):
+    return not list((tmp_path / "out").rglob("*.safetensors")) and not list((tmp_path / "out").rglob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line_and_leaves_nothing_behind(tiny_model_dir, tmp_path, capsys, case):
+    command, content, more, said = CASES[case]
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    assert run(tmp_path, tiny_model_dir, command, tmp_path / "rows.jsonl", *more) == 1
+    assert said in told(capsys)
+    assert nothing_written(tmp_path)
+
+
+RAISES = "{% for m in messages %}{% if m.content == 'b' %}{{ raise_exception('no b') }}{% endif %}{{ m.content }}{% endfor %}"
+MARKED = RAISES.replace("{{ m.content }}", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "only", "said"),
+    [
+        (RAISES, "false", "row 1: the chat template refused the messages"),
+        (MARKED, "true", "row 1: the chat template refused the messages"),
+        ("{% for m in messages %}", "false", "the chat template is not valid Jinja (line 1: "),
+        ("{% for m in messages %}", "true", "the chat template is not valid Jinja (line 1: "),
+    ],
+)
+def test_a_template_that_raises_is_told_with_the_row(tiny_model_dir, tmp_path, capsys, template, only, said):
+    bad = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "rows.jsonl").write_bytes(lines(CHAT, bad))
+    (tmp_path / "t.jinja").write_text(template)
+    options = ["--chat_template_path", str(tmp_path / "t.jinja"), "--assistant_only_loss", only]
+    assert run(tmp_path, tiny_model_dir, "sft", tmp_path / "rows.jsonl", *options) == 1
+    assert said in told(capsys)
+    assert nothing_written(tmp_path)
+
+
+def test_parquet_files_of_mixed_types_are_refused_and_never_cast_in_silence(tiny_model_dir, tmp_path, capsys):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    pq.write_table(pa.table({"text": ["a", "b"]}), folder / "0.parquet")
+    pq.write_table(pa.table({"text": [1, 2]}), folder / "1.parquet")
+    assert run(tmp_path, tiny_model_dir, "sft", folder) == 1
+    assert "column 'text' is string in 0.parquet and int64 in 1.parquet" in told(capsys)
+    pq.write_table(pa.table({"text": pa.array(["c"], pa.large_string())}), folder / "1.parquet")
+    assert run(tmp_path, tiny_model_dir, "sft", folder) == 0  # Another width of one kind is no conflict.
+
+
+def test_a_row_of_two_hundred_thousand_tokens_is_cut_and_told_once(tiny_model_dir, tmp_path, capsys, caplog):
+    (tmp_path / "rows.jsonl").write_bytes(
+        lines(CHAT, {"text": None} | CHAT, {"messages": [{"role": "user", "content": "0 " * 100_000}]})
+    )
+    assert run(tmp_path, tiny_model_dir, "sft", tmp_path / "rows.jsonl", "--max_length", "64") == 0
+    assert "1 of 3 rows were cut at max_length=64" in caplog.text
+    assert "indexing errors" not in caplog.text + capsys.readouterr().err
+
+
+def test_wrong_usage_is_short(capsys):
+    assert main(["sft", "--loss_type", "nlll"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) < 5
+    assert "--config FILE.yaml" in err
