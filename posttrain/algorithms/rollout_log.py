@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms.online_config import OnlineConfig
+from posttrain.algorithms.online_health import OnlineHealthMixin
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
 from posttrain.rewards.base import RewardTable
+from posttrain.rewards.shares import length_correlation
 from posttrain.rollouts.generation import Generation
 
 __all__ = ["RolloutLogMixin"]
 
 
-class RolloutLogMixin:
+class RolloutLogMixin(OnlineHealthMixin):
     """The part of `OnlineTrainer` that turns a generation into metrics."""
 
     args: OnlineConfig
@@ -24,6 +26,7 @@ class RolloutLogMixin:
     state: Any
     accelerator: Any
     processing_class: Any
+    _lengths: tuple[int, ...] = ()
 
     def log_lengths(self, generation: Generation, mode: str, seconds: float) -> None:
         """Lengths of what the model wrote, and how many completions were cut."""
@@ -37,12 +40,14 @@ class RolloutLogMixin:
             "completions/mean_terminated_length": mean(lengths, ended),
             "completions/min_terminated_length": minimum(lengths[ended]),
             "completions/max_terminated_length": maximum(lengths[ended]),
+            "completions/duplicate_ratio": duplicates(generation),
             "rollouts/tokens_per_second": mean(float(lengths.sum()) / max(seconds, 1e-9)),
             "rollouts/seconds": mean(seconds),
         }
         if self.args.mask_truncated_completions:
             metrics["completions/masked_ratio"] = mean((~ended).float())
         self.log_metrics_now(metrics, mode)  # type: ignore[attr-defined]
+        self._lengths = tuple(int(length) for length in lengths)
         if mode == "train":
             tokens = float(lengths.sum()) + sum(len(r.prompt_ids) for r in generation.rollouts)
             self.counters["num_tokens"] += parallel.all_reduce_sum([tokens], self.accelerator)[0]
@@ -76,7 +81,13 @@ class RolloutLogMixin:
             if scored.numel() > 1:
                 metrics[f"rewards/{name}/std"] = mean(float(scored.std()), weight=scored.numel())
             metrics[f"rewards/{name}/applicable"] = mean(scored.numel() / max(column.numel(), 1))
+        lengths = parallel.all_gather_objects(list(self._lengths), self.accelerator)
+        related = length_correlation(lengths, totals) if len(lengths) == len(totals) else None
+        if related is not None:
+            metrics["rewards/length_corr"] = mean(related)
         self.log_metrics_now(metrics, mode)  # type: ignore[attr-defined]
+        if mode == "train":
+            self.watch_rewards(table, totals, advantages)
 
     def completion_rows(self, generation: Generation, table: RewardTable) -> list[dict[str, Any]]:
         """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage."""
@@ -92,3 +103,13 @@ class RolloutLogMixin:
             }
             rows.append(row | {name: column[i] for name, column in generation.shown().items()})
         return rows
+
+
+def duplicates(generation: Generation) -> Metric:
+    """Share of the completions beside the first of their group that repeat another one: 1 where all are equal."""
+    repeated, beside = 0, 0
+    for group in generation.groups():
+        different = {tuple(generation.rollouts[i].token_ids) for i in group}
+        repeated += len(group) - len(different)
+        beside += len(group) - 1
+    return mean(repeated / max(beside, 1), weight=beside)

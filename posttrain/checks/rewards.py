@@ -1,0 +1,113 @@
+"""What the rewards of one generation tell: their range, their spread inside groups, and whether there is a signal."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from posttrain.types import Finding
+
+__all__ = ["FLAT_GENERATIONS", "check_group_spread", "check_no_signal", "check_reward_values", "histogram"]
+
+FLAT_GENERATIONS = 20
+HEAVY, LARGE = 50.0, 100.0  # Times the median; and in size, where nothing divides by a spread.
+TINY, TINY_SHARE = 1e-3, 0.2  # Of the spread of all rewards; of the groups.
+BINS = 8
+
+
+def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool) -> list[Finding]:
+    """Outliers, and sizes that make a step large where advantages are not divided by a spread.
+
+    Args:
+        rewards: Values of each function over a generation; NaN where it did not apply.
+        scaled: Whether advantages are divided by a spread.
+    """
+    found = []
+    for name, column in rewards.items():
+        sizes = sorted(abs(value) for value in column if not math.isnan(value) and value != 0)
+        if not sizes:
+            continue
+        middle, largest = statistics.median(sizes), sizes[-1]
+        if len(sizes) > 3 and largest > HEAVY * middle:
+            found.append(
+                Finding(
+                    "ONLINE-REWARD-OUTLIER",
+                    "warning",
+                    f"{name} is {largest:g} for one completion and about {middle:g} for the others.",
+                    f"rewards/{name}",
+                    "inside a group an outlier takes all the credit: the others become indistinguishable (4, 8, 16 and 2048 get "
+                    "-0.51, -0.50, -0.49 and 1.50).",
+                    "set reward_transform to 'log1p', 'rank' or 'clip:a:b' for it.",
+                )
+            )
+        elif not scaled and largest > LARGE:
+            found.append(
+                Finding(
+                    "ONLINE-REWARD-LARGE",
+                    "warning",
+                    f"{name} reaches {largest:g}, and advantages are not divided by a spread.",
+                    f"rewards/{name}",
+                    "the size of a step grows with the size of the reward.",
+                    "divide the reward, set reward_transform ('tanh:s', 'log1p', 'zscore'), or scale_rewards='group'.",
+                )
+            )
+    return found
+
+
+def check_group_spread(spreads: Sequence[float], overall: float) -> Finding | None:
+    """Groups whose rewards differ by next to nothing, which a division by their spread makes full-size advantages.
+
+    Args:
+        spreads: Standard deviation of each group's rewards; NaN where it has none.
+        overall: The running standard deviation of all rewards.
+    """
+    tiny = [s for s in spreads if 0 < s < TINY * overall]
+    if not spreads or len(tiny) <= TINY_SHARE * len(spreads):
+        return None
+    return Finding(
+        "ONLINE-TINY-SPREAD",
+        "warning",
+        f"in {len(tiny)} of {len(spreads)} groups rewards differ by less than a thousandth of their usual spread "
+        f"({overall:.3g}).",
+        "reward_std",
+        "divided by its spread, rounding noise becomes an update of full size.",
+        f"set min_group_std={TINY * overall:.1g}, round the reward, or scale_rewards='batch'.",
+    )
+
+
+def histogram(values: Sequence[float]) -> str:
+    """Counts of values, or of ranges where there are many different ones.
+
+    >>> histogram([0.0, 0.0, 1.0])
+    '0: 2, 1: 1'
+    """
+    known = [value for value in values if not math.isnan(value)]
+    different = sorted(set(known))
+    if len(different) <= BINS:
+        return ", ".join(f"{value:g}: {known.count(value)}" for value in different) or "no reward at all"
+    low, width = different[0], (different[-1] - different[0]) / BINS
+    counts = [0] * BINS
+    for value in known:
+        counts[min(BINS - 1, int((value - low) / width))] += 1
+    return ", ".join(f"{low + i * width:.3g} to {low + (i + 1) * width:.3g}: {n}" for i, n in enumerate(counts) if n)
+
+
+def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GENERATIONS) -> Finding | None:
+    """Generations in a row in which no completion was better or worse than its group.
+
+    Args:
+        flat: How many there were.
+        rewards: Total rewards of their completions.
+        limit: How many are too many.
+    """
+    if flat < limit:
+        return None
+    return Finding(
+        "ONLINE-NO-SIGNAL",
+        "error",
+        f"all advantages of {flat} generations in a row were 0. Rewards of these completions: {histogram(rewards)}.",
+        "rewards",
+        "no learning signal: every completion was worth as much as the others of its group.",
+        "take prompts that the model solves sometimes, give partial credit, raise temperature, or check what the reward reads.",
+    )

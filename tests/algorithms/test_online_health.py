@@ -1,0 +1,95 @@
+"""Runs that are broken on purpose say so, and a healthy one is silent."""
+
+import logging
+
+import pytest
+import torch
+
+from posttrain import RewardError, ScriptedEngine
+from tests.algorithms.helpers import grpo, prompts
+
+
+def said(caplog):
+    return [record.getMessage().split(":")[0] for record in caplog.records if "ONLINE-" in record.getMessage()]
+
+
+def test_a_healthy_run_is_silent(tiny_tokenizer, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    grpo(tmp_path, tiny_tokenizer, max_steps=12, learning_rate=1e-4, num_train_epochs=20).train()
+    assert said(caplog) == []
+
+
+def test_equal_rewards_stop_the_run_with_their_histogram(tiny_tokenizer, tmp_path, caplog):
+    trainer = grpo(
+        tmp_path, tiny_tokenizer, rewards=lambda completions, **_: [0.5 for _ in completions], max_steps=30,
+        num_train_epochs=50,
+    )  # fmt: skip
+    with pytest.raises(RewardError, match=r"ONLINE-NO-SIGNAL: all advantages of 20 generations .* 0.5: 160"):
+        trainer.train()
+    assert trainer.state.global_step == 19
+    assert "ONLINE-GROUPS-FLAT" in said(caplog)
+
+
+def test_one_generation_with_a_signal_starts_the_count_again(tiny_tokenizer, tmp_path):
+    calls = []
+
+    def sometimes(completions, **_):
+        calls.append(0)
+        return [float(i) if len(calls) % 15 == 0 else 0.0 for i, _ in enumerate(completions)]
+
+    trainer = grpo(tmp_path, tiny_tokenizer, rewards=sometimes, max_steps=44, num_train_epochs=50, logging_steps=50)
+    trainer.train()
+    assert trainer.state.global_step == 44
+
+
+def test_a_finding_is_told_once_not_at_every_step(tiny_tokenizer, tmp_path, caplog):
+    copies = ScriptedEngine(lambda prompt_ids, index: [5, 6, 2])
+    trainer = grpo(
+        tmp_path, tiny_tokenizer, engine=copies, rewards=lambda completions, **_: list(range(len(completions))),
+        max_steps=8, num_train_epochs=9,
+    )  # fmt: skip
+    trainer.train()
+    assert said(caplog).count("ONLINE-DUPLICATES") == 1
+    assert all(row["completions/duplicate_ratio"] == 1.0 for row in trainer.state.log_history if "loss" in row)
+
+
+def test_completions_without_an_end_are_told_at_the_first_generation(tiny_tokenizer, tmp_path, caplog):
+    endless = ScriptedEngine(lambda prompt_ids, index: [5 + index] * 30)
+    grpo(tmp_path, tiny_tokenizer, engine=endless, max_steps=1).train()
+    assert "ONLINE-COMPLETIONS-CUT" in said(caplog)
+
+
+def test_the_length_correlation_is_that_of_all_completions(tiny_tokenizer, tmp_path):
+    def by_length(completion_ids, **_):
+        return [-2.0 * len(ids) for ids in completion_ids]
+
+    trainer = grpo(tmp_path, tiny_tokenizer, rewards=by_length, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["rewards/length_corr"] == -1.0
+    assert "rewards/by_length/variance_share" not in trainer.state.log_history[0]  # One function has it all.
+
+
+def test_an_outlier_and_a_reward_that_drowns_are_told(tiny_tokenizer, tmp_path, caplog):
+    def game(completions, **_):
+        return [2048.0 if i == 0 else 4.0 + i % 3 for i, _ in enumerate(completions)]
+
+    def form(completions, **_):
+        return [float(i % 2) for i, _ in enumerate(completions)]
+
+    trainer = grpo(tmp_path, tiny_tokenizer, rewards=[game, form], max_steps=10, num_train_epochs=20)
+    trainer.train()
+    assert {"ONLINE-REWARD-OUTLIER", "ONLINE-REWARD-DROWNS"} <= set(said(caplog))
+    assert trainer.state.log_history[0]["rewards/game/variance_share"] > 0.999
+
+
+def test_noise_inside_groups_is_told_when_it_becomes_a_full_step(tiny_tokenizer, tmp_path, caplog):
+    def noisy(prompts, **_):
+        seen = {}
+        for prompt in prompts:
+            seen.setdefault(str(prompt), len(seen))
+        return [float(seen[str(p)]) + 1e-5 * i for i, p in enumerate(prompts)]
+
+    trainer = grpo(tmp_path, tiny_tokenizer, rewards=noisy, max_steps=1, data=prompts(16))
+    trainer.train()
+    assert "ONLINE-TINY-SPREAD" in said(caplog)
+    assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["grad_norm"]))

@@ -1,0 +1,162 @@
+"""Every finding of a log that goes wrong, and none of one that does not."""
+
+import math
+
+import pytest
+
+from posttrain.checks.curves import window
+from posttrain.checks.online import check_online
+from posttrain.checks.rewards import check_group_spread, check_no_signal, check_reward_values, histogram
+
+HEALTHY = {
+    "loss": 0.0,
+    "grad_norm": 0.4,
+    "reward": 0.5,
+    "reward_std": 0.3,
+    "frac_reward_zero_std": 0.2,
+    "kl": 0.01,
+    "entropy": 0.8,
+    "ratio/max": 1.4,
+    "clip_ratio/region_mean": 0.02,
+    "completions/mean_length": 50.0,
+    "completions/max_length": 90.0,
+    "completions/clipped_ratio": 0.1,
+    "completions/duplicate_ratio": 0.0,
+    "rewards/right/mean": 0.4,
+    "rewards/right/std": 0.5,
+    "rewards/right/applicable": 1.0,
+    "rewards/right/seconds": 0.1,
+    "rewards/right/variance_share": 0.7,
+    "rewards/form/mean": 0.1,
+    "rewards/form/std": 0.3,
+    "rewards/form/applicable": 1.0,
+    "rewards/form/seconds": 0.1,
+    "rewards/form/variance_share": 0.3,
+    "rollouts/seconds": 1.0,
+    "step_time": 4.0,
+}
+
+
+def log(count, every=1, **changes):
+    """A log of ``count`` rows; a change is a number, or a function of the row's index. ``__`` stands for ``/``."""
+    rows = []
+    for i in range(count):
+        row = HEALTHY | {"step": (i + 1) * every, "reward": 0.5 + 0.002 * i}
+        for key, value in changes.items():
+            row[key.replace("__", "/")] = value(i) if callable(value) else value
+        rows.append({k: v for k, v in row.items() if v is not None})
+        rows.append({"eval_reward": 0.0, "step": (i + 1) * every})
+    return rows[:-1]
+
+
+def codes(rows, **kwargs):
+    return [finding.code for finding in check_online(rows, **kwargs)]
+
+
+def test_a_healthy_log_says_nothing():
+    for count, every in ((1, 1), (10, 1), (120, 1), (12, 10), (3, 100)):
+        rows = log(count, every)
+        assert all(codes(rows[: 2 * i + 1]) == [] for i in range(count))
+
+
+BROKEN = [
+    ("ONLINE-GROUPS-FLAT", 10, {"frac_reward_zero_std": 0.9, "reward": 0.0}),
+    ("ONLINE-REWARD-SATURATED", 10, {"frac_reward_zero_std": 0.9, "reward": lambda i: min(1.0, 0.3 * i)}),
+    ("ONLINE-LENGTH-GROWS", 100, {"completions__mean_length": lambda i: 50 + i, "reward": 0.5}),
+    ("ONLINE-KL-GROWS", 50, {"kl": lambda i: 0.001 * 1.2**i}),
+    ("ONLINE-KL-NEGATIVE", 5, {"objective__kl": -1.5}),
+    ("ONLINE-ENTROPY-COLLAPSED", 20, {"entropy": lambda i: 0.8 if i < 10 else 0.02}),
+    ("ONLINE-COMPLETIONS-CUT", 10, {"completions__clipped_ratio": 0.6}),
+    ("ONLINE-COMPLETIONS-CUT", 1, {"completions__clipped_ratio": 0.95}),
+    ("ONLINE-DUPLICATES", 1, {"completions__duplicate_ratio": 0.9}),
+    ("ONLINE-NO-GRADIENT", 20, {"grad_norm": 0.0}),
+    ("ONLINE-RATIO-LARGE", 1, {"ratio__max": 11.0}),
+    ("ONLINE-CLIP-SHARE", 10, {"clip_ratio__region_mean": 0.4}),
+    ("ONLINE-CLIP-SHARE", 10, {"cispo_clip_ratio": 0.4}),
+    ("ONLINE-REWARD-DROWNS", 10, {"rewards__right__variance_share": 0.999, "rewards__form__variance_share": 0.001}),
+    ("ONLINE-REWARD-NEVER-APPLIES", 10, {"rewards__form__applicable": 0.0}),
+    ("ONLINE-REWARD-CONSTANT", 20, {"rewards__form__std": 0.0}),
+    ("ONLINE-REWARD-NAN", 1, {"rewards__form__nan": 3.0}),
+    ("ONLINE-REWARD-SLOW", 10, {"rewards__right__seconds": 2.0}),
+    ("ONLINE-STRAGGLERS", 10, {"completions__max_length": 400.0, "rollouts__seconds": 3.0}),
+]
+
+
+@pytest.mark.parametrize(("code", "steps", "changes"), BROKEN, ids=[f"{c}-{n}" for c, n, _ in BROKEN])
+def test_each_fault_is_found_alone_and_not_before_its_time(code, steps, changes):
+    assert codes(log(steps, **changes)) == [code]
+    if steps > 1:
+        assert codes(log(steps - 1, **changes)) == []
+
+
+def test_rows_that_speak_of_ten_steps_count_ten():
+    assert codes(log(1, 10, completions__clipped_ratio=0.6)) == ["ONLINE-COMPLETIONS-CUT"]
+    assert codes(log(2, 10, grad_norm=0.0)) == ["ONLINE-NO-GRADIENT"]
+    assert window(log(3, 10), "kl", 25) == [0.01] * 3
+    assert window(log(3, 10), "kl", 31) is None
+    assert window(log(3, 10, kl=lambda i: None if i == 1 else 1.0), "kl", 20) is None
+
+
+def test_a_length_that_grows_with_the_reward_is_no_fault():
+    growing = {"completions__mean_length": lambda i: 50 + i}
+    assert codes(log(100, **growing, reward=lambda i: 0.1 + 0.005 * i)) == []
+    assert codes(log(100, completions__mean_length=lambda i: 50 + 0.2 * i, reward=0.5)) == []
+
+
+def test_the_time_of_a_reward_counts_by_generation():
+    slow = log(10, rewards__right__seconds=2.0)
+    assert codes(slow, generations_per_step=0.25) == []  # Two of sixteen seconds.
+    assert codes(log(10, rewards__right__seconds=0.5), generations_per_step=4.0) == ["ONLINE-REWARD-SLOW"]
+
+
+def test_a_reward_that_no_longer_varies_is_not_drowned():
+    assert codes(log(10, rewards__right__variance_share=1.0, rewards__form__variance_share=0.0)) == []
+
+
+def test_findings_say_what_to_do():
+    (found,) = check_online(log(10, rewards__right__variance_share=0.999, rewards__form__variance_share=0.001))
+    assert found.what == "99.9 % of the rewards' variance is right's; form count for nothing."
+    assert "reward_weights" in found.fix
+
+
+# One generation -------------------------------------------------------------------------------------------------------
+
+NAN = math.nan
+
+
+def test_an_outlier_is_named_with_its_size():
+    """Row 4 of the table of advantages: 4, 8, 16 and 2048 (median 12, so 170 times)."""
+    (found,) = check_reward_values({"game": [4.0, 8.0, 16.0, 2048.0], "form": [0.0, 1.0, 1.0, NAN]}, scaled=True)
+    assert (found.code, found.where) == ("ONLINE-REWARD-OUTLIER", "rewards/game")
+    assert found.what == "game is 2048 for one completion and about 12 for the others."
+
+
+def test_rare_successes_are_no_outliers():
+    assert check_reward_values({"right": [0.0] * 63 + [1.0], "none": [NAN] * 4}, scaled=True) == []
+
+
+def test_large_rewards_matter_only_where_nothing_divides_them():
+    column = {"points": [300.0, 320.0, 280.0, 350.0]}
+    assert check_reward_values(column, scaled=True) == []
+    assert [f.code for f in check_reward_values(column, scaled=False)] == ["ONLINE-REWARD-LARGE"]
+
+
+def test_noise_that_would_become_a_full_step_is_told():
+    assert check_group_spread([5e-5, 0.4, 0.0], 0.5).code == "ONLINE-TINY-SPREAD"
+    assert check_group_spread([5e-5, 0.4, 0.5, 0.3, 0.2], 0.5) is None  # One in five.
+    assert check_group_spread([0.0, 0.0, NAN], 0.5) is None
+    assert check_group_spread([], 0.5) is None
+
+
+def test_no_signal_for_twenty_generations_shows_the_histogram():
+    assert check_no_signal(19, [0.0] * 76) is None
+    found = check_no_signal(20, [0.0] * 76 + [1.0] * 4)
+    assert found.severity == "error"
+    assert "0: 76, 1: 4" in found.what
+
+
+def test_a_histogram_of_many_values_has_ranges_that_hold_all_of_them():
+    text = histogram([i / 10 for i in range(41)] + [NAN])
+    assert text.startswith("0 to 0.5: 5, 0.5 to 1: 5")
+    assert sum(int(part.rsplit(" ", 1)[1]) for part in text.split(", ")) == 41
+    assert histogram([NAN]) == "no reward at all"
