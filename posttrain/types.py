@@ -224,6 +224,13 @@ class Sampling:
         repetition_penalty: Divides positive and multiplies negative logits of seen tokens; 1 is off.
         stop_token_ids: Sampling ends after any of these; the stop token is kept.
         seed: Seeds the engine's generator for this call; None continues its stream.
+        min_new_tokens: No stop token before this many tokens.
+        stop_strings: Sampling ends after the token that completes any of these; needs an engine with a tokenizer.
+        logit_bias: Pairs (token id, number added to its logit).
+        no_repeat_ngram: No n tokens in a row occur twice, prompt included; 0 is off.
+        guide: Pair (kind, text) that completions must match: ``("regex", pattern)``, ``("json", schema)``,
+            ``("grammar", EBNF)`` or ``("choices", lines)``; None is off.
+        top_logps: Also return this many most likely tokens of every step with their log-probs.
     """
 
     max_new_tokens: int
@@ -234,14 +241,21 @@ class Sampling:
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    min_new_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    no_repeat_ngram: int = 0
+    guide: tuple[str, str] | None = None
+    top_logps: int = 0
 
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One prompt to complete ``n`` times."""
+    """One prompt to complete ``n`` times, as ``sampling`` says (None: as the call says)."""
 
     prompt_ids: Sequence[int]
     n: int = 1
+    sampling: Sampling | None = None
 
 
 @dataclass(slots=True)
@@ -251,12 +265,14 @@ class Rollout:
     Attributes:
         prompt_ids: The prompt as the engine saw it.
         token_ids: Completion tokens, the stop token included.
-        logp: Log-probability of each completion token under the distribution at ``temperature``, before top-k, top-p
-            and min-p cut it (what a trainer recomputes); empty when the engine cannot say.
+        logp: Raw log-probability of each completion token: under the distribution at ``temperature``, before penalties,
+            bias, guide, top-k, top-p and min-p change it (what a trainer recomputes); empty when the engine cannot say.
         finish_reason: ``stop`` a stop token came; ``length`` the limit was reached; ``abort`` interrupted.
         version: Number of the policy weights that produced it.
         tool_mask: 1 on tokens the model wrote, 0 on tokens a tool or environment wrote; None when all are the model's.
         text: Decoded completion, filled in by whoever has the tokenizer.
+        processed_logp: Log-probability under the distribution the token was really drawn from; None where both are one.
+        top_logps: For each token the most likely ones of its raw distribution, pairs (token id, log-prob), when asked for.
     """
 
     prompt_ids: list[int]
@@ -266,6 +282,8 @@ class Rollout:
     version: int = 0
     tool_mask: list[int] | None = None
     text: str | None = None
+    processed_logp: list[float] | None = None
+    top_logps: list[list[tuple[int, float]]] | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from posttrain.errors import RolloutError
 from posttrain.types import Sampling
 
-__all__ = ["draw", "penalize_repetition", "sample", "truncate"]
+__all__ = ["Drawn", "draw", "draw_tokens", "penalize_repetition", "sample", "truncate"]
 
 BLOCK = 256
 
@@ -76,9 +79,38 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     return (block * BLOCK + torch.minimum(inner, last)).squeeze(1)
 
 
+@dataclass(slots=True)
+class Drawn:
+    """One token a row.
+
+    Attributes:
+        tokens: ``(n,)`` int64.
+        logp: ``(n,)`` float32 under the tempered distribution, before anything cut or changed it.
+        processed_logp: ``(n,)`` float32 under the distribution the token was drawn from; None where it is the same.
+        top: ``(n, k)`` ids and log-probs of the most likely tokens before anything changed them, when asked for.
+    """
+
+    tokens: Tensor
+    logp: Tensor
+    processed_logp: Tensor | None = None
+    top: tuple[Tensor, Tensor] | None = None
+
+
 def sample(
     logits: Tensor, sampling: Sampling, uniform: Tensor, history: list[list[int]] | None = None
 ) -> tuple[Tensor, Tensor]:
+    """Tokens ``(n,)`` and their log-probs before truncation ``(n,)``; see `draw_tokens`."""
+    drawn = draw_tokens(logits, sampling, uniform, history)
+    return drawn.tokens, drawn.logp
+
+
+def draw_tokens(
+    logits: Tensor,
+    sampling: Sampling,
+    uniform: Tensor,
+    history: list[list[int]] | None = None,
+    change: Callable[[Tensor], Tensor] | None = None,
+) -> Drawn:
     """One token a row, and its log-prob under the tempered distribution before any truncation.
 
     Args:
@@ -86,25 +118,37 @@ def sample(
         sampling: Temperature 0 is greedy, with the log-prob at temperature 1.
         uniform: ``(n,)`` float64 in [0, 1).
         history: Tokens so far, prompt included; needed for the repetition penalty alone.
-
-    Returns:
-        Tokens ``(n,)`` int64 and log-probs ``(n,)`` float32.
+        change: Takes tempered logits and returns those to draw from, before truncation; may set some to minus infinity.
 
     Raises:
-        RolloutError: A row holds NaN.
+        RolloutError: A row holds NaN, or nothing is left to draw from.
     """
     x = logits.float()
     greedy = sampling.temperature == 0
     if not greedy and sampling.temperature != 1.0:
         x = x / sampling.temperature
-    top = x.amax(-1, keepdim=True)
-    if bool(top.isnan().any()):
-        raise RolloutError(f"the model gave NaN logits for rows {top.isnan().flatten().nonzero().flatten().tolist()}.")
-    if greedy or sampling.repetition_penalty != 1.0 or _truncates(sampling):
-        return _shaped(x, top, sampling, uniform, history)
-    weights = x.sub_(top).exp_()  # In place: at this size a fresh tensor costs more than the arithmetic.
+    best = x.amax(-1, keepdim=True)
+    if bool(best.isnan().any()):
+        raise RolloutError(f"the model gave NaN logits for rows {_rows(best.isnan())}.")
+    top = _most_likely(x, best, sampling.top_logps) if sampling.top_logps else None
+    if greedy or change is not None or sampling.repetition_penalty != 1.0 or _truncates(sampling):
+        drawn = _shaped(x, best, sampling, uniform, history, change)
+        drawn.top = top
+        return drawn
+    weights = x.sub_(best).exp_()  # In place: at this size a fresh tensor costs more than the arithmetic.
     token = draw(weights, uniform)
-    return token, (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
+    logp = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
+    return Drawn(token, logp, top=top)
+
+
+def _rows(flags: Tensor) -> list[int]:
+    return flags.flatten().nonzero().flatten().tolist()
+
+
+def _most_likely(x: Tensor, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    log_z = best + (x - best).exp_().sum(-1, keepdim=True).log()
+    values, ids = x.topk(min(count, x.shape[-1]), dim=-1)
+    return ids, values - log_z
 
 
 def _truncates(sampling: Sampling) -> bool:
@@ -112,18 +156,30 @@ def _truncates(sampling: Sampling) -> bool:
 
 
 def _shaped(
-    x: Tensor, top: Tensor, sampling: Sampling, uniform: Tensor, history: list[list[int]] | None
-) -> tuple[Tensor, Tensor]:
-    """Greedy, penalised or truncated: the draw is from other logits than the log-prob is of."""
+    x: Tensor,
+    best: Tensor,
+    sampling: Sampling,
+    uniform: Tensor,
+    history: list[list[int]] | None,
+    change: Callable[[Tensor], Tensor] | None,
+) -> Drawn:
+    """Greedy, penalised, changed or truncated: the draw is from other logits than the raw log-prob is of."""
     greedy = sampling.temperature == 0
-    log_z = top.squeeze(-1) + (x - top).exp_().sum(-1).log()
-    log_probs = x
+    log_z = best.squeeze(-1) + (x - best).exp_().sum(-1).log()
+    y = x
     if sampling.repetition_penalty != 1.0:
         scale = 1.0 if greedy else sampling.temperature
-        x = penalize_repetition(x * scale, history or [], sampling.repetition_penalty) / scale
+        y = penalize_repetition(y * scale, history or [], sampling.repetition_penalty) / scale
+    if change is not None:
+        y = change(y)
+        if bool((dead := y.amax(-1).isneginf()).any()):
+            raise RolloutError(f"no token is allowed in rows {_rows(dead)}: guide, bias and bans leave none.")
     if greedy:
-        token = x.argmax(-1)
+        token = y.argmax(-1)
+        processed = torch.zeros_like(log_z)
     else:
-        x = truncate(x, sampling)
-        token = draw((x - x.amax(-1, keepdim=True)).exp_(), uniform)
-    return token, log_probs.gather(1, token[:, None]).squeeze(1) - log_z
+        y = truncate(y, sampling)
+        weights = (y - y.amax(-1, keepdim=True)).exp_()
+        token = draw(weights, uniform)
+        processed = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
+    return Drawn(token, x.gather(1, token[:, None]).squeeze(1) - log_z, processed)
