@@ -1,0 +1,375 @@
+"""Judges compare, rank or check completions; `JudgeReward` makes a reward function of one."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.errors import ArgumentTypeError, ConfigError, MissingDependencyError, RewardError
+from posttrain.rewards.chat_api import ChatClient
+
+__all__ = [
+    "AllTrueJudge",
+    "BaseBinaryJudge",
+    "BaseJudge",
+    "BasePairwiseJudge",
+    "BaseRankJudge",
+    "HfPairwiseJudge",
+    "JudgeReward",
+    "OpenAIPairwiseJudge",
+    "PairRMJudge",
+    "as_text",
+]
+
+logger = logging.getLogger(__name__)
+
+NO_VERDICT = -1
+PAIRWISE_PROMPT = """\
+You compare two answers to one request. Decide which of them serves the person who asked better: correct, complete, clear, \
+honest, no longer than it needs to be. The order in which they are shown means nothing.
+
+[Request]
+{prompt}
+
+[Answer 0]
+{response0}
+
+[Answer 1]
+{response1}
+
+Reply with one character, 0 or 1: the number of the better answer."""
+
+
+def as_text(value: Any) -> str:
+    """A text as it is; messages in a neutral layout; a single message as its content."""
+    if isinstance(value, str):
+        return value
+    if len(value) == 1:
+        return str(value[0].get("content") or "")
+    return "\n\n".join(f"{message['role'].capitalize()}: {message.get('content') or ''}" for message in value)
+
+
+class BaseJudge(ABC):
+    """What all judges are: an object with a method ``judge``."""
+
+    @abstractmethod
+    def judge(self, prompts: list[str], completions: list, shuffle_order: bool = True) -> list:
+        """Verdicts, one a prompt.
+
+        Args:
+            prompts: n texts.
+            completions: n texts, or n lists of texts; see the subclasses.
+            shuffle_order: Show the completions of a prompt in random order, against a bias for the first.
+        """
+
+
+class BaseRankJudge(BaseJudge):
+    """Ranks the completions of a prompt."""
+
+    @abstractmethod
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[list[int]]:
+        """For each prompt the indices of its completions, best first."""
+
+
+class BasePairwiseJudge(BaseJudge):
+    """Compares two completions of a prompt.
+
+    A judge that knows how sure it is takes ``return_scores=True`` too and then returns the probability that the first wins.
+    """
+
+    @abstractmethod
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+        """For each prompt the index of the better completion, 0 or 1; -1 where there is no verdict."""
+
+
+class BaseBinaryJudge(BaseJudge):
+    """Checks one completion a prompt against a criterion."""
+
+    @abstractmethod
+    def judge(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        gold_completions: list[str] | None = None,
+        shuffle_order: bool = True,
+    ) -> list[int]:
+        """For each completion 1 where it satisfies, 0 where it does not, -1 where the judge failed."""
+
+
+class AllTrueJudge(BaseBinaryJudge):
+    """Satisfied where all of several binary judges are.
+
+    Args:
+        judges: `BaseBinaryJudge` objects.
+
+    Reference: The perfect blend (mixture of judges), arXiv:2409.20370.
+    """
+
+    def __init__(self, judges: Sequence[BaseBinaryJudge]) -> None:
+        self.judges = list(judges)
+        if not self.judges:
+            raise ConfigError("AllTrueJudge got no judge: it would be satisfied with everything.")
+
+    def judge(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        gold_completions: list[str] | None = None,
+        shuffle_order: bool = True,
+    ) -> list[int]:
+        """-1 where any judge failed, else 1 where all say 1, else 0.
+
+        Raises:
+            RewardError: A judge said something other than -1, 0 or 1 (also a `ValueError`).
+        """
+        verdicts = [judge.judge(prompts, completions, gold_completions, shuffle_order) for judge in self.judges]
+        for judge, given in zip(self.judges, verdicts, strict=True):
+            for row, verdict in enumerate(given):
+                if verdict not in (NO_VERDICT, 0, 1):
+                    raise RewardError(
+                        f"{type(judge).__name__} said {verdict!r} for row {row}; a binary judge says 1, 0 or -1 (failed)."
+                    )
+        return [NO_VERDICT if NO_VERDICT in row else int(all(row)) for row in zip(*verdicts, strict=True)]
+
+
+class OpenAIPairwiseJudge(BasePairwiseJudge):
+    """Asks a chat server that speaks OpenAI's protocol for one character, "0" or "1"; pairs are asked about at once.
+
+    Any such server will do: vLLM, llama.cpp, SGLang, a hosted one.
+
+    Args:
+        model: The name the server knows the model by.
+        system_prompt: A text with ``{prompt}``, ``{response0}`` and ``{response1}``; None is our own.
+        max_requests: Pairs after which no more are asked about (all are then without verdict); None never stops.
+        base_url: With its version; None is ``OPENAI_BASE_URL``, or OpenAI's own.
+        api_key: None is ``OPENAI_API_KEY``.
+        options: Further fields of each request; None removes one (``{"max_tokens": None, "max_completion_tokens": 1}``).
+        seed: Of the order in which pairs are shown.
+        client: Settings of `ChatClient`: ``timeout``, ``retries``, ``backoff``, ``concurrency``.
+
+    >>> judge = OpenAIPairwiseJudge("my-judge", base_url="http://localhost:8000/v1")
+    >>> judge.judge(["2 + 2?"], [["4", "5"]])  # doctest: +SKIP
+    [0]
+    """
+
+    def __init__(
+        self,
+        model: str = "gpt-4-turbo-preview",
+        system_prompt: str | None = None,
+        max_requests: int | None = 1000,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        options: dict[str, Any] | None = None,
+        seed: int = 0,
+        **client: Any,
+    ) -> None:
+        url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+        self.client = ChatClient(url, model, api_key or os.environ.get("OPENAI_API_KEY"), **client)
+        self.system_prompt = PAIRWISE_PROMPT if system_prompt is None else system_prompt
+        self.max_requests, self.num_requests = max_requests, 0
+        self.options = {"max_tokens": 1, "temperature": 0.0, **(options or {})}
+        self._random = random.Random(seed)
+        self._told: set[str] = set()
+
+    def judge(
+        self,
+        prompts: list[str],
+        completions: list[list[str]],
+        shuffle_order: bool = True,
+        return_scores: bool = False,
+        temperature: float = 1.0,
+    ) -> list:
+        """See `BasePairwiseJudge.judge`.
+
+        Args:
+            prompts: n texts.
+            completions: n pairs.
+            shuffle_order: Show about half of the pairs the other way round; verdicts are turned back.
+            return_scores: Return the probability that the first wins (from the log-probs of "0" and "1", where the server
+                gives them), 0.5 where there is no verdict.
+            temperature: Divides these log-probs.
+
+        Raises:
+            RewardError: The server is down or refuses.
+        """
+        if self.max_requests is not None and self.num_requests >= self.max_requests:
+            self._warn(
+                "budget", "the judge has been asked max_requests=%d times: from here on no pair has a verdict.",
+                self.max_requests,
+            )  # fmt: skip
+            return [0.5 if return_scores else NO_VERDICT] * len(prompts)
+        self.num_requests += len(prompts)
+        turned = [shuffle_order and self._random.random() < 0.5 for _ in prompts]
+        shown = [pair[::-1] if turn else pair for pair, turn in zip(completions, turned, strict=True)]
+        texts = [
+            self.system_prompt.format(prompt=prompt, response0=first, response1=second)
+            for prompt, (first, second) in zip(prompts, shown, strict=True)
+        ]
+        wanted = {"logprobs": True, "top_logprobs": 5} if return_scores else {}
+        conversations = [[{"role": "user", "content": text}] for text in texts]
+        choices = self.client.ask_all(conversations, **(wanted | self.options))
+        if return_scores:
+            scores = [self._score(choice, temperature) for choice in choices]
+            return [1.0 - p if turn else p for p, turn in zip(scores, turned, strict=True)]
+        verdicts = [self._verdict(choice) for choice in choices]
+        return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]
+
+    def _verdict(self, choice: dict[str, Any]) -> int:
+        said = str(choice["message"].get("content") or "").strip().strip(".\"'`*")
+        if said in ("0", "1"):
+            return int(said)
+        self._warn("verdict", "the judge answered %r instead of 0 or 1; such pairs are ties.", said[:80])
+        return NO_VERDICT
+
+    def _score(self, choice: dict[str, Any], temperature: float) -> float:
+        """Probability of "0" among "0" and "1", as the server's log-probs of the first token say."""
+        first = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
+        found = {entry["token"].strip(): entry["logprob"] for entry in reversed(first.get("top_logprobs") or [])}
+        if "0" in found and "1" in found:
+            gap = (found["1"] - found["0"]) / temperature
+            return 1.0 / (1.0 + math.exp(min(gap, 700.0)))
+        return {0: 1.0, 1: 0.0, NO_VERDICT: 0.5}[self._verdict(choice)]
+
+    def _warn(self, key: str, message: str, *values: Any) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            logger.warning(message, *values)
+
+
+class HfPairwiseJudge(OpenAIPairwiseJudge):
+    """`OpenAIPairwiseJudge` on Hugging Face's inference providers.
+
+    Args:
+        model: Hub id.
+        token: None is ``HF_TOKEN``.
+        system_prompt: As there.
+        kwargs: As there; ``base_url`` for an endpoint of one's own.
+    """
+
+    def __init__(
+        self,
+        model: str = "meta-llama/Meta-Llama-3-70B-Instruct",
+        token: str | None = None,
+        system_prompt: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        settings = {"base_url": "https://router.huggingface.co/v1", "max_requests": None, **kwargs}
+        super().__init__(model, system_prompt, api_key=token or os.environ.get("HF_TOKEN"), **settings)
+
+
+class PairRMJudge(BasePairwiseJudge):
+    """The PairRM ranker of llm-blender, whose last release needs transformers 4: it says so when it is made.
+
+    Raises:
+        MissingDependencyError: Always.
+    """
+
+    def __init__(self) -> None:
+        raise MissingDependencyError(
+            "PairRMJudge needs the package 'llm_blender', which needs transformers below 5, and this package needs 5. Use "
+            "OpenAIPairwiseJudge with a server of your own, or a reward model in reward_funcs."
+        )
+
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+        """Never reached: no instance exists."""
+        raise AssertionError("unreachable")
+
+
+class JudgeReward:
+    """A judge as a reward function: the better completion of a prompt gets 1, the worse 0, a tie or no verdict 0.5 each.
+
+    A rank judge spreads a group evenly from 1 (best) to 0; a binary judge gives 1 or 0, and 0.5 to a whole group in which it
+    failed anywhere.
+
+    Args:
+        judge: `BasePairwiseJudge` (groups of two), `BaseRankJudge` or `BaseBinaryJudge`.
+        group_size: Completions of a prompt, next to each other.
+        halves: For groups of two: all first completions come before all second ones.
+        soft: Give a pair the probabilities that each wins, where the judge knows them.
+
+    >>> class Longer(BasePairwiseJudge):
+    ...     def judge(self, prompts, completions, shuffle_order=True):
+    ...         return [int(len(b) > len(a)) for a, b in completions]
+    >>> JudgeReward(Longer())(prompts=["hi", "hi"], completions=["no", "yes"])
+    [0.0, 1.0]
+    """
+
+    runs_in_thread = True  # It waits for a server: beside other reward functions.
+
+    def __init__(self, judge: BaseJudge, *, group_size: int = 2, halves: bool = False, soft: bool = False) -> None:
+        if not isinstance(judge, BaseJudge):
+            raise ArgumentTypeError(
+                f"judge must be a BasePairwiseJudge, BaseRankJudge or BaseBinaryJudge, not {type(judge).__name__}."
+            )
+        if isinstance(judge, BasePairwiseJudge) and group_size != 2:
+            raise ConfigError(f"{type(judge).__name__} compares two completions, and group_size={group_size}.")
+        self.judge, self.group_size, self.halves = judge, group_size, halves
+        self.soft = soft and "return_scores" in inspect.signature(judge.judge).parameters
+        self.__name__ = type(judge).__name__
+
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], gold_completions: list[Any] | None = None, **_: Any
+    ) -> list[float]:
+        """One number a completion, in [0, 1].
+
+        Raises:
+            RewardError: The judge said something that is no verdict, or not one a prompt.
+        """
+        groups = self._groups(len(prompts))
+        texts = [as_text(completion) for completion in completions]
+        asked = [as_text(prompts[group[0]]) for group in groups]
+        if isinstance(self.judge, BaseBinaryJudge):
+            gold = None if gold_completions is None else [as_text(text) for text in gold_completions]
+            verdicts = self.judge.judge([as_text(prompt) for prompt in prompts], texts, gold)
+            rewards = [self._binary([verdicts[i] for i in group]) for group in groups]
+        else:
+            answers = [[texts[i] for i in group] for group in groups]
+            options = {"return_scores": True} if self.soft else {}
+            verdicts = self.judge.judge(asked, answers, **options)  # type: ignore[call-arg]
+            if len(verdicts) != len(groups):
+                raise RewardError(f"{self.__name__} gave {len(verdicts)} verdicts for {len(groups)} prompts.")
+            read = self._pair if isinstance(self.judge, BasePairwiseJudge) else self._ranking
+            rewards = [read(verdict, len(group)) for verdict, group in zip(verdicts, groups, strict=True)]
+        found = {
+            i: reward
+            for group, given in zip(groups, rewards, strict=True)
+            for i, reward in zip(group, given, strict=True)
+        }
+        return [found[i] for i in range(len(prompts))]
+
+    def _groups(self, count: int) -> list[list[int]]:
+        size = min(self.group_size, count)  # A trial call may bring fewer.
+        if size == 0 or count % size:
+            raise RewardError(f"{self.__name__} got {count} completions, which are no groups of {self.group_size}.")
+        if self.halves and size == 2:
+            return [[i, i + count // 2] for i in range(count // 2)]
+        return [list(range(start, start + size)) for start in range(0, count, size)]
+
+    def _binary(self, verdicts: list[int]) -> list[float]:
+        return [0.5] * len(verdicts) if NO_VERDICT in verdicts else [float(verdict) for verdict in verdicts]
+
+    def _pair(self, verdict: Any, size: int) -> list[float]:
+        if size == 1:
+            return [0.5]
+        if self.soft:
+            first = float(verdict)
+            if not 0 <= first <= 1:
+                raise RewardError(f"{self.__name__} gave the score {verdict!r}; a probability lies in [0, 1].")
+            return [first, 1.0 - first]
+        if verdict not in (NO_VERDICT, 0, 1):
+            raise RewardError(f"{self.__name__} said {verdict!r}; a pairwise judge says 0, 1 or -1 (no verdict).")
+        return {NO_VERDICT: [0.5, 0.5], 0: [1.0, 0.0], 1: [0.0, 1.0]}[int(verdict)]
+
+    def _ranking(self, order: Sequence[int], size: int) -> list[float]:
+        if sorted(order) != list(range(size)):
+            raise RewardError(
+                f"{self.__name__} ranked {size} completions as {list(order)!r}: each index must occur once."
+            )
+        return [1.0 - list(order).index(i) / max(size - 1, 1) for i in range(size)]

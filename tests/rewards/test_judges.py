@@ -1,0 +1,376 @@
+"""Judges against a chat server of our own on this machine: verdicts, order, budget, failures; and judges as rewards."""
+
+import json
+import math
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from posttrain import ConfigError, RewardError
+from posttrain.errors import ArgumentTypeError, MissingDependencyError
+from posttrain.rewards.base import RewardRunner
+from posttrain.rewards.judges import (
+    AllTrueJudge,
+    BaseBinaryJudge,
+    BasePairwiseJudge,
+    BaseRankJudge,
+    HfPairwiseJudge,
+    JudgeReward,
+    OpenAIPairwiseJudge,
+    PairRMJudge,
+    as_text,
+)
+
+
+class Server:
+    """Answers chat completions as ``answer(text of the request, number) -> content | (status, headers, body)``."""
+
+    def __init__(self):
+        self.answer = lambda text, number: "0"
+        self.requests, self.headers, self.most, self._now = [], [], 0, 0
+        self.lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with outer.lock:
+                    number = len(outer.requests)
+                    outer.requests.append(body)
+                    outer.headers.append(dict(self.headers))
+                    outer._now += 1
+                    outer.most = max(outer.most, outer._now)
+                try:
+                    reply = outer.answer(body["messages"][-1]["content"], number)
+                finally:
+                    with outer.lock:
+                        outer._now -= 1
+                status, extra, content = reply if isinstance(reply, tuple) else (200, {}, reply)
+                if status == 200 and not isinstance(content, bytes):
+                    choice = (
+                        content if isinstance(content, dict) else {"message": {"role": "assistant", "content": content}}
+                    )
+                    content = json.dumps({"choices": [choice]}).encode()
+                self.send_response(status)
+                for name, value in extra.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content if isinstance(content, bytes) else str(content).encode())
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    made = Server()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def judge_of(server, **settings):
+    return OpenAIPairwiseJudge("judge", base_url=server.url, **({"backoff": 0.01, "timeout": 5} | settings))
+
+
+def parts(text):
+    """The request and the two answers that our prompt shows."""
+    first = text.split("[Answer 0]\n")[1].split("\n\n[Answer 1]")[0]
+    second = text.split("[Answer 1]\n")[1].split("\n\nReply")[0]
+    return text.split("[Request]\n")[1].split("\n\n[Answer 0]")[0], first, second
+
+
+def longer(text, number):
+    _, first, second = parts(text)
+    return "0" if len(first) >= len(second) else "1"
+
+
+PROMPTS = [f"question {i}" for i in range(12)]
+PAIRS = [["a" * (3 + 2 * (i % 4) - (i % 4 == 1)), "b" * 6] for i in range(12)]
+TRUTH = [int(len(b) > len(a)) for a, b in PAIRS]
+
+
+# The HTTP judge -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_verdicts_are_those_of_the_given_order_whatever_was_shown(server, shuffle):
+    server.answer = longer
+    assert judge_of(server).judge(PROMPTS, PAIRS, shuffle_order=shuffle) == TRUTH
+    shown = [parts(r["messages"][0]["content"]) for r in server.requests]
+    straight = sum(first.startswith("a") for _, first, _ in shown)
+    assert straight == 12 if not shuffle else 0 < straight < 12
+    assert {prompt for prompt, *_ in shown} == set(PROMPTS)
+    assert all(r["model"] == "judge" and r["max_tokens"] == 1 for r in server.requests)
+
+
+def test_no_verdict_stays_no_verdict_when_the_order_was_turned(server):
+    """Flipping a verdict as 1 - v would turn -1 into 2."""
+    server.answer = lambda text, number: "neither"
+    assert judge_of(server).judge(PROMPTS, PAIRS) == [-1] * 12
+
+
+def test_scores_are_probabilities_that_the_first_wins(server):
+    def answer(text, number):
+        _, first, _ = parts(text)
+        gap = 1.0 if first.startswith("a") else -1.0  # The server favours a, wherever it stands.
+        top = [{"token": "0", "logprob": gap - 2}, {"token": "x", "logprob": -9.0}, {"token": "1", "logprob": -2.0}]
+        return {"message": {"content": "0"}, "logprobs": {"content": [{"token": "0", "top_logprobs": top}]}}
+
+    server.answer = answer
+    expected = 1 / (1 + math.exp(-1.0))
+    assert judge_of(server).judge(PROMPTS, PAIRS, return_scores=True) == pytest.approx([expected] * 12)
+    softer = judge_of(server).judge(PROMPTS[:1], PAIRS[:1], return_scores=True, temperature=2.0)
+    assert softer == pytest.approx([1 / (1 + math.exp(-0.5))])
+    assert server.requests[0]["logprobs"] is True
+
+
+def test_scores_without_logprobs_are_the_verdict(server):
+    server.answer = longer
+    scores = judge_of(server).judge(PROMPTS, PAIRS, return_scores=True)
+    assert scores == [1.0 - truth for truth in TRUTH]
+
+
+def test_requests_run_at_once_up_to_the_limit(server):
+    server.answer = lambda text, number: (time.sleep(0.15), "0")[1]
+    started = time.monotonic()
+    judge_of(server, concurrency=4).judge(PROMPTS, PAIRS)
+    assert 1 < server.most <= 4
+    assert time.monotonic() - started < 12 * 0.15 * 0.75
+
+
+def test_a_busy_server_is_asked_again(server):
+    server.answer = lambda text, number: (503, {}, "warming up") if number < 2 else "1"
+    assert judge_of(server).judge(["q"], [["a", "b"]], shuffle_order=False) == [1]
+    assert len(server.requests) == 3
+
+
+def test_the_server_says_how_long_to_wait(server):
+    server.answer = lambda text, number: (429, {"Retry-After": "0.4"}, "slow down") if number == 0 else "0"
+    started = time.monotonic()
+    assert judge_of(server, backoff=0.001).judge(["q"], [["a", "b"]], shuffle_order=False) == [0]
+    assert time.monotonic() - started >= 0.4
+
+
+def test_pauses_grow(server, monkeypatch):
+    pauses = []
+    monkeypatch.setattr("posttrain.rewards.chat_api.time.sleep", pauses.append)
+    server.answer = lambda text, number: (500, {}, "broken")
+    with pytest.raises(RewardError, match=r"4 attempts"):
+        judge_of(server, retries=3, backoff=1.0).judge(["q"], [["a", "b"]])
+    assert all(0.5 * 2**i <= pause <= 2**i for i, pause in enumerate(pauses)) and len(pauses) == 3
+
+
+def test_a_server_that_is_down_is_named(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    judge = OpenAIPairwiseJudge("judge", base_url=url, retries=2, backoff=0.01)
+    with pytest.raises(RewardError) as error:
+        judge.judge(["q"], [["a", "b"]])
+    text = str(error.value)
+    assert f"{url}/chat/completions" in text and "3 attempts" in text and "Connection refused" in text
+    assert "Is the server running" in text
+
+
+def test_a_server_that_hangs_is_given_up(server):
+    server.answer = lambda text, number: (time.sleep(2), "0")[1]
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"no answer within 0\.2 s"):
+        judge_of(server, timeout=0.2, retries=1).judge(["q"], [["a", "b"]])
+    assert time.monotonic() - started < 1.5
+
+
+def test_a_refusal_is_not_repeated_and_keeps_the_key_secret(server):
+    server.answer = lambda text, number: (401, {}, '{"error": "invalid key"}')
+    with pytest.raises(RewardError, match=r"refused .*HTTP 401 .*invalid key.*Check the API key") as error:
+        judge_of(server, api_key="sk-secret").judge(["q"], [["a", "b"]])
+    assert len(server.requests) == 1
+    assert server.headers[0]["Authorization"] == "Bearer sk-secret"
+    assert "sk-secret" not in str(error.value) + repr(judge_of(server, api_key="sk-secret").client)
+
+
+@pytest.mark.parametrize("body", [b"<html>hello</html>", b'{"choices": []}', b'{"answer": 1}', b"[]"])
+def test_an_answer_that_is_no_chat_completion_is_shown(server, body):
+    server.answer = lambda text, number: (200, {}, body)
+    with pytest.raises(RewardError, match="no chat completion"):
+        judge_of(server).judge(["q"], [["a", "b"]])
+
+
+def test_one_failure_stops_the_other_requests(server):
+    server.answer = lambda text, number: (404, {}, "no such model")
+    with pytest.raises(RewardError, match="404"):
+        judge_of(server, concurrency=2).judge([f"q{i}" for i in range(200)], [["a", "b"]] * 200)
+    assert len(server.requests) < 50
+
+
+def test_over_budget_nobody_has_a_verdict_and_one_warning_says_so(server, caplog):
+    judge = judge_of(server, max_requests=3)
+    assert judge.judge(PROMPTS[:2], PAIRS[:2], shuffle_order=False) == [0, 0]
+    assert judge.judge(PROMPTS[:2], PAIRS[:2], shuffle_order=False) == [0, 0]  # 2 < 3: still within, as a batch.
+    for _ in range(3):
+        assert judge.judge(PROMPTS[:2], PAIRS[:2]) == [-1, -1]
+    assert judge.judge(PROMPTS[:1], PAIRS[:1], return_scores=True) == [0.5]
+    assert len(server.requests) == 4
+    assert sum("max_requests=3" in r.message for r in caplog.records) == 1
+
+
+def test_options_reach_the_request_and_none_removes_one(server):
+    judge = judge_of(server, options={"max_tokens": None, "max_completion_tokens": 4, "top_p": 0.5})
+    judge.judge(["q"], [["a", "b"]])
+    (request,) = server.requests
+    assert "max_tokens" not in request
+    assert (request["max_completion_tokens"], request["top_p"]) == (4, 0.5)
+
+
+def test_a_system_prompt_of_one_s_own_is_filled_in(server):
+    judge_of(server, system_prompt="{prompt}|{response0}|{response1}").judge(
+        ["q {x}"], [["a", "b"]], shuffle_order=False
+    )
+    assert server.requests[0]["messages"] == [{"role": "user", "content": "q {x}|a|b"}]
+
+
+def test_the_other_names_of_the_contract(server, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf-token")
+    judge = HfPairwiseJudge("some/model", base_url=server.url)
+    assert judge.judge(["q"], [["a", "b"]], shuffle_order=False) == [0]
+    assert server.headers[0]["Authorization"] == "Bearer hf-token"
+    assert HfPairwiseJudge().client.url == "https://router.huggingface.co/v1/chat/completions"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://example.invalid/v1")
+    assert OpenAIPairwiseJudge().client.url == "http://example.invalid/v1/chat/completions"
+    assert OpenAIPairwiseJudge().max_requests == 1000
+    with pytest.raises(MissingDependencyError, match=r"llm_blender.*OpenAIPairwiseJudge"):
+        PairRMJudge()
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [({"base_url": "localhost:8000"}, "http://"), ({"timeout": 0}, "timeout=0"), ({"retries": -1}, "retries=-1")],
+)
+def test_bad_settings_are_refused_when_the_judge_is_made(settings, match):
+    with pytest.raises(ConfigError, match=match):
+        OpenAIPairwiseJudge("judge", **({"base_url": "http://localhost/v1"} | settings))
+
+
+# Binary, rank, and judges as rewards --------------------------------------------------------------------------------
+
+
+class Says(BaseBinaryJudge):
+    def __init__(self, *verdicts):
+        self.verdicts, self.gold = list(verdicts), None
+
+    def judge(self, prompts, completions, gold_completions=None, shuffle_order=True):
+        self.gold = gold_completions
+        return self.verdicts
+
+
+def test_all_true_is_as_strict_as_its_strictest_judge():
+    """Rows: both 1; one 0; one failed; failed and 0."""
+    both = AllTrueJudge([Says(1, 1, 1, -1), Says(1, 0, -1, 0)])
+    assert both.judge(["q"] * 4, ["a"] * 4) == [1, 0, -1, -1]
+    with pytest.raises(ValueError, match="said 2 for row 1"):
+        AllTrueJudge([Says(1, 2)]).judge(["q"] * 2, ["a"] * 2)
+    with pytest.raises(ConfigError, match="no judge"):
+        AllTrueJudge([])
+
+
+class Pairwise(BasePairwiseJudge):
+    def __init__(self, *verdicts):
+        self.verdicts, self.seen = list(verdicts), None
+
+    def judge(self, prompts, completions, shuffle_order=True):
+        self.seen = (prompts, completions)
+        return self.verdicts
+
+
+class Soft(Pairwise):
+    def judge(self, prompts, completions, shuffle_order=True, return_scores=False):
+        return [0.8] * len(prompts) if return_scores else [1] * len(prompts)
+
+
+class Rank(BaseRankJudge):
+    def __init__(self, *orders):
+        self.orders = list(orders)
+
+    def judge(self, prompts, completions, shuffle_order=True):
+        return self.orders
+
+
+def test_a_pairwise_judge_rewards_the_better_one_and_calls_no_verdict_a_tie():
+    judge = Pairwise(0, 1, -1)
+    reward = JudgeReward(judge)
+    assert reward(prompts=["p", "p", "q", "q", "r", "r"], completions=list("abcdef")) == [1, 0, 0, 1, 0.5, 0.5]
+    assert judge.seen == (["p", "q", "r"], [["a", "b"], ["c", "d"], ["e", "f"]])
+    halves = JudgeReward(judge, halves=True)
+    assert halves(prompts=["p", "q", "r"] * 2, completions=list("abcdef")) == [1, 0, 0.5, 0, 1, 0.5]
+    assert judge.seen == (["p", "q", "r"], [["a", "d"], ["b", "e"], ["c", "f"]])
+
+
+def test_soft_rewards_are_probabilities_where_the_judge_knows_them():
+    pair = {"prompts": ["p", "p"], "completions": ["a", "b"]}
+    assert JudgeReward(Soft(), soft=True)(**pair) == pytest.approx([0.8, 0.2])
+    assert JudgeReward(Soft())(**pair) == [0.0, 1.0]
+    assert JudgeReward(Pairwise(1), soft=True)(**pair) == [0.0, 1.0]  # It knows only verdicts.
+
+
+def test_a_rank_judge_spreads_its_group():
+    reward = JudgeReward(Rank([2, 0, 3, 1]), group_size=4)
+    assert reward(prompts=["p"] * 4, completions=list("abcd")) == pytest.approx([2 / 3, 0, 1, 1 / 3])
+    with pytest.raises(RewardError, match=r"ranked 4 completions as \[0, 0, 1, 2\]"):
+        JudgeReward(Rank([0, 0, 1, 2]), group_size=4)(prompts=["p"] * 4, completions=list("abcd"))
+
+
+def test_a_binary_judge_that_failed_makes_a_tie_of_its_group():
+    judge = Says(1, 0, 1, -1)
+    found = JudgeReward(judge)(prompts=list("ppqq"), completions=list("abcd"), gold_completions=list("wxyz"))
+    assert found == [1.0, 0.0, 0.5, 0.5]
+    assert judge.gold == list("wxyz")
+
+
+@pytest.mark.parametrize("verdict", [2, "0", None, 0.5])
+def test_what_is_no_verdict_is_an_error(verdict):
+    with pytest.raises(RewardError, match="a pairwise judge says 0, 1 or -1"):
+        JudgeReward(Pairwise(verdict))(prompts=["p", "p"], completions=["a", "b"])
+
+
+def test_judges_of_the_wrong_kind_are_refused():
+    with pytest.raises(ArgumentTypeError, match="not function"):
+        JudgeReward(lambda **_: [0])
+    with pytest.raises(ConfigError, match="group_size=4"):
+        JudgeReward(Pairwise(0), group_size=4)
+    with pytest.raises(RewardError, match="1 verdicts for 2 prompts"):
+        JudgeReward(Pairwise(0))(prompts=list("ppqq"), completions=list("abcd"))
+    with pytest.raises(RewardError, match="no groups of 2"):
+        JudgeReward(Pairwise(0))(prompts=list("ppq"), completions=list("abc"))
+
+
+def test_conversations_are_shown_in_a_neutral_layout():
+    judge = Pairwise(0)
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("Hello", "Bye")]
+    JudgeReward(judge)(prompts=[prompt] * 2, completions=answers)
+    assert judge.seen == (["System: Be brief.\n\nUser: Hi"], [["Hello", "Bye"]])
+    assert as_text([{"role": "user", "content": "Hi"}]) == "Hi"
+
+
+def test_a_judge_that_is_down_fails_like_a_reward_function(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    judge = OpenAIPairwiseJudge("judge", base_url=url, retries=0)
+    runner = RewardRunner([JudgeReward(judge)])
+    assert runner.names == ["OpenAIPairwiseJudge"]
+    with pytest.raises(RewardError, match=url):
+        runner(prompts=["p", "p"], completions=["a", "b"], completion_ids=[[1], [2]])
+    with pytest.raises(RewardError, match=url):  # Before a model is loaded.
+        runner.dry_run([{"prompt": "p"}], conversational=False)
