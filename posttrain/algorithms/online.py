@@ -164,7 +164,7 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """One call to the engine, one completion a prompt; equal neighbours are one request and share their prompt."""
         requests = [Request(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
-        self.check_lengths(requests)
+        self.check_lengths(requests, sampling.max_new_tokens)
         with self.inference(), parallel.whole_parameters(self.model_wrapped, self.accelerator):
             return self.engine.generate(requests, sampling)
 
@@ -192,8 +192,7 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
 
     def score(self, generation: Generation, mode: str) -> RewardTable:
         """Rewards of all ranks' rows."""
-        reserved = ("prompt", "completion", "completion_ids")
-        columns = {k: [e.get(k) for e in generation.examples] for k in generation.examples[0] if k not in reserved}
+        columns = generation.reward_columns()
         prompts = [example["prompt"] for example in generation.examples]
         table = parallel.run_and_share(
             lambda: self.rewards(
@@ -203,6 +202,7 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
                 columns=columns,
                 trainer_state=self.state,
                 prompt_suffixes=self._suffixes(generation),
+                environments=generation.environments,
                 judge=False,
             ),
             self.accelerator,

@@ -318,33 +318,37 @@ def step_environment(
     ('left: 2', 'left: 1', 'left: 0', 1.0, True)
     """
 
-    def __init__(self: Any) -> None:
-        self._client = make()
-        self._total, self.done = 0.0, False
+    class StepEnvironment:
+        """A client with reset and step, as an environment."""
 
-    def reset(self: Any, group_seed: int | None = None) -> str:
-        arguments = _accepted(self._client.reset, {"seed": group_seed})
-        seen, _, self.done = _read(self._client.reset(**arguments))
-        self._total = 0.0
-        return observe(seen)
+        def __init__(self) -> None:
+            self._client = make()
+            self._total, self.done = 0.0, False
 
-    def step(self: Any, action: str) -> str:
-        if self.done:
-            return "The episode is over."
-        seen, reward, self.done = _read(self._client.step(convert(action)))
-        self._total += reward
-        return observe(seen)
+        def reset(self, group_seed: int | None = None) -> str:
+            arguments = _accepted(self._client.reset, {"seed": group_seed})
+            seen, _, self.done = _read(self._client.reset(**arguments))
+            self._total = 0.0
+            return observe(seen)
 
-    def get_reward(self: Any) -> float:
-        return self._total
+        def step(self, action: str) -> str:
+            if self.done:
+                return "The episode is over."
+            seen, reward, self.done = _read(self._client.step(convert(action)))
+            self._total += reward
+            return observe(seen)
 
-    def close(self: Any) -> None:
-        _close(self._client)
+        def get_reward(self) -> float:
+            return self._total
+
+        def close(self) -> None:
+            _close(self._client)
 
     convert = action
-    step.__doc__ = f"Act, and see what happens.\n\nArgs:\n    action: {actions}\n\nReturns:\n    What is seen next.\n"
-    methods = {f.__name__: f for f in (__init__, reset, step, get_reward, close)}
-    return type(name, (), {"__doc__": "A client with reset and step, as an environment.", **methods})
+    line = " ".join(actions.split())
+    StepEnvironment.step.__doc__ = f"Act, and see what happens.\n\nArgs:\n    action: {line}\n"
+    StepEnvironment.__name__ = StepEnvironment.__qualname__ = name
+    return StepEnvironment
 
 
 def _read(result: Any) -> tuple[Any, float, bool]:

@@ -22,6 +22,8 @@ class Generation:
         columns: Filled in after scoring, one number a completion (``advantages``).
         token_columns: Per-completion lists of per-token numbers (``old_logp``, ``ref_logp``, ``rollout_logp``).
         born: Optimiser step whose weights sampled it.
+        environments: The environment each completion came about in, if there was one.
+        extra: Further columns for the reward functions, one value a completion.
         left_out: Completions that carry no loss, whatever their tokens.
     """
 
@@ -31,6 +33,8 @@ class Generation:
     columns: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     token_columns: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
     born: int = 0
+    environments: list[Any] | None = None
+    extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     left_out: set[int] = dataclasses.field(default_factory=set)
 
     def loss_mask(self, index: int, skip_truncated: bool) -> list[int]:
@@ -39,6 +43,12 @@ class Generation:
         if index in self.left_out or (skip_truncated and rollout.finish_reason != "stop"):
             return [0] * len(rollout.token_ids)
         return rollout.tool_mask or [1] * len(rollout.token_ids)
+
+    def reward_columns(self) -> dict[str, list[Any]]:
+        """What reward functions get besides prompts and completions: dataset columns (those of the first row decide)."""
+        own = ("prompt", "completion", "completion_ids")
+        columns = {k: [e.get(k) for e in self.examples] for k in self.examples[0] if k not in own}
+        return columns | self.extra
 
     def shown(self) -> dict[str, list[float]]:
         """Columns as the completions table names them."""

@@ -43,6 +43,7 @@ class Episode:
         token_ids: Everything after the prompt: what the model wrote and what its tools answered.
         tool_mask: 1 on the model's tokens, 0 on the tools'.
         logp: Of the model's tokens as the engine said, 0.0 on the tools'; empty when the engine cannot say.
+        processed_logp: The same under the distribution they were drawn from.
         messages: The same as messages, tool calls parsed.
         finish_reason: ``stop``, or ``length`` when the budget of the whole episode cut the last turn.
         version: Of the weights.
@@ -56,6 +57,7 @@ class Episode:
     token_ids: list[int] = field(default_factory=list)
     tool_mask: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
+    processed_logp: list[float] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
     version: int = 0
@@ -64,6 +66,7 @@ class Episode:
     waiting: list[dict[str, Any]] = field(default_factory=list)
     suffix: list[int] = field(default_factory=list)
     knows_logp: bool = True
+    processed: bool = False
 
     @property
     def ids(self) -> list[int]:
@@ -74,7 +77,18 @@ class Episode:
         """The finished episode as the rest of the library knows completions."""
         logp = self.logp if self.knows_logp else []
         mask = None if all(self.tool_mask) else self.tool_mask
-        return Rollout(self.prompt_ids, self.token_ids, logp, self.finish_reason, self.version, mask, text)
+        drawn = self.processed_logp if self.processed and self.knows_logp else None
+        return Rollout(
+            self.prompt_ids, self.token_ids, logp, self.finish_reason, self.version, mask, text, processed_logp=drawn
+        )
+
+    def add(self, ids: list[int], mask: int, logp: list[float], processed_logp: list[float] | None = None) -> None:
+        """More tokens, of the model (mask 1) or of its tools (mask 0)."""
+        self.token_ids += ids
+        self.tool_mask += [mask] * len(ids)
+        self.logp += logp
+        self.processed_logp += logp if processed_logp is None else processed_logp
+        self.processed = self.processed or processed_logp is not None
 
 
 def prepare_tokenizer(tokenizer: Any) -> Any:
@@ -138,6 +152,8 @@ class ToolSuffix:
         after = self._ids(text)
         ends = [i for i, token in enumerate(before) if token in self.stop_ids]
         cut = ends[-1] + 1 if ends else len(before)
+        if self.tokenizer.decode(before[cut:]).strip():
+            cut = len(before)  # That token ended the question: the template writes none after a call.
         if common_prefix(before, after) < cut:
             raise ModelError(
                 "the chat template renders a tool call differently once its result follows, so the tokens of the result "
@@ -240,9 +256,7 @@ class ToolLoop:
             return False
         episode.messages += messages
         episode.suffix = suffix
-        episode.token_ids += suffix
-        episode.tool_mask += [0] * len(suffix)
-        episode.logp += [0.0] * len(suffix)
+        episode.add(suffix, 0, [0.0] * len(suffix))
         if len(episode.token_ids) == sampling.max_new_tokens:
             episode.finish_reason = "length"
             return False
@@ -317,9 +331,8 @@ class ToolLoop:
         episode.version = rollout.version
         episode.knows_logp = episode.knows_logp and len(rollout.logp) == len(rollout.token_ids)
         before = episode.suffix or episode.prompt_ids
-        episode.token_ids += ids
-        episode.tool_mask += [1] * len(ids)
-        episode.logp += rollout.logp[:left]
+        drawn = rollout.processed_logp
+        episode.add(ids, 1, rollout.logp[:left], None if drawn is None else drawn[:left])
         if not ids:
             return
         message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
