@@ -152,6 +152,17 @@ class Batch:
         return int((self.tree >= 0).sum())
 
     @property
+    def num_sequence_tokens(self) -> int:
+        """Tokens of all sequences, a shared prompt once for each: what metrics call ``num_tokens``."""
+        real, trees = self.tree >= 0, int(self.tree.max()) + 1
+        rows = real.nonzero()[:, 0]
+        key, branch = rows * trees + self.tree[real], self.branch[real]
+        zeros = branch.new_zeros(len(self.tree) * trees)
+        prefix = zeros.index_add(0, key, (branch == 0).to(branch))
+        sharing = zeros.scatter_reduce(0, key, branch, "amax").clamp_min(1)
+        return int((prefix * sharing).sum() + (branch > 0).sum())
+
+    @property
     def num_loss_tokens(self) -> int:
         """N, the tokens that carry loss."""
         return int(self.loss_mask.sum())

@@ -274,7 +274,7 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         batches = [batch for micro in micro_batches for batch in micro]
         tokens = sum(batch.num_loss_tokens for batch in batches)
         sequences = sum(batch.num_sequences for batch in batches)
-        seen = sum(batch.num_tokens for batch in batches)
+        seen = sum(batch.num_sequence_tokens for batch in batches)
         named = self.named_counts(batches)
         counts = [tokens, sequences, seen, len(batches), *named.values()]
         tokens, sequences, seen, passes, *rest = parallel.all_reduce_sum(counts, self.accelerator)

@@ -155,6 +155,16 @@ def test_a_pair_computes_its_prompt_once(tiny_tokenizer, tmp_path):
     assert computed == whole - sum(len(r["prompt_ids"]) for r in rows)
 
 
+@pytest.mark.parametrize("kind", ["tree", "padded"])
+def test_num_tokens_counts_a_shared_prompt_with_each_answer(tiny_tokenizer, tmp_path, kind):
+    trainer = dpo(tmp_path, tiny_tokenizer)
+    trainer.layout = Layout(kind, row_tokens=400)  # Several trees a row.
+    rows = list(trainer.train_dataset)
+    trainer.train()
+    whole = sum(2 * len(r["prompt_ids"]) + len(r["chosen_ids"]) + len(r["rejected_ids"]) for r in rows)
+    assert trainer.state.log_history[0]["num_tokens"] == whole
+
+
 def test_t5_the_reference_is_the_model_that_was_given(tiny_tokenizer, tiny_model_dir, tmp_path, caplog):
     from transformers import AutoModelForCausalLM
 
