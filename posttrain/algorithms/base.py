@@ -279,7 +279,7 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         counts = [tokens, sequences, seen, len(batches), *named.values()]
         tokens, sequences, seen, passes, *rest = parallel.all_reduce_sum(counts, self.accelerator)
         self.count_tokens_seen(seen)
-        self.check_trained(tokens)
+        self.check_step(batches, tokens, sequences)
         totals = dict(zip(named, rest, strict=True))
         return Denominators(tokens, sequences, passes, self.accelerator.num_processes, totals)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import nn
 
 from posttrain.checks import training as checks
 from posttrain.errors import ConfigError, PosttrainError
+from posttrain.metrics import mean
 from posttrain.models import parallel
-from posttrain.types import Finding
+from posttrain.types import Batch, Finding
 
 __all__ = ["HealthMixin"]
 
@@ -33,6 +34,9 @@ class HealthMixin:
     _bad_steps = 0
     _first_step_checked = False
     _trained: tuple[float, ...] = ()
+    _tokens = (0, 0)  # Of sequences, and computed with padding.
+    _steps = 0
+    _told_lengths = False
 
     def tell(self, findings: Iterable[Finding | None]) -> None:
         """Warn of findings; an error among them ends the run."""
@@ -66,10 +70,48 @@ class HealthMixin:
             ),
         ])  # fmt: skip
 
-    def check_trained(self, tokens: float) -> None:
-        """End a run whose latest steps held no trained token."""
+    def check_step(self, batches: Sequence[Batch], tokens: float, sequences: float) -> None:
+        """Count what an optimiser step holds, and end a run whose latest steps held no trained token.
+
+        Args:
+            batches: Of this rank.
+            tokens: That carry loss, over all ranks.
+            sequences: Over all ranks.
+        """
         self._trained = (*self._trained, tokens)[-checks.EMPTY_STEPS :]
         self.tell([checks.check_trained_tokens([int(count) for count in self._trained])])
+        real = sum(batch.num_tokens for batch in batches)
+        computed = sum(batch.input_ids.numel() for batch in batches)
+        share = 1 - real / computed if computed else 0.0
+        self.log_metrics_now({  # type: ignore[attr-defined]
+            "documents": mean(sequences),
+            "trained_tokens": mean(tokens),
+            "padding_share": mean(share, weight=float(computed)),
+        })  # fmt: skip
+        self._tokens = (self._tokens[0] + real, self._tokens[1] + computed)
+        self._check_lengths(batches)
+        self._check_economy()
+
+    def _check_lengths(self, batches: Sequence[Batch]) -> None:
+        longest = max((int(batch.position_ids.max()) + 1 for batch in batches if batch.position_ids.numel()), default=0)
+        config = getattr(self.model, "config", None)
+        text = None if config is None or self._told_lengths else config.get_text_config()
+        rotary = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
+        finding = checks.check_positions(longest, getattr(text, "max_position_embeddings", None), rotary=rotary)
+        self._told_lengths = self._told_lengths or finding is not None
+        self.tell([finding])
+
+    def _check_economy(self) -> None:
+        """Once, when a few steps have shown it: padding that is computed, and memory that lies idle."""
+        self._steps += 1
+        if self._steps != min(checks.ECONOMY_STEPS + 1, max(int(self.state.max_steps or 1), 1)):
+            return
+        self.tell([checks.check_padding(*self._tokens)])
+        peak, total = device_memory(self.args.device)
+        checkpointing = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
+        self.tell([
+            checks.check_idle_memory(peak=peak, total=total, checkpointing=bool(checkpointing), steps=self._steps - 1)
+        ])  # fmt: skip
 
     def _check_first_step(self, model: nn.Module) -> None:
         if self._first_step_checked or parallel.shards_parameters(self.accelerator) or not sum(self._trained):
@@ -100,6 +142,13 @@ class HealthMixin:
         for parameter in model.parameters():
             parameter.grad = None
         return norm
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of an accelerator that were in use at most, and all of them; zeros on a CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
 
 
 def _norm(gradient: torch.Tensor | None) -> float | None:

@@ -13,6 +13,7 @@ __all__ = [
     "check_first_gradients",
     "check_idle_memory",
     "check_padding",
+    "check_positions",
     "check_precision",
     "check_special_tokens",
     "check_trained_tokens",
@@ -24,6 +25,7 @@ MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
 LARGE_MODEL = 1_000_000_000  # Parameters from which a second copy of the weights in float32 is worth a thought.
 EMPTY_STEPS = 3
 PADDING_MOST = 0.4
+ECONOMY_STEPS = 10  # Steps after which time and memory that are wasted can be told.
 MEMORY_LEAST = 0.5
 LONG_ROW = 4096  # Tokens from which a dense T x T mask costs more than it is worth.
 
@@ -238,11 +240,34 @@ def check_padding(real: int, computed: int) -> Finding | None:
         return None
     return Finding(
         "TRAIN-PADDING",
-        "info",
+        "warning",
         f"{100 * share:.0f} % of the tokens that were computed are padding.",
         "the latest steps",
         "that part of the time is spent on nothing.",
         "set packing=True (or use an attention backend that takes packed rows), or group_by_length=True.",
+    )
+
+
+def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding | None:
+    """A sequence longer than the model has seen, or than it has position embeddings for.
+
+    Args:
+        longest: Tokens of the longest sequence of a step.
+        known: Positions of the model (``max_position_embeddings``); None where it has no such number.
+        rotary: Whether positions are computed, so that later ones exist, untrained; else they are rows of a table.
+    """
+    if known is None or longest <= known:
+        return None
+    return Finding(
+        "TRAIN-POSITIONS",
+        "warning" if rotary else "error",
+        f"a sequence has {longest} tokens, and the model knows {known} positions (max_position_embeddings).",
+        "the latest step",
+        "the model never saw positions beyond that, so what stands there is read badly and teaches little; time and memory "
+        "grow with the length."
+        if rotary
+        else "there is no embedding for later positions: the forward pass would fail.",
+        f"set max_length={known} or less, or split long rows.",
     )
 
 
@@ -255,11 +280,11 @@ def check_idle_memory(*, peak: int, total: int, checkpointing: bool, steps: int)
         checkpointing: Whether activations are computed again in backward.
         steps: Optimiser steps that ``peak`` is about.
     """
-    if not checkpointing or steps < 10 or not total or peak >= MEMORY_LEAST * total:
+    if not checkpointing or steps < ECONOMY_STEPS or not total or peak >= MEMORY_LEAST * total:
         return None
     return Finding(
         "TRAIN-MEMORY-IDLE",
-        "info",
+        "warning",
         f"{steps} steps needed at most {100 * peak / total:.0f} % of the device's memory, with gradient checkpointing on.",
         "the device",
         "checkpointing computes every layer's forward pass twice: a fifth to a third of the time.",
@@ -287,7 +312,7 @@ def check_dense_masks(
     )
     return Finding(
         "TRAIN-DENSE-MASK",
-        "info",
+        "warning",
         f"rows of {row_tokens} tokens hold several documents, and attn_implementation={implementation!r} keeps them apart with "
         "a mask of that size squared.",
         "the attention backend",

@@ -115,7 +115,7 @@ def test_t51_a_batch_of_padding_is_told_above_forty_percent():
 
 def test_t53_dense_masks_of_long_packed_rows_are_told_and_never_refused():
     finding = check_dense_masks("sdpa", packed=True, row_tokens=8192, installed={"flash_attention_2"})
-    assert finding.severity == "info"
+    assert finding.severity == "warning"
     assert "attn_implementation='flash_attention_2'" in finding.fix
     assert "flex_attention" in check_dense_masks("eager", packed=True, row_tokens=8192).fix
     assert check_dense_masks("sdpa", packed=True, row_tokens=512) is None
