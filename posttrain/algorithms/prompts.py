@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 class PromptMixin:
     """The part of `OnlineTrainer` between the dataset and a generation."""
 
+    length_option = "max_completion_length"  # What the config calls it, for messages.
     args: OnlineConfig
     rewards: RewardRunner
     processing_class: Any
@@ -79,7 +80,7 @@ class PromptMixin:
         limit, longest = self.context, self.args.max_completion_length
         if limit is not None and longest >= limit:
             raise ConfigError(
-                f"max_completion_length={longest} leaves no room for a prompt in the model's context of {limit} tokens. Lower it."
+                f"{self.length_option}={longest} leaves no room for a prompt in the model's context of {limit} tokens. Lower it."
             )
 
     def check_lengths(self, requests: list[Request], completion: int | None = None) -> None:
@@ -88,8 +89,8 @@ class PromptMixin:
         limit, longest = self.context, max((len(request.prompt_ids) for request in requests), default=0)
         if limit is not None and longest + completion > limit:
             raise DataError(
-                f"a prompt of {longest} tokens plus max_completion_length={completion} does not fit the "
-                f"model's context of {limit} tokens. Drop or shorten the prompt, or lower max_completion_length."
+                f"a prompt of {longest} tokens plus {self.length_option}={completion} does not fit the "
+                f"model's context of {limit} tokens. Drop or shorten the prompt, or lower {self.length_option}."
             )
 
     # Loaders -----------------------------------------------------------------------------------------------------
