@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from posttrain.checks import online as log_checks
 from posttrain.checks import rewards as reward_checks
 from posttrain.errors import RewardError
-from posttrain.rewards.base import RewardTable
+from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.types import Finding
 
 __all__ = ["OnlineHealthMixin"]
 
 REPEATED = 100  # A finding is told the first time, and then every so many times.
-SMOOTH = 0.9  # Of the running spread of all rewards.
 
 
 class OnlineHealthMixin:
@@ -26,10 +24,15 @@ class OnlineHealthMixin:
     args: Any
     state: Any
     accelerator: Any
+    rewards: RewardRunner
     _flat_generations = 0
     _flat_rewards: tuple[float, ...] = ()
-    _reward_spread: float | None = None
     _times_found: dict[tuple[str, str], int]
+
+    def check_start(self) -> None:
+        """As every trainer's; reward models are placed and tried."""
+        super().check_start()  # type: ignore[misc]
+        self.rewards.start(self.args.device)
 
     def tell_sometimes(self, findings: Iterable[Finding]) -> None:
         """Tell each kind of finding the first time and then every hundredth."""
@@ -67,22 +70,8 @@ class OnlineHealthMixin:
         columns = {name: table.values[:, k].tolist() for k, name in enumerate(table.names)}
         scaled = str(getattr(self.args, "scale_rewards", "none")) != "none"
         self.tell_sometimes(reward_checks.check_reward_values(columns, scaled=scaled))
-        known = totals[~totals.isnan()]
-        if known.numel() > 1:
-            self._watch_spread(totals, float(known.std()), scaled)
         self._flat_generations = 0 if bool(advantages.any()) else self._flat_generations + 1
         self._flat_rewards = (*self._flat_rewards, *totals.tolist()) if self._flat_generations else ()
         found = reward_checks.check_no_signal(self._flat_generations, self._flat_rewards)
         if found is not None:
             raise RewardError(f"{found.code}: {found.what} {found.why} Do: {found.fix}")
-
-    def _watch_spread(self, totals: Tensor, spread: float, scaled: bool) -> None:
-        before = spread if self._reward_spread is None else self._reward_spread
-        self._reward_spread = SMOOTH * before + (1 - SMOOTH) * spread
-        size = self.group_size("train")  # type: ignore[attr-defined]
-        if not scaled or size < 2 or totals.numel() % size:
-            return
-        groups: Tensor = totals.reshape(-1, size)
-        spreads = torch.nan_to_num(groups.std(1), nan=0.0).tolist()
-        found = reward_checks.check_group_spread(spreads, self._reward_spread)
-        self.tell_sometimes([found] if found is not None else [])

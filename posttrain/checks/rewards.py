@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from posttrain.types import Finding
 
-__all__ = ["FLAT_GENERATIONS", "check_group_spread", "check_no_signal", "check_reward_values", "histogram"]
+__all__ = ["FLAT_GENERATIONS", "check_no_signal", "check_reward_values", "histogram"]
 
 FLAT_GENERATIONS = 20
 HEAVY, LARGE = 50.0, 100.0  # Times the median; and in size, where nothing divides by a spread.
-TINY, TINY_SHARE = 1e-3, 0.2  # Of the spread of all rewards; of the groups.
 BINS = 8
 
 
@@ -53,27 +52,6 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
                 )
             )
     return found
-
-
-def check_group_spread(spreads: Sequence[float], overall: float) -> Finding | None:
-    """Groups whose rewards differ by next to nothing, which a division by their spread makes full-size advantages.
-
-    Args:
-        spreads: Standard deviation of each group's rewards; NaN where it has none.
-        overall: The running standard deviation of all rewards.
-    """
-    tiny = [s for s in spreads if 0 < s < TINY * overall]
-    if not spreads or len(tiny) <= TINY_SHARE * len(spreads):
-        return None
-    return Finding(
-        "ONLINE-TINY-SPREAD",
-        "warning",
-        f"in {len(tiny)} of {len(spreads)} groups rewards differ by less than a thousandth of their usual spread "
-        f"({overall:.3g}).",
-        "reward_std",
-        "divided by its spread, rounding noise becomes an update of full size.",
-        f"set min_group_std={TINY * overall:.1g}, round the reward, or scale_rewards='batch'.",
-    )
 
 
 def histogram(values: Sequence[float]) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.checks.curves import window
 from posttrain.checks.online import check_online
-from posttrain.checks.rewards import check_group_spread, check_no_signal, check_reward_values, histogram
+from posttrain.checks.rewards import check_no_signal, check_reward_values, histogram
 
 HEALTHY = {
     "loss": 0.0,
@@ -139,13 +139,6 @@ def test_large_rewards_matter_only_where_nothing_divides_them():
     column = {"points": [300.0, 320.0, 280.0, 350.0]}
     assert check_reward_values(column, scaled=True) == []
     assert [f.code for f in check_reward_values(column, scaled=False)] == ["ONLINE-REWARD-LARGE"]
-
-
-def test_noise_that_would_become_a_full_step_is_told():
-    assert check_group_spread([5e-5, 0.4, 0.0], 0.5).code == "ONLINE-TINY-SPREAD"
-    assert check_group_spread([5e-5, 0.4, 0.5, 0.3, 0.2], 0.5) is None  # One in five.
-    assert check_group_spread([0.0, 0.0, NAN], 0.5) is None
-    assert check_group_spread([], 0.5) is None
 
 
 def test_no_signal_for_twenty_generations_shows_the_histogram():
