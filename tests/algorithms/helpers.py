@@ -56,7 +56,7 @@ def grpo_args(folder, **settings):
 def grpo(folder, tokenizer, model=None, engine=None, rewards=count_a, data=None, **settings):
     """A GRPO trainer on a two-layer model with a scripted engine (or ``engine="native"``)."""
     extra = {} if engine == "native" else {"rollout_engine": engine or scripted()}
-    keys = {k: settings.pop(k) for k in ("eval_dataset", "peft_config") if k in settings}
+    keys = {k: settings.pop(k) for k in ("eval_dataset", "peft_config", "reward_processing_classes") if k in settings}
     return GRPOTrainer(
         model or build_model(len(tokenizer)),
         rewards,
@@ -76,6 +76,7 @@ KEYWORDS = (
     "preprocess_logits_for_metrics",
     "callbacks",
     "formatting_func",
+    "data_collator",
 )
 
 
