@@ -206,7 +206,7 @@ def test_a_reset_that_hangs_is_an_error_that_says_so():
         def reset(self):
             time.sleep(5)
 
-    with pytest.raises(RolloutError, match="reset did not return within tool_timeout=0.1 s"):
+    with pytest.raises(RolloutError, match=r"reset did not return within tool_timeout=0\.1 s"):
         EnvironmentPool(Stuck, ToolRunner(timeout=0.1)).begin([{"prompt": USER}])
 
 
