@@ -1,0 +1,190 @@
+"""Any task of reasoning-gym, or a mixture of them, as a dataset and a reward in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import datasets
+
+from posttrain.errors import ConfigError, RewardError, check_choice, did_you_mean
+from posttrain.integrations import require
+
+__all__ = ["ReasoningGymReward", "extract_answer", "reasoning_gym_task"]
+
+SPACING = 10_000_019  # reasoning-gym draws row i from seed + i: seeds 0 and 1 would share all rows but one.
+EXTRACT = ("auto", "tag", "last_number", "text")
+TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+ANSWER_IS = re.compile(r"(?:answer|result)\s*(?:is|:|=)\s*:?\s*(.+)", re.IGNORECASE)
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def extract_answer(text: str, how: str = "auto") -> str | None:
+    r"""What a completion gives as its answer, or None when it gives none.
+
+    Args:
+        text: The completion.
+        how: ``tag`` takes the last ``<answer>...</answer>``; ``last_number`` the last number; ``text`` everything; ``auto``
+            the tag, else the last ``\boxed{...}``, else what follows "answer is" on the last line, else the last line.
+
+    >>> extract_answer("So <answer> 12 </answer>."), extract_answer("The answer is 12."), extract_answer("a\n\n7")
+    ('12', '12', '7')
+    """
+    check_choice("extract", how, EXTRACT)
+    if how == "text":
+        return text.strip()
+    if how == "last_number":
+        numbers = NUMBER.findall(text)
+        return numbers[-1].replace(",", "") if numbers else None
+    tags = TAG.findall(text)
+    if tags or how == "tag":
+        return tags[-1].strip() if tags else None
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return boxed
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return None
+    said = ANSWER_IS.search(lines[-1])
+    return (said[1] if said else lines[-1]).strip().rstrip(".").strip("*` ")
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""The inside of the last ``\boxed{...}``, its own braces included."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 0, start + len("\\boxed{")
+    for at in range(begin, len(text)):
+        if text[at] == "}" and depth == 0:
+            return text[begin:at].strip()
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+    return None
+
+
+class ReasoningGymReward:
+    """Scores completions with the scorer of the task they answer, 0.0 to 1.0.
+
+    Args:
+        task: A dataset of reasoning-gym.
+        name: In metrics and tables.
+        extract: See `extract_answer`; or a function from the completion's text to the answer (or None).
+    """
+
+    def __init__(self, task: Any, name: str, extract: str | Callable[[str], str | None] = "auto") -> None:
+        if not callable(extract):
+            check_choice("extract", extract, EXTRACT)
+        self.task, self.extract = task, extract
+        self.__name__ = name
+        self._entries: dict[int, dict[str, Any]] = {}
+
+    def __call__(
+        self, completions: list[Any], task_index: list[int], answer: list[Any], log_extra: Any = None, **_: Any
+    ) -> list[float]:
+        """One score a completion; without an answer in it, 0.0."""
+        texts = [c if isinstance(c, str) else str(c[-1].get("content") or "") for c in completions]
+        how = self.extract
+        found = [how(t) if callable(how) else extract_answer(t, how) for t in texts]
+        if log_extra is not None:
+            log_extra("answer_found", [f if f is not None else "[none]" for f in found])
+        return [self._score(f, index, gold) for f, index, gold in zip(found, task_index, answer, strict=True)]
+
+    def _score(self, found: str | None, index: int, gold: Any) -> float:
+        entry = self._entries.get(index)
+        if entry is None:
+            entry = self._entries[index] = self.task[index]
+        if str(entry["answer"]) != str(gold):
+            raise RewardError(
+                f"{self.__name__}: row task_index={index} has the answer {gold!r}, and this reward's task gives "
+                f"{entry['answer']!r} there: the dataset is of another call of reasoning_gym_task (other seed, size or "
+                "settings). Use the reward that came with it."
+            )
+        if found is None:
+            return 0.0
+        try:
+            return float(self.task.score_answer(answer=found, entry=entry))
+        except Exception:  # Scorers parse what a model wrote and raise on what they cannot read.
+            return 0.0
+
+
+def reasoning_gym_task(
+    task: str | Mapping[str, Mapping[str, Any] | float],
+    size: int = 1000,
+    seed: int = 0,
+    *,
+    system_prompt: str | None = None,
+    extract: str | Callable[[str], str | None] = "auto",
+    **config: Any,
+) -> tuple[datasets.Dataset, ReasoningGymReward]:
+    """A reasoning-gym task as prompts and the reward that scores their answers.
+
+    Different seeds share no rows, so ``seed=1`` is a held-out set of ``seed=0``. (reasoning-gym itself draws row i from
+    ``seed + i``, where neighbouring seeds give nearly the same rows.)
+
+    Args:
+        task: A task's name; or a mixture, ``{name: weight}`` or ``{name: {"weight": 2.0, **settings}}``, of which each row
+            is drawn from one.
+        size: Rows.
+        seed: Of the rows.
+        system_prompt: A first message, for example to say how answers are to be given (``<answer>...</answer>``).
+        extract: How the answer is found in a completion, see `extract_answer`; or a function.
+        config: Settings of the task, as reasoning-gym names them.
+
+    Returns:
+        A dataset with ``prompt`` (messages), ``answer``, ``task`` and ``task_index``; and its reward function.
+
+    Raises:
+        MissingDependencyError: reasoning-gym is not installed.
+        ConfigError: An unknown task, or settings it does not take.
+
+    Example:
+        ``dataset, reward = reasoning_gym_task("chain_sum", size=1000, seed=0, min_terms=2, max_terms=3)``
+
+    Reference: Reasoning Gym, arXiv:2505.24760.
+    """
+    gym = require("reasoning_gym", "reasoning_gym_task")
+    if size < 1:
+        raise ConfigError(f"size={size} must be at least 1.")
+    made = _make(gym, task, size=size, seed=seed * SPACING, config=config)
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    rows = []
+    for index in range(size):
+        entry = made[index]
+        name = task if isinstance(task, str) else entry["metadata"]["source_dataset"]
+        prompt = [*system, {"role": "user", "content": entry["question"]}]
+        rows.append({"prompt": prompt, "answer": str(entry["answer"]), "task": name, "task_index": index})
+    name = task if isinstance(task, str) else "reasoning_gym"
+    return datasets.Dataset.from_list(rows), ReasoningGymReward(made, name, extract)
+
+
+def _make(gym: Any, task: Any, *, size: int, seed: int, config: dict[str, Any]) -> Any:
+    known = require("reasoning_gym.factory", "reasoning_gym_task").DATASETS
+    names = [task] if isinstance(task, str) else list(task)
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"{name!r} is no task of reasoning-gym{did_you_mean(name, known)}. It has {len(known)}: see "
+                "reasoning_gym.factory.DATASETS."
+            )
+    if not names:
+        raise ConfigError("the mixture of tasks is empty. Give at least one name and weight.")
+    try:
+        if isinstance(task, str):
+            return gym.create_dataset(task, size=size, seed=seed, **config)
+        if config:
+            raise ConfigError(
+                f"settings {sorted(config)} of a mixture belong to its tasks: {{name: {{setting: value}}}}."
+            )
+        spec = require("reasoning_gym.composite", "a mixture of tasks").DatasetSpec
+        parts = []
+        for number, (name, given) in enumerate(task.items()):
+            settings = dict(given) if isinstance(given, Mapping) else {"weight": given}
+            weight = float(settings.pop("weight", 1.0))
+            settings.setdefault("seed", seed + (number + 1) * SPACING * SPACING % 2**31)
+            parts.append(spec(name=name, weight=weight, config=settings))
+        return gym.create_dataset("composite", size=size, seed=seed, datasets=parts)
+    except (TypeError, AssertionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"reasoning-gym refuses these settings of {', '.join(names)}: {error}.") from error
