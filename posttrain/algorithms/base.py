@@ -72,6 +72,7 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
     generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
     whole_rows: ClassVar[bool] = False  # Whether the objective compares the completions of a row.
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
+    takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
     together = False  # Whether it compares all rows of a micro-batch, which must then be one forward pass.
 
     def __init__(
@@ -89,6 +90,7 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         model_id = model if isinstance(model, str) else get_config_model_id(causal_lm(model).config)
         if args is None:
             args = self.config_class(f"{Path(model_id).name or 'model'}-{self._suffix}")
+        self.user_collator = trainer_kwargs.pop("data_collator", None)
         self._check_arguments(model, args, train_dataset)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
@@ -153,6 +155,11 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         if not isinstance(args, transformers.TrainingArguments):
             raise ArgumentTypeError(f"args must be a {self.config_class.__name__}, not {type(args).__name__}.")
         known = (datasets.Dataset, datasets.IterableDataset)
+        if self.user_collator is not None and not self.takes_collator:
+            raise ConfigError(
+                f"{type(self).__name__} makes its own batches of tokenised rows, and data_collator={self.user_collator!r:.80} has "
+                "no place there. Leave it out; pad_to_multiple_of and max_row_tokens shape batches."
+            )
         if train_dataset is None:
             raise DataError(f"{type(self).__name__} needs train_dataset, and it is None.")
         if not isinstance(train_dataset, known):
@@ -163,6 +170,8 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         if isinstance(train_dataset, datasets.IterableDataset):
             if args.max_steps <= 0:
                 raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
+            if args.accelerator_config.dispatch_batches:
+                logger.warning("dispatch_batches=True with a streaming train_dataset is set to False: each rank reads its own.")
             args.accelerator_config.dispatch_batches = False
         check_offloading(args)
         check_writable(args.output_dir)
@@ -170,10 +179,13 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
 
     def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         if not isinstance(model, str):
-            if (args.model_init_kwargs or quantization_config) and not self.added_tokens:
-                logger.warning(
-                    "model_init_kwargs and quantization_config are ignored: the model was given as an object, already loaded."
+            if quantization_config and not self.added_tokens:
+                raise ConfigError(
+                    f"quantization_config is given with a {type(model).__name__} that is loaded already. Quantise when you load it, "
+                    "or give the model as a string."
                 )
+            if args.model_init_kwargs and not self.added_tokens:
+                logger.warning("model_init_kwargs are ignored: the model was given as an object, already loaded.")
             return model
         if quantization_config is not None and init.get("quantization_config") is not None:
             raise ConfigError(

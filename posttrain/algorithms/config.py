@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -73,6 +74,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 value = getattr(self, item.name)
                 if item.name == "model_init_kwargs":
                     raise ConfigError(f"model_init_kwargs={value!r} must be a mapping or a JSON object string.")
+        if getattr(self, "pad_token", None) is not None:
+            warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=4)
         # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
         self.logging_nan_inf_filter = False
 

@@ -13,7 +13,8 @@ from torch import nn
 from posttrain.algorithms.base import PostTrainer
 from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.data.ranked import pair_rows, prepare_reward_dataset
-from posttrain.errors import ModelError
+from posttrain.data.unbatch import unbatched_pairs
+from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.ranking import bradley_terry, centering
 from posttrain.losses.reduce import row_terms
 from posttrain.metrics import maximum, mean, minimum
@@ -37,6 +38,7 @@ class RewardConfig(PostTrainingConfig):
         metadata={"help": "A .jinja file with the template's text, or a tokenizer to clone with its tokens."},
     )
     eos_token: str | None = field(default=None, metadata={"help": "Token that ends a sequence; None: the tokenizer's."})
+    pad_token: str | None = field(default=None, metadata={"help": "Deprecated: set pad_token on the tokenizer."})
     max_length: int | None = field(
         default=1024, metadata={"help": "Pairs with a longer side are left out; None keeps all."}
     )
@@ -45,6 +47,11 @@ class RewardConfig(PostTrainingConfig):
         default=None, metadata={"help": "Weight of (r+ + r-)^2, which keeps scores near 0; 0.01 is usual. None: off."}
     )
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(f"max_length={self.max_length} must be at least 1, or None for no limit.")
 
 
 def reward_objective(out: ModelOutputs, batch: Batch, *, center: float | None) -> LossTerms:
@@ -82,6 +89,7 @@ class RewardTrainer(PostTrainer):
     needs: ClassVar[frozenset[str]] = frozenset({"scores"})
     generative: ClassVar[bool] = False
     whole_rows: ClassVar[bool] = True
+    takes_collator: ClassVar[bool] = True
     _tag_names: ClassVar[list[str]] = ["posttrain", "reward-trainer"]
     _name: ClassVar[str] = "Reward"
     _suffix: ClassVar[str] = "Reward"
@@ -114,6 +122,8 @@ class RewardTrainer(PostTrainer):
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """See `pair_rows`."""
+        if self.user_collator is not None:
+            examples = unbatched_pairs(self.user_collator(examples))
         return pair_rows(examples)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:

@@ -22,6 +22,7 @@ from posttrain.data.supervised import (
     prepare_sft_dataset,
     with_training_template,
 )
+from posttrain.data.unbatch import unbatched
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.metrics import mean
@@ -47,6 +48,7 @@ class SFTConfig(PostTrainingConfig):
     )
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the dataset."})
     eos_token: str | None = field(default=None, metadata={"help": "Token that ends a sequence; None: the tokenizer's."})
+    pad_token: str | None = field(default=None, metadata={"help": "Deprecated: set pad_token on the tokenizer."})
     chat_template_path: str | None = field(
         default=None,
         metadata={"help": "A .jinja file with the template's text, or a tokenizer to clone with its tokens."},
@@ -147,6 +149,7 @@ class SFTTrainer(PostTrainer):
 
     config_class: ClassVar[type[SFTConfig]] = SFTConfig
     needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "correct"})
+    takes_collator: ClassVar[bool] = True
     _tag_names: ClassVar[list[str]] = ["posttrain", "sft"]
     _name: ClassVar[str] = "SFT"
     _suffix: ClassVar[str] = "SFT"
@@ -164,6 +167,9 @@ class SFTTrainer(PostTrainer):
         self.reports: dict[str, PreparationReport] = {}
         if getattr(args, "loss_type", None) == "dft" and kwargs.get("compute_loss_func") is not None:
             raise ConfigError("loss_type='dft' and compute_loss_func both say what the loss is. Leave one out.")
+        joined = [name for name in ("padding_free", "packing", "eval_packing") if getattr(args, name, False)]
+        if kwargs.get("data_collator") is not None and joined:
+            raise ConfigError(f"{joined[0]}=True joins documents in a way that a data_collator cannot know. Leave one out.")
         super().__init__(model, args, **kwargs)
         if self.args.label_smoothing_factor:
             self.needs = self.needs | {"logits"}  # type: ignore[misc]
@@ -196,6 +202,8 @@ class SFTTrainer(PostTrainer):
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Tokenised examples as rows without a shared prompt; packed examples come apart into their documents."""
+        if self.user_collator is not None:
+            examples = unbatched(self.user_collator(examples))
         return document_rows(examples)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:

@@ -24,24 +24,26 @@ def changes_vocabulary(args: Any) -> bool:
 
 
 def prepare_tokenizer(tokenizer: Any, args: Any) -> None:
-    """Apply ``chat_template_path`` (a file) and ``eos_token`` to the tokenizer, before any row is tokenised.
+    """Apply ``chat_template_path`` (a file), ``eos_token`` and ``pad_token`` to the tokenizer, before any row is tokenised.
 
     Raises:
-        ConfigError: A template file that does not exist; an eos token that is not in the vocabulary.
+        ConfigError: A template file that does not exist; an eos or pad token that is not in the vocabulary.
     """
     path = getattr(args, "chat_template_path", None)
     if path is not None and not changes_vocabulary(args):
         if not Path(path).is_file():
             raise ConfigError(f"chat_template_path={path!r}: there is no such file.")
         tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-    eos = getattr(args, "eos_token", None)
-    if eos is not None:
-        if eos not in tokenizer.get_vocab():
+    for name in ("eos_token", "pad_token"):
+        token = getattr(args, name, None)
+        if token is None:
+            continue
+        if token not in tokenizer.get_vocab():
             raise ConfigError(
-                f"eos_token={eos!r} is not in the vocabulary of {type(tokenizer).__name__} ({len(tokenizer)} tokens). Choose one "
+                f"{name}={token!r} is not in the vocabulary of {type(tokenizer).__name__} ({len(tokenizer)} tokens). Choose one "
                 "that is, or add it to the tokenizer and resize the model first."
             )
-        tokenizer.eos_token = eos
+        setattr(tokenizer, name, token)
 
 
 def mirror_eos(tokenizer: Any, model: Any, args: Any) -> None:

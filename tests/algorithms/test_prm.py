@@ -67,7 +67,9 @@ def prm(folder, tokenizer, data=None, **settings):
         "per_device_train_batch_size": 8, "max_steps": 1, "logging_steps": 1, "learning_rate": 1e-2, "report_to": "none",
         "bf16": False, "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant",
     }  # fmt: skip
-    keys = {k: settings.pop(k) for k in ("eval_dataset", "peft_config", "compute_metrics") if k in settings}
+    keys = {
+        k: settings.pop(k) for k in ("eval_dataset", "peft_config", "compute_metrics", "data_collator") if k in settings
+    }
     return PRMTrainer(
         judge(tokenizer), PRMConfig(str(folder), **(base | settings)),
         train_dataset=data if data is not None else steps(), processing_class=tokenizer, **keys,
@@ -192,6 +194,26 @@ def test_rows_are_dropped_by_reason_and_an_empty_rest_is_refused_with_the_counts
         prepare_step_dataset(
             datasets.Dataset.from_dict({"prompt": [], "completions": [], "labels": []}), tiny_tokenizer
         )
+
+
+def test_metrics_are_logged_and_a_data_collator_is_refused(tiny_tokenizer, tmp_path):
+    trainer = prm(tmp_path, tiny_tokenizer, eval_dataset=steps(3))
+    trainer.train()
+    general = {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "epoch",
+        "num_tokens",
+        "documents",
+        "trained_tokens",
+        "padding_share",
+    }
+    assert general | {"accuracy"} <= set(trainer.state.log_history[0])
+    assert trainer.state.log_history[0]["trained_tokens"] == sum(map(len, trainer.train_dataset["positions"]))
+    assert {"eval_loss", "eval_accuracy"} <= set(trainer.evaluate())
+    with pytest.raises(ConfigError, match="PRMTrainer makes its own batches of tokenised rows, and data_collator="):
+        prm(tmp_path, tiny_tokenizer, data_collator=lambda rows: rows)
 
 
 def test_what_skips_tokenising_is_refused_with_a_transform_and_limits_below_one(tiny_tokenizer, tmp_path):

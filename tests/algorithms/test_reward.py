@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
-from posttrain import DataError, ModelError, RewardConfig, RewardTrainer
+from posttrain import ConfigError, DataError, ModelError, RewardConfig, RewardTrainer
 from posttrain.data.ranked import prepare_reward_dataset
 from posttrain.models.forward import forward, sequence_scores
 from posttrain.rewards import ModelReward
@@ -38,7 +38,9 @@ def reward(folder, tokenizer, model=None, data=None, **settings):
         "per_device_train_batch_size": 8, "max_steps": 1, "logging_steps": 1, "learning_rate": 1e-2, "report_to": "none",
         "bf16": False, "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant",
     }  # fmt: skip
-    keys = {k: settings.pop(k) for k in ("eval_dataset", "peft_config", "compute_metrics") if k in settings}
+    keys = {
+        k: settings.pop(k) for k in ("eval_dataset", "peft_config", "compute_metrics", "data_collator") if k in settings
+    }
     return RewardTrainer(
         model or scorer(tokenizer), RewardConfig(str(folder), **(base | settings)),
         train_dataset=data if data is not None else pairs(), processing_class=tokenizer, **keys,
@@ -220,6 +222,32 @@ def test_bad_streams_are_refused_before_anything_is_loaded(tiny_tokenizer):
     with pytest.raises(DataError, match="row 1: column 'margin' must be a finite number in every row, and it is None"):
         rows = [{"chosen": "a", "rejected": "b", "margin": 1.0}, {"chosen": "a", "rejected": "b", "margin": None}]
         prepare_reward_dataset(datasets.Dataset.from_list(rows), tiny_tokenizer)
+
+
+def test_a_data_collator_of_pairs_gives_the_same_loss(tiny_tokenizer, tmp_path):
+    from posttrain import DataCollatorForReward
+
+    logs = []
+    for collator in (None, DataCollatorForReward(pad_token_id=9)):
+        trainer = reward(
+            tmp_path / str(bool(collator)), tiny_tokenizer, data=pairs(margin=True), data_collator=collator
+        )
+        trainer.train()
+        logs.append([trainer.state.log_history[0][name] for name in ("loss", "accuracy", "margin", "num_tokens")])
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
+
+
+def test_every_metric_is_logged_in_training_and_evaluation(tiny_tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="max_length=0 must be at least 1"):
+        RewardConfig(str(tmp_path), max_length=0)
+    trainer = reward(tmp_path, tiny_tokenizer, eval_dataset=pairs(3), max_length=64)
+    trainer.train()
+    own = {"accuracy", "tie_rate", "margin", "min_reward", "mean_reward", "max_reward"}
+    entry = trainer.state.log_history[0]
+    general = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "documents", "padding_share", "step_time"}
+    assert own | general <= set(entry)
+    assert entry["num_tokens"] == sum(len(r["chosen_ids"]) + len(r["rejected_ids"]) for r in trainer.train_dataset)
+    assert {f"eval_{name}" for name in (*own, "loss")} <= set(trainer.evaluate())
 
 
 def test_a_model_with_another_number_of_labels_is_refused(tiny_tokenizer, tmp_path):

@@ -32,7 +32,29 @@ def test_loss_falls_and_metrics_are_logged(tiny_tokenizer, tmp_path):
     trainer = sft(tmp_path, tiny_tokenizer, max_steps=12)
     trainer.train()
     assert losses(trainer)[-1] < 0.7 * losses(trainer)[0]
-    assert {"entropy", "mean_token_accuracy", "num_tokens"} <= set(trainer.state.log_history[0])
+    names = {"loss", "grad_norm", "learning_rate", "epoch", "entropy", "mean_token_accuracy", "num_tokens", "step_time"}
+    assert names | {"documents", "trained_tokens", "padding_share"} <= set(trainer.state.log_history[0])
+
+
+def test_metrics_equal_what_the_model_s_own_logits_say(tiny_tokenizer, tmp_path):
+    trainer = sft(tmp_path, tiny_tokenizer, max_steps=1, per_device_train_batch_size=12, eval_dataset=chats(5))
+    model, entropy, hits, count = build_model(len(tiny_tokenizer)), 0.0, 0, 0
+    for row in trainer.train_dataset:
+        with torch.no_grad():
+            logits = model(torch.tensor([row["input_ids"]])).logits[0, :-1]
+        labels = torch.tensor(row["labels"])[1:]
+        keep = labels != -100
+        entropy += torch.distributions.Categorical(logits=logits[keep]).entropy().sum().item()
+        hits, count = hits + int((logits.argmax(-1) == labels)[keep].sum()), count + int(keep.sum())
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert entry["entropy"] == pytest.approx(entropy / count, rel=1e-5)
+    assert entry["mean_token_accuracy"] == pytest.approx(hits / count, abs=1e-6)
+    assert (entry["trained_tokens"], entry["documents"]) == (count, 12)
+    assert entry["num_tokens"] == sum(map(len, trainer.train_dataset["input_ids"]))
+    found = trainer.evaluate()
+    assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy"} <= set(found)
+    assert found["eval_num_tokens"] == entry["num_tokens"]  # The running total; evaluation adds nothing.
 
 
 def test_the_first_loss_is_the_plain_mean_over_trained_tokens(tiny_tokenizer, tmp_path):

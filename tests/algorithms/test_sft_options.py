@@ -364,3 +364,35 @@ def test_a_template_without_markers_is_replaced_for_tokenising_alone(tiny_tokeni
     labels = [t for t in trainer.train_dataset[0]["labels"] if t != -100]
     assert tiny_tokenizer.decode(labels) == "first<|im_end|>second<|im_end|>"
     assert trainer.processing_class.chat_template == own
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_a_data_collator_of_the_user_shapes_the_rows_and_the_loss_is_the_same(tiny_tokenizer, tmp_path, padding_free):
+    from posttrain import DataCollatorForLanguageModeling
+
+    own = DataCollatorForLanguageModeling(tiny_tokenizer.pad_token_id, padding_free=padding_free)
+    runs = [sft(tmp_path / str(bool(c)), tiny_tokenizer, data_collator=c, seed=3) for c in (None, own)]
+    for trainer in runs:
+        trainer.train()
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-5)
+    with pytest.raises(ConfigError, match="packing=True joins documents in a way that a data_collator cannot know"):
+        sft(tmp_path, tiny_tokenizer, data_collator=own, packing=True)
+
+
+def test_a_data_collator_that_leaves_padding_unmarked_is_refused(tiny_tokenizer, tmp_path):
+    def bare(examples):
+        return {"input_ids": torch.tensor([[1, 2]])}
+
+    with pytest.raises(
+        DataError, match=r"data_collator gave \['input_ids'\]; it must give input_ids with an attention_mask"
+    ):
+        sft(tmp_path, tiny_tokenizer, data_collator=bare).train()
+
+
+def test_the_old_option_of_the_pad_token_is_heard_and_deprecated(tiny_tokenizer, tmp_path):
+    with pytest.warns(FutureWarning, match="pad_token is deprecated"):
+        trainer = sft(tmp_path, tiny_tokenizer, pad_token="<|endoftext|>")
+    assert trainer.processing_class.pad_token == "<|endoftext|>"
+    assert trainer.model.config.pad_token_id == trainer.processing_class.pad_token_id == 0
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="pad_token='<nope>' is not in the vocabulary"):
+        sft(tmp_path, tiny_tokenizer, pad_token="<nope>")
