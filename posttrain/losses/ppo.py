@@ -1,0 +1,175 @@
+"""PPO's arithmetic: what each token earned, how much better than expected that is, and the clipped value loss.
+
+A response of L tokens, at most T, has states ``0..L-1`` (before each of its tokens) and, where ``L < T``, one state more:
+the one after its last token. The score arrives in the last state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import DataError
+from posttrain.losses.kl import KL_ESTIMATORS
+
+__all__ = [
+    "Moments",
+    "clipped_value_loss",
+    "gae",
+    "merge_moments",
+    "moments",
+    "response_masks",
+    "token_rewards",
+    "whiten",
+]
+
+WHITEN_EPS = 1e-8  # Keeps the division finite when all values are equal.
+
+
+def response_masks(lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Which entries of a ``(S, T)`` grid are tokens of a response, and which are states with a value.
+
+    ``tokens[i, t] = t < L_i`` and ``states[i, t] = t < min(L_i + 1, T)``.
+
+    Args:
+        lengths: ``(S,)`` int, tokens of each response.
+        width: T, the most tokens a response may have.
+
+    Returns:
+        Two ``(S, T)`` bool masks.
+
+    >>> [m.int().tolist() for m in response_masks(torch.tensor([1, 3]), 3)]
+    [[[1, 0, 0], [1, 1, 1]], [[1, 1, 0], [1, 1, 1]]]
+    """
+    place = torch.arange(width, device=lengths.device)
+    return place < lengths[:, None], place <= lengths[:, None]
+
+
+def token_rewards(
+    logp: Tensor, ref_logp: Tensor, scores: Tensor, lengths: Tensor, *, kl_coef: float, kl_estimator: str = "k1"
+) -> tuple[Tensor, Tensor]:
+    """``r_t = -kl_coef * kl_t``, plus the score in the last state.
+
+    Args:
+        logp: ``(S, T)`` log-probs of the sampled tokens when they were sampled, nats; T is the most a response may have.
+        ref_logp: ``(S, T)`` under the reference.
+        scores: ``(S,)`` what each response is worth.
+        lengths: ``(S,)`` int, tokens of each response; what stands behind them is not read.
+        kl_coef: Weight of the penalty.
+        kl_estimator: ``k1`` or ``k3``, see `posttrain.losses.kl`.
+
+    Returns:
+        Rewards and divergences, ``(S, T)`` each, 0 behind a response.
+
+    Reference: Learning to summarize from human feedback, arXiv:2009.01325, section 3.4.
+    """
+    tokens, _ = response_masks(lengths, logp.shape[1])
+    kl = torch.where(tokens, KL_ESTIMATORS[kl_estimator](logp, ref_logp), 0.0)
+    last = lengths.clamp_max(logp.shape[1] - 1)[:, None]
+    return (-kl_coef * kl).scatter_add(1, last, scores[:, None].to(kl.dtype)), kl
+
+
+def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """``d_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = d_t + gamma lam A_{t+1}``; both are 0 beyond the end.
+
+    Args:
+        rewards: ``(S, T)``, 0 behind a response.
+        values: ``(S, T)``, 0 behind its last state.
+        gamma: Discount a token, in [0, 1].
+        lam: 1 is the Monte-Carlo return, 0 the one-step error.
+
+    Returns:
+        Advantages and returns ``A + V``, ``(S, T)`` each.
+
+    Reference: High-dimensional continuous control using generalized advantage estimation, arXiv:1506.02438, equation 16.
+
+    >>> gae(torch.tensor([[0.0, 0.0, 1.0]]), torch.full((1, 3), 0.5), gamma=1.0, lam=0.95)[0]
+    tensor([[0.4512, 0.4750, 0.5000]])
+    """
+    after = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], dim=1)
+    delta = rewards + gamma * after - values
+    advantages = torch.zeros_like(delta)
+    carried = delta.new_zeros(len(delta))
+    for t in reversed(range(delta.shape[1])):
+        carried = delta[:, t] + gamma * lam * carried
+        advantages[:, t] = carried
+    return advantages, advantages + values
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean and sum of squared deviations of some numbers; those of several ranks merge exactly."""
+
+    count: float
+    mean: float
+    deviations: float
+
+    @property
+    def variance(self) -> float:
+        """Bessel-corrected; 0 for fewer than two numbers."""
+        return self.deviations / (self.count - 1) if self.count > 1 else 0.0
+
+
+def moments(values: Tensor, mask: Tensor) -> Moments:
+    """`Moments` of what the mask keeps; all 0 for an empty mask."""
+    kept = values[mask.bool()].double()
+    if not kept.numel():
+        return Moments(0.0, 0.0, 0.0)
+    mean = float(kept.mean())
+    return Moments(float(kept.numel()), mean, float((kept - mean).square().sum()))
+
+
+def merge_moments(parts: Iterable[Moments]) -> Moments:
+    """`Moments` of all numbers together, however they were dealt to ``parts``.
+
+    Reference: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", equation 2.1.
+    """
+    parts = list(parts)
+    count = sum(part.count for part in parts)
+    if not count:
+        return Moments(0.0, 0.0, 0.0)
+    mean = sum(part.count * part.mean for part in parts) / count
+    return Moments(count, mean, sum(p.deviations + p.count * (p.mean - mean) ** 2 for p in parts))
+
+
+def whiten(values: Tensor, mask: Tensor, statistics: Moments, *, shift_mean: bool = True) -> Tensor:
+    """``(v - mean) / sqrt(var + 1e-8)`` where the mask is true, 0 elsewhere; ``shift_mean=False`` adds the mean back.
+
+    Args:
+        values: Any shape.
+        mask: Same shape, bool.
+        statistics: Of all values that belong together, those of other ranks included.
+        shift_mean: Whether the mean goes too, or only the scale.
+
+    Returns:
+        Same shape; fewer than two values have no spread and stay what they are.
+
+    Raises:
+        DataError: ``statistics`` counts no value at all.
+    """
+    if not statistics.count:
+        raise DataError(
+            f"whitening: the mask of shape {tuple(mask.shape)} keeps no value, so there is no mean to take."
+        )
+    if statistics.count < 2:
+        return values * mask
+    scaled = (values - statistics.mean) * (statistics.variance + WHITEN_EPS) ** -0.5
+    return (scaled if shift_mean else scaled + statistics.mean) * mask
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> Tensor:
+    """``max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2``.
+
+    Args:
+        values: ``(B, T)`` what the value function says now.
+        old_values: ``(B, T)`` what it said when the response was sampled.
+        returns: ``(B, T)`` what it should have said.
+        cliprange: c, how far a value may move in one update before it stops being pulled.
+
+    Reference: Implementation matters in deep policy gradients, arXiv:2005.12729, section 3, item 1.
+    """
+    bounded = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    return torch.maximum((values - returns).square(), (bounded - returns).square()) / 2

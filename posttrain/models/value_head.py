@@ -1,0 +1,211 @@
+"""The value function of a policy: a head on its own trunk, or a second model that goes through every forward with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from posttrain.errors import ModelError
+from posttrain.models.forward import causal_lm, install_token_head
+from posttrain.models.heads import score_layer
+
+__all__ = [
+    "ValueHead",
+    "attach_value",
+    "check_scorer",
+    "check_vocabulary",
+    "hidden_size",
+    "load_value_state",
+    "value_state",
+    "without_value",
+]
+
+logger = logging.getLogger(__name__)
+
+HEAD, CRITIC = "v_head", "value_model"  # Where the policy's transformers model keeps the one or the other.
+DROPOUT = 0.1
+
+
+def hidden_size(config: Any) -> int:
+    """Width of a model's last hidden states, by the names that configs give it.
+
+    Raises:
+        ModelError: The config has none of them.
+    """
+    places = (config, "word_embed_proj_dim"), (config, "hidden_size")
+    nested = (getattr(config, "text_config", None), "hidden_size"), (getattr(config, "decoder", None), "hidden_size")
+    for holder, name in (*places, *nested):
+        size = getattr(holder, name, None)
+        if isinstance(size, int):
+            return size
+    raise ModelError(
+        f"the config {type(config).__name__} does not say how wide its hidden states are: it has none of word_embed_proj_dim, "
+        "hidden_size, text_config.hidden_size and decoder.hidden_size. Set config.hidden_size."
+    )
+
+
+class ValueHead(nn.Module):
+    """Dropout, then one number a hidden state: what the state is worth.
+
+    Args:
+        config: Of the model whose hidden states it reads.
+        summary_dropout_prob: None is what the config says, else 0.1; 0 is no dropout.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig
+    >>> ValueHead(LlamaConfig(hidden_size=64))(torch.zeros(2, 3, 64)).shape
+    torch.Size([2, 3, 1])
+    """
+
+    def __init__(self, config: Any, *, summary_dropout_prob: float | None = None) -> None:
+        super().__init__()
+        said = getattr(config, "summary_dropout_prob", None)
+        rate = next(p for p in (summary_dropout_prob, said, DROPOUT) if p is not None)
+        self.dropout = nn.Dropout(rate) if rate else nn.Identity()
+        self.summary = nn.Linear(hidden_size(config), 1)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``(..., H)`` of any dtype to ``(..., 1)`` in the head's own dtype."""
+        return self.summary(self.dropout(hidden_states).to(self.summary.weight.dtype))
+
+
+def attach_value(policy: nn.Module, value: nn.Module | None = None) -> nn.Module:
+    """Let ``forward(policy, batch, needs)`` give ``values``: the value function becomes a part of the policy's module.
+
+    Being a part of it, it is wrapped, sharded, put in eval mode and optimised with it. Nothing else of the policy changes.
+
+    Args:
+        policy: A causal language model, with adapters or without.
+        value: A sequence classifier with one label; a `ValueHead`; None makes a new head, which starts at 0 everywhere.
+
+    Returns:
+        The value function.
+    """
+    inner: Any = causal_lm(policy)
+    parameter = next(inner.parameters())
+    if value is None:
+        value = ValueHead(inner.config, summary_dropout_prob=0.0)
+        nn.init.zeros_(value.summary.weight)
+        nn.init.zeros_(value.summary.bias)
+    if isinstance(value, ValueHead):
+        inner.v_head = value.to(parameter.device).requires_grad_(True)
+        return value
+    check_scorer(value, "value_model")
+    install_token_head(value)
+    inner.value_model = value.to(parameter.device)
+    return value
+
+
+def _held(policy: nn.Module) -> tuple[Any, str, nn.Module] | None:
+    inner: Any = causal_lm(policy)
+    for name in (CRITIC, HEAD):
+        if name in inner._modules:
+            return inner, name, inner._modules[name]
+    return None
+
+
+@contextmanager
+def without_value(policy: nn.Module) -> Iterator[None]:
+    """The policy alone, as it is saved and loaded; its value function comes back afterwards, also on an exception."""
+    held = _held(policy)
+    if held is not None:
+        del held[0]._modules[held[1]]
+    try:
+        yield
+    finally:
+        if held is not None:
+            held[0]._modules[held[1]] = held[2]
+
+
+def value_state(policy: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The value function's own tensors, without the policy's prefix.
+
+    Args:
+        policy: With a value function attached.
+        state: A gathered state dict of the policy, where parameters are sharded; None reads the module.
+    """
+    held = _held(policy)
+    if held is None:
+        return {}
+    if state is None:
+        return dict(held[2].state_dict())
+    mark = f"{held[1]}."
+    return {key.rpartition(mark)[2]: tensor for key, tensor in state.items() if mark in key}
+
+
+def load_value_state(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Undo `value_state`.
+
+    Raises:
+        ModelError: The tensors are those of another value function.
+    """
+    held = _held(policy)
+    assert held is not None, "no value function is attached"
+    try:
+        held[2].load_state_dict(state)
+    except RuntimeError as error:
+        raise ModelError(
+            f"the saved value function does not fit this one ({type(held[2]).__name__}): {error}"
+        ) from error
+
+
+def check_scorer(model: Any, role: str) -> None:
+    """Refuse a reward or value model that does not give one number a text.
+
+    Raises:
+        ModelError: Several labels, or no classification head.
+    """
+    labels = getattr(getattr(model, "config", None), "num_labels", None)
+    if score_layer(model) is None or labels != 1:
+        what = "no classification head" if score_layer(model) is None else f"num_labels={labels}"
+        raise ModelError(
+            f"{role} must be a sequence classifier with one label, and {type(model).__name__} has {what}. Load it with "
+            "AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)."
+        )
+
+
+def check_vocabulary(tokenizer: Any, model: Any, role: str) -> None:
+    """Refuse a reward or value model that reads token ids otherwise than the policy's tokenizer writes them.
+
+    Its own tokenizer is looked for where it was loaded from, without any download. A token that only one of the two has
+    (an added pad token) does no harm while the model has an embedding for it.
+
+    Raises:
+        ModelError: One id stands for two tokens, or the model has fewer embeddings than the policy has tokens.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    ours = {index: token for token, index in tokenizer.get_vocab().items() if index != tokenizer.pad_token_id}
+    if max(ours) >= rows:
+        raise ModelError(
+            f"{role} reads the policy's token ids as they are, and it has {rows} embeddings for ids up to {max(ours)}. Take a "
+            "model of the same family, or score texts with a reward function."
+        )
+    theirs = _own_vocabulary(model)
+    other = next((i for i, token in theirs.items() if ours.get(i, token) != token), None)
+    if other is not None:
+        raise ModelError(
+            f"{role} reads the policy's token ids as they are, but its vocabulary is another one: id {other} is "
+            f"{ours[other]!r} for the policy and {theirs[other]!r} for it. Take a model of the same family, or score texts "
+            "with a reward function."
+        )
+
+
+def _own_vocabulary(model: Any) -> dict[int, str]:
+    from transformers import AutoTokenizer
+
+    name = getattr(model.config, "_name_or_path", "") or ""
+    if not name:
+        return {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except Exception as error:  # Many reward models come without a tokenizer; then only the size can be compared.
+        logger.info(
+            "the tokenizer of %s cannot be read (%s): its vocabulary is not compared.", name, type(error).__name__
+        )
+        return {}
+    pad = tokenizer.pad_token_id
+    return {index: token for token, index in tokenizer.get_vocab().items() if index != pad}

@@ -1,0 +1,412 @@
+"""Value functions on a policy's trunk or beside it, and language models that carry a value head in their checkpoint."""
+
+import json
+import logging
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
+
+from posttrain import ConfigError, ModelError, Row
+from posttrain.data.forest import Layout, collate
+from posttrain.errors import ArgumentTypeError
+from posttrain.models.forward import forward
+from posttrain.models.value_head import (
+    ValueHead,
+    attach_value,
+    check_scorer,
+    check_vocabulary,
+    hidden_size,
+    load_value_state,
+    value_state,
+    without_value,
+)
+from posttrain.models.value_wrapper import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    PreTrainedModelWrapper,
+)
+from tests.conftest import build_model
+
+NEEDS = frozenset({"logp", "values"})
+
+
+def lora(**settings):
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **settings)
+
+
+def critic(policy, seed=5, labels=1):
+    """A sequence classifier of the policy's shape and other weights."""
+    torch.manual_seed(seed)
+    settings = {k: v for k, v in policy.config.to_dict().items() if k not in ("num_labels", "id2label", "label2id")}
+    return LlamaForSequenceClassification(LlamaConfig(**settings, num_labels=labels)).eval()
+
+
+def forest(layout):
+    rows = [
+        Row([3, 4, 5], [[6, 7, 8, 0], [9, 10]], [[1, 1, 1, 0], [1, 1]]),
+        Row([11, 12], [[13, 14, 15]], [[1, 1, 1]]),
+    ]
+    return rows, collate(rows, pad_token_id=0, layout=layout)
+
+
+def by_completion(rows, batches, policy):
+    """Values of every completion, in the order of the rows."""
+    found = {}
+    for batch in batches:
+        out = forward(policy, batch, NEEDS)
+        assert (out.values[batch.sequence < 0] == 0).all()
+        for s, origin in enumerate(batch.origin):
+            found[origin] = out.values[batch.sequence == s]
+    return [found[i] for i in range(sum(len(row.completions) for row in rows))]
+
+
+@pytest.mark.parametrize("layout", [Layout("tree", row_tokens=64), Layout("padded")], ids=["packed", "padded"])
+def test_a_head_on_the_trunk_reads_the_state_before_each_token(tiny_model, layout):
+    head = ValueHead(tiny_model.config, summary_dropout_prob=0.0)
+    attach_value(tiny_model, head)
+    rows, batches = forest(layout)
+    found = iter(by_completion(rows, batches, tiny_model))
+    for row in rows:
+        for ids in row.completions:
+            sequence = torch.tensor([row.prompt_ids + ids])
+            hidden = tiny_model.model(sequence).last_hidden_state[0]
+            expected = head(hidden)[len(row.prompt_ids) - 1 : -1, 0]
+            assert torch.allclose(next(found), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [Layout("tree", row_tokens=64), Layout("padded")], ids=["packed", "padded"])
+def test_a_second_model_reads_the_state_before_each_token(tiny_model, layout):
+    value = critic(tiny_model)
+    attach_value(tiny_model, value)
+    rows, batches = forest(layout)
+    found = iter(by_completion(rows, batches, tiny_model))
+    for row in rows:
+        for ids in row.completions:
+            hidden = value.model(torch.tensor([row.prompt_ids + ids])).last_hidden_state[0]
+            expected = value.score(hidden)[len(row.prompt_ids) - 1 : -1, 0]
+            assert torch.allclose(next(found), expected, atol=1e-5)
+
+
+def test_values_of_a_token_without_loss_are_there_and_log_probs_are_not(tiny_model):
+    attach_value(tiny_model, ValueHead(tiny_model.config))
+    tiny_model.eval()
+    _, (batch,) = forest(Layout("tree", row_tokens=64))
+    out = forward(tiny_model, batch, NEEDS)
+    extra = (batch.sequence >= 0) & ~batch.loss_mask
+    assert int(extra.sum()) == 1
+    assert (out.logp[extra] == 0).all()
+    assert (out.values[extra] != 0).all()
+
+
+def test_a_model_with_logits_of_its_own_gives_the_same_values(tiny_model):
+    attach_value(tiny_model, ValueHead(tiny_model.config, summary_dropout_prob=0.0))
+    _, (batch,) = forest(Layout("tree", row_tokens=64))
+    fast = forward(tiny_model, batch, NEEDS)
+    tiny_model.own_logits = True
+    slow = forward(tiny_model, batch, NEEDS)
+    assert torch.allclose(fast.values, slow.values, atol=1e-6)
+    assert torch.allclose(fast.logp, slow.logp, atol=1e-5)
+
+
+def test_one_pass_of_the_trunk_gives_both(tiny_model):
+    attach_value(tiny_model)
+    calls = []
+    tiny_model.model.register_forward_hook(lambda *_: calls.append(1))
+    _, (batch,) = forest(Layout("tree", row_tokens=64))
+    forward(tiny_model, batch, NEEDS)
+    assert len(calls) == 1
+
+
+def test_values_have_gradients_in_head_and_trunk(tiny_model):
+    attach_value(tiny_model, ValueHead(tiny_model.config))
+    _, (batch,) = forest(Layout("tree", row_tokens=64))
+    forward(tiny_model, batch, NEEDS).values.sum().backward()
+    assert tiny_model.v_head.summary.weight.grad.abs().sum() > 0
+    assert tiny_model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+
+
+def test_a_new_head_says_zero_everywhere(tiny_model):
+    attach_value(tiny_model)
+    _, (batch,) = forest(Layout("tree", row_tokens=64))
+    assert forward(tiny_model, batch, NEEDS).values.abs().max() == 0
+
+
+def test_a_value_function_is_trained_with_the_policy_and_not_saved_with_it(tiny_model, tmp_path):
+    before = set(tiny_model.state_dict())
+    value = attach_value(tiny_model, critic(tiny_model))
+    assert {id(p) for p in value.parameters()} <= {id(p) for p in tiny_model.parameters()}
+    with without_value(tiny_model):
+        assert set(tiny_model.state_dict()) == before
+        tiny_model.save_pretrained(tmp_path)
+    assert tiny_model.value_model is value
+
+
+def test_the_value_function_comes_back_after_an_error(tiny_model):
+    value = attach_value(tiny_model)
+    with pytest.raises(RuntimeError, match="boom"), without_value(tiny_model):
+        raise RuntimeError("boom")
+    assert tiny_model.v_head is value
+
+
+def test_a_value_state_round_trip_and_one_out_of_a_gathered_state(tiny_model, tiny_tokenizer):
+    attach_value(tiny_model, ValueHead(tiny_model.config))
+    gathered = {f"_module.{k}": t for k, t in tiny_model.state_dict().items()}
+    state = value_state(tiny_model)
+    assert set(state) == set(value_state(tiny_model, gathered)) == {"summary.weight", "summary.bias"}
+    other = build_model(len(tiny_tokenizer))
+    attach_value(other)
+    load_value_state(other, state)
+    assert torch.equal(other.v_head.summary.weight, tiny_model.v_head.summary.weight)
+    with pytest.raises(ModelError, match="does not fit"):
+        load_value_state(other, {"score.weight": torch.zeros(1, 32)})
+
+
+def test_a_policy_with_adapters_keeps_its_head_on_the_base_model(tiny_model):
+    from peft import get_peft_model
+
+    policy = get_peft_model(tiny_model, lora())
+    attach_value(policy)
+    assert policy.get_base_model().v_head.summary.weight.requires_grad
+    _, (batch,) = forest(Layout("tree", row_tokens=64))
+    assert forward(policy, batch, NEEDS).values.shape == batch.input_ids.shape
+
+
+@pytest.mark.parametrize("labels", [2])
+def test_a_value_model_with_several_labels_is_refused(tiny_model, labels):
+    with pytest.raises(ModelError, match=r"value_model must be a sequence classifier .* has num_labels=2"):
+        attach_value(tiny_model, critic(tiny_model, labels=labels))
+    with pytest.raises(ModelError, match=r"reward_model .* has no classification head"):
+        check_scorer(tiny_model, "reward_model")
+
+
+def test_models_of_another_vocabulary_are_refused(tiny_model, tiny_tokenizer, tiny_model_dir, tmp_path):
+    from transformers import AutoTokenizer
+
+    scorer = critic(tiny_model)
+    check_vocabulary(tiny_tokenizer, scorer, "reward_model")  # Nothing is known of its tokenizer.
+    scorer.config._name_or_path = tiny_model_dir
+    check_vocabulary(tiny_tokenizer, scorer, "reward_model")
+    other = AutoTokenizer.from_pretrained(tiny_model_dir)
+    other.add_tokens(["<pad>"])
+    other.pad_token = "<pad>"  # Only the policy's tokenizer has it, and it is never scored.
+    check_vocabulary(other, scorer, "reward_model")
+    file = tmp_path / "tiny-model" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    words = content["model"]["vocab"]
+    words["What"], words["The"] = words["The"], words["What"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"its vocabulary is another one: id \d+ is"):
+        check_vocabulary(tiny_tokenizer, scorer, "reward_model")
+    small = critic(build_model(40))
+    with pytest.raises(ModelError, match="has 40 embeddings for ids up to"):
+        check_vocabulary(tiny_tokenizer, small, "value_model")
+
+
+# Checkpoints with a head -----------------------------------------------------------------------------------------------
+
+
+class Sizes:
+    """Attributes as configs have them."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+def test_the_hidden_size_is_looked_for_in_the_order_of_the_chapter():
+    nested = {"text_config": Sizes(hidden_size=3), "decoder": Sizes(hidden_size=4)}
+    assert hidden_size(Sizes(word_embed_proj_dim=1, hidden_size=2, **nested)) == 1
+    assert hidden_size(Sizes(hidden_size=2, **nested)) == 2
+    assert hidden_size(Sizes(**nested)) == 3
+    assert hidden_size(Sizes(decoder=Sizes(hidden_size=4))) == 4
+    with pytest.raises(ModelError, match="none of word_embed_proj_dim"):
+        hidden_size(Sizes())
+
+
+def test_the_dropout_is_the_argument_s_else_the_config_s_else_a_tenth(tiny_model):
+    wrap = AutoModelForCausalLMWithValueHead
+    assert wrap(tiny_model).v_head.dropout.p == 0.1
+    tiny_model.config.summary_dropout_prob = 0.3
+    assert wrap(tiny_model).v_head.dropout.p == 0.3
+    assert isinstance(wrap(tiny_model, summary_dropout_prob=0.0).v_head.dropout, torch.nn.Identity)
+
+
+def test_the_forward_gives_logits_loss_and_values(tiny_model):
+    model = AutoModelForCausalLMWithValueHead(tiny_model.to(torch.bfloat16), summary_dropout_prob=0.0).eval()
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    logits, loss, values = model(ids, attention_mask=torch.ones_like(ids))
+    assert (logits.dtype, logits.shape) == (torch.float32, (2, 3, tiny_model.config.vocab_size))
+    assert loss is None
+    assert (values.dtype, values.shape) == (torch.float32, (2, 3))
+    hidden = tiny_model.model(ids).last_hidden_state.float()
+    assert torch.allclose(values, model.v_head.summary(hidden)[..., 0], atol=1e-4)
+    assert model(ids, labels=ids)[1] > 0
+    *_, cache = model(ids, return_past_key_values=True, use_cache=True)
+    assert cache.get_seq_length() == 3
+
+
+def test_the_normal_strategy_draws_weights_and_clears_the_bias(tiny_model):
+    torch.manual_seed(0)
+    head = AutoModelForCausalLMWithValueHead(
+        tiny_model, v_head_init_strategy="normal", v_head_initializer_range=3.0
+    ).v_head.summary
+    assert head.bias.item() == 0
+    assert 1.5 < head.weight.std() < 4.5
+    with pytest.raises(ConfigError, match=r"v_head_init_strategy='normla' is not known .did you mean 'normal'"):
+        AutoModelForCausalLMWithValueHead(tiny_model, v_head_init_strategy="normla")
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"], ids=["one file", "shards"])
+def test_a_saved_head_is_restored(tiny_model, tmp_path, shard, caplog):
+    model = AutoModelForCausalLMWithValueHead(tiny_model)
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        again = AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path), summary_dropout_prob=0.0)
+    assert not caplog.records
+    assert torch.equal(again.v_head.summary.weight, model.v_head.summary.weight)
+    assert torch.equal(again.v_head.summary.bias, model.v_head.summary.bias)
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.equal(again.eval()(ids)[0], model.eval()(ids)[0])
+
+
+def test_a_state_dict_round_trip_by_the_names_of_the_base_model(tiny_model, tiny_tokenizer):
+    model = AutoModelForCausalLMWithValueHead(tiny_model)
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    assert {"v_head.summary.weight", "v_head.summary.bias", "model.norm.weight"} <= set(state)
+    other = AutoModelForCausalLMWithValueHead(build_model(len(tiny_tokenizer), seed=9))
+    other.load_state_dict(state)
+    assert torch.equal(other.v_head.summary.weight, model.v_head.summary.weight)
+    assert torch.equal(other.pretrained_model.model.norm.weight, tiny_model.model.norm.weight)
+
+
+def test_a_checkpoint_without_a_head_is_told_once(tiny_model_dir, caplog):
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir)
+    assert [record.message for record in caplog.records if "the value head is new" in record.message]
+    assert len(caplog.records) == 1
+
+
+def test_with_adapters_the_state_is_the_head_alone_and_comes_back(tiny_model_dir, tmp_path):
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, peft_config=lora())
+    assert model.is_peft_model
+    assert set(model.state_dict()) == {"v_head.summary.weight", "v_head.summary.bias"}
+    folder = tmp_path / "saved"
+    model.save_pretrained(str(folder))
+    again = AutoModelForCausalLMWithValueHead.from_pretrained(str(folder), is_trainable=True)
+    assert torch.equal(again.v_head.summary.weight, model.v_head.summary.weight)
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.allclose(again.eval()(ids)[0], model.eval()(ids)[0])
+    assert any(p.requires_grad for n, p in again.pretrained_model.named_parameters() if "lora" in n)
+
+
+def test_it_generates_and_passes_on_what_it_does_not_know(tiny_model):
+    model = AutoModelForCausalLMWithValueHead(tiny_model)
+    out = model.generate(torch.tensor([[3, 4]]), max_new_tokens=3, do_sample=False)
+    assert out.shape[1] <= 5
+    assert model.get_output_embeddings() is tiny_model.lm_head
+    assert isinstance(model, PreTrainedModelWrapper)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = model.no_such_thing
+
+
+def test_what_cannot_be_wrapped_is_refused(tiny_model, tiny_model_dir):
+    from peft import PromptTuningConfig, get_peft_model
+
+    with pytest.raises(ModelError, match="has no language-model head"):
+        AutoModelForCausalLMWithValueHead(LlamaModel(tiny_model.config))
+    with pytest.raises(ConfigError, match="the model has no adapter"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, reward_adapter="somewhere")
+    with pytest.raises(ConfigError, match="reward_adapter must be a folder or a hub id, and it is int"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, reward_adapter=3)
+    with pytest.raises(ArgumentTypeError, match="takes a string or a model, not int"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(3)
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ModelError, match="virtual tokens"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, peft_config=prompts)
+    with pytest.raises(ModelError, match="virtual"):
+        AutoModelForCausalLMWithValueHead(get_peft_model(tiny_model, prompts))
+
+
+@pytest.mark.parametrize("places", [{"model": 0, "lm_head": "cpu"}, {"model": 0, "lm_head": "disk"}])
+def test_an_offloaded_model_is_refused(tiny_model, places):
+    tiny_model.hf_device_map = places
+    with pytest.raises(ModelError, match="off the accelerator"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model)
+
+
+def test_quantised_weights_without_a_device_map_go_to_this_process_s_device(caplog):
+    from posttrain.models.value_wrapper import _with_device_map
+
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        assert _with_device_map({"load_in_8bit": True})["device_map"] == {"": 0}
+    assert "need a device_map" in caplog.text
+    assert _with_device_map({"load_in_8bit": True, "device_map": "auto"})["device_map"] == "auto"
+    assert _with_device_map({"dtype": "auto"}) == {"dtype": "auto"}
+
+
+@pytest.fixture
+def reward_adapter(tiny_model, tmp_path):
+    """A classifier's adapter with its score layer, saved; and its scores of one text."""
+    from peft import get_peft_model
+
+    scorer = critic(tiny_model)
+    scorer.model.load_state_dict(tiny_model.model.state_dict())
+    model = get_peft_model(scorer, lora(task_type="SEQ_CLS", modules_to_save=["score"])).eval()
+    folder = tmp_path / "reward-adapter"
+    model.save_pretrained(str(folder))
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        return str(folder), ids, float(model(ids).logits)
+
+
+def test_the_reward_adapter_scores_and_the_policy_comes_back(tiny_model_dir, reward_adapter):
+    folder, ids, score = reward_adapter
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, peft_config=lora(), reward_adapter=folder)
+    model.eval()
+    before = model(ids)[0]
+    model.train()
+    scores = model.compute_reward_score(ids, torch.ones_like(ids))
+    assert scores.shape == (1, 4, 1)
+    assert float(scores[0, -1, 0]) == pytest.approx(score, abs=1e-5)
+    assert model.training  # The mode it was in.
+    assert model.pretrained_model.active_adapter == "default"
+    assert torch.equal(model.eval()(ids)[0], before)
+    assert all(
+        p.requires_grad == (".default" in n) for n, p in model.pretrained_model.named_parameters() if "lora" in n
+    )
+
+
+def test_scores_without_a_reward_adapter_are_refused(tiny_model):
+    with pytest.raises(ModelError, match="needs a reward adapter"):
+        AutoModelForCausalLMWithValueHead(tiny_model).compute_reward_score(torch.tensor([[1]]))
+
+
+def test_an_adapter_without_a_score_layer_is_refused(tiny_model, tiny_model_dir, tmp_path):
+    from peft import get_peft_model
+
+    get_peft_model(tiny_model, lora()).save_pretrained(str(tmp_path / "plain"))
+    with pytest.raises(ModelError, match="has no score layer"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(
+            tiny_model_dir, peft_config=lora(), reward_adapter=str(tmp_path / "plain")
+        )
+
+
+def test_an_encoder_decoder_has_values_of_its_decoder(tmp_path, caplog):
+    from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=40, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    model = AutoModelForSeq2SeqLMWithValueHead(T5ForConditionalGeneration(config), summary_dropout_prob=0.0).eval()
+    ids, target = torch.tensor([[3, 4, 5]]), torch.tensor([[0, 6]])
+    logits, loss, values = model(ids, decoder_input_ids=target)
+    assert (logits.shape, loss, values.shape) == ((1, 2, 40), None, (1, 2))
+    model.save_pretrained(str(tmp_path))
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        again = AutoModelForSeq2SeqLMWithValueHead.from_pretrained(str(tmp_path), summary_dropout_prob=0.0).eval()
+    assert not caplog.records
+    assert torch.allclose(again(ids, decoder_input_ids=target)[2], values)
+    with pytest.raises(ModelError, match="has no language-model head"):
+        AutoModelForSeq2SeqLMWithValueHead(T5EncoderModel(config))
