@@ -1,0 +1,218 @@
+"""`PPOConfig`: one rollout batch, the passes over it, and how rewards become advantages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from posttrain.algorithms.config import PostTrainingConfig
+from posttrain.algorithms.online_config import ENGINES
+from posttrain.data.tensors import exact_div
+from posttrain.errors import ConfigError, check_choice
+
+__all__ = ["PPOConfig"]
+
+ESTIMATORS = ("k1", "k3")
+WHITEN_LEAST = 8  # Responses of a mini-batch on one process below which whitened rewards are mostly noise.
+
+
+class _OneCompletion:
+    """What `OnlineTrainer` asks of its config, answered for a method that samples one completion a prompt, unfiltered."""
+
+    num_generations = 1
+    num_generations_eval = None
+    mask_truncated_completions = False
+    beta = 0.0  # The divergence is charged to the rewards by ``kl_coef``; no term of the loss holds it.
+    top_p = 1.0
+    top_k = 0
+    min_p = None
+    repetition_penalty = 1.0
+    generation_kwargs = None
+
+
+@dataclass
+class PPOConfig(_OneCompletion, PostTrainingConfig):
+    """Arguments of `PPOTrainer`.
+
+    A rollout batch has ``per_device_train_batch_size x gradient_accumulation_steps x processes`` responses. Each of
+    ``num_ppo_epochs`` passes over it deals them anew to ``num_mini_batches`` mini-batches, and each mini-batch is one
+    optimiser step, which is what ``logging_steps``, ``save_steps``, ``eval_steps`` and ``max_steps`` count.
+
+    Reference: Proximal policy optimization algorithms, arXiv:1707.06347.
+    """
+
+    _VALID_DICT_FIELDS = [*PostTrainingConfig._VALID_DICT_FIELDS, "chat_template_kwargs"]  # noqa: RUF012
+
+    learning_rate: float = field(default=3e-6, metadata={"help": "Peak learning rate, constant during an update."})
+    disable_dropout: bool = field(default=True, metadata={"help": "Set every dropout of all four models to 0."})
+    num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over each rollout batch, at least 1."})
+    num_mini_batches: int = field(
+        default=1, metadata={"help": "Optimiser steps of a pass; divides the rollout batch of a process exactly."}
+    )
+    total_episodes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Responses to train on, rounded up to whole rollout batches. None: num_train_epochs times the rows of "
+            "train_dataset, or as many as max_steps needs where that is set."
+        },
+    )
+    local_rollout_forward_batch_size: int = field(
+        default=64, metadata={"help": "Most responses of a process that are evaluated together without gradients."}
+    )
+    num_sample_generations: int = field(
+        default=10,
+        metadata={"help": "Tables of sampled answers to eval_dataset during training; 0, or no eval_dataset: none."},
+    )
+    response_length: int = field(default=53, metadata={"help": "Most tokens of a response, the stop token included."})
+    stop_token: str | None = field(
+        default=None,
+        metadata={
+            "help": "'eos' ends a response at any token that ends a turn. None without stop_token_id: nothing does, and "
+            "every response has response_length tokens."
+        },
+    )
+    stop_token_id: int | None = field(default=None, metadata={"help": "Ends a response; instead of stop_token."})
+    temperature: float = field(
+        default=0.7, metadata={"help": "Divides the logits, in sampling and in every log-prob; > 0."}
+    )
+    missing_eos_penalty: float | None = field(
+        default=None, metadata={"help": "Taken off the score of a response without an end token, > 0; None: nothing."}
+    )
+    kl_coef: float = field(
+        default=0.05, metadata={"help": "Weight of the divergence from the reference in the rewards."}
+    )
+    kl_estimator: Literal["k1", "k3"] = field(
+        default="k1",
+        metadata={"help": "k1 is unbiased and may be negative; k3 has less variance and is never negative."},
+    )
+    cliprange: float = field(default=0.2, metadata={"help": "Clip of the importance ratio, 1 +- cliprange."})
+    cliprange_value: float = field(default=0.2, metadata={"help": "How far a value may move in one update."})
+    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
+    gamma: float = field(default=1.0, metadata={"help": "Discount a token, in [0, 1]."})
+    lam: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation, in [0, 1]."})
+    whiten_rewards: bool = field(
+        default=False, metadata={"help": "Divide token rewards by their spread; needs 8 responses a local mini-batch."}
+    )
+    reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward; None: ones."})
+    reward_timeout: float | None = field(
+        default=None,
+        metadata={"help": "Seconds a reward function may take for one rollout batch; None waits for ever."},
+    )
+    check_rewards: bool = field(
+        default=True, metadata={"help": "Call each reward function on two rows before the model loads."}
+    )
+    model_adapter_name: str | None = field(
+        default=None, metadata={"help": "Adapter to train, of a peft model that has several; None: the active one."}
+    )
+    ref_adapter_name: str | None = field(
+        default=None, metadata={"help": "Adapter that is the reference, of a peft model that has several."}
+    )
+    shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts of the training set."})
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Passed at every template call."}
+    )
+    rollout_engine: str = field(
+        default="auto",
+        metadata={
+            "help": "native (in process, on the trainer's weights), hf (transformers), or auto: native if exact."
+        },
+    )
+    sft_model_path: str = field(
+        default="EleutherAI/pythia-160m", metadata={"help": "Policy; read by `posttrain ppo` alone, without a model."}
+    )
+    reward_model_path: str = field(
+        default="EleutherAI/pythia-160m",
+        metadata={"help": "Reward and value model; read by `posttrain ppo` alone, where no reward is given."},
+    )
+    ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Gather ZeRO-3 shards to generate."})
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Accepted; prompts need no preparation."})
+    micro_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: per device x processes."})
+    local_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: responses of one process."})
+    batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: responses of a rollout batch."})
+    local_mini_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: of one process."})
+    mini_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: responses an optimiser step."})
+    num_total_batches: int | None = field(
+        default=None, init=False, metadata={"help": "Filled in by the trainer: rollout batches of the run."}
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.chat_template_kwargs, str):
+            self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
+        super().__post_init__()
+        self._check_ranges()
+        self._check_stop()
+        self._resolve_batches()
+
+    def _check_ranges(self) -> None:
+        check_choice("kl_estimator", self.kl_estimator, ESTIMATORS)
+        check_choice("rollout_engine", self.rollout_engine, ENGINES)
+        penalty, total = self.missing_eos_penalty, self.total_episodes
+        rules: list[tuple[str, bool, str]] = [
+            ("temperature", self.temperature > 0, "must be above 0 (logits are divided by it)"),
+            ("missing_eos_penalty", penalty is None or penalty > 0, "must be above 0 (it is subtracted), or None"),
+            ("total_episodes", total is None or total >= 1, "must be at least 1, or None"),
+            ("num_sample_generations", self.num_sample_generations >= 0, "must be 0 (never) or positive"),
+        ]
+        for name in ("num_ppo_epochs", "num_mini_batches", "response_length", "local_rollout_forward_batch_size"):
+            rules.append((name, getattr(self, name) >= 1, "must be at least 1"))
+        for name in ("kl_coef", "cliprange", "cliprange_value", "vf_coef"):
+            rules.append((name, getattr(self, name) >= 0, "must be 0 or positive"))
+        for name in ("gamma", "lam"):
+            rules.append((name, 0 <= getattr(self, name) <= 1, "must be in [0, 1]"))
+        for name, holds, rule in rules:
+            if not holds:
+                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        if total is not None and self.max_steps > 0:
+            raise ConfigError(
+                f"total_episodes={total} and max_steps={self.max_steps} both say how long to train. Set one of them."
+            )
+        if self.auto_find_batch_size:
+            raise ConfigError("auto_find_batch_size=True would change what a rollout batch is. Turn it off.")
+
+    def _check_stop(self) -> None:
+        if self.stop_token is not None and self.stop_token_id is not None:
+            raise ConfigError(
+                f"stop_token={self.stop_token!r} and stop_token_id={self.stop_token_id} are both set. Set one of them."
+            )
+        if self.stop_token not in (None, "eos"):
+            raise ConfigError(
+                f"stop_token={self.stop_token!r} is not known. Choose 'eos' or None; for another token give its id as "
+                "stop_token_id."
+            )
+
+    def _resolve_batches(self) -> None:
+        """Sizes of the rollout batch and its mini-batches, in responses."""
+        said = "num_mini_batches must divide per_device_train_batch_size x gradient_accumulation_steps"
+        self.micro_batch_size = self.per_device_train_batch_size * self.world_size
+        self.local_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        self.batch_size = self.local_batch_size * self.world_size
+        self.local_mini_batch_size = exact_div(self.local_batch_size, self.num_mini_batches, said)
+        self.mini_batch_size = exact_div(self.batch_size, self.num_mini_batches, said)
+        if self.whiten_rewards and self.local_mini_batch_size < WHITEN_LEAST:
+            raise ConfigError(
+                f"whiten_rewards=True with mini-batches of {self.local_mini_batch_size} responses a process: their spread is "
+                f"too uncertain to divide by. Take at least {WHITEN_LEAST}, or turn whitening off."
+            )
+
+    # What `OnlineTrainer` reads, in its own words --------------------------------------------------------------------
+
+    @property
+    def max_completion_length(self) -> int:
+        """Most tokens of a response."""
+        return self.response_length
+
+    @property
+    def generation_batch_size(self) -> int:
+        """Responses of one rollout batch, over all processes."""
+        return self.batch_size
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Batches of ``per_device_train_batch_size`` rows that the loader hands out at once."""
+        return self.local_batch_size // self.per_device_train_batch_size
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps of one rollout batch."""
+        return self.num_ppo_epochs * self.num_mini_batches

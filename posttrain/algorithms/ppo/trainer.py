@@ -1,0 +1,260 @@
+"""`PPOTrainer`: sample, score, estimate how much better each token was than its state promised, take clipped steps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from posttrain.algorithms.online import OnlineTrainer
+from posttrain.algorithms.ppo.config import PPOConfig
+from posttrain.algorithms.ppo.episodes import attach, episodes, plain_rows, scores_of, training_rows
+from posttrain.algorithms.ppo.objective import STATES, ppo_objective, states_mask
+from posttrain.algorithms.ppo.parts import TABLE_TEMPERATURE, PartsMixin
+from posttrain.data.forest import collate, split_by_sequence
+from posttrain.losses.advantages import weighted_total
+from posttrain.losses.ppo import Moments, merge_moments
+from posttrain.metrics import mean
+from posttrain.models import parallel
+from posttrain.models.forward import forward
+from posttrain.models.load import get_config_model_id
+from posttrain.rewards.base import RewardTable
+from posttrain.rollouts.generation import Generation
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row, Sampling
+
+__all__ = ["PPOTrainer"]
+
+logger = logging.getLogger(__name__)
+
+KL_LOW, KL_UPDATES = -1.0, 5  # A mean divergence that stays below is no noise of the k1 estimate.
+
+
+class PPOTrainer(PartsMixin, OnlineTrainer):
+    """Proximal policy optimisation with a learned value function and a divergence charged to the rewards.
+
+    Args:
+        args: `PPOConfig`.
+        processing_class: The policy's tokenizer; None loads it. Its pad token must not be its eos token.
+        model: Hub id, folder, model, peft model, or an `AutoModelForCausalLMWithValueHead`, whose head is then used.
+        ref_model: What the divergence is measured from; None is a copy of ``model``, or ``model`` without its adapter.
+        reward_model: A sequence classifier with one label (or its id), which reads the policy's token ids; or a function as
+            `GRPOTrainer` takes them, ``f(prompts, completions, **columns) -> list[float]``; or a list of these.
+        train_dataset: Rows with ``input_ids`` (prompts; padding is taken off) or with ``prompt``, text or messages.
+        value_model: A sequence classifier with one label (or its id) that is trained beside the policy; None puts a value
+            head on the policy's own trunk: one forward pass gives log-probs and values, and no second model is in memory.
+        data_collator: Turns rows with ``input_ids`` into a padded batch first; None needs none.
+        rollout_engine: An engine object; None makes the one that ``args.rollout_engine`` names.
+
+    Reference: PPO, arXiv:1707.06347; Learning to summarize from human feedback, arXiv:2009.01325, section 3.4.
+
+    >>> def short(completions, **kwargs):
+    ...     return [-len(text) / 100 for text in completions]
+    >>> trainer = PPOTrainer(args, tokenizer, model, None, short, prompts, None)  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    """
+
+    config_class: ClassVar[type[PPOConfig]] = PPOConfig
+    needs: ClassVar[frozenset[str]] = frozenset({"logp", "values", "entropy"})
+    length_option: ClassVar[str] = "response_length"
+    _tag_names: ClassVar[list[str]] = ["posttrain", "ppo"]
+    _name: ClassVar[str] = "PPO"
+    _suffix: ClassVar[str] = "PPO"
+    _paper: ClassVar[dict[str, str]] = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
+    args: PPOConfig
+
+    def __init__(
+        self,
+        args: PPOConfig | None = None,
+        processing_class: Any = None,
+        model: Any = None,
+        ref_model: Any = None,
+        reward_model: Any = None,
+        train_dataset: Any = None,
+        value_model: Any = None,
+        data_collator: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        name = model if isinstance(model, str) else get_config_model_id(getattr(model, "config", None))
+        args = copy.copy(args) if args is not None else PPOConfig(f"{Path(name).name or 'model'}-PPO")
+        self._given_collator, self._owns_tokenizer = data_collator, processing_class is None
+        self._low_kl = 0
+        self._clock: tuple[float, float] | None = None  # Episodes and time at which this run began.
+        model, value_model = self.take_parts(args, model, ref_model, value_model)
+        self.plan(args, train_dataset)
+        rewards = self.reward_functions(reward_model, args)
+        super().__init__(model, rewards, args, processing_class=processing_class, train_dataset=train_dataset, **kwargs)
+        self.join_parts(value_model)
+        self.counters.setdefault("episode", 0.0)
+        self.responses_end()
+
+    # One rollout batch -----------------------------------------------------------------------------------------------
+
+    def micro_batch(self, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
+        """The next piece of a mini-batch; a new rollout batch first, when all passes over the last are done."""
+        args = self.args
+        pieces = args.num_mini_batches * args.gradient_accumulation_steps
+        place = self._step % (args.num_ppo_epochs * pieces)
+        self._clock = self._clock or (self.counters["episode"], time.perf_counter())
+        if self._buffer is None or place == 0:
+            self._buffer, self._buffer_born = [self.sampled_rows(inputs, "train")], self.state.global_step
+        self._step += 1
+        self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self._buffer_born))})
+        return self.collate(self._piece(self._buffer[0], *divmod(place, pieces)))
+
+    def _piece(self, rows: list[Row], epoch: int, number: int) -> list[Row]:
+        """Micro-batch ``number`` of a pass: every pass deals the responses anew, and each to one mini-batch."""
+        args = self.args
+        seed = (args.seed * 1_000_003 + self._generations) * 1_009 + epoch
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed % 2**63))
+        mini, micro = divmod(number, args.gradient_accumulation_steps)
+        chosen = order.tensor_split(args.num_mini_batches)[mini].tensor_split(args.gradient_accumulation_steps)[micro]
+        return [rows[i] for i in chosen.tolist()]
+
+    def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
+        """Sample, score and collate one evaluation batch."""
+        return self.collate(self.sampled_rows(inputs, "eval"))
+
+    def sampled_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
+        """A rollout batch, ready to be dealt to mini-batches."""
+        generation = self.generate_and_score(self.readable(inputs), mode)
+        return training_rows(generation, self.args.response_length, self.pad_token_id)
+
+    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> Generation:
+        """Sample a response for each example, score it, and estimate the advantage of each token."""
+        generation = self.generate(examples, mode)
+        for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
+            example["prompt_ids"] = rollout.prompt_ids
+        table = self.score(generation, mode)
+        self.attach_logps(generation, mode)
+        self.estimate(generation, table, mode)
+        self.record.add_completions(self.completion_rows(generation, table), evaluation=mode == "eval")
+        return generation
+
+    def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Any], list[Any]]:
+        """As the parent's; rows with ``input_ids`` are prompts already."""
+        if "input_ids" not in examples[0]:
+            return super().roll_out(examples, mode)
+        rollouts = self.sample([list(example["input_ids"]) for example in examples], self.sampling(mode))
+        texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
+        for rollout, text in zip(rollouts, texts, strict=True):
+            rollout.text = text
+        return rollouts, list(texts)
+
+    def sampling(self, mode: str) -> Sampling:
+        """At the temperature of the log-probs, until a stop token where one is set."""
+        temperature = TABLE_TEMPERATURE if mode == "table" else self.temperature
+        return dataclasses.replace(super().sampling(mode), temperature=temperature, stop_token_ids=self.stops)
+
+    @property
+    def generations_per_step(self) -> float:
+        """Rollout batches of one optimiser step."""
+        return 1 / self.args.updates
+
+    @property
+    def temperature(self) -> float:
+        """A hair above the option's, in sampling and in every log-prob alike."""
+        return self.args.temperature + 1e-7
+
+    def attach_logps(self, generation: Generation, mode: str) -> None:
+        """Log-probs and values under the policy in one pass, then log-probs under the reference."""
+        rows = plain_rows(generation, self.args.response_length, self.pad_token_id)
+        with self.inference() as policy:
+            found = self.measure(policy, rows, frozenset({"logp", "values"}))
+        with self.inference() as policy, self.reference.active(policy) as reference:
+            found["ref_logp"] = self.measure(reference, rows, frozenset({"logp"}))["logp"]
+        names = {"logp": "old_logp", "values": "old_values"}
+        generation.token_columns |= {names.get(name, name): column for name, column in found.items()}
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module, rows: Sequence[Row], needs: frozenset[str]) -> dict[str, list[list[float]]]:
+        """Per-token numbers of every response, by the forward that trains."""
+        size, result = self.args.local_rollout_forward_batch_size, {name: [[]] * len(rows) for name in needs}
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            for batch in collate(part, pad_token_id=self.pad_token_id, layout=self.layout):
+                batch = batch.to(self.args.device)
+                outputs = forward(model, batch, needs, temperature=self.temperature)
+                for name in needs:
+                    pieces = split_by_sequence(getattr(outputs, name), batch)
+                    for origin, piece in zip(batch.origin, pieces, strict=True):
+                        result[name][start + origin] = piece.tolist()
+        return result
+
+    def estimate(self, generation: Generation, table: RewardTable, mode: str) -> None:
+        """Advantages and returns of this rank's responses, and what is said about the rollout batch."""
+        args, count = self.args, len(generation.rollouts)
+        totals = weighted_total(table.values, table.weights)
+        scores = scores_of(
+            generation, totals[table.start : table.start + count], self.end_ids, args.missing_eos_penalty
+        )
+        found = episodes(generation, scores, args, self._merged)
+        attach(generation, found)
+        generation.columns["scores"] = scores.tolist()
+        self.log_rewards(table, totals, found.advantages, mode)
+        eos = sum(rollout.token_ids.count(self.processing_class.eos_token_id) for rollout in generation.rollouts)
+        kl, responses, eos, rows = parallel.all_reduce_sum(
+            [float(found.metrics["objective/kl"].value), float(found.metrics["objective/kl"].weight), eos, count],
+            self.accelerator,
+        )
+        self.log_metrics_now({**found.metrics, "val/num_eos_tokens": mean(eos)}, mode)
+        if mode == "train":
+            self.counters["episode"] += rows
+            self._watch_kl(kl / max(responses, 1.0))
+
+    def _merged(self, part: Moments) -> Moments:
+        return merge_moments(parallel.all_gather_objects([part], self.accelerator))
+
+    def _watch_kl(self, kl: float) -> None:
+        self._low_kl = self._low_kl + 1 if kl < KL_LOW else 0
+        if self._low_kl == KL_UPDATES:
+            logger.warning(
+                "objective/kl has been below %g for %d rollout batches (now %.2f), and a divergence cannot be negative: the "
+                "policy is not the one whose samples are judged. Usual causes: a ref_model that is not the model training "
+                "began with, tokenizers that differ, sampling that leaves tokens out (top-k, top-p), a wrong temperature.",
+                KL_LOW, KL_UPDATES, kl,
+            )  # fmt: skip
+
+    # One optimiser step ----------------------------------------------------------------------------------------------
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `ppo_objective`."""
+        return ppo_objective(outputs, batch, self.args)
+
+    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """States with a value, which the value loss is a mean over."""
+        return {STATES: float(sum(states_mask(batch).sum() for batch in batches))}
+
+    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The ratio's mean and variance from those of its distance to 1."""
+        if "val/ratio" in metrics:
+            excess = metrics["val/ratio"]
+            metrics["val/ratio_var"] = max(metrics["val/ratio_var"] - excess * excess, 0.0)
+            metrics["val/ratio"] = 1.0 + excess
+        return metrics
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As transformers', with a rate that stands still during the steps of one rollout batch."""
+        given = self.lr_scheduler is not None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if not given and hasattr(scheduler, "lr_lambdas"):
+            updates = self.args.updates
+            scheduler.lr_lambdas = [
+                lambda step, rate=rate: rate(step // updates * updates) for rate in scheduler.lr_lambdas
+            ]
+        return scheduler
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds ``lr``, ``episode`` and ``eps``, responses a second since training began."""
+        if "loss" in logs and self._clock is not None:
+            done, (before, began) = self.counters["episode"], self._clock
+            logs |= {"lr": logs.get("learning_rate", math.nan), "episode": done}
+            logs["eps"] = (done - before) / max(time.perf_counter() - began, 1e-9)
+        super().log(logs, start_time)
