@@ -157,8 +157,8 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         known = (datasets.Dataset, datasets.IterableDataset)
         if self.user_collator is not None and not self.takes_collator:
             raise ConfigError(
-                f"{type(self).__name__} makes its own batches of tokenised rows, and data_collator={self.user_collator!r:.80} has "
-                "no place there. Leave it out; pad_to_multiple_of and max_row_tokens shape batches."
+                f"{type(self).__name__} makes its own batches of tokenised rows, and data_collator={self.user_collator!r:.80} "
+                "has no place there. Leave it out; pad_to_multiple_of and max_row_tokens shape batches."
             )
         if train_dataset is None:
             raise DataError(f"{type(self).__name__} needs train_dataset, and it is None.")

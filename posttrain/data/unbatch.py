@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def unbatched(batch: Any) -> list[dict[str, Any]]:
     rows = []
     for row, positions in enumerate(batch["position_ids"]):
         starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(positions)]
-        for start, end in zip(starts, starts[1:], strict=False):
+        for start, end in pairwise(starts):
             rows.append({name: batch[name][row, start:end].tolist() for name in names})
     return rows
 
