@@ -24,7 +24,8 @@ from posttrain.rewards.environments import EnvironmentReward
 from posttrain.rollouts.custom import custom_rollouts
 from posttrain.rollouts.environments import EMPTY_PROMPT, EnvironmentPool, PooledReward
 from posttrain.rollouts.generation import Generation
-from posttrain.rollouts.loop import Batches, Episode, ToolLoop, prepare_tokenizer, share_prompts
+from posttrain.rollouts.loop import Batches, Episode, ToolLoop, share_prompts
+from posttrain.rollouts.suffix import prepare_tokenizer
 from posttrain.rollouts.tools import ToolBox, ToolRunner
 from posttrain.types import Rollout
 

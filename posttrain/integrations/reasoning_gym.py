@@ -90,10 +90,14 @@ class ReasoningGymReward:
             log_extra("answer_found", [f if f is not None else "[none]" for f in found])
         return [self._score(f, index, gold) for f, index, gold in zip(found, task_index, answer, strict=True)]
 
+    def entry(self, index: int) -> dict[str, Any]:
+        """Question, answer and metadata of a row, made once."""
+        if index not in self._entries:
+            self._entries[index] = self.task[index]
+        return self._entries[index]
+
     def _score(self, found: str | None, index: int, gold: Any) -> float:
-        entry = self._entries.get(index)
-        if entry is None:
-            entry = self._entries[index] = self.task[index]
+        entry = self.entry(index)
         if str(entry["answer"]) != str(gold):
             raise RewardError(
                 f"{self.__name__}: row task_index={index} has the answer {gold!r}, and this reward's task gives "
@@ -148,14 +152,14 @@ def reasoning_gym_task(
         raise ConfigError(f"size={size} must be at least 1.")
     made = _make(gym, task, size=size, seed=seed * SPACING, config=config)
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    reward = ReasoningGymReward(made, task if isinstance(task, str) else "reasoning_gym", extract)
     rows = []
     for index in range(size):
-        entry = made[index]
+        entry = reward.entry(index)
         name = task if isinstance(task, str) else entry["metadata"]["source_dataset"]
         prompt = [*system, {"role": "user", "content": entry["question"]}]
         rows.append({"prompt": prompt, "answer": str(entry["answer"]), "task": name, "task_index": index})
-    name = task if isinstance(task, str) else "reasoning_gym"
-    return datasets.Dataset.from_list(rows), ReasoningGymReward(made, name, extract)
+    return datasets.Dataset.from_list(rows), reward
 
 
 def _make(gym: Any, task: Any, *, size: int, seed: int, config: dict[str, Any]) -> Any:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.data.chat import common_prefix, render, terminal_token_ids
-from posttrain.data.responses import add_response_schema, parse_response
-from posttrain.data.template_families import inner_tokenizer, template_text, with_template
-from posttrain.data.templates import (
-    get_training_chat_template,
-    is_chat_template_prefix_preserving,
-    supports_tool_calling,
-)
-from posttrain.data.tokenize import encode, tokenize_prompts
-from posttrain.errors import ModelError, RolloutError
+from posttrain.data.chat import terminal_token_ids
+from posttrain.data.responses import parse_response
+from posttrain.data.template_families import inner_tokenizer
+from posttrain.data.tokenize import tokenize_prompts
+from posttrain.errors import RolloutError
 from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.suffix import ToolSuffix, prepare_tokenizer
 from posttrain.rollouts.tools import ToolBox, ToolResult, ToolRunner
 from posttrain.types import FinishReason, Request, Rollout, Sampling
 
-__all__ = ["Episode", "ToolLoop", "ToolSuffix", "prepare_tokenizer", "roll_out_with_tools"]
+__all__ = ["Batches", "Episode", "ToolLoop", "roll_out_with_tools", "share_prompts"]
 
 MAX_ITERATIONS = 32  # Rounds of calls when nobody said; unlimited is said explicitly.
 SEED_STRIDE = 7_919  # Later calls to the engine draw other numbers than the first.
@@ -89,99 +84,6 @@ class Episode:
         self.logp += logp
         self.processed_logp += logp if processed_logp is None else processed_logp
         self.processed = self.processed or processed_logp is not None
-
-
-def prepare_tokenizer(tokenizer: Any) -> Any:
-    """A copy of a tokenizer that can hold a conversation with tools token by token; the given one is not changed.
-
-    Its template keeps earlier turns as they were (a training template where the published one does not), and its wire
-    format is known, so that calls can be read.
-
-    Raises:
-        ModelError: The template shows no tool calls or results, changes what was said before, or nobody reads its calls.
-    """
-    if not supports_tool_calling(tokenizer):
-        raise ModelError(
-            "tools need a chat template that shows a tool call and its result, and this tokenizer's does not"
-            f"{'' if template_text(tokenizer) else ' (it has none)'}. Use a checkpoint trained with tools, or set "
-            "tokenizer.chat_template to a template that renders tool_calls and the role 'tool'."
-        )
-    template = template_text(tokenizer)
-    if not is_chat_template_prefix_preserving(tokenizer):
-        template = get_training_chat_template(tokenizer) or template
-    own = with_template(tokenizer, template)
-    if not is_chat_template_prefix_preserving(own):
-        raise ModelError(
-            "the chat template changes a tool call once its result follows, so what the model wrote would not be what is "
-            "trained. Use a template that only appends (chat_template_path)."
-        )
-    return add_response_schema(own)
-
-
-class ToolSuffix:
-    """Token ids of tool results as they follow a turn the model has just ended.
-
-    They are the difference between two renderings of a made-up conversation, with and without the results: so nothing the
-    model wrote is rendered, let alone tokenised, again. Special tokens inside a result are encoded as plain text: a result
-    cannot end its own turn or begin one of the model's.
-
-    Args:
-        tokenizer: From `prepare_tokenizer`.
-        stop_ids: Tokens that end a turn.
-        template_kwargs: For the chat template.
-    """
-
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: dict[str, Any] | None = None) -> None:
-        self.tokenizer, self.stop_ids = inner_tokenizer(tokenizer), frozenset(stop_ids)
-        self.template_kwargs = dict(template_kwargs or {})
-        named = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
-        self.special = sorted((t for t in named if len(t.strip()) > 1), key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, self.special))) if self.special else None
-
-    def __call__(self, results: list[dict[str, Any]]) -> list[int]:
-        """What stands between the end of the model's turn and the beginning of its next.
-
-        Raises:
-            ModelError: The template renders a call differently once its result follows.
-        """
-        hidden = [{**m, "name": self._hide(m["name"], drop=True), "content": self._hide(m["content"])} for m in results]
-        call = {"type": "function", "function": {"name": hidden[0]["name"] or "tool", "arguments": {}}}
-        begin = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        before = self._ids(render(self.tokenizer, begin, **self.template_kwargs))
-        text = render(self.tokenizer, begin + hidden, add_generation_prompt=True, **self.template_kwargs)
-        after = self._ids(text)
-        ends = [i for i, token in enumerate(before) if token in self.stop_ids]
-        cut = ends[-1] + 1 if ends else len(before)
-        if self.tokenizer.decode(before[cut:]).strip():
-            cut = len(before)  # That token ended the question: the template writes none after a call.
-        if common_prefix(before, after) < cut:
-            raise ModelError(
-                "the chat template renders a tool call differently once its result follows, so the tokens of the result "
-                f"cannot be told apart: {text!r:.200}"
-            )
-        return after[cut:]
-
-    def plain(self, text: str) -> list[int]:
-        """A text as tokens none of which is special, whatever it spells."""
-        return self._ids(self._hide(text))
-
-    def _hide(self, text: str, drop: bool = False) -> str:
-        """Special tokens as words that no template and no tokenizer takes for anything else."""
-        if self.pattern is None:
-            return text
-        return self.pattern.sub(lambda m: "" if drop else f"zq{self.special.index(m[0])}plainzq", text)
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for index, part in enumerate(re.split(r"zq(\d+)plainzq", text)):
-            if index % 2 and int(part) < len(self.special):
-                token = self.special[int(part)]
-                pieces = [token[:1], token[1:]]  # Cut in two, it is no token of the added vocabulary.
-            else:
-                pieces = [part]
-            for piece in encode(self.tokenizer, [p for p in pieces if p], special=False):
-                ids += piece
-        return ids
 
 
 class ToolLoop:

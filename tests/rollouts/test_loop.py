@@ -10,7 +10,8 @@ import pytest
 
 from posttrain import ConfigError, ModelError, Request, RolloutError, Sampling, ScriptedEngine
 from posttrain.data.template_families import FAMILIES, training_template, with_template
-from posttrain.rollouts.loop import Episode, ToolLoop, ToolSuffix, prepare_tokenizer, roll_out_with_tools, share_prompts
+from posttrain.rollouts.loop import Episode, ToolLoop, roll_out_with_tools, share_prompts
+from posttrain.rollouts.suffix import ToolSuffix, prepare_tokenizer
 from posttrain.rollouts.tools import ToolBox, ToolRunner, as_text, tool_schema
 
 BUDGET = 400
