@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from posttrain.types import Rollout
 
 __all__ = [
     "ArgumentTypeError",
@@ -18,6 +22,7 @@ __all__ = [
     "PosttrainError",
     "RewardError",
     "RolloutError",
+    "RolloutInterrupted",
     "check_choice",
     "did_you_mean",
 ]
@@ -49,6 +54,18 @@ class RewardError(PosttrainError, ValueError):
 
 class RolloutError(PosttrainError, RuntimeError):
     """A rollout engine that could not produce what was requested."""
+
+
+class RolloutInterrupted(KeyboardInterrupt):
+    """Ctrl-C in the middle of a generation.
+
+    Attributes:
+        rollouts: All completions that were asked for, in order; those that were not finished say ``abort``.
+    """
+
+    def __init__(self, message: str, rollouts: list[Rollout]) -> None:
+        super().__init__(message)
+        self.rollouts = rollouts
 
 
 class CheckpointError(PosttrainError, RuntimeError):

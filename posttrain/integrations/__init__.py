@@ -17,10 +17,12 @@ EXTRAS = {
     "liger_kernel": "liger",
     "math_verify": "math",
     "matplotlib": "plots",
+    "plotly": "report",
     "sklearn": "bco",
     "trackio": "trackio",
     "vllm": "vllm",
     "wandb": "wandb",
+    "xgrammar": "guided",
 }
 
 

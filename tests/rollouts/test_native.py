@@ -75,7 +75,7 @@ def test_nan_weights_are_told_with_the_requests():
     model = build_model(50)
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(RolloutError, match=r"NaN logits.*Requests in this step: \[0\]"):
+    with pytest.raises(RolloutError, match=r"NaN logits.*Requests: \[0\]"):
         NativeEngine(model, pad_token_id=0).generate([Request([5, 6])], Sampling(2, seed=0))
 
 

@@ -1,8 +1,9 @@
-"""Attention over a shared prefix and an own suffix, plugged into transformers' models by name.
+"""Attention over shared prefixes and an own suffix, plugged into transformers' models by name.
 
-The model's own decoder code runs unchanged; only the attention product is ours. Prefill computes each prompt once and keeps
-its keys and values in blocks of prompts. Decoding multiplies all live queries of a prompt with it in one product, without
-repeating key-value heads, and each query with its own suffix; one softmax spans both.
+The model's own decoder code runs unchanged; only the attention product is ours. What all prompts of a call begin with is
+computed once and kept once; so is the rest of each prompt, in blocks of prompts. Decoding multiplies all live queries with
+the common beginning in one product, all queries of a prompt with it in another, without repeating key-value heads, and each
+query with its own suffix; one softmax spans the three.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["NAME", "Block", "Group", "Store", "native_attention", "plugged_in"]
+__all__ = ["NAME", "Block", "Fill", "Group", "Store", "grown", "native_attention", "plugged_in"]
 
 NAME = "posttrain_native"
 FIRST_BLOCK = 64  # Suffix positions allocated at first; doubled when they are used up.
@@ -37,6 +38,12 @@ class Block:
     lengths: Tensor
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+
+    def append(self, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
+        """Add the next positions of all prompts."""
+        for memory, new in ((self.keys, keys), (self.values, values)):
+            for layer, tensor in new.items():
+                memory[layer] = torch.cat([memory[layer], tensor], 2) if layer in memory else tensor
 
     def keep(self, prompts: list[int]) -> None:
         """Free the memory of all other prompts."""
@@ -65,14 +72,38 @@ class Group:
 
 
 @dataclass(slots=True)
+class Fill:
+    """A prefill pass: what its tokens may see before themselves, and the keys and values they leave.
+
+    Attributes:
+        past: Per layer earlier keys and values, ``(1 or P, KV heads, length, head size)``, in the order of positions.
+        keys, values: Per layer ``(P, KV heads, width, head size)``, filled by the pass.
+    """
+
+    past: list[dict[int, tuple[Tensor, Tensor]]] = field(default_factory=list)
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def whole(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Note this layer's new keys and values, and return them behind the earlier ones."""
+        self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
+        if not self.past:
+            return key, value
+        parts = [[x.expand(key.shape[0], -1, -1, -1) for x in past[layer]] for past in self.past]
+        keys, values = zip(*parts, (key, value), strict=True)
+        return torch.cat(keys, 2), torch.cat(values, 2)
+
+
+@dataclass(slots=True)
 class Store:
     """The engine's key-value memory, and what the current forward call is about.
 
     Attributes:
         slots: Sequences that can be live at once.
-        filling: The block that the current prefill fills; None while decoding.
+        filling: The prefill pass that is running; None while decoding.
+        common: What all prompts begin with, a block of one; None when they share nothing.
         groups: While decoding: the live rows by block; each live row is in exactly one.
-        prefix: ``(n,)`` prompt tokens of each live row.
+        prefix: ``(n,)`` prompt tokens of each live row, without the common ones.
         lengths: ``(n,)`` suffix tokens stored so far by each live row, the current one not included.
         longest: The largest of them, on the host.
         keys, values: Per layer ``(slots, KV heads, capacity, head size)``.
@@ -80,7 +111,8 @@ class Store:
     """
 
     slots: int
-    filling: Block | None = None
+    filling: Fill | None = None
+    common: Block | None = None
     groups: list[Group] = field(default_factory=list)
     prefix: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     lengths: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
@@ -90,22 +122,32 @@ class Store:
     hidden: dict[int | None, Tensor] = field(default_factory=dict)
 
     @property
+    def shared(self) -> int:
+        """Tokens that all prompts begin with."""
+        return 0 if self.common is None else int(self.common.lengths)
+
+    @property
     def width(self) -> int:
-        """Columns that hold the prompts: the widest live block."""
+        """Columns that hold the prompts behind the common tokens: the widest live block."""
         return max(next(iter(group.block.keys.values())).shape[2] for group in self.groups)
 
+    @property
+    def capacity(self) -> int:
+        """Suffix positions allocated for each slot."""
+        return next(iter(self.keys.values())).shape[2] if self.keys else 0
+
     def unseen(self, window: int | None, columns: int) -> Tensor:
-        """``(n, 1, 1, width + columns)`` true where a row may not look."""
+        """``(n, 1, 1, shared + width + columns)`` true where a row may not look."""
         if window not in self.hidden:
-            device, width = self.lengths.device, self.width
-            shared = torch.arange(width, device=device)[None] >= self.prefix[:, None]
-            index = torch.arange(columns, device=device)
-            own = index[None] > self.lengths[:, None]
+            device = self.lengths.device
+            first, prompt, own = (torch.arange(n, device=device)[None] for n in (self.shared, self.width, columns))
+            prefix, lengths = self.prefix[:, None], self.lengths[:, None]
+            hidden = [(first < 0).expand(len(lengths), -1), prompt >= prefix, own > lengths]
             if window is not None:
-                now = self.prefix + self.lengths
-                shared = shared | (now[:, None] - torch.arange(width, device=device)[None] >= window)
-                own = own | (self.lengths[:, None] - index[None] >= window)
-            self.hidden[window] = torch.cat([shared, own], 1)[:, None, None]
+                now = self.shared + prefix + lengths  # The position of the token that looks.
+                places = (first, self.shared + prompt, self.shared + prefix + own)
+                hidden = [h | (now - place >= window) for h, place in zip(hidden, places, strict=True)]
+            self.hidden[window] = torch.cat(hidden, 1)[:, None, None]
         return self.hidden[window]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,17 +164,36 @@ class Store:
     def _grow(self, layer: int, key: Tensor, value: Tensor) -> None:
         for memory, sample in ((self.keys, key), (self.values, value)):
             old = memory.get(layer)
-            capacity = FIRST_BLOCK if old is None else 2 * old.shape[2]
+            capacity = grown(0 if old is None else old.shape[2])
             new = sample.new_zeros(self.slots, sample.shape[1], capacity, sample.shape[3])
             if old is not None:
-                new[:, :, : old.shape[2]] = old
+                rows = min(self.slots, old.shape[0])
+                new[:rows, :, : old.shape[2]] = old[:rows]
             memory[layer] = new
+
+    def put(self, row: int, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
+        """Write a suffix that a prefill pass computed, ``(1, KV heads, length, head size)``, into a slot."""
+        for memory, new in ((self.keys, keys), (self.values, values)):
+            for layer, tensor in new.items():
+                length = tensor.shape[2]
+                while layer not in memory or memory[layer].shape[2] < length:
+                    self._grow(layer, keys[layer], values[layer])
+                memory[layer][row, :, :length] = tensor[0]
+
+    def clear(self, slots: int) -> None:
+        """Free all suffixes; the next ones are written to this many slots."""
+        self.slots, self.keys, self.values = slots, {}, {}
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy one row's suffix to another row, to close the gap a finished sequence leaves."""
         for memory in (self.keys, self.values):
             for tensor in memory.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
+
+
+def grown(capacity: int) -> int:
+    """Suffix positions of a slot after it grew once more."""
+    return 2 * capacity or FIRST_BLOCK
 
 
 _current: Store | None = None
@@ -158,8 +219,7 @@ def native_attention(
     # Under autocast the rotary embedding leaves queries and keys in float32 beside half-precision values.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if store.filling is not None:
-        layer: Any = module.layer_idx
-        store.filling.keys[layer], store.filling.values[layer] = key.contiguous(), value.contiguous()
+        key, value = store.filling.whole(module.layer_idx, key, value)  # type: ignore[arg-type]
         return _prefill(query, key, value, scale, softcap, sliding_window).transpose(1, 2), None
     keys, values = store.write(module.layer_idx, key, value)  # type: ignore[arg-type]
     out = _decode(store, module.layer_idx, query, keys, values, scale, softcap, sliding_window)  # type: ignore[arg-type]
@@ -169,15 +229,17 @@ def native_attention(
 def _prefill(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
 ) -> Tensor:
-    """Causal attention over right-padded prompts; padding comes after every real token and so is never seen."""
-    width = query.shape[2]
-    if softcap is None and (window is None or width <= window):
+    """Causal attention of the last positions; right padding comes after every real token and so is never seen."""
+    width, whole = query.shape[2], key.shape[2]
+    if softcap is None and width == whole and (window is None or width <= window):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    index = torch.arange(whole, device=query.device)
+    distance = index[whole - width :, None] - index[None, :]
+    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=scale, enable_gqa=True)
     repeat = query.shape[1] // key.shape[1]
     scores = _cap(query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale, softcap)
-    index = torch.arange(width, device=query.device)
-    distance = index[:, None] - index[None, :]
-    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
     weights = scores.float().masked_fill(hidden, -torch.inf).softmax(-1).to(value.dtype)
     return weights @ value.repeat_interleave(repeat, 1)
 
@@ -196,24 +258,38 @@ def _decode(
     softcap: float | None,
     window: int | None,
 ) -> Tensor:
-    """One new query a row against its prompt and its own suffix, ``(n, 1, heads, size)``; one softmax over both."""
+    """One new query a row against the common beginning, its prompt and its own suffix, ``(n, 1, heads, size)``."""
     n, heads, _, size = query.shape
-    kv, used, width = keys.shape[1], keys.shape[2], store.width
+    kv, used, first, width = keys.shape[1], keys.shape[2], store.shared, store.width
     q = query.view(n, kv, heads // kv, size) * scale
-    scores = torch.empty(n, kv, heads // kv, width + used, dtype=torch.float32, device=q.device)
-    scores[..., width:] = q @ keys.transpose(2, 3)
+    scores = torch.empty(n, kv, heads // kv, first + width + used, dtype=torch.float32, device=q.device)
+    scores[..., first + width :] = q @ keys.transpose(2, 3)
+    if store.common is not None:
+        scores[..., :first] = _by_all(_of_all(q) @ store.common.keys[layer][0].transpose(1, 2), n)
     for group in store.groups:
         block = group.block.keys[layer]
         part = _by_prompt(q, group) @ block.transpose(2, 3)  # (P, kv, g r, block width)
-        scores[group.rows, :, :, : block.shape[2]] = _by_row(part, group, q.shape[2]).float()
+        scores[group.rows, :, :, first : first + block.shape[2]] = _by_row(part, group, q.shape[2]).float()
     scores = _cap(scores, softcap).masked_fill_(store.unseen(window, used), -torch.inf)
     weights = scores.softmax(-1).to(values.dtype)
-    out = weights[..., width:] @ values
+    out = weights[..., first + width :] @ values
+    if store.common is not None:
+        out += _by_all(_of_all(weights[..., :first]) @ store.common.values[layer][0], n)
     for group in store.groups:
         block = group.block.values[layer]
-        part = _by_prompt(weights[..., : block.shape[2]], group) @ block
+        part = _by_prompt(weights[..., first : first + block.shape[2]], group) @ block
         out[group.rows] += _by_row(part, group, q.shape[2])
     return out.to(query.dtype).reshape(n, 1, heads, size)
+
+
+def _of_all(x: Tensor) -> Tensor:
+    """``(n, kv, r, c)`` to ``(kv, n r, c)``: the queries of all rows side by side."""
+    return x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[3])
+
+
+def _by_all(x: Tensor, n: int) -> Tensor:
+    """``(kv, n r, c)`` back to ``(n, kv, r, c)``."""
+    return x.view(x.shape[0], n, -1, x.shape[2]).transpose(0, 1)
 
 
 def _by_prompt(x: Tensor, group: Group) -> Tensor:

@@ -1,0 +1,196 @@
+"""The next token of every live completion, as its own request's sampling says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import ConfigError, RolloutError
+from posttrain.rollouts.native.attention import Block
+from posttrain.rollouts.native.guides import Guide, Guides, banned_continuations, forbid
+from posttrain.rollouts.sampling import Drawn, draw_tokens
+from posttrain.types import Request, Sampling
+
+__all__ = ["Chooser", "Completion", "Filling", "Prompt", "uniforms"]
+
+MASK = 2**63 - 1
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One request while it is served.
+
+    Attributes:
+        index: Of the request in the call.
+        sampling: Its own, or the call's.
+        ids: Its tokens behind the common beginning.
+        waiting: Completions that nobody writes yet.
+        seed: Of its draws.
+        number: Of its first completion among all of the call.
+        draws: Number of its first completion as the seed counts them.
+        block: Its keys and values, while any completion needs them.
+        logits: ``(V,)`` what first tokens are drawn from, while completions wait.
+        live: Completions that are being written.
+    """
+
+    index: int
+    request: Request
+    sampling: Sampling
+    ids: list[int]
+    waiting: int
+    seed: int
+    number: int
+    draws: int
+    block: Block | None = None
+    logits: Tensor | None = None
+    live: int = 0
+
+
+@dataclass(slots=True)
+class Completion:
+    """One completion being written."""
+
+    number: int
+    prompt: Prompt
+    uniform: list[float]
+    guide: Guide | None = None
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    processed: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Filling:
+    """Prompts on their way into a block, in pieces."""
+
+    prompts: list[Prompt]
+    ids: Tensor
+    block: Block
+    done: int = 0
+
+
+def uniforms(seed: int, number: int, count: int) -> list[float]:
+    """``count`` numbers in [0, 1) that decide every draw of completion ``number`` under ``seed``.
+
+    The seed and the number are mixed as SplitMix64 does (Steele et al., OOPSLA 2014), so that neighbours are unrelated.
+    """
+    z = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & (2**64 - 1)
+    generator = torch.Generator().manual_seed((z ^ z >> 31) & MASK)
+    return torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+
+
+class Chooser:
+    """Draws tokens and knows when a completion is over.
+
+    Args:
+        tokenizer: For stop strings and guides; may be None without them.
+        vocabulary: V, the width of the logits.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self.guides: dict[tuple[int, ...], Guides] = {}
+
+    def check(self, sampling: Sampling) -> None:
+        """Refuse, before anything is computed, what needs a tokenizer or cannot be compiled."""
+        if sampling.stop_strings and self.tokenizer is None:
+            raise ConfigError(
+                "Sampling.stop_strings are text: give the engine its tokenizer (NativeEngine(tokenizer=...))."
+            )
+        if sampling.guide is not None:
+            self._guides(sampling).start(sampling.guide)
+
+    def begin(self, prompt: Prompt, index: int) -> Completion:
+        """Completion ``index`` of a prompt, nothing written yet."""
+        sampling = prompt.sampling
+        guide = self._guides(sampling).start(sampling.guide) if sampling.guide is not None else None
+        uniform = uniforms(prompt.seed, prompt.draws + index, sampling.max_new_tokens)
+        return Completion(prompt.number + index, prompt, uniform, guide)
+
+    def _guides(self, sampling: Sampling) -> Guides:
+        stops = sampling.stop_token_ids
+        if stops not in self.guides:
+            self.guides[stops] = Guides(self.tokenizer, self.vocabulary, stops)
+        return self.guides[stops]
+
+    def draw(self, logits: Tensor, completions: list[Completion]) -> Tensor:
+        """The next token of each, by its own request's sampling."""
+        parts: dict[int, list[int]] = {}
+        for row, completion in enumerate(completions):
+            parts.setdefault(id(completion.prompt.sampling), []).append(row)
+        if len(parts) == 1:
+            return self._draw_alike(logits, completions)
+        tokens = torch.empty(len(completions), dtype=torch.long, device=logits.device)
+        for rows in parts.values():
+            index = torch.tensor(rows, device=logits.device)
+            tokens[index] = self._draw_alike(logits[index], [completions[row] for row in rows])
+        return tokens
+
+    def _draw_alike(self, logits: Tensor, completions: list[Completion]) -> Tensor:
+        sampling = completions[0].prompt.sampling
+        uniform = torch.tensor(
+            [c.uniform[len(c.tokens)] for c in completions], dtype=torch.float64, device=logits.device
+        )
+        history = None
+        if sampling.repetition_penalty != 1.0 or sampling.no_repeat_ngram:
+            history = [list(c.prompt.request.prompt_ids) + c.tokens for c in completions]
+        changes = bool(sampling.min_new_tokens or sampling.logit_bias or sampling.no_repeat_ngram or sampling.guide)
+        change = (lambda x: self._changed(x, sampling, completions, history)) if changes else None
+        try:
+            drawn = draw_tokens(logits, sampling, uniform, history, change)
+        except RolloutError as error:
+            sick = logits.isnan().any(-1).tolist()
+            asked = sorted({c.prompt.index for c, nan in zip(completions, sick, strict=True) if nan or not any(sick)})
+            raise RolloutError(f"{error} Requests: {asked[:8]}. Check the weights for NaN.") from error
+        _record(drawn, completions)
+        return drawn.tokens
+
+    def _changed(
+        self, x: Tensor, sampling: Sampling, completions: list[Completion], history: list[list[int]] | None
+    ) -> Tensor:
+        """Tempered logits with bias added, and what may not follow set to minus infinity; a copy."""
+        x = x.clone()
+        if sampling.logit_bias:
+            ids, added = zip(*sampling.logit_bias, strict=True)
+            scale = sampling.temperature or 1.0
+            x[:, torch.tensor(ids, device=x.device)] += torch.tensor(added, device=x.device) / scale
+        if sampling.min_new_tokens:
+            early = [list(sampling.stop_token_ids) * (len(c.tokens) < sampling.min_new_tokens) for c in completions]
+            x = forbid(x, early)
+        if sampling.no_repeat_ngram:
+            x = forbid(x, [banned_continuations(tokens, sampling.no_repeat_ngram) for tokens in history or []])
+        if sampling.guide is not None:
+            x = self._guides(sampling).mask(x, [c.guide for c in completions if c.guide is not None])
+        return x
+
+    def stopped(self, completion: Completion) -> bool:
+        """Whether its last token ended it."""
+        sampling = completion.prompt.sampling
+        if completion.tokens[-1] in sampling.stop_token_ids or (completion.guide is not None and completion.guide.done):
+            return True
+        if not sampling.stop_strings:
+            return False
+        # A token may be part of a character: enough of them are decoded together to hold the longest string.
+        tail = completion.tokens[-max(map(len, sampling.stop_strings)) - 8 :]
+        text = self.tokenizer.decode(tail)
+        return any(string in text for string in sampling.stop_strings)
+
+
+def _record(drawn: Drawn, completions: list[Completion]) -> None:
+    """Append what was drawn to each completion."""
+    for completion, token, logp in zip(completions, drawn.tokens.tolist(), drawn.logp.tolist(), strict=True):
+        completion.tokens.append(token)
+        completion.logps.append(logp)
+        if completion.guide is not None:
+            completion.guide.accept(token)
+    if drawn.processed_logp is not None:
+        for completion, logp in zip(completions, drawn.processed_logp.tolist(), strict=True):
+            completion.processed.append(logp)
+    if drawn.top is not None:
+        for completion, ids, logps in zip(completions, drawn.top[0].tolist(), drawn.top[1].tolist(), strict=True):
+            completion.top.append(list(zip(ids, logps, strict=True)))
