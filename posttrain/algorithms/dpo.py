@@ -14,7 +14,7 @@ from posttrain.algorithms.preference import (
     ComparedConfig,
     PreferenceTrainer,
     answer_mask,
-    logit_metrics,
+    pair_metrics,
     refuse_removed,
     sequence_logp,
 )
@@ -23,7 +23,7 @@ from posttrain.losses.divergence import DIVERGENCES, desensitized_sum, pair_valu
 from posttrain.losses.likelihood import nll
 from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_sum
-from posttrain.metrics import Metric, mean
+from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]
@@ -70,6 +70,10 @@ class DPOConfig(ComparedConfig):
     discopop_tau: float = field(default=0.05, metadata={"help": "Temperature of discopop, above 0."})
     padding_free: bool = field(
         default=False, metadata={"help": "For compatibility: pairs carry no padding either way."}
+    )
+
+    pad_token: str | None = field(
+        default=None, metadata={"help": "Token that fills rows up, of the vocabulary; None: the tokenizer's."}
     )
 
     def __post_init__(self) -> None:
@@ -177,35 +181,12 @@ def _pair_weight(out: ModelOutputs, batch: Batch, logp: Tensor, length: Tensor) 
     return batch.grouped(wpo_weight(logp, total, length), 2).prod(1)
 
 
-def pair_metrics(
-    out: ModelOutputs, batch: Batch, values: dict[str, Tensor], beta: float, pairs: Sequence[tuple[Tensor, ...]]
-) -> dict[str, Metric]:
-    """What every method on pairs with a reference logs; rewards are ``beta`` times the log-ratio, whatever the loss."""
-    rewards = [beta * values[f"{side}_ratio"] for side in ("chosen", "rejected")]
-    chosen, rejected = (answer_mask(batch, 2, which) for which in (0, 1))
-    (policy_c, policy_r), _, (length_c, length_r), _ = pairs
-    return {
-        "rewards/chosen": mean(rewards[0]),
-        "rewards/rejected": mean(rewards[1]),
-        "rewards/margins": mean(rewards[0] - rewards[1]),
-        "rewards/accuracies": mean((rewards[0] > rewards[1]).float()),
-        "logps/chosen": mean(policy_c),
-        "logps/rejected": mean(policy_r),
-        "completions/chosen_length": mean(length_c),
-        "completions/rejected_length": mean(length_r),
-        "entropy": mean(out.entropy, batch.loss_mask),  # type: ignore[arg-type]
-        "mean_token_accuracy": mean(out.correct.float(), chosen),  # type: ignore[union-attr]
-        **logit_metrics(out, chosen=chosen, rejected=rejected),
-    }
-
-
 class DPOTrainer(PreferenceTrainer):
     """Trains on preference pairs; a pair's prompt is computed once, by the policy and by the reference.
 
     Without ``ref_model`` the reference is a frozen copy of the **given** weights, or the same model with a new adapter off.
 
-    >>> trainer = DPOTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=pairs)  # doctest: +SKIP
-    >>> trainer.train()  # doctest: +SKIP
+    >>> DPOTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=pairs).train()  # doctest: +SKIP
 
     Reference: Direct preference optimization, arXiv:2305.18290.
     """

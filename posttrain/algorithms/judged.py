@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from posttrain.algorithms.preference import PreferenceTrainer, logit_metrics
+from posttrain.algorithms.preference import CHECKED_ROWS, PreferenceTrainer, logit_metrics
+from posttrain.checks.pairs import check_judged
 from posttrain.data.pairs import extract_and_unpair
 from posttrain.errors import DataError
 from posttrain.metrics import Metric, mean
@@ -52,6 +53,8 @@ class JudgedTrainer(PreferenceTrainer):
             for index, label in enumerate(labels):
                 _as_bool(label, index)
             if training:
+                sample = prepared.select(range(min(CHECKED_ROWS, len(prepared))))
+                self.tell(check_judged(self.rows(list(sample))))
                 self._check_balance(sum(map(bool, labels)), len(labels))
         return prepared
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,7 @@ from posttrain.losses.reduce import sequence_lengths, sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models.forward import forward
 from posttrain.models.precompute import precomputed_logps
-from posttrain.models.reference import Reference
+from posttrain.models.reference import Reference, check_reference
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = [
@@ -30,7 +30,9 @@ __all__ = [
     "ComparedConfig",
     "PreferenceTrainer",
     "answer_mask",
+    "check_given",
     "logit_metrics",
+    "pair_metrics",
     "refuse_removed",
     "sequence_logp",
 ]
@@ -80,9 +82,9 @@ class AnswerConfig(PostTrainingConfig):
         check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"max_length={self.max_length} leaves no room for a prompt and an answer; at least 2.")
-        if not self.beta > 0:
+        if not isinstance(self.beta, int | float) or not self.beta > 0:
             raise ConfigError(
-                f"beta={self.beta} must be above 0: with 0 the loss is constant, and some losses divide by it."
+                f"beta={self.beta!r} must be above 0, as a number: with 0 the loss is constant, and some losses divide by it."
             )
 
 
@@ -116,6 +118,28 @@ def sequence_logp(logp: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return total, sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
 
 
+def check_given(config: type, model: Any, ref_model: Any, args: Any, tokenizer: Any) -> None:
+    """Refuse arguments of a constructor that cannot work, before anything is loaded."""
+    if isinstance(ref_model, str):
+        raise ArgumentTypeError(
+            f"ref_model={ref_model!r} must be a loaded model. Load it with create_model_from_path({ref_model!r}), or leave "
+            "it out to take the weights of the model itself."
+        )
+    if ref_model is not None and ref_model is model:
+        raise ConfigError(
+            "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
+        )
+    if args is not None and not isinstance(args, config):
+        raise ArgumentTypeError(f"args must be a {config.__name__}, not {type(args).__name__}.")
+    if ref_model is not None:
+        check_reference(ref_model)
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+        raise ArgumentTypeError(
+            f"processing_class must be a tokenizer, not {type(tokenizer).__name__}. Load it with "
+            "AutoTokenizer.from_pretrained, or leave it out to take the model's own."
+        )
+
+
 def answer_mask(batch: Batch, size: int, which: int) -> Tensor:
     """``(B, T)`` trained tokens of one answer of each row: the ``which``-th of ``size``."""
     wanted = torch.tensor([origin % size == which for origin in batch.origin], device=batch.sequence.device)
@@ -126,6 +150,28 @@ def logit_metrics(out: ModelOutputs, **masks: Tensor) -> dict[str, Metric]:
     """``logits/<side>``: mean over a side's trained tokens, a mask ``(B, T)`` each, of the mean logit over the vocabulary."""
     assert out.mean_logit is not None
     return {f"logits/{side}": mean(out.mean_logit, mask) for side, mask in masks.items()}
+
+
+def pair_metrics(
+    out: ModelOutputs, batch: Batch, values: dict[str, Tensor], beta: float, pairs: Sequence[tuple[Tensor, ...]]
+) -> dict[str, Metric]:
+    """What every method on pairs with a reference logs; rewards are ``beta`` times the log-ratio, whatever the loss."""
+    rewards = [beta * values[f"{side}_ratio"] for side in ("chosen", "rejected")]
+    chosen, rejected = (answer_mask(batch, 2, which) for which in (0, 1))
+    (policy_c, policy_r), _, (length_c, length_r), _ = pairs
+    return {
+        "rewards/chosen": mean(rewards[0]),
+        "rewards/rejected": mean(rewards[1]),
+        "rewards/margins": mean(rewards[0] - rewards[1]),
+        "rewards/accuracies": mean((rewards[0] > rewards[1]).float()),
+        "logps/chosen": mean(policy_c),
+        "logps/rejected": mean(policy_r),
+        "completions/chosen_length": mean(length_c),
+        "completions/rejected_length": mean(length_r),
+        "entropy": mean(out.entropy, batch.loss_mask),  # type: ignore[arg-type]
+        "mean_token_accuracy": mean(out.correct.float(), chosen),  # type: ignore[union-attr]
+        **logit_metrics(out, chosen=chosen, rejected=rejected),
+    }
 
 
 class PreferenceTrainer(PostTrainer):
@@ -144,15 +190,7 @@ class PreferenceTrainer(PostTrainer):
     def __init__(
         self, model: str | nn.Module, ref_model: nn.Module | None = None, args: Any = None, **kwargs: Any
     ) -> None:
-        if isinstance(ref_model, str):
-            raise ArgumentTypeError(
-                f"ref_model={ref_model!r} must be a loaded model. Load it with create_model_from_path({ref_model!r}), or leave "
-                "it out to take the weights of the model itself."
-            )
-        if ref_model is not None and ref_model is model:
-            raise ConfigError(
-                "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
-            )
+        check_given(self.config_class, model, ref_model, args, kwargs.get("processing_class"))
         self.reports: dict[str, AnswerReport] = {}
         self.health = PreferenceHealth()
         self.reference: Reference | None = None

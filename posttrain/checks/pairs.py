@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from posttrain.types import Finding, Row
 
-__all__ = ["CHECKS", "check_pairs"]
+__all__ = ["CHECKS", "check_judged", "check_pairs"]
 
 BIASED = 0.8  # Share of pairs in which one side is longer, above which length is what there is to learn.
 CUT_ONE_SIDE = 0.05  # Share of pairs of which one answer alone was cut.
@@ -30,9 +30,36 @@ def check_pairs(rows: Sequence[Row], *, limit: int | None = None, stops: Sequenc
     return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
 
-def _where(indices: list[int], rows: Sequence[Row]) -> str:
+def _where(indices: list[int], rows: Sequence[Row], what: str = "pairs") -> str:
     shown = ", ".join(map(str, indices[:5]))
-    return f"{len(indices)} of {len(rows)} pairs (rows {shown}{', ...' if len(indices) > 5 else ''})"
+    return f"{len(indices)} of {len(rows)} {what} (rows {shown}{', ...' if len(indices) > 5 else ''})"
+
+
+def check_judged(rows: Sequence[Row]) -> list[Finding]:
+    """Findings about rows of one completion with a ``label``: the same answer to the same prompt judged both ways.
+
+    >>> rows = [Row([1], [[2]], [[1]], {"label": [label]}) for label in (1.0, 0.0)]
+    >>> [(finding.code, finding.severity) for finding in check_judged(rows)]
+    [('LABEL-CONTRADICTION', 'error')]
+    """
+    labels: dict[tuple, set[float]] = {}
+    keys = [(tuple(row.prompt_ids), tuple(row.completions[0])) for row in rows]
+    for row, key in zip(rows, keys, strict=True):
+        labels.setdefault(key, set()).update(row.sequence_columns["label"])
+    against = [index for index, key in enumerate(keys) if len(labels[key]) > 1]
+    if not against:
+        return []
+    everywhere = len(against) == len(rows)
+    return [
+        Finding(
+            "LABEL-CONTRADICTION",
+            "error" if everywhere else "warning",
+            "the same answer to the same prompt is labelled good and bad" + (", in every row" if everywhere else ""),
+            _where(against, rows, "rows"),
+            "the two cancel each other and teach nothing; of pairs that were taken apart, chosen and rejected are equal",
+            "remove these rows; if all are of this kind, look at how answers and labels were made",
+        )
+    ]
 
 
 def identical(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Finding | None:

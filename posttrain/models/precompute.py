@@ -64,7 +64,7 @@ def precomputed_logps(
         return dataset
     if not isinstance(dataset, datasets.Dataset):
         raise ConfigError(
-            f"precompute_ref_log_probs=True needs a dataset with a length, and the {name} set is a stream. Set it to False."
+            f"precompute_ref_log_probs=True needs a dataset with a length, and the dataset {name!r} is a stream. Set it to False."
         )
     path = _cache(trainer, dataset, reference, columns)
     if path.is_file():

@@ -13,9 +13,16 @@ import torch
 from torch import nn
 
 from posttrain.errors import ModelError
-from posttrain.models.heads import unwrapped
+from posttrain.models.heads import causal_lm, unwrapped
 
-__all__ = ["Reference", "active_dropout", "create_reference_model", "disable_dropout_in_model", "use_adapter"]
+__all__ = [
+    "Reference",
+    "active_dropout",
+    "check_reference",
+    "create_reference_model",
+    "disable_dropout_in_model",
+    "use_adapter",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +109,16 @@ def create_reference_model(
         if patched is not None:
             inner.forward = patched
     return reference.requires_grad_(False).eval()
+
+
+def check_reference(given: Any) -> None:
+    """Refuse, before any weight of the policy is read, a reference that cannot score answers."""
+    inner = causal_lm(given) if isinstance(given, nn.Module) else None
+    if getattr(inner, "get_output_embeddings", lambda: None)() is None:
+        raise ModelError(
+            f"ref_model is a {type(inner if inner is not None else given).__name__}, which has no language-model head to score "
+            "answers with. Give a causal language model, or leave ref_model out."
+        )
 
 
 def _check_vocabulary(model: Any, given: Any) -> None:

@@ -1,0 +1,230 @@
+"""Bad input to the preference trainers, through the trainer and through the command line: what, where, both values, the fix."""
+
+import json
+
+import datasets
+import pytest
+import torch
+
+from posttrain import (
+    BCOConfig,
+    BCOTrainer,
+    ConfigError,
+    CPOConfig,
+    CPOTrainer,
+    DataError,
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    ModelError,
+    ORPOConfig,
+    ORPOTrainer,
+    TPOConfig,
+    TPOTrainer,
+)
+from posttrain.cli.main import main
+from tests.conftest import build_model
+
+METHODS = {
+    "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig), "bco": (BCOTrainer, BCOConfig),
+    "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig), "tpo": (TPOTrainer, TPOConfig),
+}  # fmt: skip
+COMPARED = ("dpo", "kto", "bco")
+BASE = {"per_device_train_batch_size": 4, "max_steps": 1, "report_to": "none", "bf16": False, "save_strategy": "no"}
+
+
+def rows(count=8, **changes):
+    """Pairs with a gold answer: what every method but one of labelled rows can read."""
+    made = [{"prompt": f"What is {i}? ", "chosen": "a number", "rejected": "an answer"} for i in range(count)]
+    return [row | {"reference": "two numbers"} | changes for row in made]
+
+
+def make(method, tokenizer, folder, data=None, model=None, settings=None, **given):
+    trainer, config = METHODS[method]
+    data = datasets.Dataset.from_list(rows() if data is None else data) if not hasattr(data, "column_names") else data
+    model = build_model(len(tokenizer)) if model is None else model
+    args = config(str(folder), **(BASE | (settings or {})))
+    return trainer(model, args=args, train_dataset=data, **({"processing_class": tokenizer} | given))
+
+
+def shell(method, model, folder, data, capsys, *flags):
+    """Exit code and the message of a command."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in data))
+    common = ["--model_name_or_path", model, "--dataset_name", str(path), "--output_dir", str(folder / "out")]
+    code = main([method, *common, "--max_steps", "1", "--report_to", "none", "--bf16", "false", *flags])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_answers_that_are_equal_everywhere_are_refused(tiny_tokenizer, tmp_path, method):
+    match = (
+        "in every row" if method in ("kto", "bco") else r"no row of the train dataset is left of 8 \(8: the answers are"
+    )
+    with pytest.raises(ValueError, match=match):
+        make(method, tiny_tokenizer, tmp_path, rows(rejected="a number"))
+
+
+def test_an_answer_judged_both_ways_is_told_with_its_rows(tiny_tokenizer, tmp_path, caplog):
+    data = [{"prompt": f"{i} ", "completion": "a number", "label": i % 2 == 0} for i in range(6)]
+    make("kto", tiny_tokenizer, tmp_path, [*data, data[1] | {"label": True}])
+    assert (
+        "LABEL-CONTRADICTION: the same answer to the same prompt is labelled good and bad (2 of 7 rows (rows 1, 6))"
+        in (caplog.text)
+    )
+
+
+@pytest.mark.parametrize("method", ["kto", "bco"])
+def test_t19_labels_that_are_strings_are_refused_by_row_and_value(
+    tiny_tokenizer, tiny_model_dir, tmp_path, capsys, method
+):
+    data = [{"prompt": f"{i} ", "completion": "a number", "label": "False" if i == 2 else "True"} for i in range(4)]
+    with pytest.raises(DataError, match="row 0, column 'label': 'True' must be True or False"):
+        make(method, tiny_tokenizer, tmp_path, data)
+    code, message = shell(method, tiny_model_dir, tmp_path, data, capsys)
+    assert code == 1
+    assert "row 0, column 'label': 'True' must be True or False" in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("method", COMPARED)
+def test_t44_a_reference_with_another_vocabulary_is_refused_with_both_sizes(tiny_tokenizer, tmp_path, method):
+    size = len(tiny_tokenizer)
+    with pytest.raises(ModelError, match=f"vocabulary of {size + 8} and the model one of {size}.*Resize"):
+        make(method, tiny_tokenizer, tmp_path, ref_model=build_model(size + 8))
+
+
+@pytest.mark.parametrize("method", COMPARED)
+def test_a_reference_without_a_language_model_head_is_refused(tiny_tokenizer, tmp_path, method):
+    from transformers import LlamaForSequenceClassification
+
+    classifier = LlamaForSequenceClassification(build_model(len(tiny_tokenizer)).config)
+    for given in (classifier, torch.nn.Linear(2, 2)):
+        with pytest.raises(
+            ModelError, match=f"ref_model is a {type(given).__name__}, which has no language-model head"
+        ):
+            make(method, tiny_tokenizer, tmp_path, ref_model=given)
+
+
+LOSSES = [
+    ("dpo", {"loss_type": "ipo"}), ("dpo", {"loss_type": "sppo_hard"}), ("cpo", {"loss_type": "ipo"}),
+    ("cpo", {"loss_type": "simpo"}), ("tpo", {"loss_type": "ipo"}), ("tpo", {"loss_type": "tpo-l"}), ("kto", {}),
+    ("bco", {}), ("orpo", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "settings"), LOSSES)
+@pytest.mark.parametrize("beta", [0.0, -1.0, float("nan"), "0.1"])
+def test_t13_a_beta_that_is_not_above_zero_is_refused_in_the_config(tmp_path, method, settings, beta):
+    with pytest.raises(ConfigError, match=f"beta={beta!r} must be above 0, as a number: with 0 the loss is constant"):
+        METHODS[method][1](str(tmp_path), beta=beta, **settings)
+
+
+def test_beta_zero_on_the_command_line_is_one_line(tiny_model_dir, tmp_path, capsys):
+    code, message = shell("dpo", tiny_model_dir, tmp_path, rows(), capsys, "--beta", "0", "--loss_type", "ipo")
+    assert code == 1
+    assert "beta=0.0 must be above 0" in message
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_t9_a_prompt_that_fills_max_length_leaves_no_answer_and_is_dropped_and_counted(
+    tiny_tokenizer, tmp_path, method, caplog
+):
+    """All such rows: refused. Some: dropped with their number; every row that is left trains at least a token."""
+    long = rows(4, prompt="What is the sum of two numbers? " * 4)
+    with pytest.raises(
+        DataError, match=r"no row of the train dataset is left of \d+ \(\d+: the prompt fills max_length\)"
+    ):
+        make(method, tiny_tokenizer, tmp_path, long, settings={"max_length": 12})
+    trainer = make(method, tiny_tokenizer, tmp_path, [*rows(6), *long], settings={"max_length": 24})
+    assert trainer.reports["train"].dropped == {"the prompt fills max_length": 8 if method in ("kto", "bco") else 4}
+    assert "the prompt fills max_length" in caplog.text
+    assert all(sum(mask) > 0 for row in trainer.rows(list(trainer.train_dataset)) for mask in row.loss_masks)
+
+
+def test_a_prompt_that_fills_max_length_on_the_command_line(tiny_model_dir, tmp_path, capsys):
+    code, message = shell("dpo", tiny_model_dir, tmp_path, rows(), capsys, "--max_length", "2")
+    assert code == 1
+    assert "no row of the train dataset is left of 8 (8: the prompt fills max_length)" in message
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_constructor_arguments_of_the_wrong_kind_are_named(tiny_tokenizer, tmp_path, method):
+    trainer, config = METHODS[method]
+    data = datasets.Dataset.from_list(rows())
+    other = CPOConfig if method != "cpo" else DPOConfig
+    with pytest.raises(TypeError, match=f"args must be a {config.__name__}, not {other.__name__}"):
+        trainer(build_model(len(tiny_tokenizer)), args=other(str(tmp_path), **BASE), train_dataset=data)
+    with pytest.raises(TypeError, match="processing_class must be a tokenizer, not str"):
+        make(method, tiny_tokenizer, tmp_path, processing_class="gpt2")
+    with pytest.raises(ValueError, match=f"{trainer.__name__} needs train_dataset, and it is None"):
+        trainer(build_model(len(tiny_tokenizer)), args=config(str(tmp_path), **BASE), processing_class=tiny_tokenizer)
+    with pytest.raises(TypeError, match=r"peft_config must be a peft\.PeftConfig, not dict"):
+        make(method, tiny_tokenizer, tmp_path, peft_config={"r": 4})
+
+
+def test_a_loaded_model_is_neither_quantised_nor_loaded_again(tiny_tokenizer, tmp_path, caplog):
+    from transformers import BitsAndBytesConfig
+
+    with pytest.raises(
+        ConfigError, match="quantization_config is given with a LlamaForCausalLM that is loaded already"
+    ):
+        make("dpo", tiny_tokenizer, tmp_path, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    make("dpo", tiny_tokenizer, tmp_path, settings={"model_init_kwargs": {"dtype": "float32"}})
+    assert "model_init_kwargs are ignored: the model was given as an object" in caplog.text
+
+
+def test_a_second_adapter_or_one_that_the_reference_would_follow_is_refused(tiny_tokenizer, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="peft_config was given with a model that already is a PeftModel"):
+        make(
+            "dpo",
+            tiny_tokenizer,
+            tmp_path,
+            model=get_peft_model(build_model(len(tiny_tokenizer)), lora),
+            peft_config=lora,
+        )
+    with pytest.raises(ModelError, match="sync_ref_model needs a reference of its own"):
+        make("dpo", tiny_tokenizer, tmp_path, settings={"sync_ref_model": True}, peft_config=lora).train()
+
+
+def test_streams_where_they_cannot_work(tiny_tokenizer, tmp_path, caplog):
+    stream = datasets.Dataset.from_list(rows()).to_iterable_dataset()
+    with pytest.raises(ConfigError, match="a streaming train_dataset has no length: set max_steps"):
+        make("dpo", tiny_tokenizer, tmp_path, stream, settings={"max_steps": -1})
+    for method in COMPARED:
+        labelled = datasets.Dataset.from_list([{"prompt": "q ", "completion": "a", "label": True}] * 4)
+        evaluation = {
+            "held": (labelled if method != "dpo" else datasets.Dataset.from_list(rows())).to_iterable_dataset()
+        }
+        with pytest.raises(ConfigError, match=r"precompute_ref_log_probs=True needs a dataset with a length.*'held'"):
+            settings = {"precompute_ref_log_probs": True}
+            make(method, tiny_tokenizer, tmp_path, settings=settings, eval_dataset=evaluation)
+    trainer = make("dpo", tiny_tokenizer, tmp_path, stream, settings={"accelerator_config": {"dispatch_batches": True}})
+    assert trainer.args.accelerator_config.dispatch_batches is False
+    assert "dispatch_batches=True with a streaming train_dataset is set to False" in caplog.text
+
+
+def test_a_pad_token_outside_the_vocabulary_is_refused(tiny_tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"pad_token='<nope>' is not in the vocabulary .*\(\d+ tokens\)"):
+        make("dpo", tiny_tokenizer, tmp_path, settings={"pad_token": "<nope>"})
+
+
+def test_t37_rows_of_mixed_form_and_wrong_roles_are_refused_by_row(tiny_tokenizer, tmp_path):
+    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    good = {"prompt": [user], "chosen": [answer], "rejected": [answer | {"content": "b"}]}
+    with pytest.raises(DataError, match="row 3: column 'rejected' ends with a message of role 'user'"):
+        make("dpo", tiny_tokenizer, tmp_path, [good] * 3 + [good | {"rejected": [user]}])
+    with pytest.raises(DataError, match="row 0"):
+        make("dpo", tiny_tokenizer, tmp_path, [good | {"prompt": "q"}] * 2)
+    with pytest.raises(DataError, match=r"need \['chosen', 'rejected'\]: \['rejected'\] are not in"):
+        make("dpo", tiny_tokenizer, tmp_path, [{"prompt": "q", "chosen": "a"}] * 2)
+
+
+def test_a_loss_that_is_not_known_on_the_command_line_names_the_nearest(tiny_model_dir, tmp_path, capsys):
+    code, message = shell("dpo", tiny_model_dir, tmp_path, rows(), capsys, "--loss_type", "sigmoyd")
+    assert code == 1
+    assert "did you mean 'sigmoid'" in message
