@@ -62,6 +62,8 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
             processing_classes=reward_processing_classes,
             transforms=getattr(args, "reward_transform", None),
             timeout=getattr(args, "reward_timeout", None),
+            model_options=self._reward_model_options(args),
+            score_twice=getattr(args, "check_reward_determinism", False),
         )
         self._step = 0
         self._generations = 0
@@ -76,6 +78,17 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
         if self.reference is not None and self.reference.copy is not None:
             self.reference.copy.to(self.args.device)
         self.check_context()
+
+    @staticmethod
+    def _reward_model_options(args: OnlineConfig | None) -> dict[str, Any]:
+        """How reward models are loaded and run: as the policy is."""
+        if args is None:
+            return {}
+        return {
+            "batch_size": args.per_device_train_batch_size,
+            "trust_remote_code": args.trust_remote_code,
+            "model_init_kwargs": args.model_init_kwargs,
+        }
 
     def make_reference(self) -> Reference | None:
         """The frozen start of training, where a KL penalty needs it."""
@@ -213,7 +226,7 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
         start = sum(counts[: self.accelerator.process_index])
         groups = [row // self.group_size(mode) for row in range(len(rows))]
         whole = dataclasses.replace(table, values=values, start=start)
-        whole = self.rewards.finish(whole, groups=groups, prompts=prompts, columns=columns)
+        whole = self.rewards.finish(whole, groups=groups, prompts=prompts, columns=columns, training=mode == "train")
         self.log_metrics_now(whole.metrics, mode)
         return whole
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from posttrain.algorithms.config import GenerationFields, PostTrainingConfig, ReferenceFields, VllmFields
 from posttrain.errors import ConfigError, check_choice
@@ -24,6 +25,8 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
         "chat_template_kwargs",
         "transformers_continuous_batching_config",
     ]
+
+    _least_generations: ClassVar[int] = 2  # Of a group: one completion has nothing to be compared with.
 
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
     remove_unused_columns: bool | None = field(
@@ -47,6 +50,12 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
         default=True,
         metadata={
             "help": "Call each reward function once on two rows before the model loads, to find its mistakes early."
+        },
+    )
+    check_reward_determinism: bool = field(
+        default=False,
+        metadata={
+            "help": "Score 4 rows of the first generation a second time, and warn where a reward changed its mind."
         },
     )
     log_completions: bool = field(default=False, metadata={"help": "Print a sample of completions at each log step."})
@@ -95,7 +104,7 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
             ("num_iterations", self.num_iterations >= 1, "must be at least 1"),
             (
                 "num_generations",
-                self.num_generations >= 2,
+                self.num_generations >= self._least_generations,
                 "must be at least 2: a group of one has nothing to compare with",
             ),
             (
