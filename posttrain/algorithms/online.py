@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.algorithms.base import PostTrainer
+from posttrain.algorithms.dynamic_sampling import DynamicSamplingMixin
 from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.algorithms.prompts import PromptMixin
+from posttrain.algorithms.rank_balance import BalanceMixin
 from posttrain.algorithms.rollout_log import RolloutLogMixin
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import collate, split_by_sequence
@@ -33,7 +35,7 @@ __all__ = ["Generation", "OnlineConfig", "OnlineTrainer"]
 SUFFIX_TOKENS = 32  # Prompt tokens shown to format rewards: an opening tag that a template prefills lies among them.
 
 
-class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
+class OnlineTrainer(PromptMixin, DynamicSamplingMixin, BalanceMixin, RolloutLogMixin, PostTrainer):
     """Adds generation, scoring and the buffer of scored rollouts to the training loop.
 
     One generation goes through four methods, each of which a subclass may replace: `roll_out` (prompts to completions),
@@ -103,7 +105,8 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
         slices = args.steps_per_generation or 1
         if self._buffer is None or self._step % (slices * args.num_iterations) == 0:
             generation = self.generate_and_score(inputs, "train")
-            self._buffer, self._buffer_born = self._slices(generation, slices), self.state.global_step
+            self._buffer = self.balanced(self._slices(generation, slices))
+            self._buffer_born = self.state.global_step
         rows = self._buffer[self._step % slices]
         self._step += 1
         self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self._buffer_born))})
@@ -135,6 +138,8 @@ class OnlineTrainer(PromptMixin, RolloutLogMixin, PostTrainer):
         """Sample a completion for each (already repeated) example, score it, and attach what the loss needs."""
         generation = self.generate(examples, mode)
         table = self.score(generation, mode)
+        if mode == "train":
+            self.replace_flat_groups(generation, table)
         self.attach_logps(generation, mode)
         advantages = self.advantages(generation, table, mode)
         mine = advantages[table.start : table.start + len(generation.rollouts)]

@@ -46,6 +46,16 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
     mask_truncated_completions: bool = field(
         default=False, metadata={"help": "Leave completions that hit the length limit out of the loss."}
     )
+    dynamic_sampling: int = field(
+        default=0,
+        metadata={
+            "help": "Rounds in which groups whose rewards are all equal are replaced by fresh prompts (DAPO); 0 is off."
+        },
+    )
+    balance_ranks: bool = field(
+        default=True,
+        metadata={"help": "Exchange rows between processes where that evens out their tokens; the gradient stays."},
+    )
     check_rewards: bool = field(
         default=True,
         metadata={
@@ -102,6 +112,7 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "must be in [0, 1] or None"),
             ("repetition_penalty", self.repetition_penalty > 0, "must be above 0; 1 is off"),
             ("num_iterations", self.num_iterations >= 1, "must be at least 1"),
+            ("dynamic_sampling", self.dynamic_sampling >= 0, "must be 0 (off) or a number of rounds"),
             (
                 "num_generations",
                 self.num_generations >= self._least_generations,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import datasets
@@ -112,6 +114,11 @@ class PromptMixin:
             sampler_fn=self._get_train_sampler,
             is_training=True,
         )
+
+    @contextmanager
+    def _every_row_once(self) -> Iterator[None]:
+        """Generating is a collective: ranks must evaluate equally many batches, so the last ones are filled up."""
+        yield
 
     def _repeats(self) -> tuple[int, int]:
         args = self.args

@@ -445,10 +445,3 @@ def test_defaults_are_the_peer_s(tmp_path):
     }
     assert {k: getattr(args, k) for k in expected} == expected
     assert GRPOConfig(str(tmp_path), scale_rewards=False).scale_rewards == "none"
-
-
-def test_tools_and_environments_say_that_they_come_later(tiny_tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="tools is not available"):
-        GRPOTrainer(
-            build_model(len(tiny_tokenizer)), count_a, grpo_args(tmp_path), train_dataset=prompts(), tools=[len]
-        )

@@ -85,6 +85,8 @@ class GRPOConfig(OnlineConfig):
         self.scale_rewards = spelled.get(str(self.scale_rewards), self.scale_rewards)
         self._check_choices()
         self._resolve_liger()
+        if self.loss_type == "bnpo":
+            self.balance_ranks = False  # Its mean is one of each rank's own rows.
         super().__post_init__()
         self._check_ranges()
         self._check_combinations()

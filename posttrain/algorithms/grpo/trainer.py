@@ -28,7 +28,6 @@ __all__ = ["GRPOTrainer"]
 
 logger = logging.getLogger(__name__)
 
-FLAT = 1e-8  # A group that spreads no more than this has no signal.
 TINY, MANY = 1e-3, 0.2  # Groups this narrow against the whole batch are noise; more than this share of them is told.
 PADDING = -1e9  # No entropy is negative.
 
@@ -104,14 +103,14 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
         self.log_rewards(table, stats.totals, stats.advantages, mode, **spread)
         self._warn_of_noise(stats, whole)
         if args.mask_zero_variance_groups and size > 1:
-            flat = ~(stats.group_std > max(FLAT, args.min_group_std))  # Also where nothing was scored.
+            flat = self.flat(table, mode)  # Also where nothing was scored.
             mine = flat.repeat_interleave(size)[table.start : table.start + len(generation.rollouts)]
             generation.left_out |= set(mine.nonzero().flatten().tolist())
             self.log_metrics_now({"groups/masked": mean(flat.float())}, mode)
         return stats.advantages
 
     def _warn_of_noise(self, stats: AdvantageStats, whole: float) -> None:
-        narrow = (stats.group_std > FLAT) & (stats.group_std < TINY * whole)
+        narrow = (stats.group_std > 0) & (stats.group_std < TINY * whole)
         if self._narrow_told or self.args.scale_rewards != "group" or float(narrow.float().mean()) <= MANY:
             return
         self._narrow_told = True
