@@ -357,3 +357,63 @@ def test_everything_of_one_thread_stays_on_it_with_zero_workers():
             assert threading.current_thread() is self.thread
 
     EnvironmentPool(Bound, ToolRunner(workers=0)).begin([{"prompt": USER}] * 3)
+
+
+# The example game ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def game():
+    import importlib.util
+    from pathlib import Path
+
+    path = Path(__file__).parents[2] / "examples" / "game_2048.py"
+    spec = importlib.util.spec_from_file_location("game_2048", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("row", "after", "gained"),
+    [
+        ([2, 2, 0, 4], [4, 4, 0, 0], 4),
+        ([2, 2, 2, 2], [4, 4, 0, 0], 8),
+        ([4, 2, 2, 0], [4, 4, 0, 0], 4),
+        ([0, 0, 0, 2], [2, 0, 0, 0], 0),
+        ([2, 4, 8, 16], [2, 4, 8, 16], 0),
+        ([8, 0, 8, 8], [16, 8, 0, 0], 16),
+    ],
+)
+def test_rows_of_2048_slide_and_merge_each_tile_once(game, row, after, gained):
+    assert game.slide(row) == (after, gained)
+
+
+def test_directions_of_2048_are_turns_of_one_another(game):
+    env = game.Game2048()
+    env.reset(group_seed=0)
+    env.board = [[2, 2, 0, 0], [0, 4, 0, 0], [0, 4, 0, 0], [2, 0, 0, 0]]
+    assert env._after("left") == ([[4, 0, 0, 0], [4, 0, 0, 0], [4, 0, 0, 0], [2, 0, 0, 0]], 4)
+    assert env._after("right") == ([[0, 0, 0, 4], [0, 0, 0, 4], [0, 0, 0, 4], [0, 0, 0, 2]], 4)
+    assert env._after("up") == ([[4, 2, 0, 0], [0, 8, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], 12)
+    assert env._after("down") == ([[0, 0, 0, 0], [0, 0, 0, 0], [0, 2, 0, 0], [4, 8, 0, 0]], 12)
+
+
+def test_a_game_of_2048_is_played_to_its_end_and_begins_alike_in_a_group(game):
+    pool = EnvironmentPool(game.Game2048)
+    games, rows = pool.begin([{"prompt": USER}] * 2, [5, 5])
+    assert rows[0]["prompt"] == rows[1]["prompt"]
+    draw = random.Random(0)
+    env = games[0]
+    for _ in range(5000):
+        if env.done:
+            break
+        before = env.score
+        env.move(draw.choice(["left", "right", "up", "down"]))
+        assert env.score >= before
+    assert env.done
+    assert all(tile for row in env.board for tile in row)
+    assert game.score(environments=[env]) == [env.score + env.moves]
+    box = pool.toolbox(games[1], ToolBox())
+    (results,) = ToolRunner().run([(box, [{"function": {"name": "move", "arguments": {"direction": "north"}}}])])
+    assert "direction must be left, right, up or down" in results[0].text
