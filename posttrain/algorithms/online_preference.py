@@ -1,0 +1,358 @@
+"""What Online DPO, Nash-MD and XPO share: two completions a prompt, which of them is better, and the reference."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.algorithms.online import OnlineTrainer
+from posttrain.algorithms.online_preference_config import OnlinePreferenceConfig
+from posttrain.errors import ConfigError, DataError, RewardError
+from posttrain.losses.advantages import weighted_total
+from posttrain.losses.preference import sigmoid, squared_gap
+from posttrain.losses.reduce import sequence_sum
+from posttrain.metrics import Metric, mean
+from posttrain.models import parallel
+from posttrain.models.reference import Reference
+from posttrain.rewards.base import RewardTable
+from posttrain.rewards.judges import BaseJudge, JudgeReward
+from posttrain.rewards.pairs import PairRewards, WholeTextReward
+from posttrain.rollouts.generation import Generation
+from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling
+
+__all__ = ["OnlinePreferenceConfig", "OnlinePreferenceTrainer", "pair_terms", "sequence_sums"]
+
+logger = logging.getLogger(__name__)
+
+PAIR_LOSSES = {"sigmoid": sigmoid, "ipo": squared_gap}  # Of summed log-ratios: no division by length.
+TIES_MOST = 0.5  # Share of ties in a log window above which most of what is sampled trains nothing.
+ANOTHER_SEED = 0x5DEECE66D  # The second sampler must not draw what the first one drew.
+
+
+def sequence_sums(out: ModelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Summed log-probs of the policy ``(S,)``, and their log-ratios to the reference ``(S,)``."""
+    assert out.logp is not None and batch.ref_logp is not None
+    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    return sequence_sum(out.logp, *forest), sequence_sum(out.logp - batch.ref_logp, *forest)
+
+
+def pair_terms(
+    batch: Batch, logp: Tensor, ratio: Tensor, *, beta: float, loss_type: str
+) -> tuple[Tensor, dict[str, Metric]]:
+    """``-lsig(beta h)`` or ``(h - 1 / (2 beta))^2`` with ``h = L+ - L-``, ``(P,)``; 0 for ties and pairs without a verdict.
+
+    Args:
+        batch: Pairs; ``advantages`` are 1 on the better completion, -1 on the other, 0 on both of a tie.
+        logp: ``(S,)`` summed log-probs.
+        ratio: ``(S,)`` summed log-ratios L.
+        beta: Strength of the tie to the reference.
+        loss_type: ``sigmoid`` or ``ipo``.
+
+    Reference: Online AI feedback, arXiv:2402.04792; DPO, arXiv:2305.18290, equation 7; IPO, arXiv:2310.12036, equation 17.
+    """
+    assert batch.advantages is not None
+    sign = batch.grouped(batch.advantages, 2)[:, 0]
+    better = (sign < 0).long()[:, None]  # Index of the better one.
+    (ratio_c, ratio_r), (logp_c, logp_r) = (
+        torch.cat([x.gather(1, better), x.gather(1, 1 - better)], 1).unbind(1)
+        for x in (batch.grouped(ratio, 2), batch.grouped(logp, 2))
+    )
+    decided = sign != 0
+    terms = torch.where(decided, PAIR_LOSSES[loss_type](ratio_c, ratio_r, beta=beta), 0.0)
+    metrics = {
+        "rewards/chosen": mean(beta * ratio_c, decided),
+        "rewards/rejected": mean(beta * ratio_r, decided),
+        "rewards/margins": mean(beta * (ratio_c - ratio_r), decided),
+        "rewards/accuracies": mean((ratio_c > ratio_r).float(), decided),
+        "logps/chosen": mean(logp_c, decided),
+        "logps/rejected": mean(logp_r, decided),
+    }
+    return terms, metrics
+
+
+class OnlinePreferenceTrainer(OnlineTrainer):
+    """Samples two completions a prompt, asks rewards or a judge which is better, and measures against a reference.
+
+    A subclass gives `objective`, and may sample the second completion elsewhere (`sample_opponent`).
+
+    Args:
+        model: Hub id, folder, model or peft model.
+        ref_model: The reference; None: the given weights as they are now, or the model with its new adapter off.
+        reward_funcs: A reward model or its id, a callable, or several. Callables see the first completions of all prompts,
+            then the second ones, columns repeated.
+        args: The config; required.
+        data_collator: Must be None: there is nothing to collate before completions exist.
+        train_dataset: Prompts; required.
+        eval_dataset: Prompts to evaluate on, or several sets by name.
+        processing_class: The tokenizer; required where the model is an object.
+        reward_processing_classes: Tokenizers of reward models.
+        judge: Instead of ``reward_funcs``: a `BasePairwiseJudge`, `BaseRankJudge` or `BaseBinaryJudge`.
+    """
+
+    config_class: ClassVar[type[OnlinePreferenceConfig]] = OnlinePreferenceConfig
+    runner_class = PairRewards
+    whole_rows: ClassVar[bool] = True
+    two_samplers: ClassVar[bool] = False  # Whether the second completion comes from elsewhere.
+    one_reward: ClassVar[bool] = False  # Whether several reward functions are refused.
+    soft_judge: ClassVar[bool] = False  # Whether a judge's probabilities are read.
+    args: OnlinePreferenceConfig
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        ref_model: nn.Module | None = None,
+        reward_funcs: Any = None,
+        args: OnlinePreferenceConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        reward_processing_classes: Any = None,
+        judge: BaseJudge | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.judge, self._given_reference, self._pairing = judge, ref_model, True
+        if args is None:
+            raise ConfigError(f"args is missing: give a {self.config_class.__name__}.")
+        self._check_given(model, reward_funcs, args, data_collator, processing_class)
+        functions: list[Any] = [JudgeReward(judge, halves=True, soft=self.soft_judge)] if judge is not None else []
+        if judge is None:
+            functions = self._reward_functions(reward_funcs, reward_processing_classes, args, processing_class)
+        super().__init__(
+            model,
+            functions,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        self._ties_told = self._cut_told = False
+
+    def _check_given(self, model: Any, reward_funcs: Any, args: Any, data_collator: Any, tokenizer: Any) -> None:
+        if (reward_funcs is None) == (self.judge is None):
+            given = "neither is" if self.judge is None else "both are"
+            raise ConfigError(f"give reward_funcs or judge: {given} given.")
+        if tokenizer is None and not isinstance(model, str):
+            raise ConfigError("processing_class is missing: give the model's tokenizer.")
+        if data_collator is not None:
+            raise ConfigError("data_collator must be None: prompts have nothing to collate before they are completed.")
+        if self._given_reference is not None and self._given_reference is model:
+            raise ConfigError(
+                "ref_model is the model itself, which moves as it is trained. Leave it out, or load it again."
+            )
+        if self.judge is not None and getattr(args, "missing_eos_penalty", None) is not None:
+            raise ConfigError(
+                "missing_eos_penalty is taken from rewards, and a judge gives none. Leave one of them out."
+            )
+        if self.one_reward and isinstance(reward_funcs, list | tuple) and len(reward_funcs) != 1:
+            raise ConfigError(f"{type(self).__name__} takes one reward function, and {len(reward_funcs)} are given.")
+
+    def _reward_functions(self, given: Any, tokenizers: Any, args: Any, tokenizer: Any) -> list[Any]:
+        """Reward models as functions of whole texts; everything else as it is."""
+        functions = list(given) if isinstance(given, list | tuple) else [given]
+        own = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
+        if len(own) != len(functions):
+            raise ConfigError(
+                f"reward_processing_classes has {len(own)} entries for {len(functions)} reward functions."
+            )
+        init = {"trust_remote_code": args.trust_remote_code, "model_init_kwargs": args.model_init_kwargs}
+        made = []
+        for function, theirs in zip(functions, own, strict=True):
+            if isinstance(function, nn.Module) and theirs is None and not getattr(function.config, "_name_or_path", ""):
+                theirs = tokenizer  # Made in memory: it can only be for the policy's own tokens.
+            is_model = isinstance(function, str | nn.Module)
+            made.append(WholeTextReward(function, theirs, **init) if is_model else function)
+        return made
+
+    def make_reference(self) -> Reference:
+        """Always: the loss is measured against it."""
+        return Reference(self.model, fresh_adapter=self.fresh_adapter, given=self._given_reference)
+
+    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
+        """As every online trainer; images are refused, whose log-probs would be computed without them."""
+        for column in ("image", "images"):
+            if column in (getattr(train, "column_names", None) or []):
+                raise DataError(f"train_dataset has a column {column!r}, and {type(self).__name__} reads text only.")
+        return super().prepare_datasets(train, evaluation)
+
+    @property
+    def temperature(self) -> float:
+        """1: the loss compares models, not samplers; there is no importance ratio in it."""
+        return 1.0
+
+    def scheduled(self, name: str) -> float:
+        """Today's value of a field that may change by epoch."""
+        return self.args.at_epoch(name, self.state.epoch)
+
+    # Sampling ----------------------------------------------------------------------------------------------------
+
+    def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+        """As every online trainer; what reward functions see may keep its end-of-sequence token."""
+        self._pairing = mode == "train"
+        rollouts, completions = super().roll_out(examples, mode)
+        if self.args.keep_eos_for_rewards:
+            ends = [
+                self.processing_class.decode(r.token_ids[-1:]) if r.finish_reason == "stop" else "" for r in rollouts
+            ]
+            completions = [c + end if isinstance(c, str) else c for c, end in zip(completions, ends, strict=True)]
+        return rollouts, completions
+
+    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
+        """Prompts cut to their room, as sampled so scored; every second completion perhaps from the other sampler."""
+        room = self.args.max_length - self.args.max_new_tokens
+        long = sum(len(prompt) > room for prompt in prompts)
+        if long and not self._cut_told:
+            self._cut_told = True
+            logger.warning(
+                "%d of %d prompts lose their beginning: max_length leaves them %d tokens.", long, len(prompts), room
+            )
+        prompts = [prompt[-room:] for prompt in prompts]
+        if not (self.two_samplers and self._pairing):
+            return super().sample(prompts, sampling)
+        first = super().sample(prompts[::2], sampling)
+        seed = None if sampling.seed is None else sampling.seed ^ ANOTHER_SEED
+        second = self.sample_opponent(prompts[1::2], replace(sampling, seed=seed))
+        return [rollout for pair in zip(first, second, strict=True) for rollout in pair]
+
+    def sample_opponent(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
+        """The second completions, where they do not come from the policy."""
+        raise NotImplementedError(f"{type(self).__name__} has two samplers and must define sample_opponent.")
+
+    # Scores and preferences --------------------------------------------------------------------------------------
+
+    def score(self, generation: Generation, mode: str) -> RewardTable:
+        """As every online trainer, pairs in the layout that functions expect; a judge has nothing to say of one completion."""
+        self.rewards.pairs = mode == "train"  # type: ignore[attr-defined]
+        if mode == "train" or self.judge is None:
+            return super().score(generation, mode)
+        counts = parallel.all_gather_objects([len(generation.rollouts)], self.accelerator)
+        start = sum(counts[: self.accelerator.process_index])
+        return RewardTable(torch.empty(sum(counts), 0), [], torch.empty(0), start=start)
+
+    def attach_logps(self, generation: Generation, mode: str) -> None:
+        """The reference's log-probs of what is trained."""
+        trained = self.trained(generation, mode)
+        assert self.reference is not None
+        with self.inference() as policy, self.reference.active(policy) as reference:
+            found = iter(self.logps(reference, generation.rows(trained, skip_truncated=False)))
+        keep = set(trained)
+        columns = [next(found) if i in keep else [0.0] * len(r.token_ids) for i, r in enumerate(generation.rollouts)]
+        generation.token_columns["ref_logp"] = columns
+
+    def trained(self, generation: Generation, mode: str) -> list[int]:
+        """Completions the loss is of."""
+        return list(range(len(generation.rollouts)))
+
+    def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
+        """``(n,)`` how much a completion is preferred to its partner, by `preference`; in evaluation 0."""
+        totals = weighted_total(table.values, table.weights)
+        reasons = [rollout.finish_reason for rollout in generation.rollouts]
+        ended = torch.tensor([r == "stop" for r in parallel.all_gather_objects(reasons, self.accelerator)])
+        scores = totals - (self.args.missing_eos_penalty or 0.0) * (~ended).float()
+        pairs = scores if mode == "eval" else scores.view(-1, 2)
+        known = ~scores.isnan() if mode == "eval" else ~pairs.isnan().any(1).repeat_interleave(2)
+        found = torch.zeros_like(scores)
+        if mode == "train":
+            found = self._prefer(pairs, known[::2])
+        self.log_scores(scores, known, ended, mode)
+        self.log_rewards(table, totals, found, mode)
+        mine = slice(table.start, table.start + len(generation.rollouts))
+        generation.columns["compared"] = known[mine].float().tolist()
+        generation.columns["scores"] = scores[mine].nan_to_num(0.0).tolist()
+        return found
+
+    def _prefer(self, pairs: Tensor, known: Tensor) -> Tensor:
+        if not bool(known.any()):
+            raise RewardError(
+                f"none of the {len(pairs)} pairs of this generation has a reward for both completions: "
+                f"{', '.join(self.rewards.names)} returned None. Nothing can be preferred. Return a number wherever a function "
+                "applies."
+            )
+        gap = torch.where(known, pairs[:, 0] - pairs[:, 1], 0.0)
+        self.log_metrics_now({"ties": mean((gap == 0).float(), known), "groups/unscorable": mean((~known).float())})
+        preferred = self.preference(gap)
+        return torch.stack([preferred, -preferred], 1).flatten()
+
+    def preference(self, gap: Tensor) -> Tensor:
+        """Score gaps ``(P,)`` to what the loss reads of the first completion: 1 better, -1 worse, 0 a tie."""
+        return gap.sign()
+
+    def log_scores(self, scores: Tensor, known: Tensor, ended: Tensor, mode: str) -> None:
+        """``objective/scores`` and how many completions ended; of all ranks' rows.
+
+        Args:
+            scores: ``(n,)``, penalties taken, NaN where no function applied.
+            known: ``(n,)`` bool, rows that count.
+            ended: ``(n,)`` bool.
+            mode: ``train`` (pairs) or ``eval``.
+        """
+        metrics = {"objective/scores": mean(scores, known), "val/contain_eos_token": mean(ended.float())}
+        if mode == "train":
+            metrics["objective/scores_margin"] = mean((scores[::2] - scores[1::2]).abs(), known[::2])
+        self.log_metrics_now(metrics, mode)
+
+    # Loss --------------------------------------------------------------------------------------------------------
+
+    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Completions whose pair has a score on both sides: what the loss is a mean over."""
+        return {"compared": float(sum(batch.columns["compared"].sum() for batch in batches))}
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """The method's loss; in evaluation only what is logged of the policy."""
+        logp, ratio = sequence_sums(outputs, batch)
+        compared = batch.columns["compared"].bool()
+        if self.model.training:
+            terms, metrics = self.pair_loss(outputs, batch, logp, ratio)
+        else:
+            terms, metrics = torch.zeros_like(logp), self.policy_metrics(batch, logp, ratio)
+        metrics["beta"] = mean(self.scheduled("beta"))
+        return LossTerms(terms, compared, "token", num_sequences=batch.num_sequences, count="compared", metrics=metrics)
+
+    def pair_loss(
+        self, outputs: ModelOutputs, batch: Batch, logp: Tensor, ratio: Tensor
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """One term a sequence ``(S,)`` and what to log; the heart of a subclass.
+
+        Args:
+            outputs: Of the policy.
+            batch: With ``advantages``, ``scores`` and ``ref_logp``.
+            logp: ``(S,)`` summed log-probs.
+            ratio: ``(S,)`` summed log-ratios to the reference.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define pair_loss(outputs, batch, logp, ratio).")
+
+    def policy_metrics(self, batch: Batch, logp: Tensor, ratio: Tensor) -> dict[str, Metric]:
+        """How far the policy is from the reference, and what its completions are worth with that charged."""
+        beta, scored = self.scheduled("beta"), batch.columns["compared"].bool()
+        return {
+            "objective/kl": mean(ratio),
+            "objective/entropy": mean(-logp),
+            "objective/non_score_reward": mean(-beta * ratio),
+            "objective/rlhf_reward": mean(batch.columns["scores"] - beta * ratio, scored),
+        }
+
+    # Logs --------------------------------------------------------------------------------------------------------
+
+    def _reduced(self, mode: str) -> dict[str, float]:
+        metrics = super()._reduced(mode)
+        if mode == "train" and metrics.get("ties", 0.0) > TIES_MOST and not self._ties_told:
+            self._ties_told = True
+            logger.warning(
+                "%.0f%% of the pairs are ties, equal completions or equal rewards, and train nothing. Raise temperature, or use "
+                "a reward (or judge) that tells completions apart.",
+                100 * metrics["ties"],
+            )
+        return metrics
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """As every trainer, without a loss: one completion a prompt has nothing to be compared with."""
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output.metrics.pop(f"{metric_key_prefix}_loss", None)
+        return output
