@@ -18,6 +18,7 @@ SECTIONS = {
     "rewards": "Rewards",
     "checks": "Checks",
     "report": "Reports and callbacks",
+    "integrations": "Integrations",
     "cli": "Command line",
 }
 

@@ -511,3 +511,21 @@ def test_the_given_tokenizer_is_not_changed(tokenizer):
     prepare_tokenizer(tokenizer)
     assert vars(tokenizer).keys() == before.keys()
     assert tokenizer.chat_template == before.get("chat_template", tokenizer.chat_template)
+
+
+def test_a_process_with_nothing_to_say_keeps_step_with_the_others(tokenizer):
+    """Ranks leave the loop together: who is done enters every round with no prompts, or the others would hang."""
+    said = Said(tokenizer, "Done at once.")
+    rounds = []
+
+    def generate(batches):
+        rounds.append(len(batches))
+        return [said.engine.generate(share_prompts(p), s) for p, s in batches]
+
+    others = iter([True, True, False])
+    own = prepare_tokenizer(tokenizer)
+    loop = ToolLoop(own, generate, stop_ids=[EOS], any_process=lambda here: next(others) or here)
+    episode = Episode(tokenizer("<|im_start|>assistant\n")["input_ids"])
+    loop.run([episode], Sampling(50, stop_token_ids=(EOS,)))
+    assert rounds == [1, 0, 0]
+    assert episode.messages[-1]["content"] == "Done at once."
