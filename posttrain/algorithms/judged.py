@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from posttrain.algorithms.preference import CHECKED_ROWS, PreferenceTrainer, logit_metrics
 from posttrain.checks.pairs import check_judged
+from posttrain.data.chat import terminal_token_ids
 from posttrain.data.pairs import extract_and_unpair
 from posttrain.errors import DataError
 from posttrain.metrics import Metric, mean
@@ -18,6 +20,7 @@ __all__ = ["JudgedTrainer", "judged_metrics"]
 
 logger = logging.getLogger(__name__)
 
+SORTED = 10  # Batches that one label may fill in a row.
 BALANCED = 1.33  # Good answers may weigh this much more than bad ones, in all (KTO, section 4.2).
 
 
@@ -54,9 +57,23 @@ class JudgedTrainer(PreferenceTrainer):
                 _as_bool(label, index)
             if training:
                 sample = prepared.select(range(min(CHECKED_ROWS, len(prepared))))
-                self.tell(check_judged(self.rows(list(sample))))
+                stops = terminal_token_ids(self.processing_class)
+                self.tell(check_judged(self.rows(list(sample)), limit=self.args.max_length, stops=stops))
+                self._check_order([bool(label) for label in labels])
                 self._check_balance(sum(map(bool, labels)), len(labels))
         return prepared
+
+    def _check_order(self, labels: list[bool]) -> None:
+        """Rows in the order of the dataset that are sorted by label give batches of one label."""
+        if self.args.train_sampling_strategy != "sequential":
+            return
+        longest = max((len(list(run)) for _, run in itertools.groupby(labels)), default=0)
+        if len(set(labels)) > 1 and longest > SORTED * self.args.per_device_train_batch_size:
+            logger.warning(
+                "train_sampling_strategy='sequential', and %d rows in a row have the same label, more than %d batches of %d, "
+                "which hold nothing to compare. Leave it out, or shuffle the dataset.",
+                longest, SORTED, self.args.per_device_train_batch_size,
+            )  # fmt: skip
 
     def _check_balance(self, good: int, total: int) -> None:
         bad = total - good

@@ -35,8 +35,13 @@ def _where(indices: list[int], rows: Sequence[Row], what: str = "pairs") -> str:
     return f"{len(indices)} of {len(rows)} {what} (rows {shown}{', ...' if len(indices) > 5 else ''})"
 
 
-def check_judged(rows: Sequence[Row]) -> list[Finding]:
-    """Findings about rows of one completion with a ``label``: the same answer to the same prompt judged both ways.
+def check_judged(rows: Sequence[Row], *, limit: int | None = None, stops: Sequence[int] = ()) -> list[Finding]:
+    """Findings about rows of one completion with a ``label``: judged both ways, or without an end.
+
+    Args:
+        rows: Tokenised rows.
+        limit: ``max_length``.
+        stops: Token ids that end an answer.
 
     >>> rows = [Row([1], [[2]], [[1]], {"label": [label]}) for label in (1.0, 0.0)]
     >>> [(finding.code, finding.severity) for finding in check_judged(rows)]
@@ -47,10 +52,12 @@ def check_judged(rows: Sequence[Row]) -> list[Finding]:
     for row, key in zip(rows, keys, strict=True):
         labels.setdefault(key, set()).update(row.sequence_columns["label"])
     against = [index for index, key in enumerate(keys) if len(labels[key]) > 1]
+    found = [finding for check in (unended,) if (finding := check(rows, limit, frozenset(stops))) is not None]
     if not against:
-        return []
+        return found
     everywhere = len(against) == len(rows)
     return [
+        *found,
         Finding(
             "LABEL-CONTRADICTION",
             "error" if everywhere else "warning",
@@ -58,8 +65,13 @@ def check_judged(rows: Sequence[Row]) -> list[Finding]:
             _where(against, rows, "rows"),
             "the two cancel each other and teach nothing; of pairs that were taken apart, chosen and rejected are equal",
             "remove these rows; if all are of this kind, look at how answers and labels were made",
-        )
+        ),
     ]
+
+
+def _ended(answer: Sequence[int], stops: frozenset[int]) -> bool:
+    """Whether an answer ends; templates may put a line break or two behind the end-of-turn token."""
+    return not stops.isdisjoint(answer[-3:])
 
 
 def identical(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Finding | None:
@@ -150,7 +162,7 @@ def cut_on_one_side(rows: Sequence[Row], limit: int | None, stops: frozenset[int
     one = []
     for index, row in enumerate(rows):
         full = [len(row.prompt_ids) + len(answer) >= limit for answer in row.completions]
-        ended = [bool(answer) and answer[-1] in stops for answer in row.completions]
+        ended = [_ended(answer, stops) for answer in row.completions]
         cut = [f and not e for f, e in zip(full, ended, strict=True)]
         if cut[0] != cut[1]:
             one.append(index)
@@ -170,7 +182,7 @@ def ends_on_one_side(rows: Sequence[Row], limit: int | None, stops: frozenset[in
     """One side ends with an end-of-turn token and the other does not, nearly always."""
     if not stops or len(rows) < ENOUGH:
         return None
-    ended = [[bool(answer) and answer[-1] in stops for answer in row.completions] for row in rows]
+    ended = [[_ended(answer, stops) for answer in row.completions] for row in rows]
     odd = [i for i, (a, b) in enumerate(ended) if a != b]
     if len(odd) < BIASED * len(rows):
         return None
@@ -185,6 +197,27 @@ def ends_on_one_side(rows: Sequence[Row], limit: int | None, stops: frozenset[in
     )
 
 
+def unended(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Finding | None:
+    """Answers that were not cut and still do not end with an end-of-turn token, more than half of them."""
+    whole = [
+        (index, _ended(answer, stops))
+        for index, row in enumerate(rows)
+        for answer in row.completions
+        if limit is None or len(row.prompt_ids) + len(answer) < limit
+    ]
+    open_ended = [index for index, ends in whole if not ends]
+    if not stops or 2 * len(open_ended) <= len(whole):
+        return None
+    return Finding(
+        "ANSWERS-UNENDED",
+        "warning",
+        f"{len(open_ended)} of {len(whole)} answers do not end with an end-of-turn token",
+        _where(sorted(set(open_ended)), rows, "rows"),
+        "the model is not taught to stop, so that it goes on after each answer once it is trained",
+        "use a chat template that ends the assistant's turns, or strings, which get an eos",
+    )
+
+
 CHECKS: tuple[Callable[[Sequence[Row], int | None, frozenset[int]], Finding | None], ...] = (
     identical,
     contradictory,
@@ -192,4 +225,5 @@ CHECKS: tuple[Callable[[Sequence[Row], int | None, frozenset[int]], Finding | No
     length_bias,
     cut_on_one_side,
     ends_on_one_side,
+    unended,
 )

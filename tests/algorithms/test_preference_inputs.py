@@ -228,3 +228,70 @@ def test_a_loss_that_is_not_known_on_the_command_line_names_the_nearest(tiny_mod
     code, message = shell("dpo", tiny_model_dir, tmp_path, rows(), capsys, "--loss_type", "sigmoyd")
     assert code == 1
     assert "did you mean 'sigmoid'" in message
+
+
+def test_t42_a_checkpoint_that_would_become_its_own_reference_is_told(tiny_tokenizer, tmp_path, caplog):
+    make("dpo", tiny_tokenizer, tmp_path, settings={"save_strategy": "steps", "save_steps": 1}).train()
+    checkpoint = str(tmp_path / "checkpoint-1")
+    caplog.clear()
+    make("dpo", tiny_tokenizer, tmp_path / "b", model=checkpoint)
+    assert f"the model comes from {checkpoint}, a training checkpoint" in caplog.text
+    assert "pass ref_model" in caplog.text
+    caplog.clear()
+    make("dpo", tiny_tokenizer, tmp_path / "c", model=checkpoint, ref_model=build_model(len(tiny_tokenizer)))
+    assert "a training checkpoint" not in caplog.text
+
+
+def test_t43_new_data_cannot_be_evaluated_when_the_reference_is_gone(tiny_tokenizer, tmp_path):
+    trainer = make("dpo", tiny_tokenizer, tmp_path, settings={"precompute_ref_log_probs": True})
+    trainer.train()
+    with pytest.raises(ConfigError, match=r"the reference is gone.*Give this set at construction, as eval_dataset"):
+        trainer.evaluate(datasets.Dataset.from_list(rows(3)))
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "random"])
+def test_t16_rows_sorted_by_label_are_told_where_their_order_is_kept(tiny_tokenizer, tmp_path, caplog, strategy):
+    data = [{"prompt": f"{i} ", "completion": "a number", "label": i < 30} for i in range(60)]
+    settings = {"train_sampling_strategy": strategy, "per_device_train_batch_size": 2}
+    make("kto", tiny_tokenizer, tmp_path, data, settings=settings)
+    assert ("30 rows in a row have the same label" in caplog.text) == (strategy == "sequential")
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_t22_answers_that_a_template_leaves_open_are_told(tiny_tokenizer, tmp_path, caplog, method):
+    user = [{"role": "user", "content": "q"}]
+    said = [[{"role": "assistant", "content": text}] for text in ("two", "three")]
+    data = [{"prompt": user, "chosen": said[0], "rejected": said[1]}] * 4
+    make(method, tiny_tokenizer, tmp_path, data)
+    assert "ANSWERS-UNENDED" not in caplog.text
+    text = tiny_tokenizer.chat_template
+    tiny_tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ' ' }}{% endfor %}"
+    tiny_tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    try:
+        make(method, tiny_tokenizer, tmp_path, data)
+    finally:
+        tiny_tokenizer.chat_template = text
+    assert "ANSWERS-UNENDED: 8 of 8 answers do not end with an end-of-turn token" in caplog.text
+
+
+def test_t8_answers_cut_at_max_length_are_told_above_ten_percent(tiny_tokenizer, tmp_path, caplog):
+    data = rows(9) + rows(3, chosen="a number " * 20)
+    make("dpo", tiny_tokenizer, tmp_path, data, settings={"max_length": 30})
+    assert "3 of 12 rows have an answer cut at max_length=30" in caplog.text
+
+
+def test_t33_the_reference_has_the_policy_s_dtype(tiny_tokenizer, tmp_path):
+    trainer = make("dpo", tiny_tokenizer, tmp_path, model=build_model(len(tiny_tokenizer)).bfloat16())
+    assert {p.dtype for p in trainer.reference.copy.parameters()} == {torch.bfloat16}
+
+
+def test_t6_an_adapter_of_any_name_is_its_own_reference(tiny_tokenizer, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(build_model(len(tiny_tokenizer)), lora, adapter_name="mine")
+    trainer = make("dpo", tiny_tokenizer, tmp_path, model=model, settings={"logging_steps": 1})
+    trainer.train()
+    assert trainer.reference.adapter == "ref"
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert trainer.state.log_history[0]["grad_norm"] > 0
