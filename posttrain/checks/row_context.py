@@ -12,7 +12,7 @@ from posttrain.data.tokenize import encode
 from posttrain.errors import PosttrainError
 from posttrain.types import Finding, Row
 
-__all__ = ["RowContext", "TokenSequence", "count_of"]
+__all__ = ["RowContext", "TokenSequence", "count_of", "where"]
 
 Severity = Literal["info", "warning", "error"]
 
@@ -46,11 +46,15 @@ class RowContext:
         rows: The rows; never changed.
         tokenizer: Decodes and encodes.
         limit: Tokens at which rows were cut, or None.
+        numbers: What each row is called in messages; None: its index.
+        examples: Index of one row of each finding, by code; filled while checks run.
     """
 
     rows: Sequence[Row]
     tokenizer: Any
     limit: int | None = None
+    numbers: Sequence[int] | None = None
+    examples: dict[str, int] = field(default_factory=dict)
     _blank: dict[int, bool] = field(default_factory=dict)
 
     @cached_property
@@ -114,7 +118,9 @@ class RowContext:
         found = sorted(set(rows))
         if not found:
             return None
-        return Finding(code, severity, f"{count_of(len(found), len(self.rows))} {what}", _where(found), why, fix)
+        self.examples[code] = found[0]
+        named = found if self.numbers is None else [self.numbers[index] for index in found]
+        return Finding(code, severity, f"{count_of(len(found), len(self.rows))} {what}", where(named), why, fix)
 
 
 def _sequences(index: int, row: Row) -> list[TokenSequence]:
@@ -135,7 +141,8 @@ def count_of(part: int, total: int) -> str:
     return f"{part} of {total} row{'s' if total != 1 else ''} ({share})"
 
 
-def _where(found: Sequence[int]) -> str:
+def where(found: Sequence[int]) -> str:
+    """``"rows 3, 5"``, and how many more where they are many."""
     named = ", ".join(map(str, found[:NAMED]))
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     return f"row{'s' if len(found) > 1 else ''} {named}{more}"

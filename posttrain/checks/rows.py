@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain.checks.row_context import RowContext, TokenSequence, count_of
+from posttrain.checks.row_context import RowContext, TokenSequence, count_of, where
 from posttrain.data.chat import common_prefix
 from posttrain.types import Finding, Row
 
@@ -276,33 +276,50 @@ CHECKS: tuple[Callable[[RowContext], Finding | None], ...] = (
 )
 
 
-def check_rows(rows: Sequence[Row], tokenizer: Any, *, limit: int | None = None) -> list[Finding]:
+def check_rows(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    limit: int | None = None,
+    numbers: Sequence[int] | None = None,
+    examples: dict[str, int] | None = None,
+) -> list[Finding]:
     """Every finding about ``rows``, the worst first.
 
     Args:
         rows: Tokenised rows of any method; not changed.
         tokenizer: The tokenizer they were made with.
         limit: Tokens at which sequences were cut (``max_length``), or None.
+        numbers: What to call each row, such as its place in the dataset; None: its index in ``rows``.
+        examples: Gets the index of one row of each finding, by code.
 
     Returns:
         Findings, at most one a code; none when nothing was found.
     """
-    context = RowContext(rows, tokenizer, limit)
+    context = RowContext(rows, tokenizer, limit, numbers, {} if examples is None else examples)
     found = [finding for check in CHECKS if (finding := check(context)) is not None]
     return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
 
-def dropped_rows(before: int, after: int) -> Finding | None:
-    """Rows that preparation left out, if any."""
+def dropped_rows(before: int, after: int, *, reasons: str = "", missing: Sequence[int] = ()) -> Finding | None:
+    """Rows that preparation left out, if any.
+
+    Args:
+        before: Rows given.
+        after: Rows left.
+        reasons: Why, with counts, where that is known.
+        missing: Numbers of the rows that were left out, where they are known.
+    """
     if after >= before:
         return None
     return Finding(
         "DATA-DROPPED",
         "warning",
-        f"{count_of(before - after, before)} were left out when the rows were prepared.",
-        "the sampled rows",
-        "they have no trained token left after truncation and masking; training will leave them out too.",
-        "raise max_length, or check completion_only_loss, assistant_only_loss and the masks.",
+        f"{count_of(before - after, before)} were left out when the rows were prepared{f': {reasons}' if reasons else ''}.",
+        where(missing) if missing else "the sampled rows",
+        "nothing is left in them to learn from once they are cut and masked (or, of a pair, compared); training leaves them out "
+        "too.",
+        "raise max_length, or check completion_only_loss, assistant_only_loss, the masks, and empty or equal answers.",
     )
 
 

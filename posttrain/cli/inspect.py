@@ -35,6 +35,8 @@ class Prepared(NamedTuple):
     findings: list[Finding]
     cut: int | None = None
     beside_the_point: frozenset[str] = frozenset()
+    numbers: list[int] | None = None  # Row numbers in the dataset; None: those of the examples, or not known.
+    reasons: str = ""  # Why rows were left out.
 
 
 # Examples (a datasets.Dataset of the sampled ones), tokenizer and config of the command to rows.
@@ -55,17 +57,32 @@ def register(name: str, function: RowsFunction) -> None:
 
 def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     """Rows of supervised fine-tuning: one completion each, without a prompt of its own; packed rows come apart."""
+    from dataclasses import replace
+
     from posttrain.checks.rows import diverged_prompts
+    from posttrain.data.raw import ROW, listed
     from posttrain.data.supervised import check_prepared, document_rows, prepare_sft_dataset, with_training_template
 
     if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
         check_prepared(examples, "train", len(tokenizer))
         return Prepared(document_rows(examples), [])
     options = with_training_template(config.supervised_options(training=True), tokenizer)
+    if options.packing == "bfd":  # It keeps documents whole: they are looked at one by one.
+        options = replace(options, packing=None)
+    elif options.packing and ROW in examples.column_names:
+        examples = examples.remove_columns(ROW)
     prepared, report = prepare_sft_dataset(examples, tokenizer, options, seed=config.seed)
     finding = diverged_prompts(report.diverged, report.rows_in)
-    cut = report.truncated
-    return Prepared(document_rows(prepared), [finding] if finding else [], cut)
+    cut = None if options.packing else report.truncated  # Packing that splits rows cuts none.
+    findings = [finding] if finding else []
+    return Prepared(document_rows(prepared), findings, cut, numbers=_numbers(prepared), reasons=listed(report.dropped))
+
+
+def _numbers(prepared: Any) -> list[int] | None:
+    """Numbers of the rows that were left, where preparation kept them."""
+    from posttrain.data.raw import ROW
+
+    return list(prepared[ROW]) if ROW in prepared.column_names else None
 
 
 def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
@@ -78,11 +95,12 @@ def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
     return [Row(ids, [], []) for ids in tokenize_prompts(list(examples), tokenizer, chat_template_kwargs=kwargs)]
 
 
-def reward_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
+def reward_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     """Rows of an outcome reward model: pairs that share their prompt."""
     from posttrain.data.ranked import pair_rows, prepare_reward_dataset
 
-    return pair_rows(prepare_reward_dataset(examples, tokenizer, max_length=config.max_length))
+    prepared = prepare_reward_dataset(examples, tokenizer, max_length=config.max_length)
+    return Prepared(pair_rows(prepared), [], numbers=_numbers(prepared))
 
 
 def prm_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
@@ -99,7 +117,8 @@ def prm_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
         soft_labels=config.soft_labels,
     )
     # Steps are judged at their separators: nothing is generated, so nothing has to end.
-    return Prepared(step_rows(prepared), [], None, frozenset({"DATA-EOS-UNTRAINED", "DATA-EMPTY-COMPLETION"}))
+    beside = frozenset({"DATA-EOS-UNTRAINED", "DATA-EMPTY-COMPLETION"})
+    return Prepared(step_rows(prepared), [], None, beside, _numbers(prepared))
 
 
 def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
@@ -110,15 +129,16 @@ def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
         from posttrain.data.chat import terminal_token_ids
         from posttrain.data.pairs import extract_and_unpair
         from posttrain.data.preferences import AnswerOptions, answer_rows, prepare_answers
+        from posttrain.data.raw import ROW
 
         if branches == ("completion",):
             examples = extract_and_unpair(examples)
         options = AnswerOptions(branches, config.max_length, config.truncation_mode)
-        prepared, report = prepare_answers(examples, tokenizer, options)
+        prepared, report = prepare_answers(examples, tokenizer, options, keep=(ROW,))
         made = answer_rows(prepared, branches)
         stops = terminal_token_ids(tokenizer)
         pairs = check_pairs(made, limit=config.max_length, stops=stops) if len(branches) == 2 else []
-        return Prepared(made, pairs, report.cut)
+        return Prepared(made, pairs, report.cut, numbers=_numbers(prepared))
 
     return rows
 
@@ -201,16 +221,22 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
     split = train._train_split(script_args, mixture)
     with _no_progress_bars():
         dataset = train._datasets(script_args, mixture, config)[split]
-        drawn, total = _drawn(dataset, examples, config.seed)
+        drawn, total, places = _drawn(dataset, examples, config.seed)
         made = ROWS[name](drawn, tokenizer, config)
-    rows, findings, cut, beside = made if isinstance(made, Prepared) else Prepared(made, [])
+    made = made if isinstance(made, Prepared) else Prepared(made, [])
+    rows, cut = made.rows, made.cut
+    numbers = made.numbers if made.numbers is not None else places if len(rows) == len(places) else None
     limit = getattr(config, "max_length", None)
-    dropped = dropped_rows(len(drawn), len(rows))
+    missing = [] if numbers is None else sorted(set(places) - set(numbers))
+    dropped = dropped_rows(len(drawn), len(rows), reasons=made.reasons, missing=missing)
+    telling: dict[str, int] = {}
+    checked = check_rows(rows, tokenizer, limit=None if cut == 0 else limit, numbers=numbers, examples=telling)
     findings = [
         *([dropped] if dropped else []),
-        *findings,
-        *(f for f in check_rows(rows, tokenizer, limit=None if cut == 0 else limit) if f.code not in beside),
+        *made.findings,
+        *(f for f in checked if f.code not in made.beside_the_point),
     ]
+    telling = {code: row for code, row in telling.items() if code in {finding.code for finding in findings}}
     seen = f"{len(drawn):,}"
     part = f"the first {seen}" if total is None else f"all {seen}" if total == len(drawn) else f"{seen} of {total:,}"
     return summarise(
@@ -220,6 +246,8 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
         truncated=cut,
         findings=findings,
         show=show,
+        numbers=numbers,
+        examples=telling,
         batch_size=config.per_device_train_batch_size,
         title=f"{name}: {part} examples of split {split!r}, tokenised as {model_args.model_name_or_path}",
     )
@@ -251,13 +279,16 @@ def _clone_tokens(tokenizer: Any, other: Any) -> None:
     tokenizer.eos_token = other.eos_token
 
 
-def _drawn(dataset: Any, count: int, seed: int) -> tuple[Any, int | None]:
-    """Up to ``count`` examples in the order of the dataset, in memory, and how many there are (None of a stream)."""
+def _drawn(dataset: Any, count: int, seed: int) -> tuple[Any, int | None, list[int]]:
+    """Up to ``count`` examples in the order of the dataset, in memory, how many there are (None of a stream), their places."""
     import datasets
+
+    from posttrain.data.raw import ROW
 
     streaming = isinstance(dataset, datasets.IterableDataset)
     if streaming:
         examples, total = list(itertools.islice(dataset, count)), None
+        indices = list(range(len(examples)))
     else:
         total = len(dataset)
         indices = sorted(random.Random(seed).sample(range(total), min(count, total)))
@@ -265,7 +296,8 @@ def _drawn(dataset: Any, count: int, seed: int) -> tuple[Any, int | None]:
     if not examples:
         raise DataError("the dataset is empty: there is nothing to inspect.")
     # A dataset of its own in memory: preparing it leaves no cache file behind.
-    return datasets.Dataset.from_list(examples, features=dataset.features), total
+    made = datasets.Dataset.from_list(examples, features=dataset.features)
+    return made.add_column(ROW, indices), total, indices  # type: ignore[call-arg]
 
 
 @contextlib.contextmanager

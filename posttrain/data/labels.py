@@ -13,7 +13,7 @@ from posttrain.data.formats import (
     maybe_convert_to_chatml,
     strip_none,
 )
-from posttrain.data.raw import check_ids
+from posttrain.data.raw import ROW, check_ids
 from posttrain.data.tokenize import encode, one_bos, open_end, prompt_text, template_arguments
 from posttrain.errors import DataError
 
@@ -87,7 +87,9 @@ def label_batch(
     rows = []
     finder = AssistantSpans(tokenizer)
     for position, index in enumerate(indices):
-        given = {name: column[position] for name, column in batch.items() if column[position] is not None}
+        given = {
+            name: column[position] for name, column in batch.items() if name != ROW and column[position] is not None
+        }
         row = strip_none(given)
         rows.append(row)
         try:

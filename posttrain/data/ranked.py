@@ -14,7 +14,7 @@ from posttrain.data.chat import common_prefix, render
 from posttrain.data.formats import get_dataset_column_names, is_messages, strip_none
 from posttrain.data.labels import one_eos
 from posttrain.data.pairs import maybe_extract_prompt
-from posttrain.data.raw import check_ids, check_stream, first_row, listed
+from posttrain.data.raw import ROW, check_ids, check_stream, first_row, listed
 from posttrain.data.tokenize import encode, one_bos, template_arguments
 from posttrain.errors import DataError
 from posttrain.types import Row
@@ -95,7 +95,7 @@ def prepare_reward_dataset(
     if not {"chosen_ids", "rejected_ids"} <= set(columns):
         if not set(SIDES) <= set(columns):
             raise DataError(f"the {name} rows need 'chosen' and 'rejected', and have columns {sorted(columns)}.")
-        drop = [column for column in columns if column != "margin"]
+        drop = [column for column in columns if column not in ("margin", ROW)]
         dataset = dataset.map(
             _pair_batch,
             batched=True,

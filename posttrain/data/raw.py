@@ -12,8 +12,9 @@ import datasets
 from posttrain.data.formats import get_dataset_column_names
 from posttrain.errors import ArgumentTypeError, DataError
 
-__all__ = ["PEEKED", "check_ids", "check_stream", "first_row", "listed"]
+__all__ = ["PEEKED", "ROW", "check_ids", "check_stream", "first_row", "listed"]
 
+ROW = "_row"  # A column of row numbers, kept through preparation so that what is found can be found again.
 PEEKED = 1000  # Rows of a stream of which at least one must be trainable.
 IMAGES = ("image", "images", "pixel_values")
 

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 
 from posttrain.data.formats import get_dataset_column_names
-from posttrain.data.raw import check_stream, first_row, listed
+from posttrain.data.raw import ROW, check_stream, first_row, listed
 from posttrain.data.tokenize import encode
 from posttrain.errors import DataError
 from posttrain.types import Row
@@ -89,7 +89,7 @@ def prepare_step_dataset(
         _step_batch,
         batched=True,
         with_indices=True,
-        remove_columns=columns,
+        remove_columns=[column for column in columns if column != ROW],
         fn_kwargs={"tokenizer": tokenizer, **options},
         **extra,
     )

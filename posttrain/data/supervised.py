@@ -16,7 +16,7 @@ from posttrain.data.chat import has_generation_markers, render
 from posttrain.data.formats import describe_dataset, get_dataset_column_names, maybe_convert_to_chatml, strip_none
 from posttrain.data.labels import COUNTERS, IGNORED, SupervisedOptions, label_batch
 from posttrain.data.packing import LENGTHS, pack_dataset
-from posttrain.data.raw import check_ids, check_stream, first_row, listed
+from posttrain.data.raw import ROW, check_ids, check_stream, first_row, listed
 from posttrain.data.template_families import with_template
 from posttrain.data.templates import check_template, get_training_chat_template
 from posttrain.errors import DataError, ModelError
@@ -86,7 +86,9 @@ def with_training_template(options: SupervisedOptions, tokenizer: Any) -> Superv
     """
     if not options.assistant_only_loss or has_generation_markers(tokenizer.chat_template):
         return options
-    with suppress(DataError):  # That a template refuses this message is no reason to; that it is no Jinja is told first.
+    with suppress(
+        DataError
+    ):  # That a template refuses this message is no reason to; that it is no Jinja is told first.
         render(tokenizer, [{"role": "user", "content": "q"}])
     return replace(options, chat_template=get_training_chat_template(tokenizer))
 
@@ -126,7 +128,7 @@ def prepare_sft_dataset(
     if formatting_func is None and "input_ids" not in first:
         _check_rendering(dataset, tokenizer, options, name)
     streaming = isinstance(dataset, datasets.IterableDataset)
-    columns = get_dataset_column_names(dataset)
+    columns = [column for column in get_dataset_column_names(dataset) if column != ROW]
     extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
     if formatting_func is not None and "input_ids" not in first:
         arguments = {"function": formatting_func, "column": options.dataset_text_field}

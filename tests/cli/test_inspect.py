@@ -92,6 +92,7 @@ def test_grpo_shows_the_prompts_with_their_generation_prompt(folder):
         {"max_length": 14},
         {"max_length": 20, "truncation_mode": "keep_end"},
         {"max_length": 64, "packing": True},
+        {"max_length": 12, "packing": True, "packing_strategy": "bfd_split"},
     ],
 )
 def test_the_rows_are_those_that_the_trainer_trains_on(tiny_model, tiny_tokenizer, tmp_path, options):
@@ -107,7 +108,9 @@ def test_the_rows_are_those_that_the_trainer_trains_on(tiny_model, tiny_tokenize
     config = SFTConfig(str(tmp_path / "o"), report_to="none", bf16=False, **options)
     trainer = SFTTrainer(tiny_model, config, train_dataset=dataset, processing_class=tiny_tokenizer)
     trained = trainer.rows(list(trainer.train_dataset))
-    assert command.ROWS["sft"](dataset, tiny_tokenizer, config).rows == trained
+    seen = command.ROWS["sft"](dataset, tiny_tokenizer, config).rows
+    key = repr if config.packing else (lambda row: 0)  # Packed rows are shuffled; whole documents are shown in order.
+    assert sorted(seen, key=key) == sorted(trained, key=key)
     assert sum(map(sum, (mask for row in trained for mask in row.loss_masks)))
 
 
@@ -184,6 +187,49 @@ def test_rows_that_training_would_leave_out_are_a_finding(folder):
     summary = summary_of("sft", [*argv, "--max_length", "20"])
     dropped = [finding for finding in summary.findings if finding.code == "DATA-DROPPED"]
     assert "1 of 2 rows (50 %)" in dropped[0].what
+
+
+def test_findings_call_rows_by_their_place_in_the_dataset_and_one_of_each_is_shown(folder):
+    rows = json.loads("[" + ",".join((folder / "chats.jsonl").read_text().splitlines()) + "]")
+    rows[2]["messages"] = rows[2]["messages"][:1]  # Left out: nothing to train.
+    rows[9]["messages"][1]["content"] = ""
+    write_jsonl(folder / "chats.jsonl", [*rows, rows[7]])
+    summary = summary_of("sft", ["--config", "sft.yaml"], show=1)
+    found = {finding.code: finding for finding in summary.findings}
+    assert found["DATA-DROPPED"].where == "row 2"
+    assert (
+        "1 of 13 rows (7.69 %) were left out when the rows were prepared: 1 without a turn"
+        in found["DATA-DROPPED"].what
+    )
+    assert found["DATA-EMPTY-COMPLETION"].where == "row 9"
+    assert found["DATA-DUPLICATE"].where == "row 12"
+    assert {shown.row: shown.codes for shown in summary.shown} == {
+        0: (), 9: ("DATA-EMPTY-COMPLETION",), 12: ("DATA-DUPLICATE",)
+    }  # fmt: skip
+    part = summary_of("sft", ["--config", "sft.yaml"], examples=12, show=12)
+    assert {shown.row for shown in part.shown} < set(range(13))
+    assert max(shown.row for shown in part.shown) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"), [("reward", {"chosen": "b"}), ("dpo", {"chosen": "b"}), ("prm", {"completions": [], "labels": []})]
+)
+def test_rows_left_out_of_other_methods_are_named_too(folder, name, bad):
+    good = (
+        {"prompt": "q", "completions": ["a"], "labels": [True]}
+        if name == "prm"
+        else {"prompt": "q", "chosen": "a", "rejected": "b"}
+    )
+    rows = [{**good, "prompt": f"q {i}"} for i in range(6)]
+    rows[3] |= bad
+    write_jsonl(folder / "rows.jsonl", rows)
+    summary = summary_of(name, ["--config", "sft.yaml", "--dataset_name", "rows.jsonl"] if name == "sft" else [
+        "--model_name_or_path", str(folder / "tiny-model"), "--output_dir", "out", "--bf16", "false", "--report_to", "none",
+        "--dataset_name", "rows.jsonl",
+    ])  # fmt: skip
+    (dropped,) = [finding for finding in summary.findings if finding.code == "DATA-DROPPED"]
+    assert dropped.where == "row 3"
+    assert {shown.row for shown in summary.shown} == {0, 1, 2, 4, 5}
 
 
 def test_a_prompt_that_its_completion_changes_is_a_finding(folder):

@@ -12,6 +12,7 @@ from posttrain.errors import DataError
 from posttrain.report.inspect import summarise, to_console, to_html
 from posttrain.report.inspect.html import MOST
 from posttrain.report.inspect.pieces import Piece, elide, pieces_of, visible
+from posttrain.report.inspect.summary import Bin
 from posttrain.types import Finding, Row
 
 BOS, EOS = 1, 2
@@ -324,3 +325,12 @@ def test_the_page_can_be_written_whatever_the_rows_hold(tiny_tokenizer, tmp_path
     page = to_html(summarise([row_of(3)], tiny_tokenizer, title="\udcff"))
     (tmp_path / "page.html").write_text(page, encoding="utf-8")
     assert "\\ud800" in page
+
+
+def test_a_few_far_longer_rows_do_not_squeeze_the_histogram(tiny_tokenizer):
+    lengths = [*range(20, 120), *range(20, 120), 5000]
+    summary = summarise([Row([], [[5] * n], [[1] * n]) for n in lengths], tiny_tokenizer)
+    assert summary.histogram[-1] == Bin(5000, 5000, 1)
+    assert len(summary.histogram) == 13
+    assert max(item.count for item in summary.histogram) < 30
+    assert sum(item.count for item in summary.histogram) == len(lengths)

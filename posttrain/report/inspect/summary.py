@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from posttrain.types import Finding, Row
 __all__ = ["Bin", "Shown", "SpecialToken", "Summary", "facts", "row_title", "summarise"]
 
 BINS = 12
+TAIL = 3  # Lengths beyond this many times those of 99 in 100 rows would squeeze the others into one bin.
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 
@@ -24,11 +25,12 @@ class Shown:
     """One sequence (a prompt and one completion) to look at.
 
     Attributes:
-        row, completion: Which one; ``completion`` is None for a prompt alone.
+        row, completion: Which one, by its number; ``completion`` is None for a prompt alone.
         completions: How many the row has.
         pieces: The text.
         tokens, trained: Counts.
         bos, eos: How often each stands in it.
+        codes: Findings that it is an example of.
     """
 
     row: int
@@ -39,6 +41,7 @@ class Shown:
     trained: int
     bos: int
     eos: int
+    codes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Summary:
         prompts_only: Whether no row has a completion yet (they are sampled during training).
         tokens, trained_tokens: Over all sequences; a first token is never trained, nothing predicts it.
         lengths: Tokens of a sequence: ``min``, ``median``, ``mean``, ``p95``, ``max``.
-        histogram: Lengths in equal steps.
+        histogram: Lengths in equal steps, and a last one for the few that are far longer.
         limit: Tokens at which sequences are cut, or None.
         truncated: Sequences that were cut at the limit, or as long as it where that is not known.
         duplicates: Rows that repeat an earlier one.
@@ -148,6 +151,8 @@ def summarise(
     truncated: int | None = None,
     findings: Sequence[Finding] = (),
     show: int = 8,
+    numbers: Sequence[int] | None = None,
+    examples: Mapping[str, int] | None = None,
     batch_size: int = 8,
     title: str = "rows",
 ) -> Summary:
@@ -160,6 +165,8 @@ def summarise(
         truncated: How many were, where that is known; None counts those as long as the limit.
         findings: What the checks found, shown beside the numbers.
         show: How many rows to show as text, spread evenly over the list.
+        numbers: What to call each row; None: its index.
+        examples: A row of each finding, by code, to show as well.
         batch_size: Rows of a batch, for the share of padding.
         title: Heading.
 
@@ -175,6 +182,14 @@ def summarise(
     if truncated is None:
         truncated = 0 if limit is None else sum(size >= limit for size in sizes)
     wanted = {len(rows) * k // min(show, len(rows)) for k in range(min(show, len(rows)))}
+    codes: dict[int, tuple[str, ...]] = {}
+    for code, row in (examples or {}).items():
+        codes[row] = (*codes.get(row, ()), code)
+    shown = [
+        _shown(item, len(rows[item.row].completions), tokenizer, roles, codes.get(item.row, ()), numbers)
+        for item in flat
+        if item.row in wanted | set(codes)
+    ]
     return Summary(
         title=title,
         rows=len(rows),
@@ -190,7 +205,7 @@ def summarise(
         batch_size=batch_size,
         padding_share=_padding_share(flat, len(rows), batch_size),
         special=_special_tokens(flat, tokenizer, roles),
-        shown=[_shown(item, len(rows[item.row].completions), tokenizer, roles) for item in flat if item.row in wanted],
+        shown=shown,
         findings=list(findings),
     )
 
@@ -207,7 +222,12 @@ def _quantiles(sizes: list[int]) -> dict[str, float]:
 
 
 def _histogram(sizes: list[int]) -> list[Bin]:
+    """Equal steps; where a few sequences are far longer than the rest, they share the last one."""
     low, high = min(sizes), max(sizes)
+    usual = sorted(sizes)[-(-99 * len(sizes) // 100) - 1]
+    if high > TAIL * usual:
+        far = [size for size in sizes if size > usual]
+        return [*_histogram([size for size in sizes if size <= usual]), Bin(min(far), high, len(far))]
     width = -(-(high - low + 1) // BINS)
     counts = Counter((size - low) // width for size in sizes)
     edges = range(low, high + 1, width)
@@ -265,9 +285,17 @@ def _special_tokens(flat: list[_Flat], tokenizer: Any, roles: dict[int, str]) ->
     return sorted(found, key=lambda token: (-token.total, token.id))
 
 
-def _shown(item: _Flat, completions: int, tokenizer: Any, roles: dict[int, str]) -> Shown:
+def _shown(
+    item: _Flat,
+    completions: int,
+    tokenizer: Any,
+    roles: dict[int, str],
+    codes: tuple[str, ...],
+    numbers: Sequence[int] | None,
+) -> Shown:
     return Shown(
-        row=item.row,
+        row=item.row if numbers is None else numbers[item.row],
+        codes=codes,
         completion=item.completion,
         completions=completions,
         pieces=list(pieces_of(item.ids, item.trained, tokenizer, roles)),
@@ -307,4 +335,5 @@ def row_title(shown: Shown) -> str:
     if shown.completions > 1 and shown.completion is not None:
         which += f", completion {shown.completion + 1} of {shown.completions}"
     trained = "prompt only" if shown.completion is None else f"{shown.trained} trained"
-    return f"{which}: {shown.tokens} tokens, {trained}, {shown.bos} bos, {shown.eos} eos"
+    found = f" ({', '.join(shown.codes)})" if shown.codes else ""
+    return f"{which}: {shown.tokens} tokens, {trained}, {shown.bos} bos, {shown.eos} eos{found}"
