@@ -169,15 +169,17 @@ class OnlineTrainer(PromptMixin, DynamicSamplingMixin, BalanceMixin, RolloutLogM
 
     def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
         """One completion per example, and what reward functions see of each: its text, or a list of messages."""
-        prompts = tokenize_prompts(
-            examples, self.processing_class, chat_template_kwargs=self.args.chat_template_kwargs or {}
-        )
-        rollouts = self.sample(prompts, self.sampling(mode))
+        rollouts = self.sample(self.tokenize(examples), self.sampling(mode))
         texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         for rollout, text in zip(rollouts, texts, strict=True):
             rollout.text = text
         chat = is_conversational(examples[0])
         return rollouts, [[{"role": "assistant", "content": t}] if chat else t for t in texts]
+
+    def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
+        """Prompts as the engine must see them."""
+        kwargs = self.args.chat_template_kwargs or {}
+        return tokenize_prompts(examples, self.processing_class, chat_template_kwargs=kwargs)
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """One call to the engine, one completion a prompt; equal neighbours are one request and share their prompt."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.episodes import EpisodeMixin
 from posttrain.algorithms.grpo.combinations import check_correction
+from posttrain.algorithms.grpo.compat import CompatMixin
 from posttrain.algorithms.grpo.config import GRPOConfig
 from posttrain.algorithms.grpo.entropy_control import EntropyControlMixin
 from posttrain.algorithms.grpo.objective import grpo_needs, grpo_objective
@@ -32,7 +33,7 @@ TINY, MANY = 1e-3, 0.2  # Groups this narrow against the whole batch are noise; 
 PADDING = -1e9  # No entropy is negative.
 
 
-class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
+class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer):
     """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
 
     Args:
@@ -63,7 +64,9 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
         args: GRPOConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        self.check_overrides()
         super().__init__(model, reward_funcs, args, **kwargs)
+        self.check_single_turn()
         args = self.args
         self.needs = grpo_needs(args)
         # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.

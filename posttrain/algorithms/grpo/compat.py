@@ -1,0 +1,386 @@
+"""Names that subclasses written for TRL's GRPOTrainer override, call or append to: they work, or they are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.algorithms.grpo.padded import from_padded, padded_logps, to_padded
+from posttrain.errors import ConfigError, RewardError
+from posttrain.losses.policy import vespo_weight
+from posttrain.losses.ratio import entropy_mask, off_policy_mask
+from posttrain.metrics import MetricBuffer, mean
+from posttrain.rewards.base import RewardTable
+from posttrain.rollouts.generation import Generation
+from posttrain.types import Batch, Rollout, Sampling
+
+__all__ = ["CompatMixin", "overrides"]
+
+# What cannot take effect where prompts are shared and rows are forests, and what to override instead.
+REFUSED = {
+    "_compute_loss": "objective(outputs, batch), which returns unreduced LossTerms",
+    "compute_liger_loss": "objective(outputs, batch); the loss never holds logits anyway",
+    "_get_per_token_logps_and_entropies": "terms(model, batch) for the policy, logps(model, rows) for older weights",
+    "_prepare_inputs": "micro_batch(inputs, index), which returns forests",
+    "prediction_step": "eval_batches(inputs), which returns forests",
+    "get_off_policy_mask": "objective(outputs, batch)",
+    "get_gamma_weights": "objective(outputs, batch)",
+    "get_high_entropy_mask": "objective(outputs, batch)",
+    "_tool_call_loop": "roll_out(examples, mode), or pass rollout_func",
+    "_get_tool_suffix_ids": "roll_out(examples, mode), or pass rollout_func",
+}
+SINGLE_TURN = ("_generate_single_turn", "_tokenize_prompts")  # Tools and rollout functions go other ways.
+
+
+def overrides(trainer: Any, name: str) -> type | None:
+    """The class outside this package that defines ``name`` for a trainer; None where the package's own is in force."""
+    classes = type(trainer).__mro__
+    owner = next((cls for cls in classes[: classes.index(CompatMixin)] if name in vars(cls)), None)
+    return None if owner is None or owner.__module__.split(".")[0] == "posttrain" else owner
+
+
+class _Series:
+    """Stands where a list of values stood: what is appended is averaged with the rest of the log window."""
+
+    def __init__(self, buffer: MetricBuffer, name: str) -> None:
+        self.buffer, self.name = buffer, name
+
+    def append(self, value: Any) -> None:
+        """One more value."""
+        self.buffer.add({self.name: mean(float(value))})
+
+    def extend(self, values: Sequence[Any]) -> None:
+        """Several."""
+        for value in values:
+            self.append(value)
+
+
+class _Window:
+    """``metrics[name].append(value)``."""
+
+    def __init__(self, buffer: MetricBuffer) -> None:
+        self.buffer = buffer
+
+    def __getitem__(self, name: str) -> _Series:
+        return _Series(self.buffer, name)
+
+
+class CompatMixin:
+    """Goes first in the bases of `GRPOTrainer`; without a subclass that overrides an old name, it does nothing."""
+
+    args: Any
+    rewards: Any
+    processing_class: Any
+    stop_ids: tuple[int, ...]
+    pad_token_id: int
+    _now: tuple[list[dict[str, Any]], str] | None = None
+    _last: Generation | None = None
+    _scored: RewardTable | None = None
+    _sampling_now: Sampling | None = None
+    _foreign_logps = False
+    _rows: list[dict[str, Any]] | None = None
+
+    def check_overrides(self) -> None:
+        """Refuse a subclass whose method would never be called.
+
+        Raises:
+            ConfigError: Names the method, its class, and what to override instead.
+        """
+        for name, instead in REFUSED.items():
+            if owner := overrides(self, name):
+                raise ConfigError(
+                    f"{owner.__name__} overrides {name}, which is never called here: prompts are shared and rows are token "
+                    f"forests, so there are no padded tensors to give it. Override {instead}."
+                )
+
+    def check_single_turn(self) -> None:
+        """Refuse overrides that several turns would go around."""
+        if not (getattr(self, "calls_tools", False) or getattr(self, "rollout_func", None)):
+            return
+        for name in SINGLE_TURN:
+            if owner := overrides(self, name):
+                raise ConfigError(
+                    f"{owner.__name__} overrides {name}, which tools, environments and rollout_func do not call. Override "
+                    "_generate(prompts) or roll_out(examples, mode)."
+                )
+
+    # Overridden, and in force ------------------------------------------------------------------------------------
+
+    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> Generation:
+        """Through `_generate_and_score_completions` where a subclass has its own."""
+        if not overrides(self, "_generate_and_score_completions"):
+            return super().generate_and_score(examples, mode)  # type: ignore[misc]
+        self._now = examples, mode
+        output = self._generate_and_score_completions(examples)
+        return from_padded(output, examples, self._last, self.args)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """A generation as padded tensors; what a subclass changes in them is what is trained."""
+        mode = self._now[1] if self._now else "train"
+        self._last = super().generate_and_score(inputs, mode)  # type: ignore[misc]
+        return to_padded(
+            self._last,
+            pad_token_id=self.pad_token_id,
+            skip_truncated=self.args.mask_truncated_completions,
+            accelerator=self.accelerator,  # type: ignore[attr-defined]
+        )
+
+    def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+        """Through `_generate` where a subclass has its own."""
+        if not overrides(self, "_generate"):
+            return super().roll_out(examples, mode)  # type: ignore[misc]
+        self._now = examples, mode
+        prompt_ids, completion_ids, tool_mask, completions, logps, *more = self._generate(
+            [e["prompt"] for e in examples]
+        )
+        rollouts = self._rollouts(prompt_ids, completion_ids, logps, tool_mask)
+        if more and more[0]:
+            self._extra = {**getattr(self, "_extra", {}), **more[0]}
+        return rollouts, completions
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """Prompt ids, completion ids, tool mask, completions, log-probs, extra columns, images, tool images."""
+        examples, mode = self._now or ([{"prompt": prompt} for prompt in prompts], "train")
+        same = len(examples) == len(prompts)
+        rows = [{**(examples[i] if same else {}), "prompt": prompt} for i, prompt in enumerate(prompts)]
+        rollouts, completions = super().roll_out(rows, mode)  # type: ignore[misc]
+        masks = [r.tool_mask for r in rollouts]
+        filled = [m or [1] * len(r.token_ids) for m, r in zip(masks, rollouts, strict=True)]
+        logps = None if self.engine_is_policy else [r.logp for r in rollouts]
+        ids = [r.prompt_ids for r in rollouts], [r.token_ids for r in rollouts]
+        return *ids, filled if any(masks) else None, completions, logps, {}, None, None
+
+    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
+        """Through `_generate_single_turn` where a subclass has its own."""
+        self._sampling_now = sampling
+        if not overrides(self, "_generate_single_turn"):
+            return super().sample(prompts, sampling)  # type: ignore[misc]
+        known = inspect.signature(self._generate_single_turn).parameters
+        extra = {"num_generations": self.args.num_generations} if "num_generations" in known else {}
+        given: Any = self._generate_single_turn(prompts, None, {}, **extra)
+        completion_ids, logps = given if isinstance(given, tuple) else (given, None)
+        return self._rollouts(prompts, completion_ids, logps, None)
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any = None, multimodal_fields: Any = None, **_: Any
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Completion ids, and log-probs where they are not those of the weights that are trained."""
+        sampling = self._sampling_now or self.sampling("train")  # type: ignore[attr-defined]
+        rollouts = super().sample(prompt_ids, sampling)  # type: ignore[misc]
+        logps = None if self.engine_is_policy else [r.logp for r in rollouts]
+        return [r.token_ids for r in rollouts], logps
+
+    def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
+        """Through `_tokenize_prompts` where a subclass has its own."""
+        if not overrides(self, "_tokenize_prompts"):
+            return super().tokenize(examples)  # type: ignore[misc]
+        self._now = examples, "train"
+        given: Any = self._tokenize_prompts([example["prompt"] for example in examples])
+        return given[0] if isinstance(given, tuple) else given
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        """Prompt ids, images, multimodal fields."""
+        examples = self._now[0] if self._now and len(self._now[0]) == len(prompts) else [{}] * len(prompts)
+        rows = [{**example, "prompt": prompt} for example, prompt in zip(examples, prompts, strict=True)]
+        return super().tokenize(rows), None, {}  # type: ignore[misc]
+
+    def score(self, generation: Generation, mode: str) -> RewardTable:
+        """Through `_calculate_rewards` where a subclass has its own."""
+        if not (owner := overrides(self, "_calculate_rewards")):
+            return super().score(generation, mode)  # type: ignore[misc]
+        self._last, self._now, self._scored = generation, (generation.examples, mode), None
+        ids = [rollout.token_ids for rollout in generation.rollouts]
+        prompts = [example["prompt"] for example in generation.examples]
+        values = self._calculate_rewards(generation.examples, prompts, generation.completions, ids)
+        counts = self._row_counts(len(ids))
+        values = torch.as_tensor(values, dtype=torch.float32).cpu()
+        if values.shape != (sum(counts), len(self.rewards.names)):
+            raise RewardError(
+                f"{owner.__name__}._calculate_rewards returned rewards of shape {tuple(values.shape)}; it must be one row a "
+                f"completion of all processes and one column a function, {(sum(counts), len(self.rewards.names))}."
+            )
+        start = sum(counts[: self.accelerator.process_index])  # type: ignore[attr-defined]
+        table = self._scored or RewardTable(values, list(self.rewards.names), self.rewards.weights, start=start)
+        return dataclasses.replace(table, values=values.clone())
+
+    def _row_counts(self, mine: int) -> list[int]:
+        from posttrain.models import parallel
+
+        return parallel.all_gather_objects([mine], self.accelerator)  # type: ignore[attr-defined]
+
+    def _calculate_rewards(
+        self,
+        inputs: list[dict[str, Any]],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids_list: list[list[int]],
+    ) -> Tensor:
+        """``(n, K)`` rewards of all processes' rows, NaN where a function did not apply."""
+        if self._last is None or self._now is None:
+            raise ConfigError("_calculate_rewards scores what the trainer generated, and it has generated nothing yet.")
+        rollouts = [
+            dataclasses.replace(rollout, token_ids=ids)
+            for rollout, ids in zip(self._last.rollouts, completion_ids_list, strict=True)
+        ]
+        examples = [{**example, "prompt": prompt} for example, prompt in zip(inputs, prompts, strict=True)]
+        asked = dataclasses.replace(self._last, examples=examples, rollouts=rollouts, completions=completions)
+        self._scored = super().score(asked, self._now[1])  # type: ignore[misc]
+        return self._scored.values
+
+    def _rollouts(self, prompts: Any, completions: Any, logps: Any, tool_mask: Any) -> list[Rollout]:
+        """What an old-style method returned, as rollouts; a last token that ends a turn, or pads, ended it."""
+        self._foreign_logps = logps is not None
+        texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
+        ends, found = {*self.stop_ids, self.pad_token_id}, []
+        for i, (prompt, ids) in enumerate(zip(prompts, completions, strict=True)):
+            reason: Any = "stop" if ids and ids[-1] in ends else "length"
+            mask = None if tool_mask is None else list(tool_mask[i])
+            logp = [] if logps is None else [float(x) for x in logps[i]]
+            found.append(Rollout(list(prompt), list(ids), logp, reason, tool_mask=mask, text=texts[i]))
+        return found
+
+    @property
+    def engine_is_policy(self) -> bool:
+        """Log-probs that a subclass returned are those of another sampler."""
+        return not self._foreign_logps and super().engine_is_policy  # type: ignore[misc]
+
+    # Called ------------------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
+        return self.compute_loss(model, inputs)  # type: ignore[attr-defined]
+
+    def compute_liger_loss(self, unwrapped_model: nn.Module, inputs: Batch) -> Tensor:
+        """The loss of one forest; it is computed in chunks without any kernel."""
+        return self.compute_loss(unwrapped_model, inputs)  # type: ignore[attr-defined]
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``(B, logits_to_keep)`` log-probs and entropies of padded rows, 0 on padding; by the forward that trains."""
+        needs = frozenset(
+            {"logp"} | ({"entropy"} if compute_entropy else set()) | ({"aux"} if compute_aux_loss else set())
+        )
+        return padded_logps(
+            model, input_ids, attention_mask, logits_to_keep, needs=needs, temperature=self.args.temperature
+        )
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: Tensor,
+        per_token_logps: Tensor,
+        sampling_per_token_logps: Tensor,
+        mask: Tensor,
+        off_policy_threshold: float,
+    ) -> Tensor:
+        """``(B, 1)`` 1 on sequences to keep; see `posttrain.losses.ratio.off_policy_mask`."""
+        forest = _rows_as_sequences(mask)
+        keep = off_policy_mask(
+            per_token_logps, sampling_per_token_logps, advantages.flatten(), *forest, threshold=off_policy_threshold
+        )
+        return keep[:, None].to(mask.dtype)
+
+    @staticmethod
+    def get_gamma_weights(
+        advantages: Tensor,
+        log_ratio_per_token: Tensor,
+        mask: Tensor,
+        importance_sampling_ratio: Tensor | None,
+        k_pos: float = 2.0,
+        lambda_pos: float = 3.0,
+        k_neg: float = 3.0,
+        lambda_neg: float = 2.0,
+    ) -> Tensor:
+        """``(B, 1)`` weights of VESPO; see `posttrain.losses.policy.vespo_weight`."""
+        signs = {"pos": (k_pos, lambda_pos), "neg": (k_neg, lambda_neg)}
+        forest = _rows_as_sequences(mask)
+        weight = importance_sampling_ratio
+        return vespo_weight(log_ratio_per_token, advantages.flatten(), *forest, **signs, rollout_weight=weight)[:, None]
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """``(B, T)`` tokens whose entropy reaches the quantile ``threshold`` of all ranks' tokens."""
+        gather = self._gather_entropies if self.accelerator.num_processes > 1 else None  # type: ignore[attr-defined]
+        return entropy_mask(entropies, mask.bool(), quantile=1.0 - threshold, gather=gather)
+
+    # Looked at ---------------------------------------------------------------------------------------------------
+
+    def completion_rows(self, generation: Generation, table: RewardTable) -> list[dict[str, Any]]:
+        """As the parent's, and remembered for `_logs`."""
+        self._rows = super().completion_rows(generation, table)  # type: ignore[misc]
+        return self._rows
+
+    @property
+    def _metrics(self) -> dict[str, _Window]:
+        return {mode: _Window(buffer) for mode, buffer in self.buffers.items()}  # type: ignore[attr-defined]
+
+    @property
+    def _logs(self) -> dict[str, Any]:
+        rows = self._rows or []
+        names = self.rewards.names
+        own = {"step", "prompt", "completion", "advantage", *names}
+        columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+        return {
+            "prompt": columns.get("prompt", []),
+            "completion": columns.get("completion", []),
+            "rewards": {name: columns.get(name, []) for name in names},
+            "advantages": columns.get("advantage", []),
+            "extra": {key: values for key, values in columns.items() if key not in own},
+        }
+
+    @property
+    def _buffered_inputs(self) -> Any:
+        return self._buffer
+
+    @_buffered_inputs.setter
+    def _buffered_inputs(self, value: Any) -> None:
+        if value is not None:
+            raise ConfigError("_buffered_inputs holds rows of token forests; set it to None to generate again.")
+        self._buffer = None
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """The reward functions, reward models as callables."""
+        return self.rewards.functions
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """Their names, unique."""
+        return self.rewards.names
+
+    @property
+    def reward_weights(self) -> Tensor:
+        """``(K,)`` weights; may be set while training."""
+        return self.rewards.weights
+
+    @reward_weights.setter
+    def reward_weights(self, weights: Any) -> None:
+        weights = torch.as_tensor(weights, dtype=torch.float32)
+        if weights.shape != self.rewards.weights.shape:
+            raise ConfigError(
+                f"reward_weights has shape {tuple(weights.shape)} for {len(self.rewards.names)} reward functions. Give one each."
+            )
+        self.rewards.weights = weights
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The frozen copy, where there is one; with adapters the reference is the model with its adapter off."""
+        reference = self.reference  # type: ignore[attr-defined]
+        return None if reference is None else reference.copy
+
+
+def _rows_as_sequences(mask: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Padded rows as a forest of one sequence a row."""
+    rows = torch.arange(mask.shape[0], device=mask.device)
+    return mask.bool(), rows[:, None].expand(mask.shape), mask.shape[0]
