@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: beyond it one sequence would decide the whole loss.
 CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10  # Share of clipped sequences, and steps in a row, after which little is learned.
+ABSENT = (
+    "use_liger_kernel", "max_tool_calling_iterations", "max_tool_output_tokens", "tool_workers", "tool_timeout",
+    "environment_retries",
+)  # fmt: skip
 
 
 @dataclass
@@ -51,10 +55,11 @@ class RLOOConfig(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_clip_range()
-        for name, default in {"use_liger_kernel": False, "max_tool_calling_iterations": None}.items():
-            if getattr(self, name) != default:
+        fields = type(self).__dataclass_fields__
+        for name in ABSENT:
+            if getattr(self, name) != fields[name].default:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r}: RLOO has no such option. Leave it at {default!r}, or use GRPO."
+                    f"{name}={getattr(self, name)!r}: RLOO has no such option. Leave it at {fields[name].default!r}, or use GRPO."
                 )
         if self.vllm_importance_sampling_mode.startswith("token"):
             raise ConfigError(
@@ -190,7 +195,9 @@ class RLOOTrainer(OnlineTrainer):
         advantages = leave_one_out_advantages(totals, size)
         if args.normalize_advantages:
             advantages = standardized(advantages, ~totals.isnan())
-        spread = {"reward_std": stats.reward_std, "frac_reward_zero_std": stats.zero_std_share}
+        scored = stats.totals[~stats.totals.isnan()]
+        whole = float(scored.std()) if scored.numel() > 1 else 0.0
+        spread = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
         self.log_rewards(table, stats.totals, advantages, mode, **spread)
         return advantages
 

@@ -23,6 +23,10 @@ training commands (all take --config file.yaml; COMMAND --help lists every optio
   orpo    supervised fine-tuning with an odds-ratio penalty on rejected answers
   tpo     pairs and a gold answer
   grpo    group-relative policy optimisation
+  rloo    policy gradients against the mean of a prompt's other completions
+  online-dpo  DPO on pairs of the policy's own completions, by rewards or a judge
+  nash-md     to be preferred to a mixture of the policy and the reference
+  xpo         online DPO against the reference, with a bonus for exploring
 
 other commands:
   demo    teach a small language model to add, on this machine, in a few minutes

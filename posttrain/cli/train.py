@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.errors import ConfigError, did_you_mean
 
-__all__ = ["COMMANDS", "GRPOScriptArguments", "ScriptArguments", "run"]
+__all__ = ["COMMANDS", "GRPOScriptArguments", "JudgedScriptArguments", "ScriptArguments", "run"]
 
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 
@@ -37,6 +37,16 @@ class GRPOScriptArguments(ScriptArguments):
 
     reward_model_name_or_path: str | None = field(default=None, metadata={"help": "A sequence-classification model."})
     reward_funcs: list[str] | None = field(default=None, metadata={"help": "Names, or dotted paths module.function."})
+
+
+@dataclass
+class JudgedScriptArguments(GRPOScriptArguments):
+    """Which data, and what says which of two completions is better."""
+
+    judge_url: str | None = field(
+        default=None, metadata={"help": "A judge's OpenAI-compatible server instead of rewards: http://host:8000/v1"}
+    )
+    judge_model: str = field(default="judge", metadata={"help": "The name that server knows the judge by."})
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,30 @@ COMMANDS: dict[str, Command] = {
     "cpo": Command("posttrain.algorithms.cpo:CPOTrainer", "posttrain.algorithms.cpo:CPOConfig", "CPO, SimPO, AlphaPO"),
     "orpo": Command("posttrain.algorithms.orpo:ORPOTrainer", "posttrain.algorithms.orpo:ORPOConfig", "odds ratio"),
     "tpo": Command("posttrain.algorithms.tpo:TPOTrainer", "posttrain.algorithms.tpo:TPOConfig", "triple preference"),
+    "rloo": Command(
+        "posttrain.algorithms.rloo:RLOOTrainer",
+        "posttrain.algorithms.rloo:RLOOConfig",
+        "leave-one-out policy gradients",
+        GRPOScriptArguments,
+    ),
+    "online-dpo": Command(
+        "posttrain.algorithms.online_dpo:OnlineDPOTrainer",
+        "posttrain.algorithms.online_dpo:OnlineDPOConfig",
+        "DPO on pairs of the policy's own completions",
+        JudgedScriptArguments,
+    ),
+    "nash-md": Command(
+        "posttrain.algorithms.nash_md:NashMDTrainer",
+        "posttrain.algorithms.nash_md:NashMDConfig",
+        "to be preferred to a mixture of policy and reference",
+        JudgedScriptArguments,
+    ),
+    "xpo": Command(
+        "posttrain.algorithms.xpo:XPOTrainer",
+        "posttrain.algorithms.xpo:XPOConfig",
+        "online DPO against the reference, with exploration",
+        JudgedScriptArguments,
+    ),
     "grpo": Command(
         "posttrain.algorithms.grpo:GRPOTrainer",
         "posttrain.algorithms.grpo:GRPOConfig",
@@ -128,7 +162,12 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         )
     extra: dict[str, Any] = {}
     if isinstance(script_args, GRPOScriptArguments):
-        extra["reward_funcs"] = reward_functions(script_args)
+        extra["reward_funcs"] = reward_functions(script_args) or None
+    if getattr(script_args, "judge_url", None):
+        from posttrain.rewards.judges import OpenAIPairwiseJudge
+
+        judge = OpenAIPairwiseJudge(script_args.judge_model, base_url=script_args.judge_url, max_requests=None)
+        extra["judge"] = judge
     trainer = _load(COMMANDS[name].trainer)(
         model=model_args.model_name_or_path,
         args=config,

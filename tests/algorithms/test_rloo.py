@@ -454,6 +454,7 @@ def test_defaults_are_the_peer_s_and_grpo_s_own_options_do_not_exist(tmp_path):
         ({"reward_clip_range": (0.0, None)}, "two numbers"),
         ({"use_liger_kernel": True}, "RLOO has no such option"),
         ({"max_tool_calling_iterations": 3}, "RLOO has no such option"),
+        ({"tool_timeout": 5.0}, "RLOO has no such option"),
         ({"vllm_importance_sampling_mode": "token_mask"}, "whole sequences"),
         ({"num_generations": 1}, "at least 2"),
         ({"beta": -0.1}, "beta=-0.1"),
