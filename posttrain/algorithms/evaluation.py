@@ -75,12 +75,13 @@ class EvaluationMixin:
     @contextmanager
     def _every_row_once(self) -> Iterator[None]:
         config = self.accelerator.dataloader_config
-        before = config.even_batches
+        before, dispatch = config.even_batches, config.dispatch_batches
+        config.dispatch_batches = False  # A stream's default would cut our batches up as if they were tensors.
         config.even_batches = before and parallel.shards_parameters(self.accelerator)  # There a pass is a collective.
         try:
             yield
         finally:
-            config.even_batches = before
+            config.even_batches, config.dispatch_batches = before, dispatch
 
     def prepare_evaluation(self, dataset: Any) -> Any:
         """One raw evaluation set, or several by name, as the loop needs them; prepared ones come back equal."""
