@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from posttrain.rewards.answers import answers_match, normalize_answer, string_match_reward
 from posttrain.rewards.base import RewardRunner, RewardTable
+from posttrain.rewards.code import CodeTestsReward, Limits, get_code_tests_reward, run_tests
 from posttrain.rewards.concurrency import parallel
 from posttrain.rewards.environments import environment_rewards
 from posttrain.rewards.format import think_format_reward
@@ -17,12 +18,15 @@ from posttrain.rewards.repetition import get_repetition_penalty_reward
 
 __all__ = [
     "REWARDS",
+    "CodeTestsReward",
+    "Limits",
     "ModelReward",
     "RewardRunner",
     "RewardTable",
     "accuracy_reward",
     "answers_match",
     "environment_rewards",
+    "get_code_tests_reward",
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
@@ -30,6 +34,7 @@ __all__ = [
     "parallel",
     "pooled",
     "reasoning_accuracy_reward",
+    "run_tests",
     "string_match_reward",
     "think_format_reward",
 ]
@@ -37,6 +42,7 @@ __all__ = [
 # What the command line can name. A name that begins with `get_` is that factory's reward with the constants given here.
 REWARDS: dict[str, Callable] = {
     "accuracy_reward": accuracy_reward,
+    "code_tests_reward": get_code_tests_reward(),
     "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
     "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "repetition_penalty_reward": get_repetition_penalty_reward(),
