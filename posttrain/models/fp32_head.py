@@ -33,7 +33,7 @@ def cast_head_to_fp32(model: Any) -> None:
         ConfigError: An adapter sits on the head.
         ModelError: The head is no plain linear layer (a quantised one has no float32).
 
-    Reference: MiniMax-M1, arXiv:2506.13585, section 3.2.
+    Reference: MiniMax-M1, arXiv:2506.13585
     """
     head = model.get_output_embeddings()
     name = type(head).__name__

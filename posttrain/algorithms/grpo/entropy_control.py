@@ -39,7 +39,7 @@ class EntropyController:
         low, high: Bounds of the coefficient.
         last: Entropy of the last optimiser step; infinite before the first, which therefore has no bonus.
 
-    Reference: Skywork-OR1, arXiv:2505.22312, section 4.2.
+    Reference: Skywork-OR1, arXiv:2505.22312
 
     >>> controller = EntropyController(0.01, target=0.2, step=0.005, low=0.0, high=1.0)
     >>> controller.applied

@@ -1,0 +1,44 @@
+"""Published settings: every recipe is a config that stands, with the numbers of its paper."""
+
+import inspect
+
+import pytest
+
+from posttrain import GRPOConfig, recipes
+
+ALL = {name: getattr(recipes, name) for name in recipes.__all__}
+SPELLED = {
+    "r1": {"loss_type": "grpo", "beta": 0.001, "epsilon": 10.0, "num_generations": 16, "max_completion_length": 32768},
+    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "mask_truncated_completions": True, "beta": 0.0},
+    "eighty_twenty": {"loss_type": "dapo", "epsilon_high": 0.28, "top_entropy_quantile": 0.2},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0},
+    "lite_ppo": {"scale_rewards": "batch", "loss_type": "dapo", "top_p": 0.99, "top_k": 100, "temperature": 0.99},
+    "intellect_2": {"delta": 4.0, "epsilon": 0.2, "beta": 0.001, "learning_rate": 3e-7},
+    "scale_rl": {
+        "loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch", "cast_lm_head_to_fp32": True,
+    },
+    "luspo": {
+        "loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3, "epsilon_high": 2.5e-3,
+    },
+    "gdpo": {"multi_objective_aggregation": "normalize_then_sum"},
+    "two_grpo": {"num_generations": 2, "loss_type": "grpo"},
+    "deepseek_v3_2": {"use_bias_correction_kl": True, "beta": 0.001, "off_policy_mask_threshold": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_every_recipe_builds_a_config(tmp_path, name):
+    args = GRPOConfig(str(tmp_path), per_device_train_batch_size=16, bf16=False, report_to="none", **ALL[name]())
+    for field, value in SPELLED.get(name, {}).items():
+        assert getattr(args, field) == value, field
+
+
+def test_gspo_goes_over_a_generation_in_four_steps(tmp_path):
+    args = GRPOConfig(str(tmp_path), bf16=False, report_to="none", **recipes.gspo(gradient_accumulation_steps=2))
+    assert (args.steps_per_generation, args.gradient_accumulation_steps) == (8, 2)
+    assert (args.epsilon, args.epsilon_high) == (3e-4, 4e-4)
+
+
+def test_no_function_of_the_module_is_left_out():
+    own = {n for n, f in inspect.getmembers(recipes, inspect.isfunction) if f.__module__ == recipes.__name__}
+    assert own == set(recipes.__all__)
