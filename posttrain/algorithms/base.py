@@ -90,8 +90,7 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         model_id = model if isinstance(model, str) else get_config_model_id(causal_lm(model).config)
         if args is None:
             args = self.config_class(f"{Path(model_id).name or 'model'}-{self._suffix}")
-        self.user_collator = trainer_kwargs.pop("data_collator", None)
-        self._check_arguments(model, args, train_dataset)
+        self._check_arguments(model, args, train_dataset, trainer_kwargs.pop("data_collator", None))
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
         self.processing_class = processing_class or load_tokenizer(
@@ -149,9 +148,10 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
 
     # Construction ------------------------------------------------------------------------------------------------
 
-    def _check_arguments(self, model: Any, args: PostTrainingConfig, train_dataset: Any) -> None:
+    def _check_arguments(self, model: Any, args: PostTrainingConfig, train_dataset: Any, collator: Any) -> None:
         from posttrain.models.load import check_model_source
 
+        self.user_collator = collator
         if not isinstance(args, transformers.TrainingArguments):
             raise ArgumentTypeError(f"args must be a {self.config_class.__name__}, not {type(args).__name__}.")
         known = (datasets.Dataset, datasets.IterableDataset)
