@@ -133,7 +133,7 @@ class EpisodeMixin:
             many = isinstance(evaluation, dict)
             evaluation = {k: _with_prompts(v) for k, v in evaluation.items()} if many else _with_prompts(evaluation)
         if self.calls_tools:
-            row = next(iter(train))
+            row: dict[str, Any] = next(iter(train), {})
             if "prompt" in row and not is_conversational({"prompt": row["prompt"]}):
                 raise DataError(
                     "tools need conversational prompts, and train_dataset has text in 'prompt'. Give lists of messages: "

@@ -54,9 +54,13 @@ class Walk:
         type(self).alive -= 1
 
 
+def qwen(tokenizer):
+    return with_template(tokenizer, training_template(next(f for f in FAMILIES if f.name == "Qwen2.5")))
+
+
 @pytest.fixture
 def tokenizer(tiny_tokenizer):
-    return with_template(tiny_tokenizer, training_template(next(f for f in FAMILIES if f.name == "Qwen2.5")))
+    return qwen(tiny_tokenizer)
 
 
 def speaker(tokenizer, *lines):
@@ -489,3 +493,43 @@ def test_candidates_of_each_token_are_read_by_their_ids(tokenizer):
     ((rollout,), _) = custom_rollouts(lambda prompts, trainer: given, ["x"], None, stop_ids=[6])
     assert rollout.logp == [-0.1, -0.2]
     assert rollout.finish_reason == "stop"
+
+
+def test_the_table_of_options_is_the_fields_of_the_config():
+    import dataclasses
+    import re
+    from pathlib import Path
+
+    text = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \| ", text, re.M))
+    fields = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+    assert rows == {name: repr(fields[name]) for name in rows}
+    assert {name for name in fields if "tool" in name} <= set(rows)
+
+
+@pytest.mark.distributed
+def test_two_ranks_of_which_one_calls_no_tool_leave_the_loop_together_and_equal_one(tmp_path):
+    import json
+    import os
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    root, results = Path(__file__).parents[2], []
+    for processes, batch in ((1, 8), (2, 4)):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = [*(launch if processes > 1 else [sys.executable]), "-m", "tests.algorithms.tools_worker"]
+        env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command += [str(tmp_path / str(processes)), str(batch)]
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=240, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+        results.append(json.loads(lines[0].removeprefix("RESULT ")))
+    one, two = results
+    a, b = torch.tensor(one["step"]), torch.tensor(two["step"])
+    assert a.abs().max() > 1e-3
+    assert (a - b).abs().max() < 1e-5
+    assert one["seeds"] == two["seeds"]
+    for name in ("tools/call_frequency", "completions/mean_length", "reward", "rewards/letters/mean", "num_tokens"):
+        assert two["logs"][name] == pytest.approx(one["logs"][name], rel=1e-6), name
+    assert one["logs"]["tools/call_frequency"] == 1, "half of the completions called twice"
