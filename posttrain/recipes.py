@@ -18,7 +18,7 @@ Fields = dict[str, Any]
 
 
 def r1() -> Fields:
-    """DeepSeek-R1, arXiv:2501.12948
+    """DeepSeek-R1, arXiv:2501.12948.
 
     >>> r1()["epsilon"]
     10.0
@@ -50,7 +50,7 @@ def gspo(gradient_accumulation_steps: int = 1) -> Fields:
 
 
 def dapo() -> Fields:
-    """DAPO, arXiv:2503.14476
+    """DAPO, arXiv:2503.14476.
 
     Its rewards go with ``get_soft_overlong_punishment(20480, 4096)``; its dynamic sampling is ``dynamic_sampling=10``.
     """

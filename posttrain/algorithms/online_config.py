@@ -139,6 +139,12 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
             raise ConfigError(
                 "auto_find_batch_size=True would break groups apart as it shrinks the batch. Turn it off."
             )
+        sizes = [getattr(self.parallelism_config, name, 1) for name in ("cp_size", "sp_size")]
+        if max(sizes) > 1:
+            raise ConfigError(
+                f"parallelism_config with cp_size={sizes[0]} and sp_size={sizes[1]}: completions of a group cannot be cut along "
+                "their tokens here. Set both to 1."
+            )
         do_sample = (self.generation_kwargs or {}).get("do_sample", True)
         if not do_sample:
             raise ConfigError(

@@ -22,6 +22,8 @@ __all__ = ["PromptMixin"]
 
 logger = logging.getLogger(__name__)
 
+PROMPT_COLUMNS = ("prompt", "image", "images")
+
 
 class PromptMixin:
     """The part of `OnlineTrainer` between the dataset and a generation."""
@@ -39,6 +41,12 @@ class PromptMixin:
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
         head: list[dict[str, Any]] = []
+        if self.args.remove_unused_columns:
+            many = isinstance(evaluation, dict)
+            train, evaluation = (
+                _only_prompts(train),
+                {k: _only_prompts(v) for k, v in evaluation.items()} if many else _only_prompts(evaluation),
+            )
         for name, dataset in {"train_dataset": train, **_splits(evaluation)}.items():
             rows = check_prompts(dataset, name, self.processing_class)
             head = head or rows
@@ -143,6 +151,12 @@ class PromptMixin:
         """Completions per prompt."""
         args = self.args
         return (args.num_generations_eval or args.num_generations) if mode == "eval" else args.num_generations
+
+
+def _only_prompts(dataset: Any) -> Any:
+    """A reward function that needs another column is told so by the dry run."""
+    names = getattr(dataset, "column_names", None)
+    return dataset.select_columns([name for name in names if name in PROMPT_COLUMNS]) if names else dataset
 
 
 def _splits(evaluation: Any) -> dict[str, Any]:

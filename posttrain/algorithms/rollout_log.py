@@ -52,6 +52,13 @@ class RolloutLogMixin(OnlineHealthMixin):
             tokens = float(lengths.sum()) + sum(len(r.prompt_ids) for r in generation.rollouts)
             self.counters["num_tokens"] += parallel.all_reduce_sum([tokens], self.accelerator)[0]
 
+    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Lengths of ended completions are 0 where none ended."""
+        if "completions/mean_length" in metrics:
+            for kind in ("mean", "min", "max"):
+                metrics.setdefault(f"completions/{kind}_terminated_length", 0.0)
+        return super().derived(metrics)  # type: ignore[misc]
+
     def count_tokens_seen(self, tokens: float) -> None:
         """Counted at generation instead, each prompt once per completion."""
 

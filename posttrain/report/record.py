@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,12 +193,15 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.record = RunRecord(args.output_dir or ".")
         self.lock = FolderLock(self.record.folder)
         self.args, self.tokenizer = args, tokenizer
+        self.listeners: list[Callable[[list[dict[str, Any]], bool], None]] = []  # Who else wants rows of completions.
         self._step = 0
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
         """See `RunRecord.add_completions`."""
         if self.args.process_index == 0:
             self.record.add_completions(rows, evaluation=evaluation)
+            for listener in self.listeners:
+                listener(rows, evaluation)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Take the folder, drop or move aside what is not of this run, and write the manifest."""

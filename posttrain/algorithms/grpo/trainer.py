@@ -20,6 +20,7 @@ from posttrain.metrics import mean
 from posttrain.models.forward import causal_lm
 from posttrain.models.fp32_head import cast_head_to_fp32
 from posttrain.models.reference import active_dropout
+from posttrain.report.callbacks.rollout_table import CompletionsHubCallback, RolloutTableCallback
 from posttrain.report.callbacks.sync_reference import SyncRefModelCallback
 from posttrain.rewards.base import RewardTable
 from posttrain.rollouts.generation import Generation
@@ -77,11 +78,21 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
             check_correction(args)
         if args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
+        self._log_completions()
         if dropout := active_dropout(self.model):
             logger.warning(
                 "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
                 "disable_dropout=True.", dropout,
             )  # fmt: skip
+
+    def _log_completions(self) -> None:
+        args = self.args
+        if args.log_completions:
+            options = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
+            rows = args.generation_batch_size or 1
+            self.add_callback(RolloutTableCallback(self.record, self.rewards.names, rows=rows, **options))
+        if args.log_completions_hub_repo:
+            self.add_callback(CompletionsHubCallback(args.log_completions_hub_repo))
 
     def _prepare_model(self, model: Any, args: Any, peft_config: Any) -> Any:
         model = super()._prepare_model(model, args, peft_config)
