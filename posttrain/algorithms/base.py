@@ -20,6 +20,7 @@ from posttrain.algorithms.checkpoint import CheckpointMixin
 from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.algorithms.evaluation import EvaluationMixin
 from posttrain.algorithms.health import HealthMixin
+from posttrain.algorithms.memory import MemoryMixin
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.losses.reduce import Denominators, reduce
@@ -55,7 +56,7 @@ __all__ = ["PostTrainer", "PostTrainingConfig"]
 logger = logging.getLogger(__name__)
 
 
-class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Trainer):
+class PostTrainer(HealthMixin, MemoryMixin, CheckpointMixin, EvaluationMixin, transformers.Trainer):
     """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
 
     A subclass gives ``objective(outputs, batch) -> LossTerms`` and the rows (`rows`); ``needs`` names what the forward
@@ -310,13 +311,10 @@ class PostTrainer(HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Tr
         offloading = get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
         passes = parallel.equal_passes(len(inputs), self.accelerator)
         for index in range(passes):
-            batch = inputs[min(index, len(inputs) - 1)].to(self.args.device)
+            batch = inputs[min(index, len(inputs) - 1)]
             idle = index >= len(inputs)  # Only to keep collectives equal over ranks.
             with offloading, parallel.no_sync(model, last=index == passes - 1):
-                with self.compute_loss_context_manager():
-                    loss = self.compute_loss(model, batch) * (0.0 if idle else 1.0)
-                self.accelerator.backward(loss)
-            total = total + loss.detach()
+                total = total + self.one_pass(model, batch, 0.0 if idle else 1.0)
         return total
 
     def compute_loss(
