@@ -31,6 +31,8 @@ training commands (all take --config file.yaml; COMMAND --help lists every optio
 other commands:
   demo    teach a small language model to add, on this machine, in a few minutes
   inspect show the rows a training command would train on: text, masks, lengths, findings
+  report  make one HTML file of what runs recorded: curves, findings, completions, comparison
+  watch   show a run while it trains, on the terminal or as a live page on this machine
   env     what a bug report needs
 
 options:
@@ -71,12 +73,27 @@ def _inspect(argv: list[str]) -> int:
     return run(argv)
 
 
+def _report(argv: list[str]) -> int:
+    from posttrain.cli.report import run
+
+    return run(argv)
+
+
+def _watch(argv: list[str]) -> int:
+    from posttrain.cli.watch import run
+
+    return run(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sft": _train("sft"),
     "reward": _train("reward"),
     "prm": _train("prm"),
     **{name: _train(name) for name in ("dpo", "kto", "bco", "cpo", "orpo", "tpo", "grpo")},
+    **{name: _train(name) for name in ("rloo", "online-dpo", "nash-md", "xpo")},
     "inspect": _inspect,
+    "report": _report,
+    "watch": _watch,
     "demo": _demo,
     "env": _env,
 }

@@ -225,9 +225,9 @@ def _spikes(curves: Curves) -> Found:
     if points is None:
         return None
     found: list[Span] = []
-    most = 0.0
+    most, whole = 0.0, statistics.median(v for _, v in points)  # After a stretch of almost 0, any step would stick out.
     for at in range(LEAST - 1, len(points)):
-        usual = statistics.median(v for _, v in points[max(0, at - 25) : at])
+        usual = max(statistics.median(v for _, v in points[max(0, at - 25) : at]), whole)
         times = points[at][1] / usual if usual > 0 else 0.0
         if times > SPIKE:
             found.append((points[at][0], points[at][0]))

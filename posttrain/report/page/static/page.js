@@ -93,7 +93,7 @@
       font: { family: "system-ui, sans-serif", size: 12, color: colour("--soft") }, hovermode: "x unified", dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--text") }, namelength: 48 },
       xaxis: { ...axis, ...(view.range ? { range: view.range.slice(), autorange: false } : { autorange: true }), hoverformat: ",.4~g", ticksuffix: view.axis === "minutes" ? " min" : "" },
-      yaxis: { ...axis, type: view.log && positive ? "log" : "linear", tickformat: largest(panel) < 0.002 ? ".2~e" : largest(panel) >= 10000 ? ".3~s" : "~g", nticks: 6 },
+      yaxis: { ...axis, type: view.log && positive ? "log" : "linear", tickformat: largest(panel) > 0 && largest(panel) < 0.002 ? ".2~e" : largest(panel) >= 10000 ? ".3~s" : "~g", nticks: 6 },
       legend: { orientation: "h", y: -0.16, yanchor: "top", x: 0, font: { size: 11 } },
       showlegend: traces.some((trace) => trace.showlegend), shapes: shapes(panel),
     };
