@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +30,7 @@ from posttrain.models.reference import Reference
 from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rollouts.base import RolloutEngine, create_engine
 from posttrain.rollouts.generation import Generation
+from posttrain.rollouts.spool import Spool
 from posttrain.types import Batch, Request, Rollout, Row, Sampling
 
 __all__ = ["Generation", "OnlineConfig", "OnlineTrainer"]
@@ -69,7 +72,7 @@ class OnlineTrainer(PromptMixin, DynamicSamplingMixin, BalanceMixin, RolloutLogM
         )
         self._step = 0
         self._generations = 0
-        self._buffer: list[list[Row]] | None = None
+        self._buffer: Sequence[list[Row]] | None = None
         self._buffer_born = 0
         super().__init__(model, args, **kwargs)
         self.stop_ids = terminal_token_ids(self.processing_class, getattr(self.model, "generation_config", None))
@@ -105,12 +108,19 @@ class OnlineTrainer(PromptMixin, DynamicSamplingMixin, BalanceMixin, RolloutLogM
         slices = args.steps_per_generation or 1
         if self._buffer is None or self._step % (slices * args.num_iterations) == 0:
             generation = self.generate_and_score(inputs, "train")
-            self._buffer = self.balanced(self._slices(generation, slices))
+            self._buffer = None  # Its files go first.
+            self._buffer = self.spooled(self.balanced(self._slices(generation, slices)))
             self._buffer_born = self.state.global_step
         rows = self._buffer[self._step % slices]
         self._step += 1
         self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self._buffer_born))})
         return self.collate(rows)
+
+    def spooled(self, slices: Sequence[list[Row]]) -> Spool:
+        """Slices that wait for their turn, those beyond ``rollout_buffer_bytes`` on disk."""
+        most = getattr(self.args, "rollout_buffer_bytes", None)
+        folder = Path(self.args.output_dir, "rollout_buffer")
+        return Spool(slices, most=most, folder=folder, rank=self.accelerator.process_index)
 
     def _slices(self, generation: Generation, count: int) -> list[list[Row]]:
         """Whole groups in random order, cut into ``count`` equal slices (a group may straddle two)."""
@@ -289,4 +299,5 @@ class OnlineTrainer(PromptMixin, DynamicSamplingMixin, BalanceMixin, RolloutLogM
         online = state["online"]
         self._step, self._generations, self._buffer_born = online["step"], online["generations"], online["born"]
         buffer = online["buffer"]
-        self._buffer = None if buffer is None else [[Row(**row) for row in rows] for rows in buffer]
+        slices = None if buffer is None else [[Row(**row) for row in rows] for rows in buffer]
+        self._buffer = None if slices is None else self.spooled(slices)
