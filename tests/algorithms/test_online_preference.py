@@ -8,6 +8,8 @@ from posttrain import ConfigError, DataError, RewardError
 from posttrain.algorithms.nash_md import NashMDConfig, NashMDTrainer, nash_md_terms
 from posttrain.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from posttrain.algorithms.online_preference import pair_terms, sequence_sums
+from posttrain.algorithms.online_preference_config import OnlinePreferenceConfig
+from posttrain.algorithms.rloo import RLOOConfig
 from posttrain.algorithms.xpo import XPOConfig, XPOTrainer
 from posttrain.data.forest import Layout, collate
 from posttrain.losses.reduce import Denominators, reduce
@@ -15,6 +17,7 @@ from posttrain.models.forward import sequence_logps
 from posttrain.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
 from posttrain.rewards.pairs import PairRewards, WholeTextReward
 from posttrain.types import LossTerms, Row
+from tests import test_docs as docs
 from tests.algorithms.helpers import count_a, prompts, scripted, weights
 from tests.conftest import build_model
 from tests.losses.properties import Case, double, layouts, outputs, policy, step_gradient
@@ -922,3 +925,21 @@ def test_defaults_are_the_peer_s(tmp_path):
         args = config(str(tmp_path))
         expected = common | own
         assert {k: getattr(args, k) for k in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("page", "first", "config"),
+    [
+        ("rloo.md", "option", RLOOConfig),
+        ("online_dpo.md", "option of every method on pairs", OnlinePreferenceConfig),
+        ("nash_md.md", "option", NashMDConfig),
+        ("xpo.md", "option", XPOConfig),
+    ],
+)
+def test_the_pages_list_the_options_of_the_code(page, first, config):
+    assert docs.options(page, first) == {f.name: docs.default_of(f) for f in docs.own_fields(config)}
+
+
+@everyone
+def test_the_pages_list_the_metrics_of_the_code(method):
+    assert set(NAMES[method]) <= set(docs.names(f"{method}.md", "metric"))

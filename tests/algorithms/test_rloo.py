@@ -477,7 +477,8 @@ def test_two_ranks_equal_one_with_twice_the_accumulation(tmp_path):
     a, b = torch.tensor(one["step"]), torch.tensor(two["step"])
     assert a.abs().max() > 1e-3
     assert (a - b).abs().max() < 1e-5
-    assert set(one["logs"]) == set(two["logs"])
-    for name, value in one["logs"].items():
-        if not any(part in name for part in FREE):
-            assert two["logs"][name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
+    free = (*FREE, "balance/")  # Rows move between ranks, of which one process has none.
+    ours, theirs = ({k: v for k, v in x["logs"].items() if not any(part in k for part in free)} for x in (one, two))
+    assert set(ours) == set(theirs)
+    for name, value in ours.items():
+        assert theirs[name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
