@@ -48,8 +48,13 @@ def sapo(log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float, tempe
 
     Reference: SAPO, arXiv:2511.20347, equation 6.
     """
-    tau = torch.where(advantages > 0, temperature_pos, temperature_neg)
+    tau = _by_sign(advantages > 0, temperature_pos, temperature_neg, advantages)
     return -advantages * (4.0 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
+
+
+def _by_sign(good: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """One of two constants, in the precision of ``like``: torch.where of two numbers would be float32."""
+    return torch.where(good, like.new_tensor(yes), like.new_tensor(no))
 
 
 def vespo_weight(
@@ -84,8 +89,8 @@ def vespo_weight(
     if rollout_weight is not None:
         log_w = log_w + sequence_sum(rollout_weight.log().clamp(floor, 20.0), mask, sequence, num_sequences)
     log_w = log_w.clamp(floor, 20.0)
-    k = torch.where(advantages >= 0, pos[0], neg[0])
-    lam = torch.where(advantages >= 0, pos[1], neg[1]).clamp_min(1e-4)
+    k = _by_sign(advantages >= 0, pos[0], neg[0], log_w)
+    lam = _by_sign(advantages >= 0, pos[1], neg[1], log_w).clamp_min(1e-4)
     return torch.exp(lam + k * log_w - lam * log_w.exp()).nan_to_num(0.0, posinf=0.0)
 
 
