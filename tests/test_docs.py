@@ -295,13 +295,14 @@ def test_the_tables_of_judged_losses_and_divergences_say_what_the_code_computes(
 
 def test_the_pages_of_preference_methods_name_every_finding_and_metric():
     from posttrain.algorithms import dpo, judged, orpo, reference_free
+    from posttrain.algorithms import preference as shared
     from posttrain.checks import pairs, preference
 
     source = inspect.getsource(pairs) + inspect.getsource(preference)
     codes = re.findall(r'^ +"([A-Z]+(?:-[A-Z]+)+)",$', source, re.M)
     assert sorted(names("dpo.md", "code")) == sorted(set(codes)) and len(codes) > 10
     logged = re.compile(r'"([a-z_]+(?:/[a-z_]+)?)": mean|metrics\["([a-z_/]+)"\] = mean')
-    for page, modules in (("dpo.md", [dpo]), ("reference_free.md", [orpo, reference_free])):
+    for page, modules in (("dpo.md", [dpo, shared]), ("reference_free.md", [orpo, reference_free])):
         found = {a or b for module in modules for a, b in logged.findall(inspect.getsource(module))}
         assert len(found) > 5 and found <= set(names(page, "metric")), (page, found)
     sides = {f"{kind}/{side}" for kind in ("rewards", "logps") for side in ("chosen", "rejected")}

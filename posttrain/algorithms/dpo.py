@@ -72,9 +72,7 @@ class DPOConfig(ComparedConfig):
         default=False, metadata={"help": "For compatibility: pairs carry no padding either way."}
     )
 
-    pad_token: str | None = field(
-        default=None, metadata={"help": "Token that fills rows up, of the vocabulary; None: the tokenizer's."}
-    )
+    pad_token: str | None = field(default=None, metadata={"help": "Deprecated: set pad_token on the tokenizer."})
 
     def __post_init__(self) -> None:
         self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)

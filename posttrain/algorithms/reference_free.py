@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -51,7 +51,7 @@ class ReferenceFreeTrainer(PreferenceTrainer):
 
     compared = False
     reference_columns: tuple[str, ...] = ()  # type: ignore[misc]
-    needs = frozenset({"logp", "entropy", "mean_logit"})
+    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "mean_logit"})
     likelihood_branch = 0
 
     def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:

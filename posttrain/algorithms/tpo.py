@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from posttrain.algorithms.preference import AnswerConfig
+from posttrain.algorithms.preference import AnswerConfig, answer_mask
 from posttrain.algorithms.reference_free import ReferenceFreeTrainer, branch_sums, reward_metrics
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
+from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["TPOConfig", "TPOTrainer"]
@@ -45,6 +46,7 @@ class TPOTrainer(ReferenceFreeTrainer):
 
     config_class: ClassVar[type[TPOConfig]] = TPOConfig
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected", "reference")
+    needs: ClassVar[frozenset[str]] = ReferenceFreeTrainer.needs | {"correct"}
     likelihood_branch = 2
     _tag_names: ClassVar[list[str]] = ["posttrain", "tpo"]
     _name: ClassVar[str] = "TPO"
@@ -60,4 +62,6 @@ class TPOTrainer(ReferenceFreeTrainer):
         values = {"chosen_score": read[:, 0], "rejected_score": read[:, 1]}
         terms = formula(values, beta=cfg.beta, gamma=cfg.tpo_l_gamma, label_smoothing=cfg.label_smoothing)
         metrics = reward_metrics(outputs, batch, cfg.beta * read[:, :2], read)
+        assert outputs.correct is not None
+        metrics["mean_token_accuracy"] = mean(outputs.correct.float(), answer_mask(batch, 3, 0))
         return self.terms_of(terms, outputs, batch, metrics, likelihood=cfg.tpo_alpha)

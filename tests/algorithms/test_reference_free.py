@@ -109,6 +109,27 @@ def test_tpo_imitates_the_gold_answer_beside_the_pair(tiny_tokenizer, tmp_path, 
 
 
 @pytest.mark.parametrize("kind", ["cpo", "orpo", "tpo"])
+def test_logits_metrics_are_means_over_the_answers_tokens_alone(tiny_tokenizer, tmp_path, kind):
+    """ORPO trains prompts and TPO a third answer, too: neither counts here."""
+    trainer = make(kind, tmp_path, tiny_tokenizer)
+    rows, model, hits = list(trainer.train_dataset), build_model(len(tiny_tokenizer)), []
+    found = {"chosen": [], "rejected": []}
+    for row in rows:
+        for side, means in found.items():
+            ids = torch.tensor([row["prompt_ids"] + row[f"{side}_ids"]])
+            with torch.no_grad():
+                logits = model(input_ids=ids, use_cache=False).logits[0, len(row["prompt_ids"]) - 1 : -1]
+            means.append(logits.mean(-1))
+            if side == "chosen":
+                hits.append((logits.argmax(-1) == ids[0, len(row["prompt_ids"]) :]).float())
+    entry = logged(trainer)
+    for side, means in found.items():
+        assert entry[f"logits/{side}"] == pytest.approx(float(torch.cat(means).mean()), rel=1e-4, abs=1e-6)
+    if kind == "tpo":
+        assert entry["mean_token_accuracy"] == pytest.approx(float(torch.cat(hits).mean()))
+
+
+@pytest.mark.parametrize("kind", ["cpo", "orpo", "tpo"])
 def test_accumulation_and_layout_change_neither_loss_nor_gradient(tiny_tokenizer, tmp_path, kind):
     found = []
     for batch, steps, layout in ((8, 1, "tree"), (1, 8, "tree"), (4, 2, "padded")):
