@@ -149,6 +149,7 @@ _PUBLIC = {
     "pad_byte_offsets": "data.sequences",
     "pad_to_length": "data.tensors",
     "parse_response": "data.responses",
+    "print_prompt_completions_sample": "report.callbacks.rollout_table",
     "reasoning_gym_task": "integrations.reasoning_gym",
     "reasoning_policy": "data.responses",
     "remove_none_values": "data.formats",
