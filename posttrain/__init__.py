@@ -11,6 +11,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "A2POConfig": "algorithms.a2po",
+    "A2POTrainer": "algorithms.a2po",
     "AllTrueJudge": "rewards.judges",
     "AnswerConfig": "algorithms.preference",
     "ArgumentTypeError": "errors",
@@ -41,8 +43,13 @@ _PUBLIC = {
     "DatasetMixtureConfig": "data.mixture",
     "Episode": "rollouts.loop",
     "Finding": "types",
+    "GMPOConfig": "algorithms.grpo.gmpo",
+    "GMPOTrainer": "algorithms.grpo.gmpo",
     "GRPOConfig": "algorithms.grpo",
     "GRPOTrainer": "algorithms.grpo",
+    "GRPOWithReplayBufferConfig": "algorithms.grpo.replay",
+    "GRPOWithReplayBufferTrainer": "algorithms.grpo.replay",
+    "GSPOTokenTrainer": "algorithms.grpo.gspo_token",
     "HFEngine": "rollouts.hf",
     "HfPairwiseJudge": "rewards.judges",
     "JudgeReward": "rewards.judges",
@@ -81,6 +88,7 @@ _PUBLIC = {
     "RLOOConfig": "algorithms.rloo",
     "RLOOTrainer": "algorithms.rloo",
     "RepeatSampler": "data.samplers",
+    "ReplayBuffer": "algorithms.grpo.replay",
     "Request": "types",
     "RewardConfig": "algorithms.reward",
     "RewardError": "errors",
