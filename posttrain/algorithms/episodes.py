@@ -139,10 +139,11 @@ class EpisodeMixin:
                     "tools need conversational prompts, and train_dataset has text in 'prompt'. Give lists of messages: "
                     "[{'role': 'user', 'content': ...}]."
                 )
-            if hasattr(self.processing_class, "response_schema") and not hasattr(
-                self.processing_class, "response_template"
-            ):
-                warnings.warn("response_schema is not read; set response_template.", FutureWarning, stacklevel=2)
+            schema, template = [getattr(self.processing_class, f"response_{x}", None) for x in ("schema", "template")]
+            if schema is not None and template is None:
+                warnings.warn(
+                    "response_schema is not read any more: set response_template.", FutureWarning, stacklevel=2
+                )
             self.tool_tokenizer = prepare_tokenizer(self.processing_class)
         return super().prepare_datasets(train, evaluation)  # type: ignore[misc]
 

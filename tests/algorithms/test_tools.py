@@ -396,6 +396,12 @@ def test_what_cannot_work_with_tools_is_refused(tokenizer, tiny_tokenizer, tmp_p
             GRPOConfig(str(tmp_path), **{name: value, "bf16": False})
 
 
+def test_an_old_response_schema_is_told(tokenizer, tmp_path):
+    tokenizer.response_schema = {"type": "object"}
+    with pytest.warns(FutureWarning, match="set response_template"):
+        trainer_of(tmp_path, tokenizer, speaker(tokenizer, "x"), keys={"tools": [double]})
+
+
 def test_evaluation_uses_tools_too_and_another_group_size(tokenizer, tmp_path):
     trainer = trainer_of(
         tmp_path, tokenizer, with_answer(tokenizer), keys={"tools": [double], "eval_dataset": prompts(4)}, max_steps=1,
