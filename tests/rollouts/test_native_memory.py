@@ -176,3 +176,17 @@ def test_suffixes_are_freed_between_waves():
     store.clear(3)
     assert store.capacity == 0
     assert store.slots == 3
+
+
+def test_requests_with_one_prompt_share_it():
+    model = build_model(50)
+    seen = passes(model)
+    requests = [Request([5, 6, 7], 1, Sampling(n, seed=n)) for n in (2, 3, 4)] + [
+        Request([8], 2),
+        Request([5, 6, 7], 1),
+    ]
+    rollouts = NativeEngine(model, pad_token_id=0).generate(requests, Sampling(3, seed=0))
+    assert seen[0] == (2, 3)
+    assert {width for _, width in seen[1:]} == {1}
+    assert [len(r.token_ids) for r in rollouts] == [2, 3, 4, 3, 3, 3]
+    agree(model, rollouts)

@@ -14,39 +14,55 @@ from posttrain.rollouts.native.guides import Guide, Guides, banned_continuations
 from posttrain.rollouts.sampling import Drawn, draw_tokens
 from posttrain.types import Request, Sampling
 
-__all__ = ["Chooser", "Completion", "Filling", "Prompt", "uniforms"]
+__all__ = ["Asked", "Chooser", "Completion", "Filling", "Prompt", "uniforms"]
 
 MASK = 2**63 - 1
 
 
 @dataclass(slots=True)
 class Prompt:
+    """Tokens that one request or several begin with, while any of them is served.
+
+    Attributes:
+        index: Among the different prompts of the call.
+        ids: Its tokens behind the common beginning.
+        waiting: Completions that nobody writes yet.
+        live: Completions that are being written.
+        block: Its keys and values, while any completion needs them.
+        logits: ``(V,)`` what first tokens are drawn from, while completions wait.
+    """
+
+    index: int
+    ids: list[int]
+    waiting: int = 0
+    live: int = 0
+    block: Block | None = None
+    logits: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Asked:
     """One request while it is served.
 
     Attributes:
         index: Of the request in the call.
+        request: What was asked for.
+        prompt: Its prompt, which other requests may have too.
         sampling: Its own, or the call's.
-        ids: Its tokens behind the common beginning.
         waiting: Completions that nobody writes yet.
         seed: Of its draws.
         number: Of its first completion among all of the call.
         draws: Number of its first completion as the seed counts them.
-        block: Its keys and values, while any completion needs them.
-        logits: ``(V,)`` what first tokens are drawn from, while completions wait.
-        live: Completions that are being written.
     """
 
     index: int
     request: Request
+    prompt: Prompt
     sampling: Sampling
-    ids: list[int]
     waiting: int
     seed: int
     number: int
     draws: int
-    block: Block | None = None
-    logits: Tensor | None = None
-    live: int = 0
 
 
 @dataclass(slots=True)
@@ -54,7 +70,7 @@ class Completion:
     """One completion being written."""
 
     number: int
-    prompt: Prompt
+    asked: Asked
     uniform: list[float]
     guide: Guide | None = None
     tokens: list[int] = field(default_factory=list)
@@ -105,12 +121,12 @@ class Chooser:
         if sampling.guide is not None:
             self._guides(sampling).start(sampling.guide)
 
-    def begin(self, prompt: Prompt, index: int) -> Completion:
-        """Completion ``index`` of a prompt, nothing written yet."""
-        sampling = prompt.sampling
+    def begin(self, asked: Asked, index: int) -> Completion:
+        """Completion ``index`` of a request, nothing written yet."""
+        sampling = asked.sampling
         guide = self._guides(sampling).start(sampling.guide) if sampling.guide is not None else None
-        uniform = uniforms(prompt.seed, prompt.draws + index, sampling.max_new_tokens)
-        return Completion(prompt.number + index, prompt, uniform, guide)
+        uniform = uniforms(asked.seed, asked.draws + index, sampling.max_new_tokens)
+        return Completion(asked.number + index, asked, uniform, guide)
 
     def _guides(self, sampling: Sampling) -> Guides:
         stops = sampling.stop_token_ids
@@ -122,7 +138,7 @@ class Chooser:
         """The next token of each, by its own request's sampling."""
         parts: dict[int, list[int]] = {}
         for row, completion in enumerate(completions):
-            parts.setdefault(id(completion.prompt.sampling), []).append(row)
+            parts.setdefault(id(completion.asked.sampling), []).append(row)
         if len(parts) == 1:
             return self._draw_alike(logits, completions)
         tokens = torch.empty(len(completions), dtype=torch.long, device=logits.device)
@@ -132,20 +148,20 @@ class Chooser:
         return tokens
 
     def _draw_alike(self, logits: Tensor, completions: list[Completion]) -> Tensor:
-        sampling = completions[0].prompt.sampling
+        sampling = completions[0].asked.sampling
         uniform = torch.tensor(
             [c.uniform[len(c.tokens)] for c in completions], dtype=torch.float64, device=logits.device
         )
         history = None
         if sampling.repetition_penalty != 1.0 or sampling.no_repeat_ngram:
-            history = [list(c.prompt.request.prompt_ids) + c.tokens for c in completions]
+            history = [list(c.asked.request.prompt_ids) + c.tokens for c in completions]
         changes = bool(sampling.min_new_tokens or sampling.logit_bias or sampling.no_repeat_ngram or sampling.guide)
         change = (lambda x: self._changed(x, sampling, completions, history)) if changes else None
         try:
             drawn = draw_tokens(logits, sampling, uniform, history, change)
         except RolloutError as error:
             sick = logits.isnan().any(-1).tolist()
-            asked = sorted({c.prompt.index for c, nan in zip(completions, sick, strict=True) if nan or not any(sick)})
+            asked = sorted({c.asked.index for c, nan in zip(completions, sick, strict=True) if nan or not any(sick)})
             raise RolloutError(f"{error} Requests: {asked[:8]}. Check the weights for NaN.") from error
         _record(drawn, completions)
         return drawn.tokens
@@ -170,7 +186,7 @@ class Chooser:
 
     def stopped(self, completion: Completion) -> bool:
         """Whether its last token ended it."""
-        sampling = completion.prompt.sampling
+        sampling = completion.asked.sampling
         if completion.tokens[-1] in sampling.stop_token_ids or (completion.guide is not None and completion.guide.done):
             return True
         if not sampling.stop_strings:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.errors import RolloutError
 from posttrain.rollouts.native.attention import Block, Fill, Group, Store, grown
-from posttrain.rollouts.native.choosing import Chooser, Completion, Filling, Prompt
+from posttrain.rollouts.native.choosing import Asked, Chooser, Completion, Filling, Prompt
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Run:
         self.engine = engine
         self.device = next(engine.model.parameters()).device
         self.shared = _common_beginning([list(r.prompt_ids) for r in requests])
-        self.prompts = self._prompts(requests, sampling)
+        self.prompts: list[Prompt] = []
+        self.asked = self._asked(requests, sampling)
         self.longest = max((len(p.ids) for p in self.prompts), default=0)
         self.done: list[Rollout | None] = [None] * sum(r.n for r in requests)
         self.store = Store(slots=self._slots(0))
@@ -39,21 +40,26 @@ class Run:
         self.filling: Filling | None = None
         self.cursor = 0
         self.chooser = Chooser(engine.tokenizer, engine.inner.get_output_embeddings().weight.shape[0])
-        for one in {id(p.sampling): p.sampling for p in self.prompts}.values():
+        for one in {id(a.sampling): a.sampling for a in self.asked}.values():
             self.chooser.check(one)
         empty = torch.empty(0, dtype=torch.long, device=self.device)
         self.tokens, self.positions, self.store.lengths = empty, empty, empty
 
-    def _prompts(self, requests: Sequence[Request], sampling: Sampling) -> list[Prompt]:
+    def _asked(self, requests: Sequence[Request], sampling: Sampling) -> list[Asked]:
+        """The requests; those with equal prompts share one."""
         made, number = [], 0
         seed = self.engine.new_seed() if sampling.seed is None else sampling.seed
+        known: dict[tuple[int, ...], Prompt] = {}
         for index, request in enumerate(requests):
             own = request.sampling if request.sampling is not None else sampling
             ids = list(request.prompt_ids)[len(self.shared) :]
+            prompt = known.setdefault(tuple(ids), Prompt(len(known), ids))
+            prompt.waiting += request.n
             seeded = own.seed if request.sampling is not None else None
             counted = (seed, number, number) if seeded is None else (seeded, number, 0)
-            made.append(Prompt(index, request, own, ids, request.n, *counted))
+            made.append(Asked(index, request, prompt, own, request.n, *counted))
             number += request.n
+        self.prompts = list(known.values())
         return made
 
     def to_the_end(self) -> list[Rollout]:
@@ -67,8 +73,8 @@ class Run:
         """Every completion of every request, in order; what is not finished says ``abort``."""
         for completion in (*self.live, *self.paused):
             self.done[completion.number] = self._rollout(completion, "abort")
-        owners = itertools.chain.from_iterable([p] * p.request.n for p in self.prompts)
-        empty = (Rollout(list(p.request.prompt_ids), [], [], "abort", self.engine.version) for p in owners)
+        owners = itertools.chain.from_iterable([asked.request] * asked.request.n for asked in self.asked)
+        empty = (Rollout(list(request.prompt_ids), [], [], "abort", self.engine.version) for request in owners)
         return [rollout or nothing for rollout, nothing in zip(self.done, empty, strict=True)]
 
     # Memory ------------------------------------------------------------------------------------------------------
@@ -84,7 +90,7 @@ class Run:
         if budget is None or not self.prompts:
             return most
         room = 0
-        while room < max(p.sampling.max_new_tokens for p in self.prompts):
+        while room < max(asked.sampling.max_new_tokens for asked in self.asked):
             room = grown(room)
         needed = len(self.shared) + self.longest + room
         if budget < needed:
@@ -117,9 +123,10 @@ class Run:
         if not self.live:
             self.store.clear(self._slots(0) if not self.paused else self._slots(self._longest_paused()))
         while len(self.live) < self.store.slots:
-            wanted = self.paused[0].prompt if self.paused else self._next()
-            if wanted is None:
+            asked = self.paused[0].asked if self.paused else self._next()
+            if asked is None:
                 break
+            wanted = asked.prompt
             ready = wanted.block is not None and self._is_filled(wanted)
             if not ready or self.paused:
                 if busy and passes:
@@ -130,7 +137,7 @@ class Run:
             elif self.paused:
                 self._resume(self.paused.popleft())
             else:
-                self._start(wanted, min(wanted.waiting, self.store.slots - len(self.live)))
+                self._start(asked, min(asked.waiting, self.store.slots - len(self.live)))
         return bool(self.live)
 
     def _longest_paused(self) -> int:
@@ -139,11 +146,11 @@ class Run:
             room = grown(room)
         return room
 
-    def _next(self) -> Prompt | None:
-        """The first prompt with completions that nobody writes yet."""
-        while self.cursor < len(self.prompts) and self.prompts[self.cursor].waiting == 0:
+    def _next(self) -> Asked | None:
+        """The first request with completions that nobody writes yet."""
+        while self.cursor < len(self.asked) and self.asked[self.cursor].waiting == 0:
             self.cursor += 1
-        return self.prompts[self.cursor] if self.cursor < len(self.prompts) else None
+        return self.asked[self.cursor] if self.cursor < len(self.asked) else None
 
     def _is_filled(self, prompt: Prompt) -> bool:
         return self.filling is None or prompt not in self.filling.prompts
@@ -168,6 +175,8 @@ class Run:
     def _gather(self, wanted: Prompt) -> Filling:
         chosen, width, rows = [wanted], len(wanted.ids), wanted.waiting
         for prompt in self.prompts[wanted.index + 1 :]:
+            if prompt.waiting == 0:
+                continue
             wider = max(width, len(prompt.ids))
             full = len(self.live) + rows >= self.store.slots
             if full or prompt.block is not None or wider * (len(chosen) + 1) > self.engine.prefill_tokens:
@@ -211,11 +220,13 @@ class Run:
             self.store.put(len(self.live), fill.keys, fill.values)
         return hidden
 
-    def _start(self, prompt: Prompt, count: int) -> None:
-        """Draw the first token of ``count`` completions of a prompt."""
+    def _start(self, asked: Asked, count: int) -> None:
+        """Draw the first token of ``count`` completions of a request."""
+        prompt = asked.prompt
         assert prompt.logits is not None
-        begun = prompt.request.n - prompt.waiting
-        completions = [self.chooser.begin(prompt, begun + i) for i in range(count)]
+        begun = asked.request.n - asked.waiting
+        completions = [self.chooser.begin(asked, begun + i) for i in range(count)]
+        asked.waiting -= count
         prompt.waiting -= count
         self.chooser.draw(prompt.logits.repeat(count, 1), completions)
         if prompt.waiting == 0:
@@ -226,7 +237,7 @@ class Run:
 
     def _resume(self, completion: Completion) -> None:
         """Compute the suffix of a completion that was set aside, all but its last token, into a free row."""
-        prompt, written = completion.prompt, completion.tokens[:-1]
+        prompt, written = completion.asked.prompt, completion.tokens[:-1]
         assert prompt.block is not None
         if written:
             row = prompt.block.prompts.index(prompt.index)
@@ -242,7 +253,7 @@ class Run:
 
     def _enter(self, completion: Completion) -> None:
         """The completion takes the next row; its last token is the next to be read."""
-        prompt, written = completion.prompt, len(completion.tokens) - 1
+        prompt, written = completion.asked.prompt, len(completion.tokens) - 1
         prompt.live += 1
         self.live.append(completion)
         add = [completion.tokens[-1], len(self.shared) + len(prompt.ids) + written, written]
@@ -273,7 +284,7 @@ class Run:
         ended = []
         for row, completion in enumerate(self.live):
             stopped = self.chooser.stopped(completion)
-            if stopped or len(completion.tokens) >= completion.prompt.sampling.max_new_tokens:
+            if stopped or len(completion.tokens) >= completion.asked.sampling.max_new_tokens:
                 self.done[completion.number] = self._rollout(completion, "stop" if stopped else "length")
                 ended.append(row)
         if ended:
@@ -282,9 +293,8 @@ class Run:
             self._regroup()
 
     def _rollout(self, completion: Completion, reason: Any) -> Rollout:
-        prompt = completion.prompt
         return Rollout(
-            list(prompt.request.prompt_ids),
+            list(completion.asked.request.prompt_ids),
             completion.tokens,
             completion.logps,
             reason,
@@ -297,7 +307,7 @@ class Run:
         """Take completions out of their rows; the last ones move into the gaps."""
         order = list(range(len(self.live)))
         for row in reversed(rows):
-            prompt = self.live[row].prompt
+            prompt = self.live[row].asked.prompt
             prompt.live -= 1
             last = len(self.live) - 1
             if row != last:
@@ -317,11 +327,11 @@ class Run:
         rows: dict[int, list[int]] = {}
         blocks: dict[int, Block] = {}
         for row, completion in enumerate(self.live):
-            rows.setdefault(completion.prompt.index, []).append(row)
-            assert completion.prompt.block is not None
-            blocks[id(completion.prompt.block)] = completion.prompt.block
+            rows.setdefault(completion.asked.prompt.index, []).append(row)
+            assert completion.asked.prompt.block is not None
+            blocks[id(completion.asked.prompt.block)] = completion.asked.prompt.block
         self.store.groups = [self._group(block, rows) for block in blocks.values()]
-        lengths = [len(c.prompt.ids) for c in self.live]
+        lengths = [len(c.asked.prompt.ids) for c in self.live]
         self.store.prefix = torch.tensor(lengths, dtype=torch.long, device=self.device)
 
     def _group(self, block: Block, rows: dict[int, list[int]]) -> Group:
