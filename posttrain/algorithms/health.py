@@ -30,6 +30,7 @@ class HealthMixin:
     model: Any
     layout: Any
     state: Any
+    record: Any = None
     zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
     _bad_steps = 0
     _first_step_checked = False
@@ -43,6 +44,8 @@ class HealthMixin:
         for finding in findings:
             if finding is None:
                 continue
+            if self.record is not None:
+                self.record.add_findings([finding])
             text = f"{finding.code}: {finding.what} ({finding.where}): {finding.why} Do: {finding.fix}"
             if finding.severity == "error":
                 raise ConfigError(text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ import transformers
 from posttrain.report.lock import FolderLock, check_writable
 from posttrain.report.manifest import describe_run, hide_secrets, template_hash
 from posttrain.report.parquet import merge_parquet, read_rows, write_rows
+from posttrain.types import Finding
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -24,7 +27,7 @@ __all__ = ["RunRecord", "RunRecordCallback", "check_writable"]
 
 logger = logging.getLogger(__name__)
 
-FILES = ("metrics.jsonl", "manifest.json", "completions.parquet", "eval_completions.parquet")
+FILES = ("metrics.jsonl", "findings.jsonl", "manifest.json", "completions.parquet", "eval_completions.parquet")
 PREFIXES = ("", "eval_")  # Training and evaluation never share a file.
 
 
@@ -56,12 +59,14 @@ class RunRecord:
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Append one line ``{"step", "time", ...}``, and wait until it is on the disk."""
-        line = json.dumps(_plain({"step": step, "time": round(time.time(), 3), **values}), default=str) + "\n"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        _append(self.metrics_path, {"step": step, "time": round(time.time(), 3), **values})
+
+    def finding(self, step: int, finding: Finding) -> None:
+        """Append what a check saw to ``findings.jsonl``, with the step at which it was told."""
+        _append(
+            self.folder / "findings.jsonl",
+            {"step": step, "time": round(time.time(), 3), **dataclasses.asdict(finding)},
+        )
 
     def begin(self, step: int) -> None:
         """Make the folder ready for a run that stands after ``step``: 0 is a fresh one, more is a resumed one."""
@@ -74,10 +79,11 @@ class RunRecord:
 
     def rewind(self, step: int) -> None:
         """Drop lines and completions of later steps, which a resumed run takes again."""
-        if self.metrics_path.is_file():
-            lines = self.metrics_path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if _step_of(line) <= step]
-            _write_atomically(self.metrics_path, "".join(line + "\n" for line in kept))
+        for path in (self.metrics_path, self.folder / "findings.jsonl"):
+            if path.is_file():
+                lines = path.read_text(encoding="utf-8").splitlines()
+                kept = [line for line in lines if _step_of(line) <= step]
+                _write_atomically(path, "".join(line + "\n" for line in kept))
         for path in self._parts(*PREFIXES):
             if _step_of_part(path) > step:
                 path.unlink()
@@ -85,7 +91,7 @@ class RunRecord:
 
     def _set_aside(self) -> None:
         """Move the record of an older run to ``record-1``, ``record-2``, ...: starting again must not erase it."""
-        if not self._old_bytes and not self._old_parts:
+        if not self._old_bytes and not self._old_parts and not (self.folder / "findings.jsonl").is_file():
             return
         number = 1
         while (aside := self.folder / f"record-{number}").exists():
@@ -146,6 +152,28 @@ class RunRecord:
         self._warned = True
 
 
+def _append(path: Path, values: Mapping[str, Any]) -> None:
+    """Add one line of JSON and wait until it is on the disk; a line that does not fit leaves no torn half behind."""
+    line = (json.dumps(_plain(values), default=str) + "\n").encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            written = file.write(line)
+            while written < len(line):  # A disk that fills up takes a part first, and refuses the rest.
+                written += file.write(line[written:])
+            os.fsync(file.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fileno(), size)
+            raise OSError(
+                error.errno,
+                f"a line of the run record could not be written: {error.strerror}. Free some space, then resume from the last "
+                "checkpoint; every earlier line is intact",
+                str(path),
+            ) from error
+
+
 def _write_atomically(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
@@ -195,6 +223,7 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.args, self.tokenizer = args, tokenizer
         self.listeners: list[Callable[[list[dict[str, Any]], bool], None]] = []  # Who else wants rows of completions.
         self._step = 0
+        self._findings: list[Finding] | None = []  # Told before the folder is ours; None from then on.
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
         """See `RunRecord.add_completions`."""
@@ -203,6 +232,14 @@ class RunRecordCallback(transformers.TrainerCallback):
             for listener in self.listeners:
                 listener(rows, evaluation)
 
+    def add_findings(self, findings: Iterable[Finding]) -> None:
+        """Keep findings with the step they are told at; the checks of later ranks say the same and are not written."""
+        for finding in findings if self.args.process_index == 0 else ():
+            if self._findings is None:
+                self.record.finding(self._step, finding)
+            else:
+                self._findings.append(finding)
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Take the folder, drop or move aside what is not of this run, and write the manifest."""
         if not state.is_world_process_zero:
@@ -210,6 +247,8 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.lock.acquire()
         self._step = state.global_step
         self.record.begin(state.global_step)
+        early, self._findings = self._findings or [], None
+        self.add_findings(early)
         previous = _read_json(self.record.folder / "manifest.json") if state.global_step else {}
         resumed = [
             *previous.get("resumed", []),

@@ -39,11 +39,14 @@
       const at = metrics.indexOf(trace.metric), name = several ? page.runs[trace.run].name : trace.metric;
       const tint = colour(`--c${(several ? trace.run : at) % 8}`);
       const label = several && metrics.length > 1 ? `${name} · ${trace.metric}` : name;
-      const base = { x: trace[view.axis], name: plain(label), type: "scatter", connectgaps: false, showlegend: metrics.length > 1 };
+      const base = { x: trace[view.axis], name: plain(label), type: "scatter", connectgaps: false, showlegend: !several && metrics.length > 1 };
       const few = trace.step.length < 40, line = { color: tint, width: 1.9, dash: several ? DASHES[at % 5] : trace.metric.startsWith("eval_") ? "dot" : "solid" };
       if (view.smooth) traces.push({ ...base, y: trace.value, mode: "lines", line: { ...line, color: alpha(tint, 0.28), width: 1 }, hoverinfo: "skip", showlegend: false });
       traces.push({ ...base, y: smoothed(trace.value), mode: few ? "lines+markers" : "lines", line, marker: { size: trace.step.length < 3 ? 8 : 4, color: tint }, hovertemplate: "%{y:.5~g}" });
     }
+    if (several && metrics.length > 1) metrics.forEach((metric, at) => traces.push({ // Colours are runs; dashes need a key of their own.
+      x: [null], y: [null], name: plain(metric), type: "scatter", mode: "lines", line: { color: colour("--soft"), width: 1.9, dash: DASHES[at % 5] }, hoverinfo: "skip", showlegend: true,
+    }));
     return traces;
   }
 
