@@ -24,6 +24,7 @@ training commands (all take --config file.yaml; COMMAND --help lists every optio
   tpo     pairs and a gold answer
   grpo    group-relative policy optimisation
   rloo    policy gradients against the mean of a prompt's other completions
+  ppo     clipped policy gradients with a value function
   online-dpo  DPO on pairs of the policy's own completions, by rewards or a judge
   nash-md     to be preferred to a mixture of the policy and the reference
   xpo         online DPO against the reference, with a bonus for exploring
@@ -33,6 +34,7 @@ other commands:
   inspect show the rows a training command would train on: text, masks, lengths, findings
   report  make one HTML file of what runs recorded: curves, findings, completions, comparison
   watch   show a run while it trains, on the terminal or as a live page on this machine
+  bench-rollouts  time rollout engines here, with your model and lengths
   env     what a bug report needs
 
 options:
@@ -85,15 +87,22 @@ def _watch(argv: list[str]) -> int:
     return run(argv)
 
 
+def _bench_rollouts(argv: list[str]) -> int:
+    from posttrain.cli.bench_rollouts import run
+
+    return run(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sft": _train("sft"),
     "reward": _train("reward"),
     "prm": _train("prm"),
     **{name: _train(name) for name in ("dpo", "kto", "bco", "cpo", "orpo", "tpo", "grpo")},
-    **{name: _train(name) for name in ("rloo", "online-dpo", "nash-md", "xpo")},
+    **{name: _train(name) for name in ("rloo", "ppo", "online-dpo", "nash-md", "xpo")},
     "inspect": _inspect,
     "report": _report,
     "watch": _watch,
+    "bench-rollouts": _bench_rollouts,
     "demo": _demo,
     "env": _env,
 }

@@ -49,6 +49,16 @@ class JudgedScriptArguments(GRPOScriptArguments):
     judge_model: str = field(default="judge", metadata={"help": "The name that server knows the judge by."})
 
 
+@dataclass
+class PPOScriptArguments(GRPOScriptArguments):
+    """Which data, what responses are worth, and what learns to foretell it."""
+
+    value_model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "A sequence-classification model; None: a value head on the policy's own trunk."},
+    )
+
+
 @dataclass(frozen=True)
 class Command:
     """One training command: where its classes are, and what it is for."""
@@ -84,6 +94,12 @@ COMMANDS: dict[str, Command] = {
         "posttrain.algorithms.rloo:RLOOConfig",
         "leave-one-out policy gradients",
         GRPOScriptArguments,
+    ),
+    "ppo": Command(
+        "posttrain.algorithms.ppo:PPOTrainer",
+        "posttrain.algorithms.ppo:PPOConfig",
+        "clipped policy gradients with a value function",
+        PPOScriptArguments,
     ),
     "online-dpo": Command(
         "posttrain.algorithms.online_dpo:OnlineDPOTrainer",
@@ -148,7 +164,8 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
 
     from posttrain.models.load import get_peft_config, get_quantization_config
 
-    if not model_args.model_name_or_path:
+    model = model_args.model_name_or_path or getattr(config, "sft_model_path", None)
+    if not model:
         raise ConfigError("--model_name_or_path is missing: which model shall be trained?")
     given = dict(config.model_init_kwargs or {})
     config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | given
@@ -161,7 +178,9 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
             f"{sorted(data)}. Set dataset_test_split or test_split_size, or eval_strategy to 'no'."
         )
     extra: dict[str, Any] = {}
-    if isinstance(script_args, GRPOScriptArguments):
+    if isinstance(script_args, PPOScriptArguments):
+        extra = ppo_parts(script_args, config)
+    elif isinstance(script_args, GRPOScriptArguments):
         extra["reward_funcs"] = reward_functions(script_args) or None
     if getattr(script_args, "judge_url", None):
         from posttrain.rewards.judges import OpenAIPairwiseJudge
@@ -169,7 +188,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         judge = OpenAIPairwiseJudge(script_args.judge_model, base_url=script_args.judge_url, max_requests=None)
         extra["judge"] = judge
     trainer = _load(COMMANDS[name].trainer)(
-        model=model_args.model_name_or_path,
+        model=model,
         args=config,
         train_dataset=data[_train_split(script_args, mixture)],
         eval_dataset=data[script_args.dataset_test_split] if evaluate else None,
@@ -203,6 +222,14 @@ def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
     if script_args.dataset_train_split not in data:
         raise ConfigError(f"dataset_train_split={script_args.dataset_train_split!r} is not among {sorted(data)}.")
     return data
+
+
+def ppo_parts(script_args: Any, config: Any) -> dict[str, Any]:
+    """Rewards and value model; without any reward ``reward_model_path`` is both."""
+    rewards, value = reward_functions(script_args), script_args.value_model_name_or_path
+    if rewards:
+        return {"reward_model": rewards, "value_model": value}
+    return {"reward_model": config.reward_model_path, "value_model": value or config.reward_model_path}
 
 
 def reward_functions(script_args: Any) -> list[Any]:

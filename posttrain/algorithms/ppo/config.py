@@ -22,6 +22,8 @@ class _OneCompletion:
 
     num_generations = 1
     num_generations_eval = None
+    num_iterations = 1  # Of a micro-batch; passes are ``num_ppo_epochs``.
+    dynamic_sampling = 0
     mask_truncated_completions = False
     beta = 0.0  # The divergence is charged to the rewards by ``kl_coef``; no term of the loss holds it.
     top_p = 1.0

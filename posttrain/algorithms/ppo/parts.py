@@ -62,12 +62,13 @@ class PartsMixin(PromptRowsMixin):
     state: Any
     record: Any
     fresh_adapter: bool
+    _table_of = -1
 
     # Putting together ------------------------------------------------------------------------------------------------
 
     def take_parts(self, args: PPOConfig, model: Any, ref_model: Any, value_model: Any) -> tuple[Any, Any]:
         """Policy and value function as they were given, strings loaded, wrappers opened."""
-        if ref_model is not None and ref_model is model:
+        if isinstance(ref_model, nn.Module) and ref_model is model:
             raise ModelError(
                 "ref_model is the same object as model, so it would move with training and the divergence would stay 0. Leave "
                 "ref_model out: a frozen copy is made (or the adapter is switched off)."
@@ -232,8 +233,11 @@ class PartsMixin(PromptRowsMixin):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
-        wanted, dataset = self.args.num_sample_generations, self.eval_dataset  # type: ignore[attr-defined]
-        if wanted and dataset is not None and self.state.global_step % max(1, self.state.max_steps // wanted) == 0:
+        wanted, step = self.args.num_sample_generations, self.state.global_step
+        if not wanted or self.eval_dataset is None or self._table_of == step:  # type: ignore[attr-defined]
+            return
+        if step % max(1, self.state.max_steps // wanted) == 0:
+            self._table_of = step  # The loop comes by once more when training is over.
             self.generate_completions(sampling=True)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
@@ -243,7 +247,7 @@ class PartsMixin(PromptRowsMixin):
             sampling: Only those of the first evaluation batch.
 
         Returns:
-            One row an answer of this process: prompt, completion and rewards.
+            One row an answer, of all processes: prompt, completion and rewards.
         """
         rows: list[dict[str, Any]] = []
         datasets = self.eval_dataset  # type: ignore[attr-defined]
@@ -256,6 +260,7 @@ class PartsMixin(PromptRowsMixin):
             rows += self.completion_rows(generation, self.score(generation, "table"))  # type: ignore[attr-defined]
             if sampling:
                 break
+        rows = parallel.all_gather_objects(rows, self.accelerator)
         self.buffers["table"] = MetricBuffer()
         self.record.add_completions(rows, evaluation=True)
         for row in rows[:4]:

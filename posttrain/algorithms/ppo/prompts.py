@@ -82,9 +82,9 @@ class PromptRowsMixin:
             return
         if len(train) < args.batch_size:
             raise ConfigError(
-                f"train_dataset has {len(train)} rows, and one rollout batch takes {args.batch_size} (per_device_train_batch_size "
-                f"x gradient_accumulation_steps x processes): nothing would ever be trained. Give at least {args.batch_size} "
-                "rows, or lower per_device_train_batch_size or gradient_accumulation_steps."
+                f"train_dataset has {len(train)} rows, and one rollout batch takes {args.batch_size} "
+                "(per_device_train_batch_size x gradient_accumulation_steps x processes): nothing would ever be trained. Give at "
+                f"least {args.batch_size} rows, or lower per_device_train_batch_size or gradient_accumulation_steps."
             )
         dropped = len(train) % args.batch_size
         if dropped > 0.05 * len(train):

@@ -135,18 +135,15 @@ class PPOTrainer(PartsMixin, OnlineTrainer):
         table = self.score(generation, mode)
         self.attach_logps(generation, mode)
         self.estimate(generation, table, mode)
-        self.record.add_completions(self.completion_rows(generation, table), evaluation=mode == "eval")
+        rows = parallel.all_gather_objects(self.completion_rows(generation, table), self.accelerator)
+        self.record.add_completions(rows, evaluation=mode == "eval")
         return generation
 
-    def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Any], list[Any]]:
+    def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
         """As the parent's; rows with ``input_ids`` are prompts already."""
         if "input_ids" not in examples[0]:
-            return super().roll_out(examples, mode)
-        rollouts = self.sample([list(example["input_ids"]) for example in examples], self.sampling(mode))
-        texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
-        for rollout, text in zip(rollouts, texts, strict=True):
-            rollout.text = text
-        return rollouts, list(texts)
+            return super().tokenize(examples)
+        return [list(example["input_ids"]) for example in examples]
 
     def sampling(self, mode: str) -> Sampling:
         """At the temperature of the log-probs, until a stop token where one is set."""
