@@ -1,0 +1,201 @@
+"""How fast this machine samples completions of given lengths, by every engine at hand, beside what its arithmetic allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from posttrain.errors import ConfigError, check_choice
+from posttrain.models.forward import causal_lm, sequence_logps
+from posttrain.rollouts.hf import evaluating
+from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.types import Request, Rollout, Row, Sampling
+
+__all__ = ["Figure", "Work", "lengths", "measure", "seconds_at_least"]
+
+SPREAD = 0.6  # Standard deviation of the logarithm of skewed lengths.
+SHAPES = ("equal", "skewed")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Completions to sample.
+
+    Attributes:
+        prompts: Token ids; consecutive completions belong to one prompt.
+        group: Completions of each prompt.
+        lengths: Tokens of every completion.
+    """
+
+    prompts: list[list[int]]
+    group: int
+    lengths: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are sampled."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One engine's time.
+
+    Attributes:
+        name: Of the engine.
+        seconds: Of the whole work.
+        tokens_per_second: Of sampled tokens.
+        gap: Largest difference of its log-probs to a forward pass of the model, in nats; None where it gives none.
+    """
+
+    name: str
+    seconds: float
+    tokens_per_second: float
+    gap: float | None
+
+
+def lengths(count: int, longest: int, shape: str, seed: int = 0) -> list[int]:
+    """Lengths of completions: all ``longest``, or log-normal with a mean of 40 % of it, none above it.
+
+    >>> lengths(3, 8, "equal")
+    [8, 8, 8]
+    """
+    check_choice("shape", shape, SHAPES)
+    if shape == "equal":
+        return [longest] * count
+    generator = torch.Generator().manual_seed(seed)
+    centre = torch.tensor(0.4 * longest).log() - SPREAD**2 / 2
+    drawn = (centre + SPREAD * torch.randn(count, generator=generator)).exp()
+    return drawn.round().clamp(1, longest).int().tolist()
+
+
+def measure(
+    model: nn.Module,
+    work: Work,
+    *,
+    pad_token_id: int,
+    engines: tuple[str, ...] = ("native", "generate"),
+    repeats: int = 2,
+) -> list[Figure]:
+    """Time each engine on the same work, in turn, and keep its best time.
+
+    Raises:
+        ConfigError: An unknown engine.
+    """
+    runs: dict[str, Callable[[], list[Rollout]]] = {
+        "native": lambda: by_native(model, work, pad_token_id),
+        "generate": lambda: by_generate(model, work, pad_token_id),
+    }
+    for name in engines:
+        check_choice("engine", name, runs)
+    if len(work.lengths) != len(work.prompts) * work.group:
+        raise ConfigError(f"{len(work.lengths)} lengths for {len(work.prompts)} prompts x {work.group} completions.")
+    best: dict[str, float] = {}
+    gaps: dict[str, float | None] = {}
+    for _ in range(repeats):
+        for name in engines:
+            begin = time.perf_counter()
+            rollouts = runs[name]()
+            spent = time.perf_counter() - begin
+            best[name] = min(spent, best.get(name, spent))
+            gaps[name] = gaps[name] if name in gaps else _gap(model, rollouts)
+    return [Figure(name, best[name], work.tokens / best[name], gaps[name]) for name in engines]
+
+
+def by_native(model: nn.Module, work: Work, pad_token_id: int) -> list[Rollout]:
+    """Every completion asks for its own length; equal prompts are computed once."""
+    owners = [prompt for prompt in work.prompts for _ in range(work.group)]
+    requests = [Request(p, 1, Sampling(n, seed=i)) for i, (p, n) in enumerate(zip(owners, work.lengths, strict=True))]
+    return NativeEngine(model, pad_token_id=pad_token_id).generate(requests, Sampling(max(work.lengths), seed=0))
+
+
+class _EndAt(LogitsProcessor):
+    """Lets each row end at its length and not before, as an end token would."""
+
+    def __init__(self, wanted: list[int], start: int, end: int) -> None:
+        self.wanted, self.start, self.end = torch.tensor(wanted), start, end
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        last = self.wanted.to(scores.device) <= input_ids.shape[1] - self.start + 1
+        scores[~last, self.end] = -torch.inf
+        scores[last] = -torch.inf
+        scores[last, self.end] = 0.0
+        return scores
+
+
+def by_generate(model: nn.Module, work: Work, pad_token_id: int) -> list[Rollout]:
+    """What a trainer does without an engine: repeated prompts, left-padded, until the longest is done; no log-probs."""
+    inner: Any = model
+    rows = [prompt for prompt in work.prompts for _ in range(work.group)]
+    width, device = max(map(len, rows)), next(model.parameters()).device
+    ids = torch.tensor([[pad_token_id] * (width - len(p)) + p for p in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in rows], device=device)
+    with evaluating(model):
+        out = inner.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=max(work.lengths),
+            eos_token_id=pad_token_id,
+            pad_token_id=pad_token_id,
+            logits_processor=LogitsProcessorList([_EndAt(work.lengths, width, pad_token_id)]),
+        )
+    found = [line[width : width + n].tolist() for line, n in zip(out, work.lengths, strict=True)]
+    return [Rollout(list(prompt), tokens, [], "length") for prompt, tokens in zip(rows, found, strict=True)]
+
+
+def _gap(model: nn.Module, rollouts: list[Rollout]) -> float | None:
+    """Largest difference of log-probs on a few completions."""
+    chosen = [r for r in rollouts if r.logp][:: max(1, len(rollouts) // 4)]
+    if not chosen:
+        return None
+    truth = sequence_logps(model, [Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)]) for r in chosen])
+    return max(float((t.cpu() - torch.tensor(r.logp)).abs().max()) for t, r in zip(truth, chosen, strict=True))
+
+
+def seconds_at_least(model: nn.Module, work: Work, *, slots: int) -> tuple[float, float]:
+    """What the work costs by arithmetic and by memory traffic alone, in seconds on this device.
+
+    Arithmetic: two operations a parameter and token, each prompt once, at the rate of a large matrix product. Traffic: all
+    weights once a decoding step, at the rate of a large copy; ``slots`` completions are written at once.
+    """
+    inner: Any = causal_lm(model)
+    weight = inner.get_output_embeddings().weight
+    parameters = sum(p.numel() for p in inner.parameters()) - (
+        0 if inner.config.tie_word_embeddings else weight.numel()
+    )
+    flops, rate = _rates(weight.dtype, weight.device)
+    waves = [sorted(work.lengths, reverse=True)[i : i + slots] for i in range(0, len(work.lengths), slots)]
+    steps = sum(wave[0] for wave in waves)
+    computed = sum(map(len, work.prompts)) + work.tokens
+    return 2 * parameters * computed / flops, parameters * weight.element_size() * steps / rate
+
+
+def _rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Operations a second of a matrix product, and bytes a second of reading memory."""
+    side = 2048 if device.type == "cpu" else 8192
+    a = torch.randn(side, side, dtype=dtype, device=device)
+    big = torch.ones(2**26 if device.type == "cpu" else 2**29, dtype=torch.float32, device=device)
+    vector = torch.ones(big.shape[0] // 4096, dtype=torch.float32, device=device)
+    table = big.view(-1, vector.shape[0])
+
+    def quickest(function: Callable[[], Any]) -> float:
+        best = float("inf")
+        for _ in range(4):
+            begin = time.perf_counter()
+            function()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - begin)
+        return best
+
+    return 2 * side**3 / quickest(lambda: a @ a), big.numel() * 4 / quickest(lambda: table @ vector)
