@@ -20,7 +20,6 @@ __all__ = [
     "check_kl",
     "check_length_limit",
     "check_length_trend",
-    "check_negative_kl",
     "check_online",
     "check_ratio",
     "check_reward_columns",
@@ -110,22 +109,6 @@ def check_kl(history: History) -> Finding | None:
         "kl",
         "the policy leaves the text it knows; rewards measured there are often wrong.",
         "raise beta, lower learning_rate, or go back to an earlier checkpoint.",
-    )
-
-
-def check_negative_kl(history: History) -> Finding | None:
-    """A summed log-ratio that stays below -1: sampled texts that the reference finds likelier than the policy does."""
-    rows = training_rows(history)[-5:]
-    if len(rows) < 5 or not all(row.get("objective/kl", 0.0) < -1.0 for row in rows):
-        return None
-    return Finding(
-        "ONLINE-KL-NEGATIVE",
-        "warning",
-        f"objective/kl is {rows[-1]['objective/kl']:.3g}, below -1 for 5 updates.",
-        "objective/kl",
-        "a divergence is not negative: the reference is another model than the start of the policy, or top_k, top_p or min_p "
-        "cut the sampling.",
-        "pass the policy's own start as reference, and sample with top_k=0, top_p=1.0 and min_p=None.",
     )
 
 
@@ -355,7 +338,6 @@ def check_online(history: History, *, generations_per_step: float = 1.0) -> Iter
         check_reward_signal,
         check_length_trend,
         check_kl,
-        check_negative_kl,
         check_entropy,
         check_length_limit,
         check_duplicates,

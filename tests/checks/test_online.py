@@ -64,7 +64,6 @@ BROKEN = [
     ("ONLINE-REWARD-SATURATED", 10, {"frac_reward_zero_std": 0.9, "reward": lambda i: min(1.0, 0.3 * i)}),
     ("ONLINE-LENGTH-GROWS", 100, {"completions__mean_length": lambda i: 50 + i, "reward": 0.5}),
     ("ONLINE-KL-GROWS", 50, {"kl": lambda i: 0.001 * 1.2**i}),
-    ("ONLINE-KL-NEGATIVE", 5, {"objective__kl": -1.5}),
     ("ONLINE-ENTROPY-COLLAPSED", 20, {"entropy": lambda i: 0.8 if i < 10 else 0.02}),
     ("ONLINE-COMPLETIONS-CUT", 10, {"completions__clipped_ratio": 0.6}),
     ("ONLINE-COMPLETIONS-CUT", 1, {"completions__clipped_ratio": 0.95}),
