@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from posttrain import ConfigError, GRPOTrainer, ModelError, ScriptedEngine
+from posttrain import ConfigError, GRPOConfig, GRPOTrainer, ModelError, ScriptedEngine
 from posttrain.algorithms.grpo.entropy_control import EntropyController
 from posttrain.models.fp32_head import Float32Linear, cast_head_to_fp32
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts, scripted, weights
@@ -161,6 +161,49 @@ def test_groups_that_differ_by_noise_are_told_once(tiny_tokenizer, tmp_path, cap
     with caplog.at_level(logging.WARNING):
         grpo(tmp_path, tiny_tokenizer, rewards=noise, max_steps=3).train()
     assert caplog.text.count("spread less than a thousandth") == 1
+
+
+DEFAULTS = {  # Table 2.2 of the chapter on online methods, in its order.
+    "model_init_kwargs": None, "trust_remote_code": False, "router_aux_loss_coef": 0.001, "disable_dropout": False,
+    "cast_lm_head_to_fp32": False, "remove_unused_columns": False, "num_generations": 8, "num_generations_eval": None,
+    "max_completion_length": 512, "ds3_gather_for_generation": True, "shuffle_dataset": True, "pad_to_multiple_of": None,
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
+    "chat_template_kwargs": None, "cache_implementation": None, "use_vllm": False,
+    "use_transformers_continuous_batching": False, "transformers_continuous_batching_config": None, "beta": 0.0,
+    "num_iterations": 1, "epsilon": 0.2, "epsilon_high": None, "delta": None, "sapo_temperature_neg": 1.05,
+    "sapo_temperature_pos": 1.0, "vespo_k_pos": 2, "vespo_lambda_pos": 3, "vespo_k_neg": 3, "vespo_lambda_neg": 2,
+    "importance_sampling_level": "token", "reward_weights": None, "multi_objective_aggregation": "sum_then_normalize",
+    "scale_rewards": "group", "loss_type": "dapo", "mask_truncated_completions": False, "sync_ref_model": False,
+    "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512, "top_entropy_quantile": 1.0, "entropy_coef": 0.0,
+    "use_adaptive_entropy": False, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
+    "entropy_target": 0.2, "max_tool_calling_iterations": None, "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": None, "off_policy_mask_threshold": None, "use_bias_correction_kl": False,
+    "log_completions": False, "log_multimodal": True, "num_completions_to_print": None, "log_unique_prompts": False,
+    "log_completions_hub_repo": None, "learning_rate": 1e-6, "logging_steps": 10,
+    # What the chapter adds is off, or does not change a gradient.
+    "mask_zero_variance_groups": False, "log_ref_kl": False, "min_group_std": 0.0, "dynamic_sampling": 0,
+    "reward_timeout": None, "reward_transform": None, "balance_ranks": True,
+}  # fmt: skip
+
+
+def test_every_field_has_the_default_of_the_chapter(tmp_path):
+    args = GRPOConfig(str(tmp_path), report_to="none")
+    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "slices"),
+    [
+        ({"gradient_accumulation_steps": 3}, 24, 3),
+        ({"generation_batch_size": 32}, 32, 4),
+        ({"steps_per_generation": 5}, 40, 5),
+        ({"generation_batch_size": 16, "steps_per_generation": 2}, 16, 2),  # The same thing twice: a config read back.
+    ],
+)
+def test_the_arithmetic_of_a_generation(tmp_path, given, size, slices):
+    args = grpo_args(tmp_path, **given)
+    assert (args.generation_batch_size, args.steps_per_generation) == (size, slices)
 
 
 # The entropy bonus --------------------------------------------------------------------------------------------------
