@@ -172,7 +172,9 @@ class PostTrainer(HealthMixin, MemoryMixin, CheckpointMixin, EvaluationMixin, tr
             if args.max_steps <= 0:
                 raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
             if args.accelerator_config.dispatch_batches:
-                logger.warning("dispatch_batches=True with a streaming train_dataset is set to False: each rank reads its own.")
+                logger.warning(
+                    "dispatch_batches=True with a streaming train_dataset is set to False: ranks read alone."
+                )
             args.accelerator_config.dispatch_batches = False
         check_offloading(args)
         check_writable(args.output_dir)
@@ -182,8 +184,8 @@ class PostTrainer(HealthMixin, MemoryMixin, CheckpointMixin, EvaluationMixin, tr
         if not isinstance(model, str):
             if quantization_config and not self.added_tokens:
                 raise ConfigError(
-                    f"quantization_config is given with a {type(model).__name__} that is loaded already. Quantise when you load it, "
-                    "or give the model as a string."
+                    f"quantization_config is given with a {type(model).__name__} that is loaded already. Quantise it on "
+                    "loading, or give the model as a string."
                 )
             if args.model_init_kwargs and not self.added_tokens:
                 logger.warning("model_init_kwargs are ignored: the model was given as an object, already loaded.")
