@@ -11,6 +11,7 @@ from posttrain.checks import online as log_checks
 from posttrain.checks import rewards as reward_checks
 from posttrain.errors import RewardError
 from posttrain.rewards.base import RewardRunner, RewardTable
+from posttrain.rewards.length import SoftOverlongPunishment
 from posttrain.types import Finding
 
 __all__ = ["OnlineHealthMixin"]
@@ -33,6 +34,11 @@ class OnlineHealthMixin:
         """As every trainer's; reward models are placed and tried."""
         super().check_start()  # type: ignore[misc]
         self.rewards.start(self.args.device)
+        longest = getattr(self.args, "max_completion_length", None)
+        for function in self.rewards.functions:
+            if isinstance(function, SoftOverlongPunishment) and longest is not None:
+                found = reward_checks.check_overlong(function.limit, function.cache, longest)
+                self.tell_sometimes([found] if found is not None else [])
 
     def tell_sometimes(self, findings: Iterable[Finding]) -> None:
         """Tell each kind of finding the first time and then every hundredth."""

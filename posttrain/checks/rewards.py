@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from posttrain.types import Finding
 
-__all__ = ["FLAT_GENERATIONS", "check_no_signal", "check_reward_values", "histogram"]
+__all__ = ["FLAT_GENERATIONS", "check_no_signal", "check_overlong", "check_reward_values", "histogram"]
 
 FLAT_GENERATIONS = 20
 HEAVY, LARGE = 50.0, 100.0  # Times the median; and in size, where nothing divides by a spread.
@@ -52,6 +52,28 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
                 )
             )
     return found
+
+
+def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
+    """A punishment of length that no completion is long enough for.
+
+    Args:
+        limit: Tokens at which it is whole.
+        ramp: Tokens before that over which it grows.
+        longest: Most tokens of a completion.
+    """
+    if limit <= longest:
+        return None
+    reach = "none of it" if longest <= limit - ramp else "only part of it"
+    return Finding(
+        "ONLINE-OVERLONG-UNREACHABLE",
+        "warning",
+        f"soft_overlong_punishment_reward is whole at {limit} tokens, and completions end at max_completion_length={longest}: "
+        f"{reach} is ever felt.",
+        "reward_funcs",
+        "completions that are cut are hardly punished.",
+        f"make it get_soft_overlong_punishment({longest}, {min(ramp, longest // 5)}), or raise max_completion_length.",
+    )
 
 
 def histogram(values: Sequence[float]) -> str:

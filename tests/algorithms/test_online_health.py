@@ -79,3 +79,13 @@ def test_an_outlier_and_a_reward_that_drowns_are_told(tiny_tokenizer, tmp_path, 
     trainer.train()
     assert {"ONLINE-REWARD-OUTLIER", "ONLINE-REWARD-DROWNS"} <= set(said(caplog))
     assert trainer.state.log_history[0]["rewards/game/variance_share"] > 0.999
+
+
+def test_a_punishment_that_no_completion_reaches_is_told_at_the_start(tiny_tokenizer, tmp_path, caplog):
+    from posttrain.rewards import get_soft_overlong_punishment
+
+    grpo(tmp_path / "a", tiny_tokenizer, rewards=get_soft_overlong_punishment(8, 4))
+    assert said(caplog) == []
+    grpo(tmp_path / "b", tiny_tokenizer, rewards=get_soft_overlong_punishment(20, 4))
+    assert said(caplog) == ["ONLINE-OVERLONG-UNREACHABLE"]
+    assert "none of it is ever felt" in caplog.text
