@@ -42,11 +42,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 FAR_REFERENCE = "a reference further than e^20 away counts as e^20 here: one token would decide the loss"
-UNEVEN_SLICES = "tokens of this optimiser step divide here, a share of the generation's there: slices of different lengths weigh apart"
+UNEVEN_SLICES = (
+    "tokens of this step divide here, a share of the generation's there: slices of different lengths weigh apart"
+)
 BONUS_OF_STEP = "the bonus is the mean entropy of the step's tokens here, the mean of micro-batch means there"
 TOKEN_METHOD = "VESPO's ratios are tokens' here, whatever importance_sampling_level says; there the KL's are not"
-    "VESPO's ratios are tokens' here, whatever importance_sampling_level says (with a warning); there the KL's are not"
-)
 DELIBERATE = {  # Case -> why it differs.
     "dapo/token/far reference": FAR_REFERENCE,
     "dapo/token/uneven slices": UNEVEN_SLICES,
