@@ -59,12 +59,13 @@ def _column(values: list[Any]) -> pa.Array:
     ]
     try:
         return pa.array(plain)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeEncodeError):
         return pa.array([_text(v) for v in plain], pa.string())
 
 
 def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else str(value)
+    """A text that UTF-8 can hold: half a character of a pair (a surrogate) is written as its code."""
+    return None if value is None else str(value).encode("utf-8", "backslashreplace").decode()
 
 
 def _common(schemas: Sequence[pa.Schema]) -> pa.Schema:

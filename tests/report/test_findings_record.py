@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from posttrain.report.parquet import read_rows
 from posttrain.report.record import RunRecord
 from posttrain.types import Finding
 from tests.algorithms.helpers import sft
@@ -41,6 +42,14 @@ def test_findings_told_before_training_are_in_the_record_of_that_training(tmp_pa
     rows = lines(tmp_path / "findings.jsonl")
     assert [(r["step"], r["code"]) for r in rows if r["code"] in ("EARLY", "LATE", "OLD")] == [(0, "EARLY"), (2, "LATE")]
     assert [row["code"] for row in lines(tmp_path / "record-1" / "findings.jsonl")] == ["OLD"]
+
+
+def test_half_a_character_in_a_completion_loses_no_row_of_the_table(tmp_path):
+    record = RunRecord(tmp_path)
+    record.add_completions([{"step": 1, "completion": "a\ud800b"}, {"step": 1, "completion": "ok"}])
+    record.flush(1)
+    (path,) = (tmp_path / "completions").iterdir()
+    assert [row["completion"] for row in read_rows(path)] == ["a\\ud800b", "ok"]
 
 
 FULL = """

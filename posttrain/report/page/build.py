@@ -7,6 +7,7 @@ that may run: a completion that holds HTML is shown as what it is.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -174,7 +175,8 @@ def write_page(runs: Sequence[Run], path: str | Path) -> Path:
         part.write_text(page, encoding="utf-8")
         os.replace(part, target)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise ConfigError(
             f"the page cannot be written to {str(path)!r}: {error.strerror or error}. Name another file with --out."
         ) from error

@@ -1,0 +1,220 @@
+"""The page of a run: complete, alone, safe against what the record holds, and drawn in a real browser."""
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from posttrain.cli.main import main
+from posttrain.errors import ConfigError, DataError
+from posttrain.report.page import read_run, read_runs, render
+from posttrain.report.page.build import content
+from posttrain.report.page.panels import panels_of
+from posttrain.report.page.pathologies import PATHOLOGIES, diagnose
+from posttrain.report.page.run import Series
+from tests.report.page_runs import EVIL, break_record, dpo_record, grpo_record
+
+pytest.importorskip("plotly")
+
+
+class Reader(html.parser.HTMLParser):
+    """Elements and attributes as a browser would see them."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.attributes, self.ids = [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+
+def without_scripts(page):
+    return re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+
+
+def verdicts(run):
+    return {verdict.key: verdict for verdict in diagnose(run.series)}
+
+
+def curve(values, first=1):
+    return Series(list(range(first, first + len(values))), list(values), [0.0] * len(values))
+
+
+# Reading -------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_read_whole(tmp_path):
+    run = read_run(grpo_record(tmp_path / "a"))
+    assert (run.step, run.max_steps, run.state, run.notes) == (40, 40, "stopped", [])
+    assert run.series["reward"].values[-1] == 1.0
+    assert [(mark.step, mark.finding.code) for mark in run.marks] == [(25, "ONLINE-KL-GROWS")]
+    assert [run.samples.moments[0][0], run.samples.moments[-1][0]] == [1, 40]
+    assert run.samples.latest.advantage == 0.7
+
+
+def test_a_broken_record_is_shown_with_notes_and_never_fails(tmp_path):
+    run = read_run(break_record(grpo_record(tmp_path / "a")))
+    assert run.series["loss"].steps[-1] == 41
+    assert any("1 broken line left out" in note for note in run.notes)
+    assert any("manifest.json cannot be read" in note for note in run.notes)
+    assert any("completions_00001.parquet cannot be read" in note for note in run.notes)
+    page = render([run])
+    assert "broken line" in page
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "metrics.jsonl").write_text("")
+    assert "No metric was logged yet" in render([read_run(tmp_path / "b")])
+
+
+def test_a_folder_without_a_record_is_refused_and_runs_inside_it_are_named(tmp_path):
+    with pytest.raises(DataError, match="is not a folder"):
+        read_run(tmp_path / "none")
+    grpo_record(tmp_path / "a", steps=1)
+    with pytest.raises(DataError, match=r"holds no record of a run .* Runs inside it: a\."):
+        read_run(tmp_path)
+    with pytest.raises(ConfigError, match="is named twice"):
+        read_runs([tmp_path / "a", tmp_path / "a"])
+
+
+def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path):
+    folders = [dpo_record(tmp_path / name / "out", steps=2) for name in ("x", "y")]
+    assert [run.name for run in read_runs(folders)] == ["x/out", "y/out"]
+
+
+# Illnesses -----------------------------------------------------------------------------------------------------
+
+
+def test_illnesses_are_seen_where_they_are_and_nowhere_else(tmp_path):
+    sick, well = (read_run(grpo_record(tmp_path / n, sick=n == "sick")) for n in ("sick", "well"))
+    found = verdicts(sick)
+    assert {key for key, verdict in found.items() if verdict.status == "seen"} == {
+        "not-finite",
+        "reward-spread",
+        "kl-runaway",
+    }
+    (span,) = found["reward-spread"].spans
+    assert 20 < span[0] <= 26 and span[1] == 40
+    assert found["not-finite"].spans == [(40, 40)]
+    assert found["both-sinking"].status == "unknown"
+    assert {verdict.status for verdict in verdicts(well).values()} == {"clear", "unknown"}
+
+
+def test_both_dpo_rewards_sinking_is_told_from_a_healthy_margin(tmp_path):
+    assert verdicts(read_run(dpo_record(tmp_path / "a")))["both-sinking"].status == "seen"
+    healthy = {
+        "rewards/chosen": curve([0.1 * i for i in range(30)]),
+        "rewards/rejected": curve([-0.1 * i for i in range(30)]),
+    }
+    assert {v.status for v in diagnose(healthy) if v.key == "both-sinking"} == {"clear"}
+
+
+@pytest.mark.parametrize(
+    ("key", "curves"),
+    [
+        ("length-creep", {"completions/mean_length": [20.0 + 5 * i for i in range(40)], "reward": [0.5] * 40, "reward_std": [0.2] * 40}),
+        ("clip-share", {"clip_ratio/region_mean": [0.1] * 10 + [0.6] * 10}),
+        ("stale-rollouts", {"staleness/mean_updates": [0.0] * 10 + [9.0] * 10}),
+        ("stale-rollouts", {"sampling/sampling_logp_difference/mean": [0.5] * 20}),
+        ("entropy", {"entropy": [2.0] * 10 + [0.01] * 20}),
+        ("cut", {"completions/clipped_ratio": [0.9] * 10}),
+        ("spikes", {"grad_norm": [1.0] * 20 + [50.0] + [1.0] * 5}),
+    ],
+)  # fmt: skip
+def test_every_illness_can_be_seen(key, curves):
+    found = {v.key: v for v in diagnose({name: curve(values) for name, values in curves.items()})}
+    assert found[key].status == "seen"
+    assert found[key].spans and found[key].evidence
+
+
+def test_a_growing_length_that_pays_is_no_creep_and_short_runs_say_nothing():
+    grows = {
+        "completions/mean_length": curve([20.0 + 5 * i for i in range(40)]),
+        "reward": curve([i / 10 for i in range(40)]),
+    }
+    assert {v.key: v.status for v in diagnose(grows)}["length-creep"] == "clear"
+    assert {v.status for v in diagnose({"kl": curve([0.0, 9.0])})} == {"unknown"}
+    assert len({verdict.key for verdict, _ in PATHOLOGIES}) == len(PATHOLOGIES)
+
+
+# The page ------------------------------------------------------------------------------------------------------
+
+
+def test_every_logged_metric_is_drawn_once(tmp_path):
+    runs = read_runs([grpo_record(tmp_path / "a"), dpo_record(tmp_path / "b")])
+    drawn = [name for panel in panels_of(runs) for name in panel.metrics]
+    assert sorted(drawn) == sorted({name for run in runs for name in run.series})
+    traces = [(t["run"], t["metric"]) for p in content(runs)["data"]["panels"] for t in p["traces"]]
+    assert sorted(traces) == sorted((at, name) for at, run in enumerate(runs) for name in run.series)
+
+
+def test_findings_and_spans_stand_in_the_panel_of_their_metric(tmp_path):
+    panels = {p["title"]: p for p in content([read_run(grpo_record(tmp_path / "a"))])["data"]["panels"]}
+    kl = panels["KL to the reference (nats)"]
+    assert [mark["step"] for mark in kl["marks"]] == [25]
+    assert kl["spans"] and not panels["reward"]["spans"]
+    assert panels["loss"]["traces"][0]["value"][-1] is None  # NaN is a gap.
+
+
+def test_nothing_that_a_record_holds_becomes_markup_or_leaves_the_page(tmp_path):
+    page = render([read_run(break_record(grpo_record(tmp_path / "<i>a", evil=True)))])
+    seen = Reader(without_scripts(page))
+    assert not {"img", "i>a", "iframe", "link"} & set(seen.tags)
+    assert not [a for a in seen.attributes if a[1].startswith("on") or a[1] in ("src",)]
+    assert all(value.startswith("#") for _, name, value in seen.attributes if name == "href")
+    assert "<script>window.pwned" not in page and "<img src=x" not in page
+    policy = next(value for _, name, value in seen.attributes if name == "content" and "script-src" in value)
+    assert "connect-src 'none'" in policy and "unsafe-inline" not in policy.split("style-src")[0]
+    data = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page, re.S)[1]
+    assert "<" not in data
+    json.loads(data)
+
+
+def test_two_runs_are_compared_by_settings_and_final_values(tmp_path):
+    runs = read_runs([grpo_record(tmp_path / "a", sick=False), grpo_record(tmp_path / "b", lr=0.5, sick=False)])
+    text = content(runs)["sections"]["compare"]
+    assert "config.learning_rate" in text and 'class="changed">0.5<' in text
+    assert "config.beta" not in text and "run_name" not in text
+    assert "+0 (+0 %)" in text
+
+
+def test_the_command_writes_beside_the_run_and_says_where(tmp_path, capsys):
+    grpo_record(tmp_path / "a", steps=3)
+    assert main(["report", str(tmp_path / "a")]) == 0
+    assert (tmp_path / "a" / "report.html").stat().st_size > 1e6
+    assert "report.html" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "none")]) == 1
+    (tmp_path / "file").write_text("")
+    assert main(["report", str(tmp_path / "a"), "--out", str(tmp_path / "file" / "x.html")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+# In a browser --------------------------------------------------------------------------------------------------
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def browse(page, tmp_path, *options):
+    """The document after its scripts ran, and what the console said."""
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,9000", "--virtual-time-budget=15000",
+        "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", *options, "--dump-dom", page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_browser_draws_every_panel_and_runs_nothing_of_the_record(tmp_path):
+    folder = grpo_record(tmp_path / "a", evil=True)
+    page = tmp_path / "page.html"
+    page.write_text(render([read_run(folder)]).replace("</main>", "</main><script>document.title='ran'</script>"))
+    document, console = browse(page, tmp_path)
+    assert "<title>ran</title>" not in document  # The policy lets no script run that is not ours, even in the markup.
+    assert "window.pwned=1&gt;" in document and EVIL[:40] not in document
+    assert document.count('class="main-svg"') >= len(content([read_run(folder)])["data"]["panels"])
+    assert all("Content Security Policy" in line for line in console), console
