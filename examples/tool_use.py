@@ -64,9 +64,9 @@ if __name__ == "__main__":
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], chat_template=TEMPLATE)
     common = {"bf16": False, "gradient_checkpointing": False, "logging_steps": 1, "report_to": "none", "seed": 0}
-    warm_up = SFTConfig("runs/tool_use_sft", max_steps=12, learning_rate=5e-5, per_device_train_batch_size=8,
+    warm_up = SFTConfig("runs/tool_use_sft", max_steps=6, learning_rate=5e-5, per_device_train_batch_size=8,
                         assistant_only_loss=True, **common)  # fmt: skip
-    examples = conversations(problems(96, seed=0))
+    examples = conversations(problems(48, seed=0))
     SFTTrainer(model, warm_up, train_dataset=examples, processing_class=tokenizer).train()
     config = GRPOConfig(
         "runs/tool_use", max_steps=20, num_generations=8, per_device_train_batch_size=32, max_completion_length=96,
