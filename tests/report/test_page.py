@@ -55,6 +55,7 @@ def test_a_record_is_read_whole(tmp_path):
     assert [(mark.step, mark.finding.code) for mark in run.marks] == [(25, "ONLINE-KL-GROWS")]
     assert [run.samples.moments[0][0], run.samples.moments[-1][0]] == [1, 40]
     assert run.samples.latest.advantage == 0.7
+    assert "<dt>loss</dt><dd>nan</dd>" in content([run])["sections"]["overview"]  # An older number must not hide it.
 
 
 def test_a_broken_record_is_shown_with_notes_and_never_fails(tmp_path):

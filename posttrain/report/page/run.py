@@ -100,9 +100,8 @@ class Run:
         return config if isinstance(config, dict) else {}
 
     def last(self, name: str) -> float | None:
-        """The latest finite value of a metric."""
-        points = self.series[name].finite if name in self.series else []
-        return points[-1][1] if points else None
+        """The latest value of a metric; NaN where that is what was logged."""
+        return self.series[name].values[-1] if name in self.series else None
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
