@@ -250,9 +250,10 @@ def _write(out: dict[str, list], row: dict[str, Any], plan: _Plan, options: Supe
     if "labels" in row and "input_ids" in row:
         labels = list(row["labels"])
     else:
-        labels = [token if m else IGNORED for token, m in zip(ids, mask, strict=True)]
+        whole = len(mask) == len(ids) and 0 not in mask
+        labels = list(ids) if whole else [token if m else IGNORED for token, m in zip(ids, mask, strict=True)]
     trained = len(labels) - labels.count(IGNORED)
-    no_end = not ends.intersection(labels)
+    no_end = ends.isdisjoint(labels)
     limit = options.cut
     truncated = limit is not None and len(ids) > limit
     if truncated:

@@ -173,7 +173,7 @@ def _labelled(
         **described,
         **batches,
     )
-    return mapped, mapped.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
+    return mapped, mapped.filter(_is_kept, batched=True, input_columns=["_reason"], **extra)
 
 
 def check_prepared(dataset: Any, name: str, vocabulary: int) -> None:
@@ -206,6 +206,10 @@ def check_prepared(dataset: Any, name: str, vocabulary: int) -> None:
             f"skip_prepare_dataset is set and none of the first {len(seen)} {name} rows trains a token: their labels are all "
             f"{IGNORED}, so the loss would be 0. Labels are token ids at the positions to learn; they are not shifted."
         )
+
+
+def _is_kept(reasons: list[str]) -> list[bool]:
+    return [not reason for reason in reasons]
 
 
 def _trains_something(labels: list[list[int]]) -> list[bool]:

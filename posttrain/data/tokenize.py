@@ -37,7 +37,13 @@ def encode(
     if not texts:
         return []
     try:
-        return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+        return tokenizer(
+            texts,
+            add_special_tokens=special,
+            verbose=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )["input_ids"]
     except Exception as error:
         for index, text in enumerate(texts):
             if not isinstance(text, str):
