@@ -13,6 +13,7 @@ from posttrain.checks import training as checks
 from posttrain.errors import ConfigError, PosttrainError
 from posttrain.metrics import mean
 from posttrain.models import parallel
+from posttrain.report.first_batch import describe_batches
 from posttrain.types import Batch, Finding
 
 __all__ = ["HealthMixin"]
@@ -30,6 +31,7 @@ class HealthMixin:
     model: Any
     layout: Any
     state: Any
+    processing_class: Any
     record: Any = None
     zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
     _bad_steps = 0
@@ -81,6 +83,8 @@ class HealthMixin:
             tokens: That carry loss, over all ranks.
             sequences: Over all ranks.
         """
+        if self._steps == 0 and self.record is not None and self.state.global_step == 0:
+            self.record.add_data(lambda: describe_batches(batches, self.processing_class))
         self._trained = (*self._trained, tokens)[-checks.EMPTY_STEPS :]
         self.tell([checks.check_trained_tokens([int(count) for count in self._trained])])
         real = sum(batch.num_tokens for batch in batches)

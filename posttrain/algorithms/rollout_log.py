@@ -109,6 +109,11 @@ class RolloutLogMixin(OnlineHealthMixin):
                 **{name: column[i] for name, column in table.extra_columns.items()},
             }
             rows.append(row | {name: column[i] for name, column in generation.shown().items()})
+        first = generation.groups()[0] if table.start == 0 and len(rows) > 0 else []
+        for i in first:  # One group a generation, so that the table stays small.
+            rollout = generation.rollouts[i]
+            rows[i]["tokens"] = [self.processing_class.decode([token]) for token in rollout.token_ids]
+            rows[i]["logps"] = list(rollout.logp)
         return rows
 
 

@@ -27,7 +27,9 @@ __all__ = ["RunRecord", "RunRecordCallback", "check_writable"]
 
 logger = logging.getLogger(__name__)
 
-FILES = ("metrics.jsonl", "findings.jsonl", "manifest.json", "completions.parquet", "eval_completions.parquet")
+FILES = (
+    "metrics.jsonl", "findings.jsonl", "manifest.json", "data.json", "completions.parquet", "eval_completions.parquet"
+)  # fmt: skip
 PREFIXES = ("", "eval_")  # Training and evaluation never share a file.
 
 
@@ -67,6 +69,13 @@ class RunRecord:
             self.folder / "findings.jsonl",
             {"step": step, "time": round(time.time(), 3), **dataclasses.asdict(finding)},
         )
+
+    def data(self, content: Mapping[str, Any]) -> None:
+        """Write ``data.json``, the first step as the model saw it; a failure is logged."""
+        try:
+            _write_atomically(self.folder / "data.json", json.dumps(content, ensure_ascii=False, default=str))
+        except (OSError, ValueError) as error:  # The report can do without it.
+            self._complain("the first batch", error)
 
     def begin(self, step: int) -> None:
         """Make the folder ready for a run that stands after ``step``: 0 is a fresh one, more is a resumed one."""
@@ -231,6 +240,11 @@ class RunRecordCallback(transformers.TrainerCallback):
             self.record.add_completions(rows, evaluation=evaluation)
             for listener in self.listeners:
                 listener(rows, evaluation)
+
+    def add_data(self, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """Write what ``describe`` gives as ``data.json``, in the main process alone."""
+        if self.args.process_index == 0:
+            self.record.data(describe())
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
         """Keep findings with the step they are told at; the checks of later ranks say the same and are not written."""

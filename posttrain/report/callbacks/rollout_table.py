@@ -24,6 +24,7 @@ __all__ = ["CompletionsHubCallback", "RolloutTableCallback", "print_prompt_compl
 logger = logging.getLogger(__name__)
 
 MINUTES = 2  # Between two pushes to the hub.
+PER_TOKEN = ("tokens", "logps")  # For the report, not for tables.
 WIDE = 400  # Characters of a text in the table.
 
 
@@ -121,7 +122,7 @@ class RolloutTableCallback(transformers.TrainerCallback):
         """Columns, and rows with None where one lacks a column; one row a prompt where that is asked for."""
         if self.unique:
             rows = list({row.get("prompt"): row for row in reversed(rows)}.values())[::-1]
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+        columns = list(dict.fromkeys(key for row in rows for key in row if key not in PER_TOKEN))
         return columns, [[_plain(row.get(key)) for key in columns] for row in rows]
 
     def _try(self, where: str, action: Callable[[], None]) -> None:
