@@ -1,0 +1,157 @@
+"""GRPO, RLOO and PPO from one start on tasks of reasoning-gym: held-out accuracy against tokens, three seeds each.
+
+Every method samples the same number of completions of the same prompts and trains on them; PPO takes its usual passes over
+each batch, the others one. Prompts that the runs are judged on are drawn from another seed and answered greedily.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import harness
+
+TASKS = {
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "gcd": {"min_value": 1, "max_value": 20},
+    "letter_counting": {"min_words": 1, "max_words": 2},
+}
+METHODS = ("grpo", "rloo", "ppo")
+SYSTEM = "Reply with just the number."
+PROMPTS, GROUP, NEW = 8, 8, 6
+
+
+def shaped(reward):
+    """The task's score, and a little off for everything around the number: without it a right guess is too rare to learn from."""
+
+    def answer(completions, **columns):
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        scores = reward(completions, **columns)
+        digits = [sum(c.isdigit() or c == "-" for c in t.strip()) / max(len(t.strip()), 1) for t in texts]
+        return [s + 0.2 * d for s, d in zip(scores, digits, strict=True)]
+
+    return answer
+
+
+def accuracy(model, tokenizer, dataset, reward) -> float:
+    """Share of greedy answers that the task's scorer takes."""
+    from posttrain import complete
+
+    said = complete(model, tokenizer, dataset["prompt"], max_new_tokens=NEW)
+    columns = {name: dataset[name] for name in ("task_index", "answer")}
+    return sum(s >= 0.99 for s in reward([t.strip() for t in said], **columns)) / len(said)
+
+
+def trainer_of(method: str, model: str, reward, data, settings: dict):
+    """The trainer of a method, at the same completions per update."""
+    import posttrain
+    from posttrain.models.load import create_model_from_path, load_tokenizer
+
+    if method == "ppo":
+        tokenizer = load_tokenizer(model)
+        tokenizer.pad_token = "<|endoftext|>"  # PPO reads lengths by it, so it may not be the end token too.
+        config = posttrain.PPOConfig(
+            **settings, num_ppo_epochs=2, response_length=NEW, temperature=1.0, kl_coef=0.0, num_sample_generations=0,
+            stop_token="eos", total_episodes=settings["max_steps"] // 2 * PROMPTS * GROUP,
+        )  # fmt: skip
+        policy = create_model_from_path(model)
+        return posttrain.PPOTrainer(config, tokenizer, policy, None, reward, data, None)
+    name = method.upper()
+    common = {"num_generations": GROUP, "max_completion_length": NEW, "beta": 0.0, "temperature": 1.0}
+    config = getattr(posttrain, f"{name}Config")(**settings, **common)
+    return getattr(posttrain, f"{name}Trainer")(model, reward, config, train_dataset=data)
+
+
+def run(method: str, task: str, seed: int, model: str, updates: int) -> dict:
+    """Train, and tell the accuracy before, halfway and after."""
+    import torch
+    from transformers import TrainerCallback
+
+    from posttrain import reasoning_gym_task
+
+    torch.set_num_threads(1)
+    steps = 2 * updates if method == "ppo" else updates  # PPO passes twice over each batch.
+    prompts = PROMPTS * GROUP if method == "ppo" else PROMPTS
+    ask = {"system_prompt": SYSTEM, "extract": "last_number"}
+    data, reward = reasoning_gym_task(task, size=updates * prompts, seed=seed, **ask, **TASKS[task])
+    held, judge = reasoning_gym_task(task, size=64, seed=1_000, **ask, **TASKS[task])
+    settings = harness.settings(
+        steps, output_dir=tempfile.mkdtemp(), seed=seed, learning_rate=2e-5, gradient_checkpointing=False,
+        per_device_train_batch_size=PROMPTS * GROUP,
+    )  # fmt: skip
+    trainer = trainer_of(method, model, shaped(reward), data, settings)
+    points = []
+
+    class Judge(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            done = state.global_step // (steps // updates)
+            if state.global_step % (steps // updates) == 0 and done in (updates // 2, updates):
+                points.append((done, accuracy(trainer.model, trainer.processing_class, held, judge)))
+
+    points.append((0, accuracy(trainer.model, trainer.processing_class, held, judge)))
+    trainer.add_callback(Judge())
+    trainer.train()
+    return {"method": method, "task": task, "seed": seed, "updates": updates, "points": points}
+
+
+def draw(runs: list[dict], path: Path) -> None:
+    """One panel a task: the mean over seeds, and each seed."""
+    from posttrain.integrations import require
+
+    require("matplotlib", "the curves").use("Agg")
+    plt = require("matplotlib.pyplot", "the curves")
+    tasks = list(dict.fromkeys(r["task"] for r in runs))
+    figure, panels = plt.subplots(1, len(tasks), figsize=(4.2 * len(tasks), 3.4), sharey=True, squeeze=False)
+    colours = dict(zip(METHODS, ("#1f77b4", "#2ca02c", "#d62728"), strict=True))
+    for panel, task in zip(panels[0], tasks, strict=True):
+        for method in METHODS:
+            mine = [r["points"] for r in runs if (r["task"], r["method"]) == (task, method)]
+            for points in mine:
+                panel.plot(*zip(*points, strict=True), color=colours[method], alpha=0.25, linewidth=1)
+            mean = [(p[0][0], sum(y for _, y in p) / len(p)) for p in zip(*mine, strict=True)]
+            if mean:
+                panel.plot(*zip(*mean, strict=True), color=colours[method], label=method.upper(), marker="o")
+        panel.set_title(task)
+        panel.set_xlabel(f"updates of {PROMPTS} x {GROUP} completions")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("held-out accuracy")
+    panels[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """All runs, two at a time with one thread each, then the picture and the table."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model")
+    options.add_argument("--updates", type=int, default=12)
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    options.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    options.add_argument("--one", nargs=3, metavar=("METHOD", "TASK", "SEED"), help="(child) a single run")
+    args = options.parse_args()
+    model = args.model or harness.default_model()
+    if args.one:
+        method, task, seed = args.one
+        print(json.dumps(run(method, task, int(seed), model, args.updates)))
+        return
+    wanted = [(m, t, str(s)) for s in range(args.seeds) for t in args.tasks for m in args.methods]
+    common = ["--model", model, "--updates", str(args.updates)]
+
+    def start(which: tuple[str, str, str]) -> dict:
+        found = harness.child(sys.executable, __file__, "--one", *which, *common)
+        print(found, flush=True)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(start, wanted))
+    harness.save("online_curves", {"runs": runs})
+    draw(runs, harness.RESULTS / "online_curves.png")
+
+
+if __name__ == "__main__":
+    main()
