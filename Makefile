@@ -53,6 +53,7 @@ bench: $(VENV)/.dev  ## measure against the peer, in environments of their own
 	$(BIN)/python benchmarks/sft.py
 	$(BIN)/python benchmarks/reward.py
 	$(BIN)/python benchmarks/dpo.py --curve
+	$(BIN)/python benchmarks/reference_memory.py
 	$(BIN)/python benchmarks/data_prep.py
 
 parity: $(VENV)/.dev  ## compare losses with the peer's on the same tensors
