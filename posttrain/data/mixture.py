@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import datasets
+from datasets.exceptions import DatasetNotFoundError
+from huggingface_hub.errors import HFValidationError
 
 from posttrain.data.files import LOADERS, check_json, load_file, parquet_conflict, quiet_loader
 from posttrain.errors import ConfigError, DataError, check_choice, did_you_mean
+from posttrain.integrations.hub import not_found
 
 __all__ = ["DatasetConfig", "DatasetMixtureConfig", "get_dataset", "load_rows"]
 
 logger = logging.getLogger(__name__)
 
 SAMPLES = ("head", "random")
+# What loaders raise for a name that nothing answers to, on the hub or in its cache.
+NOT_FOUND = (OSError, HFValidationError, DatasetNotFoundError)
 
 
 @dataclass
@@ -143,7 +148,7 @@ def load_rows(
             kind = "a saved folder" if saved else "one file"
             raise ConfigError(f"dataset {path_or_id!r} is {kind}, which has no use for {unused}. Leave that out.")
         return _load_saved(file, split, streaming) if saved else load_file(file, split, streaming)
-    if (file.is_absolute() or file.suffix in LOADERS) and not file.exists():
+    if (file.is_absolute() or file.suffix in LOADERS or path_or_id.startswith(".")) and not file.exists():
         raise DataError(f"dataset {path_or_id!r} does not exist{_neighbour(file)}. Looked at {file.absolute()}.")
     options = {"name": name, "data_dir": data_dir, "data_files": data_files, "split": split, "streaming": streaming}
     if file.is_dir() and (conflict := parquet_conflict(sorted(file.rglob("*.parquet")))):
@@ -152,6 +157,8 @@ def load_rows(
         with quiet_loader():
             return datasets.load_dataset(str(file) if file.is_dir() else path_or_id, **options)
     except Exception as error:
+        if not file.is_dir() and isinstance(error, NOT_FOUND):
+            raise DataError(not_found("dataset", path_or_id, error)) from error
         raise DataError(f"dataset {path_or_id!r} could not be loaded{_why(file, error)}") from error
 
 
@@ -165,9 +172,7 @@ def _why(file: Path, error: Exception) -> str:
         for part in sorted(item for item in file.rglob("*") if item.suffix in (".jsonl", ".json")):
             check_json(part)
         return f": {str(error.__cause__ or error).rstrip('.')}."
-    if datasets.config.HF_HUB_OFFLINE:
-        return f": it is no local path and not in the cache, and offline mode is on. ({error})"
-    return f" as a folder, a file, or a hub id: {error}"
+    return f": {str(error).strip()}"
 
 
 def _load_saved(folder: Path, split: str | None, streaming: bool) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-__all__ = ["dft", "nll", "uniform_nll"]
+__all__ = ["dft", "dft_loss", "nll", "uniform_nll"]
 
 
 def nll(logp: Tensor) -> Tensor:
@@ -18,6 +21,31 @@ def dft(logp: Tensor) -> Tensor:
     Reference: On the generalization of SFT (DFT), arXiv:2508.05629, equation 8.
     """
     return -logp.detach().exp() * logp
+
+
+def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | float | None = None) -> Tensor:
+    """`dft` of a model's full logits, as a ``compute_loss_func``: ``-sum_t m_t sg(p_t) log p_t / N``.
+
+    Args:
+        outputs: With ``logits (B, T, V)``; those at t are for the label at t + 1.
+        labels: ``(B, T)``, the token or -100 where nothing is trained.
+        num_items_in_batch: N, the trained tokens of the optimiser step; None takes those of ``labels``. At least 1 is
+            divided by, so that a batch without a trained token has loss 0.
+
+    Returns:
+        Scalar.
+
+    >>> from types import SimpleNamespace
+    >>> float(dft_loss(SimpleNamespace(logits=torch.zeros(1, 2, 2)), torch.tensor([[0, 1]])))  # Half of ln 2.
+    0.3465735...
+
+    Reference: arXiv:2508.05629, equation 8.
+    """
+    targets = labels[:, 1:]
+    mask = targets != -100
+    logp = outputs.logits[:, :-1].float().log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+    count = mask.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=logp.device)
+    return dft(logp).masked_fill(~mask, 0.0).sum() / count.clamp(min=1)
 
 
 def uniform_nll(logits: Tensor) -> Tensor:

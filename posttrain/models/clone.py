@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from posttrain.errors import ModelError
+from posttrain.integrations.hub import explained
 
 __all__ = ["VocabularyMismatchError", "clone_chat_template"]
 
@@ -47,7 +48,8 @@ def clone_chat_template(
     """
     if resize_to_multiple_of is not None and resize_to_multiple_of < 1:
         raise ModelError(f"resize_to_multiple_of must be at least 1 or None, and it is {resize_to_multiple_of}.")
-    source = AutoTokenizer.from_pretrained(source_tokenizer_path)
+    with explained("tokenizer", source_tokenizer_path):
+        source = AutoTokenizer.from_pretrained(source_tokenizer_path)
     if not source.chat_template:
         raise ModelError(
             f"the tokenizer {source_tokenizer_path!r} has no chat template, so there is none to clone. Give one of an "

@@ -13,6 +13,7 @@ import torch
 
 from posttrain.errors import ArgumentTypeError, ConfigError, ModelError
 from posttrain.integrations import require
+from posttrain.integrations.hub import explained, not_found
 from posttrain.models.heads import causal_lm
 
 if TYPE_CHECKING:
@@ -169,6 +170,8 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
     looks_local = folder.is_absolute() or model.startswith((".", "~")) or folder.exists()
     if not looks_local:
         return  # A hub id: its loader speaks for itself.
+    if not folder.exists():
+        raise ModelError(not_found("model", model))
     if not folder.is_dir():
         raise ModelError(f"model={model!r} is not a folder. Give a folder with config.json and weights, or a hub id.")
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
@@ -223,12 +226,14 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
         raise ConfigError(f"dtype={dtype!r} must be a torch.dtype, a string or None, not {type(dtype).__name__}.")
     check_model_source(model_id, generative=architecture is None)
     shared = {k: kwargs[k] for k in ("revision", "trust_remote_code", "cache_dir", "token") if k in kwargs}
-    config = transformers.AutoConfig.from_pretrained(model_id, **shared)
+    with explained("model", model_id):
+        config = transformers.AutoConfig.from_pretrained(model_id, **shared)
     if architecture is None:
         _refuse_headless(model_id, config)  # Not known before of a hub id: its class would be trained as it stands.
         name = (config.architectures or [""])[0]
         architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
-    model = architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
+    with explained("model", model_id):
+        model = architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
     _tell_size(model_id, model, getattr(config, "dtype", None))
     return model
 
@@ -277,7 +282,7 @@ def load_tokenizer(
     """Load the tokenizer that belongs to a model.
 
     Raises:
-        ModelError: The model was built in memory, or its folder holds no tokenizer.
+        ModelError: The model was built in memory, its folder holds no tokenizer, or the id was not found.
     """
     from transformers import AutoTokenizer
 
@@ -300,7 +305,8 @@ def load_tokenizer(
                 "tokenizer.save_pretrained(folder), or pass processing_class=tokenizer."
             )
     extra = {"revision": revision} if revision else {}
-    return AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **extra)
+    with explained("tokenizer", model_id):
+        return AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **extra)
 
 
 def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None = None) -> int:

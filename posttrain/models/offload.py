@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
 
-__all__ = ["OffloadActivations", "check_offloading", "get_act_offloading_ctx_manager"]
+__all__ = ["NoOpManager", "OffloadActivations", "check_offloading", "get_act_offloading_ctx_manager"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,21 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             return packed
         device, host = packed
         return host.to(device, non_blocking=self.pin) if device.type != "cpu" else host
+
+
+class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
+    """Saved-tensor hooks that keep everything where it is: what is computed inside escapes an outer `OffloadActivations`.
+
+    >>> with NoOpManager():
+    ...     y = torch.ones(2, requires_grad=True).exp()
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_same, _same)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def check_offloading(args: Any) -> None:

@@ -1,0 +1,113 @@
+"""Names of models and datasets that nothing answers to: what was looked for, where, and what is there instead."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from posttrain.errors import DataError, ModelError, did_you_mean
+
+__all__ = ["explained", "not_found", "offline_variables"]
+
+# The hub's own switch, and the library's that reads the name.
+SWITCHES = {
+    "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    "tokenizer": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    "dataset": ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
+}
+FILES = (".jsonl", ".json", ".csv", ".parquet")
+ON = ("1", "on", "true", "yes")
+
+
+def offline_variables(kind: str) -> str:
+    """The two variables that keep a kind of thing off the network, with their values: ``HF_HUB_OFFLINE=1, ...``."""
+    return ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in SWITCHES[kind])
+
+
+def _folders(name: str) -> list[str]:
+    """Folders and data files beside what was asked for, and here."""
+    asked = Path(name).expanduser()
+    found = []
+    for parent in dict.fromkeys((asked.parent, Path())):
+        if not parent.is_dir():
+            continue
+        for entry in parent.iterdir():
+            if not entry.name.startswith(".") and (entry.is_dir() or entry.suffix in FILES):
+                found.append(str(entry))
+    return found
+
+
+def _cached(kind: str) -> list[str]:
+    """Ids in the hub's cache on this machine."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    prefix = "datasets--" if kind == "dataset" else "models--"
+    root = Path(HF_HUB_CACHE)
+    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
+    return [name.removeprefix(prefix).replace("--", "/") for name in names if name.startswith(prefix)]
+
+
+def _nearest(name: str, kind: str) -> str:
+    folders = _folders(name)
+    near = did_you_mean(name, [*folders, *_cached(kind)])
+    if near:
+        return near
+    # The same folder under another parent: "org/name" beside "name".
+    by_name = {Path(folder).name: folder for folder in folders}
+    close = difflib.get_close_matches(Path(name).name, by_name, n=1)
+    return f" (did you mean {by_name[close[0]]!r}?)" if close else ""
+
+
+def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
+    """What to say of a model, tokenizer or dataset that is neither a folder, nor cached, nor within reach.
+
+    Args:
+        kind: ``model``, ``tokenizer`` or ``dataset``.
+        name: As it was given.
+        error: What the loader raised; its first line is quoted.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    asked = Path(name).expanduser()
+    path_like = asked.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    offline = any(os.environ.get(switch, "").lower() in ON for switch in SWITCHES[kind])
+    hub = (
+        "and a path is not looked for on the hub"
+        if path_like
+        else f"it is not in the hub's cache ({HF_HUB_CACHE}), and offline mode keeps it from being fetched"
+        if offline
+        else f"it is not in the hub's cache ({HF_HUB_CACHE}), and the hub did not give it"
+    )
+    quoted = str(error).strip().splitlines()[0].rstrip(".") if error is not None and str(error).strip() else ""
+    said = f" The loader says: {quoted}." if quoted and not path_like else ""
+    fix = (
+        "Check the path."
+        if path_like
+        else "Check the spelling; give a folder, or fetch it once with the network on."
+        if offline
+        else "Check the spelling, the network and your access to it, or give a folder."
+    )
+    return (
+        f"{kind} {name!r} was not found{_nearest(name, kind)}: there is no folder {str(asked.absolute())!r}, {hub} "
+        f"({offline_variables(kind)}).{said} {fix}"
+    )
+
+
+@contextmanager
+def explained(kind: str, name: str) -> Iterator[None]:
+    """Turn a loader's failure to find ``name`` into one clear error; a folder that exists speaks for itself.
+
+    Raises:
+        ModelError: A model or tokenizer that was not found. DataError: A dataset.
+    """
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except (OSError, HFValidationError) as error:
+        if Path(name).expanduser().is_dir():
+            raise
+        raise (DataError if kind == "dataset" else ModelError)(not_found(kind, name, error)) from error

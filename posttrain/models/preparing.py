@@ -1,0 +1,216 @@
+"""Models made ready for training or generation: quantised bases, adapters, checkpointing, bare parameters."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.data.tensors import first_true_indices
+from posttrain.errors import ConfigError
+from posttrain.models.heads import causal_lm, score
+from posttrain.models.load import wrap_with_peft
+from posttrain.models.parallel import whole_parameters
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = [
+    "disable_gradient_checkpointing",
+    "empty_cache",
+    "enable_gradient_checkpointing",
+    "get_reward",
+    "peft_module_casting_to_bf16",
+    "prepare_model_for_kbit_training",
+    "prepare_peft_model",
+    "unwrap_model_for_generation",
+]
+
+QUANTIZED = ("gptq", "aqlm", "eetq", "torchao", "hqq")
+
+
+def _is_quantized(model: Any) -> bool:
+    method = str(getattr(model, "quantization_method", "")).lower()
+    return _is_in_bits(model) or any(name in method for name in QUANTIZED)
+
+
+def _is_in_bits(model: Any) -> bool:
+    return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
+
+
+def enable_gradient_checkpointing(model: Any, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> Any:
+    """Recompute activations in backward; frozen embeddings then let gradients through to what is trained behind them.
+
+    Args:
+        model: Of transformers or peft.
+        gradient_checkpointing_kwargs: For `torch.utils.checkpoint`, ``use_reentrant`` among them; passed on.
+    """
+    model.enable_input_require_grads()
+    # Recent transformers call it by another name, and warn at the old one.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(dict(gradient_checkpointing_kwargs or {}))
+    return model
+
+
+@contextmanager
+def disable_gradient_checkpointing(
+    model: Any, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+) -> Iterator[None]:
+    """Activations are kept inside the block; each layer's own setting comes back afterwards, also after an exception.
+
+    Args:
+        model: Of transformers or peft.
+        gradient_checkpointing_kwargs: For names' sake: what each layer had is restored, these included.
+    """
+    bare = causal_lm(model)
+    layers: list[Any] = [module for module in bare.modules() if getattr(module, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+
+
+def prepare_model_for_kbit_training(
+    model: Any, use_gradient_checkpointing: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Freeze a base model; a quantised one gets gradients through its embeddings and, if asked for, checkpointing.
+
+    Nothing is cast up to float32: norms in 16 bits train adapters as well, in less memory.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    if _is_quantized(model) and use_gradient_checkpointing:
+        enable_gradient_checkpointing(model, gradient_checkpointing_kwargs)
+    return model
+
+
+def prepare_peft_model(model: Any, peft_config: Any, args: Any) -> Any:
+    """A quantised base made ready and an adapter put on it, both at once.
+
+    ``args.gradient_checkpointing`` is switched off where it was enabled here, so that a trainer does not do it again.
+
+    Args:
+        model: A base model, or a ``PeftModel`` to go on with (then ``peft_config`` must be None).
+        peft_config: The adapter; None adds none.
+        args: Reads ``gradient_checkpointing``, its kwargs and ``bf16``.
+
+    Raises:
+        ArgumentTypeError: ``peft_config`` is not a peft config. ConfigError: the model carries an adapter already.
+    """
+    import peft
+
+    if isinstance(model, peft.PeftModel) and peft_config is not None:
+        raise ConfigError(
+            "peft_config was given with a model that already is a PeftModel. Leave peft_config out to train its adapter "
+            "further, or call model.merge_and_unload() first to start a new one."
+        )
+    checkpointing = bool(
+        getattr(args, "gradient_checkpointing", None) or getattr(args, "activation_checkpointing", None)
+    )
+    options = getattr(args, "gradient_checkpointing_kwargs", None) or getattr(
+        args, "activation_checkpointing_kwargs", None
+    )
+    if _is_in_bits(model) and not isinstance(model, peft.PeftModel):
+        model = prepare_model_for_kbit_training(model, checkpointing, options)
+    elif checkpointing:
+        enable_gradient_checkpointing(model, options)
+    if checkpointing:
+        args.gradient_checkpointing = False
+        if hasattr(args, "activation_checkpointing"):
+            args.activation_checkpointing = False
+    model = wrap_with_peft(model, peft_config, activation_checkpointing=checkpointing)
+    if getattr(args, "bf16", False) and getattr(model, "is_loaded_in_4bit", False):
+        peft_module_casting_to_bf16(model)
+    return model
+
+
+def peft_module_casting_to_bf16(model: nn.Module) -> None:
+    """Cast float32 parameters to bfloat16 in place, but for norms and DoRA magnitudes, whose small updates would round away."""
+    norms = [name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
+    for name, parameter in model.named_parameters():
+        kept = name.rpartition(".")[0] in norms or "lora_magnitude_vector" in name
+        if parameter.dtype == torch.float32 and not kept:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+@contextmanager
+def unwrap_model_for_generation(
+    model: Any,
+    accelerator: Accelerator,
+    gather_deepspeed3_params: bool = True,
+    generation_kwargs: dict[str, Any] | None = None,
+) -> Iterator[Any]:
+    """The bare model with all its parameters, keeping activations nowhere; everything is restored, also after an exception.
+
+    Args:
+        model: As the trainer wrapped it.
+        accelerator: That wrapped it.
+        gather_deepspeed3_params: Bring the shards of ZeRO-3 (or FSDP) together first.
+        generation_kwargs: Fields of the generation config inside the block.
+    """
+    bare = accelerator.unwrap_model(model, keep_torch_compile=False)
+    config: Any = getattr(bare, "generation_config", None)
+    before = {name: getattr(config, name, None) for name in generation_kwargs or {}} if config is not None else {}
+    for name in before:
+        setattr(config, name, (generation_kwargs or {})[name])
+    try:
+        with disable_gradient_checkpointing(bare):
+            if gather_deepspeed3_params:
+                with whole_parameters(model, accelerator) as whole:
+                    yield whole
+            else:
+                yield bare
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def empty_cache() -> None:
+    """Give memory that no tensor uses back to the device, whichever it is; nothing happens on a CPU."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+
+def get_reward(
+    model: Any,
+    query_responses: Tensor,
+    pad_token_id: int,
+    context_length: int,
+    attention_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of a sequence classifier at every token, and at the last token of each response.
+
+    Args:
+        model: With one output and a score head.
+        query_responses: ``(B, T)`` ids, queries padded on the left and responses on the right.
+        pad_token_id: Pads.
+        context_length: Tokens of the (padded) queries.
+        attention_mask: ``(B, T)``, 1 on real tokens. None takes every pad id for padding: where pad equals eos, give the mask,
+            or the eos that ends a response is not read.
+
+    Returns:
+        Scores ``(B, T, 1)``, those at the last tokens ``(B,)``, and the positions of these ``(B,)``.
+
+    >>> scores, last, where = get_reward(reward_model, ids, tokenizer.pad_token_id, 16)  # doctest: +SKIP
+    """
+    real = query_responses != pad_token_id if attention_mask is None else attention_mask.bool()
+    positions = (real.long().cumsum(1) - real.long()).clamp(min=0)
+    inner = causal_lm(model)
+    hidden = inner.base_model(
+        input_ids=query_responses.masked_fill(~real, 0),
+        attention_mask=real.long(),
+        position_ids=positions,
+        use_cache=False,
+    ).last_hidden_state
+    scores = score(inner, hidden)
+    last = first_true_indices(~real[:, context_length:]) - 1 + context_length
+    rows = torch.arange(len(scores), device=scores.device)
+    return scores, scores[rows, last].squeeze(-1), last
