@@ -13,7 +13,6 @@ from typing import Any
 
 import datasets
 
-from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.data.formats import is_conversational
 from posttrain.data.tokenize import tokenize_prompts
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
@@ -45,7 +44,7 @@ class EpisodeMixin:
             each row chooses by its ``environment`` column. One with ``get_reward`` is a reward function too.
     """
 
-    args: OnlineConfig
+    args: Any  # An `OnlineConfig` with `EpisodeFields`.
     processing_class: Any
     accelerator: Any
     state: Any

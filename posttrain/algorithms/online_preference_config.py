@@ -14,8 +14,7 @@ __all__ = ["PAIR_LOSS_TYPES", "OnlinePreferenceConfig"]
 
 PAIR_LOSS_TYPES = ("sigmoid", "ipo")
 UNREAD = (
-    "epsilon", "epsilon_high", "mask_truncated_completions", "sync_ref_model", "max_tool_calling_iterations",
-    "max_tool_output_tokens", "tool_workers", "tool_timeout", "environment_retries", "use_liger_kernel",
+    "epsilon", "epsilon_high", "mask_truncated_completions", "sync_ref_model", "use_liger_kernel",
 )  # fmt: skip
 
 

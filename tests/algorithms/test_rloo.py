@@ -445,6 +445,7 @@ def test_defaults_are_the_peer_s_and_grpo_s_own_options_do_not_exist(tmp_path):
         "loss_type", "scale_rewards", "multi_objective_aggregation", "importance_sampling_level", "delta",
         "sapo_temperature_neg", "vespo_k_pos", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile",
         "cast_lm_head_to_fp32", "off_policy_mask_threshold", "use_bias_correction_kl", "log_completions_hub_repo",
+        "max_tool_calling_iterations", "max_tool_output_tokens", "tool_workers", "tool_timeout", "environment_retries",
     )  # fmt: skip
     for name in absent:
         assert not hasattr(args, name), name
@@ -460,8 +461,6 @@ def test_defaults_are_the_peer_s_and_grpo_s_own_options_do_not_exist(tmp_path):
         ({"reward_clip_range": (1.0,)}, "two numbers"),
         ({"reward_clip_range": (0.0, None)}, "two numbers"),
         ({"use_liger_kernel": True}, "RLOO has no such option"),
-        ({"max_tool_calling_iterations": 3}, "RLOO has no such option"),
-        ({"tool_timeout": 5.0}, "RLOO has no such option"),
         ({"vllm_importance_sampling_mode": "token_mask"}, "whole sequences"),
         ({"num_generations": 1}, "at least 2"),
         ({"beta": -0.1}, "beta=-0.1"),

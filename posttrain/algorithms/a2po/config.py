@@ -58,6 +58,7 @@ class A2POConfig(OnlineConfig):
                 "must be at least 1, or None",
             ),
             "beta": (self.beta == 0, "must be 0.0: the pull of the reference is beta2"),
+            "epsilon": (self.epsilon == 0.2 and self.epsilon_high is None, "is not read: nothing is clipped here"),
             "num_iterations": (self.num_iterations == 1, "must be 1: the regression has no importance ratio"),
         }
         for name, (holds, rule) in rules.items():

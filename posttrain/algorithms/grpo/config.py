@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Literal
 
+from posttrain.algorithms.episode_config import EpisodeFields
 from posttrain.algorithms.grpo.combinations import check_combinations, warn_of_odd_choices
 from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.errors import ConfigError, check_choice
@@ -23,7 +24,7 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
 @dataclass
-class GRPOConfig(OnlineConfig):
+class GRPOConfig(EpisodeFields, OnlineConfig):
     """Arguments of `GRPOTrainer`: group-relative policy optimisation and the losses of its family.
 
     Reference: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (2503.14476); Dr. GRPO (2503.20783); GSPO (2507.18071).
