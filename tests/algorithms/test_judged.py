@@ -194,10 +194,8 @@ def test_rows_without_a_partner_are_left_out_of_the_baseline_and_counted(tiny_to
 
 
 def test_a_partner_s_answer_is_cut_to_the_room_its_new_prompt_leaves(tiny_tokenizer, tmp_path):
-    rows = [
-        {"prompt": "What is the sum of two numbers? " if i % 2 else "q ", "completion": "a number " * 9, "label": i < 4}
-        for i in range(8)
-    ]
+    prompts = [f"What is the sum of {i} numbers? " if i % 2 else f"{i} " for i in range(8)]
+    rows = [{"prompt": p, "completion": "a number " * 9, "label": i < 4} for i, p in enumerate(prompts)]
     trainer = make("kto", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows), max_length=24)
     _, mismatched = trainer.data_collator(list(trainer.train_dataset))
     assert max(int((b.sequence == s).sum()) for b in mismatched for s in range(b.num_sequences)) > 1
