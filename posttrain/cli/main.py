@@ -23,6 +23,9 @@ training commands (all take --config file.yaml; COMMAND --help lists every optio
   orpo    supervised fine-tuning with an odds-ratio penalty on rejected answers
   tpo     pairs and a gold answer
   grpo    group-relative policy optimisation
+  gmpo    GRPO with geometric means of clipped ratios
+  grpo-replay GRPO that replaces groups without a signal by earlier ones
+  a2po    regression on optimal advantages, one completion a prompt
   rloo    policy gradients against the mean of a prompt's other completions
   ppo     clipped policy gradients with a value function
   online-dpo  DPO on pairs of the policy's own completions, by rewards or a judge
@@ -98,7 +101,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "reward": _train("reward"),
     "prm": _train("prm"),
     **{name: _train(name) for name in ("dpo", "kto", "bco", "cpo", "orpo", "tpo", "grpo")},
-    **{name: _train(name) for name in ("rloo", "ppo", "online-dpo", "nash-md", "xpo")},
+    **{name: _train(name) for name in ("rloo", "ppo", "online-dpo", "nash-md", "xpo", "gmpo", "grpo-replay", "a2po")},
     "inspect": _inspect,
     "report": _report,
     "watch": _watch,

@@ -10,9 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.cli.sources import GYM, episode_parts, ppo_parts, reasoning_gym_data, reward_functions
 from posttrain.errors import ConfigError, did_you_mean
 
-__all__ = ["COMMANDS", "GRPOScriptArguments", "JudgedScriptArguments", "ScriptArguments", "run"]
+__all__ = [
+    "COMMANDS",
+    "EpisodeScriptArguments",
+    "GRPOScriptArguments",
+    "JudgedScriptArguments",
+    "ScriptArguments",
+    "run",
+]
 
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 
@@ -22,7 +30,10 @@ class ScriptArguments:
     """Which data to train on."""
 
     dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub id, folder, or .jsonl, .json, .csv, .parquet file."}
+        default=None,
+        metadata={
+            "help": "Hub id, folder, or .jsonl, .json, .csv, .parquet file; reasoning_gym/TASK where it generates."
+        },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
@@ -36,7 +47,25 @@ class GRPOScriptArguments(ScriptArguments):
     """Which data, and how completions are rewarded."""
 
     reward_model_name_or_path: str | None = field(default=None, metadata={"help": "A sequence-classification model."})
-    reward_funcs: list[str] | None = field(default=None, metadata={"help": "Names, or dotted paths module.function."})
+    reward_funcs: list[str] | None = field(
+        default=None, metadata={"help": "Names, dotted paths module.function, or file.py:function."}
+    )
+
+
+@dataclass
+class EpisodeScriptArguments(GRPOScriptArguments):
+    """Which data, how completions are rewarded, and what the model may do in them."""
+
+    tools: list[str] | None = field(
+        default=None, metadata={"help": "Functions the model may call: module.function, or file.py:function."}
+    )
+    environment_factory: str | None = field(
+        default=None,
+        metadata={"help": "A class, or a function that makes an environment; it may do without a dataset."},
+    )
+    rollout_func: str | None = field(
+        default=None, metadata={"help": "A function (prompts, trainer) that generates instead of the engine."}
+    )
 
 
 @dataclass
@@ -123,6 +152,24 @@ COMMANDS: dict[str, Command] = {
         "posttrain.algorithms.grpo:GRPOTrainer",
         "posttrain.algorithms.grpo:GRPOConfig",
         "group-relative policy optimisation",
+        EpisodeScriptArguments,
+    ),
+    "gmpo": Command(
+        "posttrain.algorithms.grpo.gmpo:GMPOTrainer",
+        "posttrain.algorithms.grpo.gmpo:GMPOConfig",
+        "GRPO with geometric means of clipped ratios",
+        EpisodeScriptArguments,
+    ),
+    "grpo-replay": Command(
+        "posttrain.algorithms.grpo.replay:GRPOWithReplayBufferTrainer",
+        "posttrain.algorithms.grpo.replay:GRPOWithReplayBufferConfig",
+        "GRPO that replaces groups without a signal by earlier ones",
+        EpisodeScriptArguments,
+    ),
+    "a2po": Command(
+        "posttrain.algorithms.a2po:A2POTrainer",
+        "posttrain.algorithms.a2po:A2POConfig",
+        "regression on optimal advantages, one completion a prompt",
         GRPOScriptArguments,
     ),
 }
@@ -169,7 +216,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         raise ConfigError("--model_name_or_path is missing: which model shall be trained?")
     given = dict(config.model_init_kwargs or {})
     config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | given
-    data = _datasets(script_args, mixture, config)
+    data, task_reward = _datasets(script_args, mixture, config)
     strategy = str(getattr(config.eval_strategy, "value", config.eval_strategy))
     evaluate = strategy != "no"
     if evaluate and script_args.dataset_test_split not in data:
@@ -177,20 +224,11 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
             f"eval_strategy={strategy!r} needs a split {script_args.dataset_test_split!r}, and the data has "
             f"{sorted(data)}. Set dataset_test_split or test_split_size, or eval_strategy to 'no'."
         )
-    extra: dict[str, Any] = {}
-    if isinstance(script_args, PPOScriptArguments):
-        extra = ppo_parts(script_args, config)
-    elif isinstance(script_args, GRPOScriptArguments):
-        extra["reward_funcs"] = reward_functions(script_args) or None
-    if getattr(script_args, "judge_url", None):
-        from posttrain.rewards.judges import OpenAIPairwiseJudge
-
-        judge = OpenAIPairwiseJudge(script_args.judge_model, base_url=script_args.judge_url, max_requests=None)
-        extra["judge"] = judge
+    extra = _parts(script_args, config, task_reward)
     trainer = _load(COMMANDS[name].trainer)(
         model=model,
         args=config,
-        train_dataset=data[_train_split(script_args, mixture)],
+        train_dataset=data.get(_train_split(script_args, mixture)),
         eval_dataset=data[script_args.dataset_test_split] if evaluate else None,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
@@ -210,54 +248,40 @@ def _train_split(script_args: Any, mixture: Any) -> str:
     return "train" if mixture.datasets else script_args.dataset_train_split
 
 
-def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
+def _parts(script_args: Any, config: Any, task_reward: Any) -> dict[str, Any]:
+    """What the trainer takes beside model, config and data."""
+    if isinstance(script_args, PPOScriptArguments):
+        return ppo_parts(script_args, config, task_reward)
+    if not isinstance(script_args, GRPOScriptArguments):
+        return {}
+    extra: dict[str, Any] = {"reward_funcs": reward_functions(script_args) or task_reward}
+    if isinstance(script_args, EpisodeScriptArguments):
+        extra |= episode_parts(script_args)
+    if getattr(script_args, "judge_url", None):
+        from posttrain.rewards.judges import OpenAIPairwiseJudge
+
+        judge = OpenAIPairwiseJudge(script_args.judge_model, base_url=script_args.judge_url, max_requests=None)
+        extra |= {"judge": judge, "reward_funcs": reward_functions(script_args) or None}
+    return extra
+
+
+def _datasets(script_args: Any, mixture: Any, config: Any) -> tuple[Any, Any]:
+    """Splits by name, and the reward of a task that was generated."""
     from posttrain.data.mixture import get_dataset, load_rows
 
     if mixture.datasets:
-        return get_dataset(mixture, seed=config.seed)
+        return get_dataset(mixture, seed=config.seed), None
+    if not script_args.dataset_name and getattr(script_args, "environment_factory", None):
+        return {}, None  # The environment says what is to be done.
+    if isinstance(script_args, GRPOScriptArguments) and (script_args.dataset_name or "").startswith(GYM):
+        return reasoning_gym_data(script_args, config.seed)
     if not script_args.dataset_name:
         raise ConfigError("neither --dataset_name nor datasets is given: what shall the model be trained on?")
     data = load_rows(script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
     data = data if isinstance(data, dict) else {"train": data}
     if script_args.dataset_train_split not in data:
         raise ConfigError(f"dataset_train_split={script_args.dataset_train_split!r} is not among {sorted(data)}.")
-    return data
-
-
-def ppo_parts(script_args: Any, config: Any) -> dict[str, Any]:
-    """Rewards and value model; without any reward ``reward_model_path`` is both."""
-    rewards, value = reward_functions(script_args), script_args.value_model_name_or_path
-    if rewards:
-        return {"reward_model": rewards, "value_model": value}
-    return {"reward_model": config.reward_model_path, "value_model": value or config.reward_model_path}
-
-
-def reward_functions(script_args: Any) -> list[Any]:
-    """The reward model first, then the named functions; a dotted path is imported from the working directory."""
-    from posttrain.rewards import REWARDS
-
-    functions: list[Any] = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
-    for name in script_args.reward_funcs or []:
-        if name in REWARDS:
-            functions.append(REWARDS[name])
-        elif "." in name:
-            functions.append(_import_reward(name))
-        else:
-            raise ConfigError(
-                f"reward_funcs: {name!r} is not known{did_you_mean(name, REWARDS)}. Give one of {sorted(REWARDS)} or a dotted "
-                "path module.function."
-            )
-    return functions
-
-
-def _import_reward(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"reward_funcs: {path!r} cannot be imported from {os.getcwd()}: {error}") from error
+    return data, None
 
 
 # Launching ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ EXTRAS = {
     "math_verify": "math",
     "matplotlib": "plots",
     "plotly": "report",
+    "reasoning_gym": "reasoning-gym",
     "sklearn": "bco",
     "trackio": "trackio",
     "vllm": "vllm",

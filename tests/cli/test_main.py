@@ -111,3 +111,99 @@ def test_an_unknown_reward_lists_the_known(tiny_model_dir, tmp_path, capsys):
     flags = ["--model_name_or_path", tiny_model_dir, "--dataset_name", data, "--output_dir", str(tmp_path / "o")]
     assert main(["grpo", *flags, "--reward_funcs", "think_format_rewrd"]) == 1
     assert "did you mean 'think_format_reward'" in capsys.readouterr().err
+
+
+# What commands name by text -------------------------------------------------------------------------------------------
+
+
+def flags(model, folder, **options):
+    """A run of one step on the command line."""
+    base = {
+        "model_name_or_path": model, "output_dir": folder / "out", "max_steps": 1, "report_to": "none", "bf16": "false",
+        "per_device_train_batch_size": 4, "max_completion_length": 6, "logging_steps": 1,
+    }  # fmt: skip
+    return [word for name, value in (base | options).items() for word in (f"--{name}", str(value))]
+
+
+def prompts_file(folder, count=8):
+    return write_jsonl(folder / "p.jsonl", [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(count)])
+
+
+@pytest.mark.parametrize("command", ["a2po", "gmpo", "grpo-replay"])
+def test_every_variant_trains_from_the_command_line_with_a_reward_in_a_file(command, tiny_model_dir, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "LIMIT = 3\ndef even(completions, **kw):\n    return [len(c[0]['content']) % 2 for c in completions]\n"
+    )
+    own = {"filter_all_incorrect": "false"} if command == "a2po" else {"num_generations": 4}
+    words = flags(
+        tiny_model_dir, tmp_path, dataset_name=prompts_file(tmp_path), reward_funcs=f"{tmp_path}/own.py:even", **own
+    )
+    assert main([command, *words]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_task_of_reasoning_gym_is_dataset_reward_and_held_out_split(tiny_model_dir, tmp_path):
+    pytest.importorskip("reasoning_gym")
+    settings = json.dumps({"size": 8, "test_size": 4, "min_terms": 2, "max_terms": 2})
+    words = flags(
+        tiny_model_dir, tmp_path, dataset_name="reasoning_gym/chain_sum", dataset_config=settings, num_generations=4,
+        eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    assert main(["grpo", *words]) == 0
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    logged = {key for line in lines for key in json.loads(line)}
+    assert {"rewards/chain_sum/mean", "eval_rewards/chain_sum/mean"} <= logged
+
+
+def test_tools_and_an_environment_are_named_like_rewards(tmp_path, monkeypatch):
+    from posttrain.cli.sources import episode_parts
+    from posttrain.cli.train import parser_for
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_tools.py").write_text(
+        "def add(a: int, b: int) -> int:\n    '''Add.\n\n    Args:\n        a: One.\n        b: Other.\n    '''\n    return a + b\n"
+        "class Game:\n    def reset(self): ...\n"
+    )
+    words = [
+        "--output_dir",
+        "o",
+        "--tools",
+        "my_tools.add",
+        "my_tools.py:add",
+        "--environment_factory",
+        "my_tools:Game",
+    ]
+    script, *_ = parser_for("grpo").parse_args_and_config(words)
+    parts = episode_parts(script)
+    assert [tool(2, 3) for tool in parts["tools"]] == [5, 5]
+    assert parts["environment_factory"].__name__ == "Game"
+    assert "rollout_func" not in parts
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "match"),
+    [
+        ("grpo", {"reward_funcs": "missing.py:f"}, "reward_funcs: there is no file 'missing.py'"),
+        ("grpo", {"reward_funcs": "bad.py:shrt"}, r"has no 'shrt' (did you mean 'short'?). It defines ['short']"),
+        ("grpo", {"reward_funcs": "bad.py:LIMIT"}, "'bad.py:LIMIT' is a int, and a function or class is wanted"),
+        ("grpo", {"reward_funcs": "broken.py:f"}, "fails while it is imported: ZeroDivisionError"),
+        ("grpo", {"reward_funcs": "bad.py"}, "'bad.py' names no object. Give module.name, or file.py:name"),
+        ("rloo", {"tools": "bad.py:short"}, "unknown argument '--tools'"),
+        ("rloo", {"tool_timeout": "3"}, "unknown argument '--tool_timeout'"),
+        ("grpo", {"tools": "nowhere.tool", "reward_funcs": "bad.py:short"}, "tools: 'nowhere.tool' cannot be imported"),
+        ("rloo", {"dataset_name": "reasoning_gym/chain_sun"}, "did you mean 'chain_sum'"),
+        ("rloo", {"dataset_name": "reasoning_gym/chain_sum", "dataset_config": "hard"}, "must be a JSON object"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_told_in_one_line(
+    command, given, match, tiny_model_dir, tmp_path, monkeypatch, capsys
+):
+    if "gym" in given.get("dataset_name", ""):
+        pytest.importorskip("reasoning_gym")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text("LIMIT = 3\ndef short(completions, **kw):\n    return [0.0] * len(completions)\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    fits = {"dataset_name": prompts_file(tmp_path), "num_generations": 2}
+    assert main([command, *flags(tiny_model_dir, tmp_path, **(fits | given))]) == 1
+    err = capsys.readouterr().err
+    assert match in err and "Traceback" not in err
