@@ -227,7 +227,7 @@ def test_trap_44_checkpointing_options_outlive_generation(tiny_tokenizer, tmp_pa
     options = {"use_reentrant": True, "preserve_rng_state": False}
     trainer = grpo(
         tmp_path, tiny_tokenizer, engine="native", gradient_checkpointing=True, gradient_checkpointing_kwargs=options,
-        max_steps=1, max_completion_length=3,
+        max_steps=1, max_completion_length=3, kept_layers=0,
     )  # fmt: skip
     trainer.train()
     for layer in trainer.accelerator.unwrap_model(trainer.model).model.layers:

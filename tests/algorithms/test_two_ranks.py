@@ -33,7 +33,8 @@ def test_two_ranks_equal_one_with_twice_the_accumulation(kind, tmp_path):
     a, b = torch.tensor(one["step"]), torch.tensor(two["step"])
     assert a.abs().max() > 1e-3
     assert (a - b).abs().max() < 1e-5
-    assert set(one["logs"]) == set(two["logs"])
+    several = {name for name in two["logs"] if name.startswith("balance/")}  # What ranks have among themselves.
+    assert set(one["logs"]) == set(two["logs"]) - several
     for name, value in one["logs"].items():
         if not any(part in name for part in FREE):
             assert two["logs"][name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
