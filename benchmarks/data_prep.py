@@ -32,7 +32,7 @@ def run(side: str, model: str, count: int) -> dict:
 
     datasets.disable_caching()
     datasets.disable_progress_bars()
-    library = harness.library(side)
+    library = harness.import_side(side)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

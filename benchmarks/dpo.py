@@ -33,7 +33,7 @@ def run(side: str, model: str, steps: int, share: float) -> dict:
     """Train ``steps`` steps and tell times, memory, losses."""
     from datasets import Dataset
 
-    library = harness.library(side)
+    library = harness.import_side(side)
     options = {"gradient_checkpointing": False, "train_sampling_strategy": "sequential"}
     config = library.DPOConfig(**harness.settings(steps, per_device_train_batch_size=PAIRS, **options))
     data = Dataset.from_list(rows(steps, share))

@@ -36,7 +36,7 @@ def run(side: str, model: str, steps: int, parity: bool) -> dict:
     """Train ``steps`` steps and tell times, memory, losses."""
     from datasets import Dataset
 
-    library = harness.library(side)
+    library = harness.import_side(side)
     options = {
         "per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 48, "beta": 0.04,
         "learning_rate": 1e-5, "gradient_checkpointing": False, "shuffle_dataset": False,

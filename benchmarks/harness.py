@@ -77,7 +77,7 @@ def ratios(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def library(side: str) -> Any:
+def import_side(side: str) -> Any:
     """The package that a side trains with."""
     return importlib.import_module("posttrain" if side == "ours" else "trl")
 

@@ -147,7 +147,7 @@ def trained(library: object, folder: Path, method: str, steps: int, options: dic
 
 def side(name: str, folder: Path) -> dict:
     """Every case on one side."""
-    library = harness.library(name)
+    library = harness.import_side(name)
     found = {
         f"dpo/{loss}": trained(library, folder, "DPO", 1, {"loss_type": [loss], **options})
         for loss, options in DPO.items()

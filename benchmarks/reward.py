@@ -29,7 +29,7 @@ def run(side: str, model: str, steps: int) -> dict:
     import torch
     from datasets import Dataset
 
-    library = harness.library(side)
+    library = harness.import_side(side)
     options = {"gradient_checkpointing": False, "train_sampling_strategy": "sequential", "learning_rate": 1e-5}
     config = library.RewardConfig(**harness.settings(steps, per_device_train_batch_size=PAIRS, **options))
     data = Dataset.from_list(rows(steps))

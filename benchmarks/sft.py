@@ -25,7 +25,7 @@ def run(side: str, model: str, shape: str, steps: int) -> dict:
     """Train ``steps`` steps of one batch each and tell times, memory, losses."""
     from datasets import Dataset
 
-    library = harness.library(side)
+    library = harness.import_side(side)
     lengths = SKEWED if shape == "skewed" else UNIFORM
     config = library.SFTConfig(**harness.settings(steps, train_sampling_strategy="sequential"))
     data = Dataset.from_list(rows(lengths, steps))

@@ -18,6 +18,7 @@ from transformers.trainer_utils import set_seed
 
 from posttrain.algorithms.checkpoint import CheckpointMixin
 from posttrain.algorithms.config import PostTrainingConfig
+from posttrain.algorithms.data_report import DataReportCallback
 from posttrain.algorithms.evaluation import EvaluationMixin
 from posttrain.algorithms.health import HealthMixin
 from posttrain.algorithms.memory import MemoryMixin
@@ -102,7 +103,7 @@ class PostTrainer(HealthMixin, MemoryMixin, CheckpointMixin, EvaluationMixin, tr
         if changes_vocabulary(args):
             model = self._clone_vocabulary(self._load(model, args, init, quantization_config))
         prepare_tokenizer(self.processing_class, args)
-        with main_process_first():
+        with main_process_first(), self.strict_about_data(train_dataset, args.strict_data):
             train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
         model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
@@ -124,7 +125,7 @@ class PostTrainer(HealthMixin, MemoryMixin, CheckpointMixin, EvaluationMixin, tr
         self.check_start()
         self.record = RunRecordCallback(args, self.processing_class)
         self.interrupt = GracefulInterrupt()
-        for callback in (self.interrupt, self.record, KeepLastActivations()):
+        for callback in (self.interrupt, self.record, DataReportCallback(self), KeepLastActivations()):
             self.add_callback(callback)
 
     # What a subclass gives ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import transformers
 from posttrain.errors import ConfigError
 from posttrain.models.load import bf16_is_faster
 
-__all__ = ["GenerationFields", "PostTrainingConfig", "ReferenceFields", "VllmFields"]
+__all__ = ["GenerationFields", "PostTrainingConfig", "ReferenceFields", "VllmFields", "warn_keep_end"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
         },
     )
     disable_dropout: bool = field(default=False, metadata={"help": "Set every dropout to 0."})
+    strict_data: bool = field(
+        default=False, metadata={"help": "Make every warning about the data, while it is prepared and after, an error."}
+    )
     max_row_tokens: int | None = field(
         default=None,
         metadata={
@@ -104,6 +107,17 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 logger.info("bf16=None: computing in float32, because this device is not faster in bfloat16.")
         if self.bf16 and not torch.cuda.is_available() and not torch.backends.mps.is_available():
             self.use_cpu = True  # transformers allows bf16 on a CPU only when it is asked for by name.
+
+
+def warn_keep_end(truncation_mode: str) -> None:
+    """``keep_end`` trains on texts without their beginning, which no generation looks like; it will go."""
+    if truncation_mode == "keep_end":
+        warnings.warn(
+            "truncation_mode='keep_end' is deprecated: rows that lost their beginning look like no prompt. Raise max_length, or "
+            "shorten rows yourself.",
+            FutureWarning,
+            stacklevel=4,
+        )
 
 
 @dataclass

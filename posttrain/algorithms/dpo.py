@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from posttrain.algorithms.config import warn_keep_end
 from posttrain.algorithms.preference import (
     ComparedConfig,
     PreferenceTrainer,
@@ -77,6 +78,7 @@ class DPOConfig(ComparedConfig):
     def __post_init__(self) -> None:
         self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
         super().__post_init__()
+        warn_keep_end(self.truncation_mode)
         for name in self.loss_type:
             hint = " (it is called 'aot_unpaired' now)" if name == "aot_pair" else ""
             if hint:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.algorithms.data_report import DataReportMixin
 from posttrain.checks import training as checks
 from posttrain.errors import ConfigError, PosttrainError
 from posttrain.metrics import mean
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
 
 
-class HealthMixin:
+class HealthMixin(DataReportMixin):
     """Runs `posttrain.checks` for `PostTrainer` and says what they find."""
 
     args: Any
@@ -54,7 +55,9 @@ class HealthMixin:
             logger.log(logging.WARNING if finding.severity == "warning" else logging.INFO, "%s", text)
 
     def check_start(self) -> None:
-        """Precision of what is trained, where layers lie, and dense masks over long rows."""
+        """Precision of what is trained, where layers lie, dense masks over long rows; rows where ``strict_data`` asks."""
+        if self.args.strict_data and self.train_dataset is not None:
+            self.data_report()
         trainable: dict[str, int] = {}
         for parameter in self.model.parameters():
             if parameter.requires_grad:

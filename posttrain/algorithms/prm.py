@@ -93,6 +93,8 @@ class PRMTrainer(PostTrainer):
     config_class: ClassVar[type[PRMConfig]] = PRMConfig
     needs: ClassVar[frozenset[str]] = frozenset({"token_scores"})
     generative: ClassVar[bool] = False
+    # Steps are judged at their separators: nothing is generated, so nothing has to end.
+    beside_the_point: ClassVar[frozenset[str]] = frozenset({"DATA-EOS-UNTRAINED", "DATA-EMPTY-COMPLETION"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "prm"]
     _name: ClassVar[str] = "PRM"
     _suffix: ClassVar[str] = "PRM"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from posttrain.algorithms.base import PostTrainer
-from posttrain.algorithms.config import PostTrainingConfig
+from posttrain.algorithms.config import PostTrainingConfig, warn_keep_end
 from posttrain.algorithms.evaluation import full_logits
 from posttrain.data.packing import STRATEGIES
 from posttrain.data.supervised import (
@@ -93,6 +93,7 @@ class SFTConfig(PostTrainingConfig):
         check_choice("loss_type", self.loss_type, LOSSES)
         check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
         check_choice("packing_strategy", self.packing_strategy, STRATEGIES)
+        warn_keep_end(self.truncation_mode)
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(f"max_length={self.max_length} must be at least 1, or None for no limit.")
         if (self.packing or self.eval_packing) and self.max_length is None:

@@ -128,7 +128,7 @@ def untrained_row(context: RowContext) -> Finding | None:
         what="train no token at all.",
         why="they cost time and teach nothing; a batch of them has loss 0 or no loss at all. Usually the answer was cut off, or "
         "the mask marks none.",
-        fix="raise max_length, set truncation_mode='keep_end', or check completion_mask, assistant_masks and labels.",
+        fix="raise max_length, shorten prompts, or check completion_mask, assistant_masks and labels.",
     )
 
 

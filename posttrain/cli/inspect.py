@@ -155,7 +155,8 @@ for _name, _branches in {
 register("sft", sft_rows)
 register("reward", reward_rows)
 register("prm", prm_rows)
-register("grpo", prompt_rows)
+for _name in ("grpo", "grpo-replay", "gmpo", "a2po", "rloo", "online-dpo", "nash-md", "xpo"):
+    register(_name, prompt_rows)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -220,8 +221,10 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
     tokenizer = _tokenizer(model_args, config, generative=name not in ("reward", "prm"))
     split = train._train_split(script_args, mixture)
     with _no_progress_bars():
-        dataset = train._datasets(script_args, mixture, config)[split]
-        drawn, total, places = _drawn(dataset, examples, config.seed)
+        data, _ = train._datasets(script_args, mixture, config)
+        if split not in data:
+            raise DataError("there is no dataset to inspect: the environment makes the prompts while it trains.")
+        drawn, total, places = _drawn(data[split], examples, config.seed)
         made = ROWS[name](drawn, tokenizer, config)
     made = made if isinstance(made, Prepared) else Prepared(made, [])
     rows, cut = made.rows, made.cut

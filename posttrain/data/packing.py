@@ -18,12 +18,13 @@ from posttrain.data.arrow import Lists, as_rows, check_list, gather, list_column
 from posttrain.data.bins import best_fit_decreasing, shuffle_bins, split_lengths
 from posttrain.errors import ConfigError, DataError, check_choice
 
-__all__ = ["STRATEGIES", "pack_dataset", "truncate_dataset"]
+__all__ = ["STRATEGIES", "pack_dataset", "split_trained", "truncate_dataset"]
 
 logger = logging.getLogger(__name__)
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 LENGTHS = "seq_lengths"
+IGNORED = -100
 LOW_FILL = 0.9  # A fill factor below this is worth a warning.
 WINDOW_ROWS, WINDOW_TOKENS = 10_000, 2**25  # A window holds this many rows, unless they have more tokens than that.
 PEEK = 1000  # Rows whose lengths are looked at to choose the window.
@@ -158,6 +159,34 @@ def _truncate_window(table: pa.Table, rows: list[int] | None = None, *, size: in
         return pc.list_slice(column, 0, size, return_fixed_size_list=False)
 
     return pa.table({name: cut(table.column(name)) for name in table.column_names})
+
+
+def split_trained(dataset: Any, size: int, map_kwargs: dict[str, Any] | None = None) -> Any:
+    """Split documents as ``bfd_split`` does, and leave out the pieces whose labels train nothing.
+
+    A piece sees nothing of the document it is from, so one that holds only ignored labels (a long prompt's beginning) would
+    cost time and teach nothing. The first token of a piece is never trained: nothing predicts it.
+
+    Args:
+        dataset: ``Dataset`` or ``IterableDataset`` of list columns, ``labels`` among them.
+        size: Most items of a piece.
+        map_kwargs: For ``dataset.map``.
+    """
+    return _map(dataset, partial(_trained_pieces, size=size), None, map_kwargs or {}, "Splitting")
+
+
+def _trained_pieces(table: pa.Table, rows: list[int] | None = None, *, size: int) -> pa.Table:
+    columns = list_columns(table, rows)
+    labels = columns["labels"]
+    source, skip, pieces = split_lengths(labels.lengths, size)
+    before = np.append(0, np.cumsum(np.asarray(labels.values) != IGNORED))  # Trained labels before each position.
+    starts = labels.starts[source] + skip
+    kept = before[starts + pieces] > before[starts + 1]
+    sizes = pieces[kept]
+    return pa.table({
+        name: as_rows(gather(lists.values, (lists.starts[source] + skip)[kept], sizes), sizes)
+        for name, lists in columns.items()
+    })  # fmt: skip
 
 
 def _check_size(field: str, value: Any) -> None:

@@ -11,11 +11,13 @@ from itertools import islice
 from typing import Any
 
 import datasets
+import numpy as np
+import pyarrow.compute as pc
 
 from posttrain.data.chat import has_generation_markers, render
 from posttrain.data.formats import describe_dataset, get_dataset_column_names, maybe_convert_to_chatml, strip_none
 from posttrain.data.labels import COUNTERS, IGNORED, SupervisedOptions, label_batch
-from posttrain.data.packing import LENGTHS, pack_dataset
+from posttrain.data.packing import LENGTHS, pack_dataset, split_trained
 from posttrain.data.raw import ROW, check_ids, check_stream, first_row, listed
 from posttrain.data.template_families import with_template
 from posttrain.data.templates import check_template, get_training_chat_template
@@ -62,6 +64,7 @@ class PreparationReport:
         no_end: Rows that do not train a token that ends a sequence.
         double_bos: Texts that began with the bos token already.
         nested_none: Rows with a ``None`` in tool schemas, tool calls or content blocks.
+        untrained_pieces: With ``bfd_split``: pieces of long rows that train nothing, and are left out.
         trained_tokens, tokens: What is left: tokens that carry loss, and all tokens.
     """
 
@@ -75,6 +78,7 @@ class PreparationReport:
     no_end: int = 0
     double_bos: int = 0
     nested_none: int = 0
+    untrained_pieces: int = 0
     trained_tokens: int = 0
     tokens: int = 0
 
@@ -147,7 +151,11 @@ def prepare_sft_dataset(
     kept = kept.remove_columns(list(COUNTERS))
     if options.packing:
         assert options.max_length is not None
+        if options.packing == "bfd_split":
+            kept = _split(kept, options.max_length, report, extra)
         kept = pack_dataset(kept, options.max_length, options.packing, map_kwargs=extra, seed=seed)  # type: ignore[arg-type]
+        if options.packing == "wrapped":  # It cuts anywhere: a row may hold nothing but the middle of a prompt.
+            kept = kept.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
     return kept, report
 
 
@@ -174,6 +182,21 @@ def _labelled(
         **batches,
     )
     return mapped, mapped.filter(_is_kept, batched=True, input_columns=["_reason"], **extra)
+
+
+def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any]) -> Any:
+    """Long documents in pieces, without those that train nothing; how many these are is told."""
+    pieces = split_trained(kept, size, extra)
+    if isinstance(kept, datasets.Dataset):
+        lengths = pc.list_value_length(kept.select_columns("input_ids").with_format("arrow")[:]["input_ids"])
+        report.untrained_pieces = int((-(-np.asarray(lengths) // size)).sum()) - len(pieces)
+        if report.untrained_pieces:
+            logger.info(
+                "%s dataset: %d pieces of split rows train no token and are left out.",
+                report.name,
+                report.untrained_pieces,
+            )
+    return pieces
 
 
 def check_prepared(dataset: Any, name: str, vocabulary: int) -> None:

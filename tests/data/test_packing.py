@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from posttrain.data.bins import best_fit_decreasing
-from posttrain.data.packing import pack_dataset, truncate_dataset
+from posttrain.data.packing import pack_dataset, split_trained, truncate_dataset
+from posttrain.data.supervised import SupervisedOptions, prepare_sft_dataset
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 
 DOCUMENTS = [[10, 11, 12, 13, 14, 15, 16], [20, 21], [30], [40, 41, 42, 43], [50, 51, 52]]
@@ -206,3 +207,51 @@ def test_truncation_cuts_list_columns_only():
     assert [row["input_ids"] for row in stream] == [d[:2] for d in DOCUMENTS]
     with pytest.raises(DataError, match="already packed"):
         truncate_dataset(pack_dataset(dataset(DOCUMENTS), 5), 2)
+
+
+# Pieces that train nothing -------------------------------------------------------------------------------------------
+
+
+@given(
+    documents=st.lists(st.lists(st.booleans(), min_size=1, max_size=23), min_size=1, max_size=12),
+    size=st.integers(2, 7),
+    start=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_split_trained_keeps_every_piece_with_a_trained_token_and_no_other(documents, size, start):
+    rows = [
+        {
+            "input_ids": [100 * n + i for i in range(len(flags))],
+            "labels": [100 * n + i if f else -100 for i, f in enumerate(flags)],
+        }
+        for n, flags in enumerate(documents)
+    ]
+    dataset = datasets.Dataset.from_list(rows).select(range(min(start, len(rows) - 1), len(rows)))
+    expected = [
+        {name: row[name][at : at + size] for name in ("input_ids", "labels")}
+        for row in dataset
+        for at in range(0, len(row["labels"]), size)
+        if any(label != -100 for label in row["labels"][at + 1 : at + size])
+    ]
+    assert split_trained(dataset, size).to_list() == expected
+
+
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
+def test_sft_packs_no_piece_and_no_row_that_trains_nothing(tiny_tokenizer, strategy):
+    rows = datasets.Dataset.from_list([{"prompt": "word " * 60, "completion": f" yes {i}"} for i in range(8)])
+    options = SupervisedOptions(max_length=32, packing=strategy)
+    packed, report = prepare_sft_dataset(rows, tiny_tokenizer, options)
+    loose, _ = prepare_sft_dataset(rows, tiny_tokenizer, SupervisedOptions(max_length=None))
+    for row in packed:
+        pieces, at = [], 0
+        for length in row["seq_lengths"]:
+            pieces.append(row["labels"][at + 1 : at + length])
+            at += length
+        learnt = [any(label != -100 for label in piece) for piece in pieces]
+        assert all(learnt) if strategy == "bfd_split" else any(label != -100 for label in row["labels"])
+    trained = sum(label != -100 for row in packed for label in row["labels"])
+    whole = sum(label != -100 for row in loose for label in row["labels"])
+    assert trained >= whole - len(rows)  # A piece or row that begins with a lone trained token can teach nothing of it.
+    assert (report.untrained_pieces > 0) == (strategy == "bfd_split")
+    stream, _ = prepare_sft_dataset(rows.to_iterable_dataset(), tiny_tokenizer, options)
+    assert sorted(len(row["input_ids"]) for row in stream) == sorted(len(row["input_ids"]) for row in packed)
