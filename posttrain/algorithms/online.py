@@ -18,6 +18,7 @@ from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.algorithms.prompts import PromptMixin
 from posttrain.algorithms.rank_balance import BalanceMixin
 from posttrain.algorithms.rollout_log import RolloutLogMixin
+from posttrain.algorithms.schedule import ScheduleMixin
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import collate, split_by_sequence
 from posttrain.data.formats import is_conversational
@@ -38,7 +39,7 @@ __all__ = ["Generation", "OnlineConfig", "OnlineTrainer"]
 SUFFIX_TOKENS = 32  # Prompt tokens shown to format rewards: an opening tag that a template prefills lies among them.
 
 
-class OnlineTrainer(PromptMixin, DynamicSamplingMixin, BalanceMixin, RolloutLogMixin, PostTrainer):
+class OnlineTrainer(PromptMixin, ScheduleMixin, DynamicSamplingMixin, BalanceMixin, RolloutLogMixin, PostTrainer):
     """Adds generation, scoring and the buffer of scored rollouts to the training loop.
 
     One generation goes through four methods, each of which a subclass may replace: `roll_out` (prompts to completions),
@@ -83,6 +84,7 @@ class OnlineTrainer(PromptMixin, DynamicSamplingMixin, BalanceMixin, RolloutLogM
         if self.reference is not None and self.reference.copy is not None:
             self.reference.copy.to(self.args.device)
         self.check_context()
+        self.announce()
 
     @staticmethod
     def _reward_model_options(args: OnlineConfig | None) -> dict[str, Any]:
@@ -93,6 +95,7 @@ class OnlineTrainer(PromptMixin, DynamicSamplingMixin, BalanceMixin, RolloutLogM
             "batch_size": args.per_device_train_batch_size,
             "trust_remote_code": args.trust_remote_code,
             "model_init_kwargs": args.model_init_kwargs,
+            "chat_template_kwargs": args.chat_template_kwargs,
         }
 
     def make_reference(self) -> Reference | None:

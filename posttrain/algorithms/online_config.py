@@ -137,6 +137,11 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
             raise ConfigError(
                 "generation_kwargs={'do_sample': False} makes all completions of a group equal. Remove it."
             )
+        if (fixed := (self.generation_kwargs or {}).get("seed")) is not None:
+            raise ConfigError(
+                f"generation_kwargs={{'seed': {fixed!r}}} draws the same numbers in every generation and on every process: "
+                "completions repeat each other and their advantages vanish. Remove it; the config's seed makes runs repeat."
+            )
 
     def _check_engine(self) -> None:
         check_choice("rollout_engine", self.rollout_engine, ENGINES)

@@ -95,6 +95,7 @@ class OnlinePreferenceTrainer(OnlineTrainer):
     """
 
     config_class: ClassVar[type[OnlinePreferenceConfig]] = OnlinePreferenceConfig
+    cuts_prompts = True
     runner_class = PairRewards
     whole_rows: ClassVar[bool] = True
     two_samplers: ClassVar[bool] = False  # Whether the second completion comes from elsewhere.

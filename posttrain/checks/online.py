@@ -14,6 +14,7 @@ from posttrain.checks.curves import History, columns, ends, training_rows, windo
 from posttrain.types import Finding
 
 __all__ = [
+    "check_correction",
     "check_duplicates",
     "check_entropy",
     "check_gradients",
@@ -41,6 +42,7 @@ RATIO_LARGE = 10.0
 CLIPPED_TOKENS = 0.3
 ENTROPY_LEFT = 0.1  # Of what the run began with.
 DROWNS = 400.0  # Ratio of two variances: of 20 between the spreads.
+MASKED, MASKED_MOST, MISSING = 0.2, 0.9, 0.001  # Tokens without weight; tokens without a log-prob.
 REWARD_SHARE, GENERATION_SHARE, STRAGGLER = 0.3, 0.6, 3.0
 
 
@@ -198,6 +200,33 @@ def check_duplicates(history: History) -> Finding | None:
     )
 
 
+def check_correction(history: History) -> Iterator[Finding]:
+    """A correction for another engine that throws tokens away, or log-probs that engine did not say."""
+    masked = window(history, "sampling/frac_masked", WINDOW)
+    share = statistics.fmean(masked) if masked else 0.0
+    if share > MASKED:
+        fix = "set vllm_importance_sampling_mode='geometric' or 'token_truncate', or shorten completions."
+        yield Finding(
+            "ONLINE-CORRECTION-MASKS",
+            "warning",
+            f"{100 * share:.0f} % of the tokens of the last {WINDOW} steps have an importance weight of 0.",
+            "sampling/frac_masked",
+            "the bound is on the product over a whole completion: a gap of 0.012 a token is beyond 3 after 100 tokens, so long "
+            "completions are left out by their length alone.",
+            f"stop this run; {fix}" if share > MASKED_MOST else fix,
+        )
+    missing = window(history, "sampling/nan_logprobs", 1)
+    if missing is not None and missing[-1] > MISSING:
+        yield Finding(
+            "ONLINE-LOGPROBS-MISSING",
+            "error",
+            f"the engine gave no log-prob for {100 * missing[-1]:.2g} % of the tokens.",
+            "sampling/nan_logprobs",
+            "these tokens are trained by nobody, and the others with weights that may be wrong.",
+            "look at what the engine or rollout_func returns in logprobs, or turn off vllm_importance_sampling_correction.",
+        )
+
+
 def check_gradients(history: History) -> Finding | None:
     """Steps that move nothing."""
     norms = window(history, "grad_norm", ZERO_GRADIENTS)
@@ -346,6 +375,7 @@ def check_online(history: History, *, generations_per_step: float = 1.0) -> Iter
     )
     yield from (finding for check in single if (finding := check(history)) is not None)
     yield from check_ratio(history)
+    yield from check_correction(history)
     yield from check_reward_columns(history)
     yield from check_reward_time(history, generations_per_step)
     stragglers = check_stragglers(history, generations_per_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -23,6 +24,10 @@ __all__ = [
 ]
 
 CONFIGS = Path(__file__).parent / "accelerate_configs"
+SHOWN = (
+    "posttrain.algorithms.schedule",
+    "posttrain.rewards.base",
+)  # What they say at the start is for the terminal too.
 
 
 @dataclass
@@ -201,6 +206,8 @@ def run(name: str, argv: list[str]) -> int:
     launch += _launch_flags(rest, name)
     if launch and "LOCAL_RANK" not in os.environ:
         return _launch(name, argv, rest, launch)
+    for shown in SHOWN:
+        logging.getLogger(shown).setLevel(logging.INFO)
     train(name, *parsed)
     return 0
 

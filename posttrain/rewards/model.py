@@ -32,6 +32,7 @@ class ModelReward:
         batch_size: Rows of one forward pass.
         trust_remote_code: Run code that comes with the model or its tokenizer (strings only).
         model_init_kwargs: Keywords of ``from_pretrained`` (strings only).
+        chat_template_kwargs: Passed to the template of conversations, as to the policy's.
 
     Raises:
         ModelError: A folder that cannot be loaded, or a model with another number of labels.
@@ -45,6 +46,7 @@ class ModelReward:
         batch_size: int = 8,
         trust_remote_code: bool = False,
         model_init_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -65,6 +67,7 @@ class ModelReward:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
         self.batch_size = batch_size
+        self.template_kwargs = dict(chat_template_kwargs or {})
         self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
         self._cut = 0
         self._alike_checked = False
@@ -130,7 +133,9 @@ class ModelReward:
             ids = self.tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
         else:
             self._check_tools(completion)
-            ids = self.tokenizer.apply_chat_template(prompt + completion, tokenize=True, return_dict=True)["input_ids"]
+            ids = self.tokenizer.apply_chat_template(
+                prompt + completion, tokenize=True, return_dict=True, **self.template_kwargs
+            )["input_ids"]
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and len(ids) > limit:
             self._cut += 1

@@ -65,6 +65,7 @@ class A2POTrainer(ValueMixin, OnlineTrainer):
     """
 
     config_class: ClassVar[type[A2POConfig]] = A2POConfig
+    cuts_prompts = True
     _tag_names: ClassVar[list[str]] = ["posttrain", "a2po"]
     _name: ClassVar[str] = "A2PO"
     _suffix: ClassVar[str] = "A2PO"
