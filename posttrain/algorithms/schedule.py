@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.data.formats import is_conversational
+from posttrain.data.tokenize import tokenize_prompts
 from posttrain.errors import DataError
 
 __all__ = ["ScheduleMixin", "describe_schedule"]
@@ -65,7 +66,9 @@ class ScheduleMixin:
         if not hasattr(data, "__len__") or "prompt" not in (getattr(data, "column_names", None) or ()):
             return
         rows = list(itertools.islice(data, TRIED))
-        prompts = self.tokenize(rows)  # type: ignore[attr-defined]
+        options = self.args.chat_template_kwargs or {}
+        # Not through `tokenize`: a subclass that replaces it may not be ready yet.
+        prompts = tokenize_prompts(rows, self.processing_class, chat_template_kwargs=options)  # type: ignore[attr-defined]
         self._show(rows[0], prompts[0])
         self._check_room(prompts)
 

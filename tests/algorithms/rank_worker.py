@@ -30,6 +30,8 @@ def main(kind, folder, batch, accumulation):
         from tests.algorithms.test_rloo import rloo
 
         trainer = rloo(folder, tokenizer, data=prompts(4), normalize_advantages=True, **common)
+    elif kind in ("replay", "a2po"):
+        trainer = variant(kind, folder, tokenizer, common)
     else:
         trainer = grpo(folder, tokenizer, beta=0.05, data=prompts(4), loss_type=kind, scale_rewards="batch", **common)
     before = [p.detach().clone() for p in trainer.model.parameters()]
@@ -39,6 +41,18 @@ def main(kind, folder, batch, accumulation):
         step = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, bare.parameters(), strict=True)])
         logs = next(row for row in trainer.state.log_history if "loss" in row)
         sys.stdout.write("RESULT " + json.dumps({"step": step.tolist(), "logs": logs}) + "\n")
+
+
+def variant(kind, folder, tokenizer, common):
+    """With a buffer of earlier groups (each process has its own), or with values of all prompts estimated before the step."""
+    from posttrain import A2POConfig, A2POTrainer, GRPOWithReplayBufferConfig, GRPOWithReplayBufferTrainer
+    from tests.algorithms.test_replay import build
+
+    if kind == "a2po":
+        own = {"num_generations": 1, "beta2": 0.1, "num_value_samples": 4, "filter_all_incorrect": False}
+        return build(A2POTrainer, A2POConfig, folder, tokenizer, data=prompts(16), **(common | own))
+    own = {"data": prompts(4), "beta": 0.05, "scale_rewards": "batch"}
+    return build(GRPOWithReplayBufferTrainer, GRPOWithReplayBufferConfig, folder, tokenizer, **(common | own))
 
 
 def evaluate(folder, tokenizer, batch):

@@ -98,6 +98,11 @@ class CompatMixin:
                     f"forests, so there are no padded tensors to give it. Override {instead}."
                 )
 
+    @property
+    def cuts_prompts(self) -> bool:
+        """A subclass that tokenises prompts itself may shorten them."""
+        return overrides(self, "_tokenize_prompts") is not None
+
     def check_single_turn(self) -> None:
         """Refuse overrides that several turns would go around."""
         if not (getattr(self, "calls_tools", False) or getattr(self, "rollout_func", None)):
