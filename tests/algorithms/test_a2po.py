@@ -257,7 +257,7 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_tokenizer, tmp_path):
     assert not (tmp_path / "part" / "v_star.jsonl").exists()
 
 
-def test_long_prompts_lose_their_beginning(tiny_tokenizer, tmp_path, caplog):
+def test_r50_long_prompts_lose_their_beginning(tiny_tokenizer, tmp_path, caplog):
     seen = []
 
     class Spy(ScriptedEngine):

@@ -80,7 +80,7 @@ SCHEDULES = [  # gas, spg, mu -> generations in 4 optimiser steps, old log-probs
 
 
 @pytest.mark.parametrize(("gas", "spg", "mu", "generations", "stored"), SCHEDULES)
-def test_the_schedule_generates_as_often_as_its_table_says(tiny_tokenizer, tmp_path, gas, spg, mu, generations, stored):
+def test_r1_the_schedule_generates_as_often_as_its_table_says(tiny_tokenizer, tmp_path, gas, spg, mu, generations, stored):
     engine = scripted()
     trainer = grpo(
         tmp_path,
@@ -114,7 +114,7 @@ def test_the_ratio_is_one_when_stored_logps_are_fresh(tiny_tokenizer, tmp_path):
     assert trainer.state.log_history[0]["ratio/max"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_run_that_was_stopped_equals_one_that_was_not(tiny_tokenizer, tmp_path):
+def test_r10_a_run_that_was_stopped_equals_one_that_was_not(tiny_tokenizer, tmp_path):
     settings = {
         "engine": "native",
         "rollout_engine": "native",
@@ -180,7 +180,7 @@ def test_an_adapter_that_came_trained_is_its_own_reference(tiny_tokenizer, tmp_p
     assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if ".ref." in n)
 
 
-def test_the_reference_is_the_model_that_was_given_not_the_one_on_disk(tiny_tokenizer, tiny_model_dir, tmp_path):
+def test_r37_the_reference_is_the_model_that_was_given_not_the_one_on_disk(tiny_tokenizer, tiny_model_dir, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)  # As a fine-tuning in memory would.
@@ -255,6 +255,7 @@ def test_an_interrupt_finishes_the_step_and_saves(tiny_tokenizer, tmp_path):
             signal.raise_signal(signal.SIGINT)
         return count_a(completions, **kw)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A background job has it ignored.
     trainer_box = []
     trainer = grpo(tmp_path, tiny_tokenizer, rewards=press, max_steps=5, save_strategy="steps", save_steps=100)
     trainer_box.append(trainer)
@@ -262,7 +263,7 @@ def test_an_interrupt_finishes_the_step_and_saves(tiny_tokenizer, tmp_path):
     assert trainer.interrupt.requested
     assert trainer.state.global_step == 2
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_seeds_differ_by_call_and_repeat_by_run(tiny_tokenizer, tmp_path):
@@ -349,7 +350,7 @@ def test_a_reward_that_needs_a_missing_column_is_told(unloadable, tmp_path):
     refused(RewardError, "'needs' needs the column 'solution'", unloadable, tmp_path, rewards=needs)
 
 
-def test_too_few_prompts_are_refused_with_the_arithmetic(unloadable, tmp_path):
+def test_r5_too_few_prompts_are_refused_with_the_arithmetic(unloadable, tmp_path):
     refused(
         ConfigError,
         "has 3 prompts, but one generation takes 4",

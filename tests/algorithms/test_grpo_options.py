@@ -131,7 +131,7 @@ def test_what_is_fine_is_not_warned_of(tmp_path, caplog, settings):
     assert not [record for record in caplog.records if "grpo" in record.name]
 
 
-def test_the_liger_switch_leaves_our_chunked_loss_in_place(tiny_tokenizer, tmp_path):
+def test_r39_the_liger_switch_leaves_our_chunked_loss_in_place(tiny_tokenizer, tmp_path):
     trainer = grpo(tmp_path, tiny_tokenizer, use_liger_kernel=True, max_steps=1)
     plain = grpo(tmp_path / "plain", tiny_tokenizer, max_steps=1)
     trainer.train()
@@ -140,7 +140,7 @@ def test_the_liger_switch_leaves_our_chunked_loss_in_place(tiny_tokenizer, tmp_p
     assert "entropy" in logs(trainer)[0]
 
 
-def test_active_dropout_is_warned_of(tiny_tokenizer, tmp_path, caplog):
+def test_r38_active_dropout_is_warned_of(tiny_tokenizer, tmp_path, caplog):
     model = build_model(len(tiny_tokenizer))
     model.config.attention_dropout = 0.1
     with caplog.at_level(logging.WARNING):
@@ -154,7 +154,7 @@ def test_active_dropout_is_warned_of(tiny_tokenizer, tmp_path, caplog):
     assert "is active" not in caplog.text
 
 
-def test_groups_that_differ_by_noise_are_told_once(tiny_tokenizer, tmp_path, caplog):
+def test_r21_groups_that_differ_by_noise_are_told_once(tiny_tokenizer, tmp_path, caplog):
     def noise(completions, answer, **_):
         return [1000.0 * a + 1e-4 * (i % 2) for i, a in enumerate(answer)]
 
@@ -210,7 +210,7 @@ def test_the_arithmetic_of_a_generation(tmp_path, given, size, slices):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
-def test_the_bonus_is_the_coefficient_times_the_mean_entropy_in_every_loss(tiny_tokenizer, tmp_path, loss_type):
+def test_r43_the_bonus_is_the_coefficient_times_the_mean_entropy_in_every_loss(tiny_tokenizer, tmp_path, loss_type):
     extra = {"luspo": {"importance_sampling_level": "sequence"}, "cispo": {"epsilon_high": 5.0}}.get(loss_type, {})
     trainer = grpo(tmp_path, tiny_tokenizer, loss_type=loss_type, entropy_coef=0.25, max_steps=1, **extra)
     trainer.train()
@@ -219,7 +219,7 @@ def test_the_bonus_is_the_coefficient_times_the_mean_entropy_in_every_loss(tiny_
     assert row["entropy_coef"] == 0.25
 
 
-def test_the_bonus_moves_the_gradient(tiny_tokenizer, tmp_path):
+def test_r43_the_bonus_moves_the_gradient(tiny_tokenizer, tmp_path):
     after = []
     for coef in (0.0, 1.0):
         trainer = grpo(tmp_path, tiny_tokenizer, entropy_coef=coef, max_steps=1, optim="sgd")
@@ -315,7 +315,7 @@ def test_the_filter_sees_the_whole_micro_batch_however_it_is_laid_out(tiny_token
 # The reference ------------------------------------------------------------------------------------------------------
 
 
-def test_the_kl_can_be_measured_without_being_charged(tiny_tokenizer, tmp_path):
+def test_r37_the_kl_can_be_measured_without_being_charged(tiny_tokenizer, tmp_path):
     measured = grpo(tmp_path / "a", tiny_tokenizer, log_ref_kl=True)
     plain = grpo(tmp_path / "b", tiny_tokenizer)
     measured.train()
@@ -406,7 +406,7 @@ def half_flat(completions, answer, **_):
     return [1.0 if a % 2 == 0 else float(i % 4) for i, a in enumerate(answer)]
 
 
-def test_groups_without_variance_can_be_left_out_with_their_kl(tiny_tokenizer, tmp_path):
+def test_r15_groups_without_variance_can_be_left_out_with_their_kl(tiny_tokenizer, tmp_path):
     """By hand: the loss of the masked run is that of a run on the other groups alone."""
     common = {"beta": 0.5, "shuffle_dataset": False, "max_steps": 2, "optim": "sgd", "loss_type": "dapo"}
     data = prompts(4)
@@ -436,7 +436,7 @@ def test_nothing_moves_where_no_group_has_variance(tiny_tokenizer, tmp_path):
 # An engine that is not the trainer ----------------------------------------------------------------------------------
 
 
-def test_what_a_foreign_engine_says_of_its_tokens_is_corrected(tiny_tokenizer, tmp_path):
+def test_r36_what_a_foreign_engine_says_of_its_tokens_is_corrected(tiny_tokenizer, tmp_path):
     trainer = grpo(
         tmp_path, tiny_tokenizer, engine=Foreign(), max_steps=1, vllm_importance_sampling_mode="token_truncate"
     )
@@ -468,7 +468,7 @@ def test_vespo_refuses_a_correction_with_one_value_a_sequence(tiny_tokenizer, tm
     grpo(tmp_path, tiny_tokenizer, engine=Foreign(), loss_type="vespo", vllm_importance_sampling_mode="token_truncate")
 
 
-def test_truncated_sampling_and_the_correction_exclude_each_other(tiny_tokenizer, tmp_path):
+def test_r36_truncated_sampling_and_the_correction_exclude_each_other(tiny_tokenizer, tmp_path):
     with pytest.raises(ConfigError, match=r"top_p=0.9 with vllm_importance_sampling_correction=True"):
         grpo(tmp_path, tiny_tokenizer, engine=Foreign(), top_p=0.9)
     grpo(tmp_path, tiny_tokenizer, engine=Foreign(), top_p=0.9, vllm_importance_sampling_correction=False)

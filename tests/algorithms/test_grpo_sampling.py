@@ -43,7 +43,7 @@ class Numbered:
         trainer.generate, trainer._slices = spy_generate, spy_slices
 
 
-def test_groups_without_variance_are_replaced_by_fresh_prompts(tiny_tokenizer, tmp_path):
+def test_r15_groups_without_variance_are_replaced_by_fresh_prompts(tiny_tokenizer, tmp_path):
     trainer = grpo(
         tmp_path,
         tiny_tokenizer,

@@ -30,7 +30,7 @@ def sometimes(completions, **_):
     return [None if len(c[0]["content"]) % 3 == 0 else 1.0 for c in completions]
 
 
-def test_training_and_evaluation_at_one_step_have_files_and_tables_of_their_own(
+def test_r11_training_and_evaluation_at_one_step_have_files_and_tables_of_their_own(
     tiny_tokenizer, tmp_path, tracker, capsys
 ):
     trainer = grpo(

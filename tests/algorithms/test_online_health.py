@@ -18,7 +18,7 @@ def test_a_healthy_run_is_silent(tiny_tokenizer, tmp_path, caplog):
     assert said(caplog) == []
 
 
-def test_equal_rewards_stop_the_run_with_their_histogram(tiny_tokenizer, tmp_path, caplog):
+def test_r15_equal_rewards_stop_the_run_with_their_histogram(tiny_tokenizer, tmp_path, caplog):
     trainer = grpo(
         tmp_path, tiny_tokenizer, rewards=lambda completions, **_: [0.5 for _ in completions], max_steps=30,
         num_train_epochs=50,
@@ -41,7 +41,7 @@ def test_one_generation_with_a_signal_starts_the_count_again(tiny_tokenizer, tmp
     assert trainer.state.global_step == 44
 
 
-def test_a_finding_is_told_once_not_at_every_step(tiny_tokenizer, tmp_path, caplog):
+def test_r9_copies_are_told_once_not_at_every_step(tiny_tokenizer, tmp_path, caplog):
     copies = ScriptedEngine(lambda prompt_ids, index: [5, 6, 2])
     trainer = grpo(
         tmp_path, tiny_tokenizer, engine=copies, rewards=lambda completions, **_: list(range(len(completions))),
@@ -52,13 +52,13 @@ def test_a_finding_is_told_once_not_at_every_step(tiny_tokenizer, tmp_path, capl
     assert all(row["completions/duplicate_ratio"] == 1.0 for row in trainer.state.log_history if "loss" in row)
 
 
-def test_completions_without_an_end_are_told_at_the_first_generation(tiny_tokenizer, tmp_path, caplog):
+def test_r7_completions_without_an_end_are_told_at_the_first_generation(tiny_tokenizer, tmp_path, caplog):
     endless = ScriptedEngine(lambda prompt_ids, index: [5 + index] * 30)
     grpo(tmp_path, tiny_tokenizer, engine=endless, max_steps=1).train()
     assert "ONLINE-COMPLETIONS-CUT" in said(caplog)
 
 
-def test_the_length_correlation_is_that_of_all_completions(tiny_tokenizer, tmp_path):
+def test_r25_the_length_correlation_is_that_of_all_completions(tiny_tokenizer, tmp_path):
     def by_length(completion_ids, **_):
         return [-2.0 * len(ids) for ids in completion_ids]
 
@@ -68,7 +68,7 @@ def test_the_length_correlation_is_that_of_all_completions(tiny_tokenizer, tmp_p
     assert "rewards/by_length/variance_share" not in trainer.state.log_history[0]  # One function has it all.
 
 
-def test_an_outlier_and_a_reward_that_drowns_are_told(tiny_tokenizer, tmp_path, caplog):
+def test_r18_r19_an_outlier_and_a_reward_that_drowns_are_told(tiny_tokenizer, tmp_path, caplog):
     def game(completions, **_):
         return [2048.0 if i == 0 else 4.0 + i % 3 for i, _ in enumerate(completions)]
 
@@ -81,7 +81,7 @@ def test_an_outlier_and_a_reward_that_drowns_are_told(tiny_tokenizer, tmp_path, 
     assert trainer.state.log_history[0]["rewards/game/variance_share"] > 0.999
 
 
-def test_a_punishment_that_no_completion_reaches_is_told_at_the_start(tiny_tokenizer, tmp_path, caplog):
+def test_r30_a_punishment_that_no_completion_reaches_is_told_at_the_start(tiny_tokenizer, tmp_path, caplog):
     from posttrain.rewards import get_soft_overlong_punishment
 
     grpo(tmp_path / "a", tiny_tokenizer, rewards=get_soft_overlong_punishment(8, 4))

@@ -443,7 +443,7 @@ def test_o3_lists_change_by_whole_epochs(tiny_tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["xpo", "nash_md"])
-def test_o4_the_reference_samples_with_its_adapter_off(tiny_tokenizer, tmp_path, method):
+def test_o4_p40_the_reference_samples_with_its_adapter_off(tiny_tokenizer, tmp_path, method):
     settings = {"mixture_coef": 1.0} if method == "nash_md" else {}
     trainer = make(method, tmp_path, tiny_tokenizer, peft_config=lora(), temperature=1.0, **settings)
     assert trainer.reference.copy is None
@@ -479,7 +479,7 @@ def test_o4_the_mixture_is_of_both(tiny_tokenizer, tmp_path):
 
 
 @everyone
-def test_o5_the_penalty_looks_at_completions_alone(tiny_tokenizer, tmp_path, method):
+def test_o5_p40_the_penalty_looks_at_completions_alone(tiny_tokenizer, tmp_path, method):
     """Pad is eos here and chat prompts hold eos: only what the completion ends with counts."""
     assert tiny_tokenizer.pad_token_id == tiny_tokenizer.eos_token_id
     trainer = make(
@@ -522,7 +522,7 @@ def test_o6_the_score_is_read_at_the_last_real_token_though_pad_is_eos(tiny_toke
 
 
 @everyone
-def test_o7_ties_prefer_nobody_and_are_told(tiny_tokenizer, tmp_path, method, caplog):
+def test_o7_p40_ties_prefer_nobody_and_are_told(tiny_tokenizer, tmp_path, method, caplog):
     trainer = make(
         method, tmp_path, tiny_tokenizer, max_steps=1, rewards=lambda completions, **_: [1.0] * len(completions),
         **({"alpha": 0.0} if method == "xpo" else {}),
@@ -807,7 +807,7 @@ def test_a_soft_judge_is_nash_md_s_preference_probability(tiny_tokenizer, tmp_pa
 
 
 @everyone
-def test_a_verdict_that_is_none_is_a_tie(tiny_tokenizer, tmp_path, method):
+def test_p41_a_verdict_that_is_none_is_a_tie(tiny_tokenizer, tmp_path, method):
     """-1 used to count as "the second wins"."""
     trainer = make(
         method,
@@ -824,7 +824,7 @@ def test_a_verdict_that_is_none_is_a_tie(tiny_tokenizer, tmp_path, method):
 
 
 @everyone
-def test_a_reward_model_reads_its_own_tokens(tiny_tokenizer, tmp_path, method):
+def test_p39_a_reward_model_reads_its_own_tokens(tiny_tokenizer, tmp_path, method):
     model = reward_model(tiny_tokenizer)
     trainer = make(method, tmp_path, tiny_tokenizer, rewards=model, max_steps=1)
     trainer.train()

@@ -104,7 +104,7 @@ def spied(trainer, monkeypatch=None):
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2, 4])
-def test_5_5_a_each_mini_batch_is_one_optimiser_step(tokenizer, tmp_path, mini_batches):
+def test_5_5_a_r49_each_mini_batch_is_one_optimiser_step(tokenizer, tmp_path, mini_batches):
     """Trap 49: with 4 accumulated batches and 3 passes, the number of mini-batches must change the number of steps."""
     trainer = ppo(
         tmp_path,
@@ -149,7 +149,7 @@ def test_5_5_a_a_mini_batch_smaller_than_a_device_batch_is_one_piece(tokenizer, 
     assert (trainer.args.local_batch_size, trainer.args.local_mini_batch_size) == (4, 1)
 
 
-def test_5_5_b_trap_49_metrics_exclude_padding(tokenizer, tmp_path):
+def test_5_5_b_r49_metrics_exclude_padding(tokenizer, tmp_path):
     """The entropy of a response is a sum over its own tokens, and so positive; every mean is over tokens that exist."""
     trainer = ppo(tmp_path, tokenizer, max_steps=2, num_ppo_epochs=2)
     pieces = spied(trainer)
@@ -191,7 +191,7 @@ def test_5_5_b_trap_49_metrics_exclude_padding(tokenizer, tmp_path):
         assert logs(trainer, name)[1] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_5_5_c_trap_49_a_dataset_smaller_than_a_rollout_batch_is_refused(tokenizer, tmp_path):
+def test_5_5_c_r49_a_dataset_smaller_than_a_rollout_batch_is_refused(tokenizer, tmp_path):
     with pytest.raises(ConfigError, match=r"has 7 rows, and one rollout batch takes 8 \(per_device_train_batch_size"):
         ppo(tmp_path, tokenizer, data=prompts(7))
 
@@ -945,7 +945,7 @@ def test_a_stop_token_that_is_no_token_is_refused(tokenizer, tmp_path):
         ppo(tmp_path, tokenizer, stop_token=None, stop_token_id=99999)
 
 
-def test_trap_49_a_divergence_that_stays_negative_is_told_with_its_causes(tokenizer, tmp_path, caplog):
+def test_r49_a_divergence_that_stays_negative_is_told_with_its_causes(tokenizer, tmp_path, caplog):
     model = build_model(len(tokenizer))
     other = build_model(len(tokenizer), seed=3)
     from posttrain import ScriptedEngine

@@ -96,7 +96,7 @@ def flat_for_odd(prompts, completions, answer, **_):
     return [float(i % 4) if a % 2 == 0 else 1.0 for i, a in enumerate(answer)]
 
 
-def test_a_group_without_spread_is_replaced_whole_by_one_with_spread(tiny_tokenizer, tmp_path):
+def test_r50_a_group_without_spread_is_replaced_whole_by_one_with_spread(tiny_tokenizer, tmp_path):
     trainer = replaying(
         tmp_path, tiny_tokenizer, rewards=flat_for_odd, max_steps=1, shuffle_dataset=False, data=prompts(2)
     )

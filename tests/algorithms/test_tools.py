@@ -106,7 +106,7 @@ def with_answer(tokenizer):
     return speaker(tokenizer, CALL, lambda i: "It is 42" + "!" * i)
 
 
-def test_a_tool_s_tokens_are_read_but_neither_trained_nor_counted(tokenizer, tmp_path):
+def test_r45_a_tool_s_tokens_are_read_but_neither_trained_nor_counted(tokenizer, tmp_path):
     given = []
 
     def seen(prompts, completions, completion_ids, **_):
@@ -458,7 +458,7 @@ def test_a_rollout_function_replaces_generation_and_its_columns_reach_the_reward
     assert batch.rollout_logp[batch.loss_mask].unique().tolist() == [-3.0, -1.0], "log-probs are corrected for"
 
 
-def test_without_log_probs_nothing_is_corrected(tokenizer, tmp_path):
+def test_r48_without_log_probs_nothing_is_corrected(tokenizer, tmp_path):
     trainer = trainer_of(
         tmp_path, tokenizer, ScriptedEngine([]), rewards=lambda score, **_: score, max_steps=1,
         keys={"rollout_func": lambda prompts, trainer: answers(prompts, trainer, logprobs=None)},
@@ -479,7 +479,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_a_rollout_function_got_wrong_is_named(tokenizer, tmp_path, case):
+def test_r48_what_a_rollout_function_got_wrong_is_named(tokenizer, tmp_path, case):
     changes, message = BAD[case]
     trainer = trainer_of(
         tmp_path, tokenizer, ScriptedEngine([]), rewards=lambda score, **_: score, max_steps=1,
@@ -514,7 +514,7 @@ def test_the_table_of_options_is_the_fields_of_the_config():
 
 
 @pytest.mark.distributed
-def test_two_ranks_of_which_one_calls_no_tool_leave_the_loop_together_and_equal_one(tmp_path):
+def test_r46_two_ranks_of_which_one_calls_no_tool_leave_the_loop_together_and_equal_one(tmp_path):
     import json
     import os
     import subprocess

@@ -96,13 +96,13 @@ def test_rows_that_speak_of_ten_steps_count_ten():
     assert window(log(3, 10, kl=lambda i: None if i == 1 else 1.0), "kl", 20) is None
 
 
-def test_a_length_that_grows_with_the_reward_is_no_fault():
+def test_r25_a_length_that_grows_with_the_reward_is_no_fault():
     growing = {"completions__mean_length": lambda i: 50 + i}
     assert codes(log(100, **growing, reward=lambda i: 0.1 + 0.005 * i)) == []
     assert codes(log(100, completions__mean_length=lambda i: 50 + 0.2 * i, reward=0.5)) == []
 
 
-def test_the_time_of_a_reward_counts_by_generation():
+def test_r27_the_time_of_a_reward_counts_by_generation():
     slow = log(10, rewards__right__seconds=2.0)
     assert codes(slow, generations_per_step=0.25) == []  # Two of sixteen seconds.
     assert codes(log(10, rewards__right__seconds=0.5), generations_per_step=4.0) == ["ONLINE-REWARD-SLOW"]
@@ -123,7 +123,7 @@ def test_findings_say_what_to_do():
 NAN = math.nan
 
 
-def test_an_outlier_is_named_with_its_size():
+def test_r18_an_outlier_is_named_with_its_size():
     """Row 4 of the table of advantages: 4, 8, 16 and 2048 (median 12, so 170 times)."""
     (found,) = check_reward_values({"game": [4.0, 8.0, 16.0, 2048.0], "form": [0.0, 1.0, 1.0, NAN]}, scaled=True)
     assert (found.code, found.where) == ("ONLINE-REWARD-OUTLIER", "rewards/game")

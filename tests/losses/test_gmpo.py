@@ -159,7 +159,7 @@ def test_clip_metrics_are_in_log_space():
     )
 
 
-def test_the_ratio_of_another_engine_weighs_whole_completions():
+def test_r50_the_ratio_of_another_engine_weighs_whole_completions():
     """old - rollout = 0.1 on each of n tokens: the weight is exp(0.1 n), cut off above the bound."""
     from dataclasses import replace
 

@@ -127,7 +127,7 @@ def test_loss_and_gradient_are_those_derived_by_hand(tmp_path, kind, level, name
 
 
 @pytest.mark.parametrize("kind", LOSS_TYPES)
-def test_a_batch_without_a_trained_token_is_zero_and_no_nan(tmp_path, kind):
+def test_r33_a_batch_without_a_trained_token_is_zero_and_no_nan(tmp_path, kind):
     cfg = config(tmp_path, kind, "sequence" if kind == "luspo" else "token")
     given = numbers(1)
     logp = given["logp"].clone().requires_grad_()
@@ -141,7 +141,7 @@ def test_a_batch_without_a_trained_token_is_zero_and_no_nan(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["dapo", "cispo", "vespo", "grpo", "dr_grpo"])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_micro_batches_add_up_to_the_whole(tmp_path, kind, pieces):
+def test_r33_micro_batches_add_up_to_the_whole(tmp_path, kind, pieces):
     """Uneven lengths, cut into one, two or four micro-batches: one gradient, divided by the counts of the step."""
     cfg, given = config(tmp_path, kind, beta=0.1), numbers(5)
     grads = []
@@ -197,7 +197,7 @@ def test_the_kl_of_a_filtered_token_stays(tmp_path):
     assert not plain.flatten()[top]
 
 
-def test_quantiles_of_more_than_two_to_the_24_tokens():
+def test_r44_quantiles_of_more_than_two_to_the_24_tokens():
     """torch.quantile refuses so many; sorting does not."""
     from posttrain.losses.ratio import entropy_mask
 

@@ -112,7 +112,7 @@ def test_an_async_failure_names_its_function():
         run(fail)
 
 
-def test_equal_names_are_told_apart_and_partials_keep_theirs():
+def test_r32_equal_names_are_told_apart_and_partials_keep_theirs():
     runner = RewardRunner([length, functools.partial(length), length])
     assert runner.names == ["length", "length_1", "length_2"]
 
@@ -158,12 +158,12 @@ def test_unscored_rows_are_warned_at_first_and_every_hundredth_time(caplog):
     assert table.metrics["groups/unscorable"].value == 1.0
 
 
-def test_a_first_batch_that_nobody_scores_stops_the_run():
+def test_r16_a_first_batch_that_nobody_scores_stops_the_run():
     with pytest.raises(RewardError, match=r"no usable reward.*\(maybe\).*every row of the first batch.*\['task'\]"):
         RewardRunner(none_if("ab"))(**batch("a", "b", columns={"task": ["code", "code"]}))
 
 
-def test_mostly_unscored_batches_stop_the_run_at_the_fifth_in_a_row():
+def test_r16_mostly_unscored_batches_stop_the_run_at_the_fifth_in_a_row():
     runner = RewardRunner(none_if("b"))
     runner(**batch("a", "a", "a"))
     for _ in range(4):
@@ -182,7 +182,7 @@ def test_a_dry_run_does_not_count_as_the_first_batch():
         runner(**batch("b"))
 
 
-def test_a_group_scored_in_part_by_a_function_is_warned_with_its_name(caplog):
+def test_r16_a_group_scored_in_part_by_a_function_is_warned_with_its_name(caplog):
     runner = RewardRunner([length, none_if("b")])
     runner(**batch("a", "b", "b", prompts=["p", "q", "q"]))
     assert "totals" not in caplog.text
@@ -361,7 +361,7 @@ def test_environments_and_prompt_suffixes_are_passed_only_when_there_are_any():
     assert "trainer_state" in seen[0]
 
 
-def test_editing_messages_and_columns_stays_private():
+def test_r26_editing_messages_and_columns_stays_private():
     def vandal(prompts, completions, completion_ids, answer, **_):
         prompts[0][0]["content"] = completions[1][0]["content"] = "changed"
         completions[0].append("more")
@@ -409,7 +409,7 @@ def test_a_missing_package_keeps_its_own_message():
         ([0.0, 1e300], "returned 1e.300 for row 1; it must return a finite number"),
     ],
 )
-def test_nothing_is_broadcast_flattened_or_rounded_to_infinity(returned, message):
+def test_r17_nothing_is_broadcast_flattened_or_rounded_to_infinity(returned, message):
     with pytest.raises(RewardError, match=message):
         run(lambda **_: returned)
 

@@ -112,7 +112,7 @@ def test_verdicts_are_those_of_the_given_order_whatever_was_shown(server, shuffl
     assert all(r["model"] == "judge" and r["max_tokens"] == 1 for r in server.requests)
 
 
-def test_no_verdict_stays_no_verdict_when_the_order_was_turned(server):
+def test_p41_no_verdict_stays_no_verdict_when_the_order_was_turned(server):
     """Flipping a verdict as 1 - v would turn -1 into 2."""
     server.answer = lambda text, number: "neither"
     assert judge_of(server).judge(PROMPTS, PAIRS) == [-1] * 12

@@ -80,7 +80,7 @@ def test_references_without_delimiters_are_read_instead_of_skipped(solution, rig
 
 
 @needs_math
-def test_a_reference_that_says_nothing_scores_nothing_and_is_told_once(caplog):
+def test_r22_a_reference_that_says_nothing_scores_nothing_and_is_told_once(caplog):
     math_rewards._told.clear()
     logged = {}
     for _ in range(2):
@@ -111,7 +111,7 @@ def test_the_last_assistant_message_with_content_is_judged():
 
 
 @needs_math
-def test_an_expression_that_hangs_is_killed_and_the_rest_still_judged(monkeypatch):
+def test_r28_an_expression_that_hangs_is_killed_and_the_rest_still_judged(monkeypatch):
     logged = {}
     started = time.perf_counter()
     rewards = accuracy_reward([r"\boxed{1}", BOMB, r"\boxed{2}"], ["1", "7", "2"], log_extra=logged.__setitem__)
@@ -148,7 +148,7 @@ def test_each_distinct_reference_is_parsed_once_a_batch(monkeypatch):
 
 
 @needs_math
-def test_it_works_in_other_threads_and_several_at_once():
+def test_r28_it_works_in_other_threads_and_several_at_once():
     results = {}
 
     def work(number):
@@ -219,7 +219,7 @@ def test_cosine_needs_a_length():
 
 
 @needs_math
-def test_answers_that_are_never_readable_are_explained_after_three_batches(caplog):
+def test_r23_answers_that_are_never_readable_are_explained_after_three_batches(caplog):
     math_rewards._silent_batches = 0
     accuracy_reward([r"\boxed{1}"], ["1"])
     for _ in range(4):
@@ -229,7 +229,7 @@ def test_answers_that_are_never_readable_are_explained_after_three_batches(caplo
     assert "reasoning_accuracy_reward may be what you want" in caplog.text
 
 
-def test_columns_of_different_length_are_refused_not_zipped():
+def test_r17_columns_of_different_length_are_refused_not_zipped():
     if importlib.util.find_spec("math_verify") is None:
         pytest.skip("the extra [math] (math-verify) is not installed")
     with pytest.raises(RewardError, match="2 completions and 1 solutions"):

@@ -53,13 +53,13 @@ def test_sub_batches_and_order_do_not_change_a_score(judge):
     assert together == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_text_that_ends_in_the_pad_token_is_read_at_its_end(judge, tiny_tokenizer):
+def test_r29_a_text_that_ends_in_the_pad_token_is_read_at_its_end(judge, tiny_tokenizer):
     """Pad is eos here: an id comparison would read the token before it, and both texts would score the same."""
     bare, ended = judge(prompts=["x", "x"], completions=["yes", "yes<|im_end|>"])
     assert bare != ended
 
 
-def test_texts_beyond_the_context_lose_their_beginning(judge, caplog):
+def test_r29_texts_beyond_the_context_lose_their_beginning(judge, caplog):
     scores = judge(prompts=["a" * 400, "b" * 400], completions=[" and so on", " and so on"])
     assert scores[0] != scores[1]
     long = "b" * 400 + " and so on"
@@ -91,7 +91,7 @@ def test_the_start_places_the_model_and_shows_three_scores(judge, caplog):
     assert "answers to 'What is 6 times 7?': 'Yes.'" in caplog.text
 
 
-def test_a_head_that_says_the_same_of_everything_is_an_error(judge):
+def test_r29_a_head_that_says_the_same_of_everything_is_an_error(judge):
     with torch.no_grad():
         judge.model.score.weight.zero_()
     with pytest.raises(RewardError, match="gives 0 to three different probe texts"):

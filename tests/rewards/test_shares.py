@@ -29,7 +29,7 @@ def test_a_function_that_did_not_apply_is_left_out_of_its_variance():
     assert variance_shares(values, torch.ones(2)).tolist() == pytest.approx([0.5, 0.5])
 
 
-def test_rewards_that_take_back_from_each_other_are_named():
+def test_r20_rewards_that_take_back_from_each_other_are_named():
     values = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [0.0, 0.9]])
     text = describe_shares(["right", "short"], values, torch.ones(2))
     assert "right 5" in text
@@ -56,7 +56,7 @@ def run(runner, texts, **columns):
     )
 
 
-def test_the_share_report_comes_at_generations_1_10_and_100(caplog):
+def test_r19_the_share_report_comes_at_generations_1_10_and_100(caplog):
     caplog.set_level(logging.INFO)
     runner = RewardRunner([lambda completions, **_: [len(c) for c in completions], lambda **_: [0.0, 1.0]])
     for _ in range(100):
@@ -67,7 +67,7 @@ def test_the_share_report_comes_at_generations_1_10_and_100(caplog):
     assert "rewards/<lambda>_1/variance_share" in table.metrics
 
 
-def test_the_table_of_weights_is_shown_at_the_start(caplog):
+def test_r31_the_table_of_weights_is_shown_at_the_start(caplog):
     caplog.set_level(logging.INFO)
 
     def right(completions, answer, **_):
@@ -98,7 +98,7 @@ def generous(completions, **kwargs):
     return [1.0 for _ in kwargs["answer"]]
 
 
-def test_a_function_that_compares_spellings_is_told(caplog):
+def test_r22_a_function_that_compares_spellings_is_told(caplog):
     runner = RewardRunner(spelled)
     answers = ["42.0", "forty-two", "1,000", "42", r"\boxed{42}"]
     table = run(runner, answers, answer=["42", "42", "1000", "42", "7"])
@@ -167,7 +167,7 @@ def test_a_row_that_does_not_apply_is_not_judged():
 # The same rows twice --------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_that_changes_its_mind_is_told(caplog):
+def test_r26_a_reward_that_changes_its_mind_is_told(caplog):
     state = iter(range(100))
     runner = RewardRunner(
         [lambda completions, **_: [next(state) for _ in completions], lambda **_: [1.0] * 4], score_twice=True

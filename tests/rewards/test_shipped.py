@@ -8,7 +8,7 @@ from posttrain.errors import ConfigError
 from posttrain.rewards import REWARDS, get_repetition_penalty_reward, get_soft_overlong_punishment, think_format_reward
 
 
-def test_think_format_table():
+def test_r24_think_format_table():
     table = {
         "<think>a</think>b": 1.0,
         "\n<think>a</think>b": 0.0,

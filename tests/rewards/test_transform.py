@@ -21,7 +21,7 @@ GAME = torch.tensor([4.0, 8.0, 16.0, 2048.0])
         ("rank", [0.0, 1 / 3, 2 / 3, 1.0]),
     ],
 )
-def test_a_transform_of_game_scores(spec, expected):
+def test_r18_a_transform_of_game_scores(spec, expected):
     assert parse_transform(spec)(GAME, ONE_GROUP).tolist() == pytest.approx(expected)
 
 

@@ -67,7 +67,7 @@ def test_public_methods_are_tools_and_the_others_are_not():
     assert not EnvironmentPool(Silent).has_tools
 
 
-def test_instances_are_one_a_rollout_used_again_and_reset_each_time():
+def test_r47_instances_are_one_a_rollout_used_again_and_reset_each_time():
     Counter.made = 0
     pool = EnvironmentPool(Counter)
     first, _ = pool.begin([{"prompt": USER, "start": i} for i in range(4)])
@@ -138,7 +138,7 @@ def test_the_group_seed_is_what_members_of_a_group_share():
     assert rolls[0] == rolls[1] != rolls[2] == rolls[3]
 
 
-def test_different_observations_inside_a_group_are_told_once(caplog):
+def test_r47_different_observations_inside_a_group_are_told_once(caplog):
     class Unfair:
         count = 0
 

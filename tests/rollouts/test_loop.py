@@ -136,7 +136,7 @@ def test_the_whole_is_what_the_template_renders_of_the_conversation(tokenizer):
     assert tokenizer.decode(episode.ids) == text.rstrip("\n")
 
 
-def test_tokens_the_tokenizer_would_never_choose_survive_the_tools_answer(tokenizer):
+def test_r45_tokens_the_tokenizer_would_never_choose_survive_the_tools_answer(tokenizer):
     """Generated text is not tokenised again: a word spelled letter by letter stays spelled letter by letter."""
     odd = [tokenizer.convert_tokens_to_ids(c) for c in "answer"]
     assert tokenizer("answer", add_special_tokens=False)["input_ids"] != odd
@@ -280,7 +280,7 @@ def test_a_result_that_fills_the_budget_leaves_no_turn_and_counts_as_truncated(t
     assert episode.finish_reason == "length"
 
 
-def test_the_budget_is_of_the_whole_episode_and_the_engine_is_asked_for_no_more(tokenizer):
+def test_r12_the_budget_is_of_the_whole_episode_and_the_engine_is_asked_for_no_more(tokenizer):
     (whole,), _ = play(tokenizer, MUL, "It is 42.")
     budget = len(whole.token_ids) - 3
     asked = []
@@ -327,7 +327,7 @@ def test_a_model_that_never_stops_calling_is_stopped_by_default_after_32_rounds(
     assert len(episode.token_ids) <= 6000
 
 
-def test_samples_keep_their_own_prompts_when_some_stop_before_others(tokenizer):
+def test_r46_samples_keep_their_own_prompts_when_some_stop_before_others(tokenizer):
     """One rollout of the middle goes on; its continuation must not be paired with a neighbour's prompt."""
     twice = [MUL, MUL, "delta is 42"]
     by_prompt = {"alpha": ["no"], "beta": [MUL, "beta is 42"], "gamma": ["no"], "delta": twice}
