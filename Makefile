@@ -33,7 +33,7 @@ demo: $(VENV)/.demo  ## teach a real language model to add, on this machine
 	$(BIN)/posttrain demo $(ARGS)
 
 test: $(VENV)/.dev  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError
+from posttrain.rollouts import measure as measuring
 from posttrain.rollouts.measure import Work, by_generate, by_native, lengths, measure, seconds_at_least
 from tests.conftest import build_model
 
@@ -33,13 +34,19 @@ def test_measuring_tells_time_rate_and_the_gap_to_a_forward_pass():
     assert generate.gap is None
 
 
-def test_the_floor_counts_each_prompt_once_and_a_wave_as_long_as_its_longest():
-    torch.manual_seed(0)
+def test_the_floor_counts_each_prompt_once_and_a_wave_as_long_as_its_longest(monkeypatch):
+    """7 prompt and 21 sampled tokens; one wave of 6 takes 6 steps, waves of 3 take 6 + 3 (lengths 6 5 4 and 3 2 1)."""
     model = build_model(50)
-    arithmetic, traffic = seconds_at_least(model, WORK, slots=6)
-    _, waves = seconds_at_least(model, WORK, slots=3)
-    assert 0 < arithmetic < 1
-    assert 1.1 < waves / traffic < 2.2  # (6 + 3) / 6 steps, on rates measured twice.
+    monkeypatch.setattr(measuring, "_rates", lambda dtype, device: (2.0, 4.0))
+    parameters = sum(p.numel() for p in model.parameters())
+    assert seconds_at_least(model, WORK, slots=6) == (parameters * 28, parameters * 6)
+    assert seconds_at_least(model, WORK, slots=3) == (parameters * 28, parameters * 9)
+
+
+def test_rates_of_this_machine_are_rates():
+    flops, memory = measuring._rates(torch.float32, torch.device("cpu"))
+    assert flops > 1e8
+    assert memory > 1e7
 
 
 @pytest.mark.parametrize(
