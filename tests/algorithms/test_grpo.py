@@ -80,7 +80,9 @@ SCHEDULES = [  # gas, spg, mu -> generations in 4 optimiser steps, old log-probs
 
 
 @pytest.mark.parametrize(("gas", "spg", "mu", "generations", "stored"), SCHEDULES)
-def test_r1_the_schedule_generates_as_often_as_its_table_says(tiny_tokenizer, tmp_path, gas, spg, mu, generations, stored):
+def test_r1_the_schedule_generates_as_often_as_its_table_says(
+    tiny_tokenizer, tmp_path, gas, spg, mu, generations, stored
+):
     engine = scripted()
     trainer = grpo(
         tmp_path,
