@@ -31,7 +31,7 @@ def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
     groups = (args.generation_batch_size or 0) // args.num_generations
     lines = [
         f"each generation is {groups} prompts x {args.num_generations} completions = {args.generation_batch_size}, in "
-        f"{slices} slices, each trained {passes} time{'s' if passes > 1 else ''}: {updates:g} updates a generation."
+        f"{slices} slices, each trained {passes} time{'s' if passes > 1 else ''}: {_updates(updates)} a generation."
     ]
     if args.gradient_accumulation_steps % (slices * passes) == 0:
         lines.append(
@@ -40,7 +40,7 @@ def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
         )
     else:
         lines.append(
-            f"The last slice is {max(updates - 1, 0):g} updates old when it is trained (staleness/mean_updates)."
+            f"The last slice is {_updates(max(updates - 1, 0))} old when it is trained (staleness/mean_updates)."
         )
     if prompts:
         generations = prompts // groups
@@ -49,6 +49,10 @@ def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
         if args.max_steps > 0 and steps:
             lines.append(f"max_steps={args.max_steps} is {args.max_steps / steps:.3g} epochs.")
     return " ".join(lines)
+
+
+def _updates(count: float) -> str:
+    return f"{count:g} update{'' if count == 1 else 's'}"
 
 
 class ScheduleMixin:
