@@ -103,6 +103,7 @@ _PUBLIC = {
     "Rollout": "types",
     "RolloutEngine": "rollouts.base",
     "RolloutError": "errors",
+    "RolloutInterrupted": "errors",
     "Row": "types",
     "SFTConfig": "algorithms.sft",
     "SFTTrainer": "algorithms.sft",
