@@ -103,7 +103,7 @@ def test_r29_a_head_that_says_the_same_of_everything_is_an_error(judge):
 def test_a_classifier_of_several_labels_and_a_missing_folder_are_refused(tiny_tokenizer, tmp_path):
     with pytest.raises(ModelError, match="num_labels=1, and LlamaForSequenceClassification has 3"):
         ModelReward(build(len(tiny_tokenizer), labels=3), tiny_tokenizer)
-    with pytest.raises(ModelError, match="is not a folder"):
+    with pytest.raises(ModelError, match="was not found"):
         ModelReward(str(tmp_path / "none"))
 
 
