@@ -155,6 +155,18 @@ def test_a_task_of_reasoning_gym_is_dataset_reward_and_held_out_split(tiny_model
     assert {"rewards/chain_sum/mean", "eval_rewards/chain_sum/mean"} <= logged
 
 
+def test_the_reward_of_a_task_reaches_ppo_too(tiny_model_dir, tmp_path):
+    pytest.importorskip("reasoning_gym")
+    words = flags(
+        tiny_model_dir, tmp_path, dataset_name="reasoning_gym/chain_sum", dataset_config='{"size": 8, "test_size": 0}',
+        response_length=6,
+    )  # fmt: skip
+    at = words.index("--max_completion_length")
+    assert main(["ppo", *words[:at], *words[at + 2 :]]) == 0
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert "rewards/chain_sum/mean" in {key for line in lines for key in json.loads(line)}
+
+
 def test_tools_and_an_environment_are_named_like_rewards(tmp_path, monkeypatch):
     from posttrain.cli.sources import episode_parts
     from posttrain.cli.train import parser_for
