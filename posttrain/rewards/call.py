@@ -140,7 +140,7 @@ class RewardCall:
                 f"completions (first prompt: {head(self.prompts[0])}). Bound its own waits, or raise reward_timeout."
             )
         if isinstance(error, RewardError):  # Says already what is wrong and what to do.
-            return RewardError(f"reward function {name!r}: {error} (first prompt: {self._first()}).")
+            return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} (first prompt: {self._first()}).")
         row = self._guilty_row(name, error)
         at = (
             f" at row {row} (prompt: {head(self.prompts[row])})"

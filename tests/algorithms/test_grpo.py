@@ -371,7 +371,7 @@ def test_a_folder_without_tokenizer_or_template_is_refused(tiny_tokenizer, unloa
         path.unlink()
     refused(ModelError, "holds no tokenizer", unloadable, tmp_path)
     refused(ModelError, "has no config.json", str(tmp_path), tmp_path)
-    refused(ModelError, "is not a folder", str(tmp_path / "nowhere"), tmp_path)
+    refused(ModelError, "was not found", str(tmp_path / "nowhere"), tmp_path)
 
 
 def _without(folder, name):

@@ -37,7 +37,7 @@ def test_a_row_that_hangs_is_killed_and_the_others_are_judged():
 
 def test_a_pooled_function_keeps_the_contract():
     assert judged(functions.crash, ["x", "none"], answer=["x", "x"]).values[0, 0] == 1.0
-    with pytest.raises(RewardError, match=r"'crash' raised RewardError: crash, row 1: KeyError: 'y'"):
+    with pytest.raises(RewardError, match=r"reward function 'crash': crash, row 1: KeyError: 'y'"):
         judged(functions.crash, ["x", "raise"], answer=["x", "y"])
     with pytest.raises(RewardError, match=r"row 0: its process died \(exit status 3\)"):
         judged(functions.crash, ["die"], answer=["x"])
