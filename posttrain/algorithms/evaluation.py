@@ -123,7 +123,9 @@ class EvaluationMixin:
         metrics = {f"{metric_key_prefix}_loss": _eval_loss(sums, counts, self.accelerator)}
         for name, value in self._reduced("eval").items():  # type: ignore[attr-defined]
             metrics[f"{metric_key_prefix}_{name}"] = value
-        metrics[f"{metric_key_prefix}_num_tokens"] = self.counters["num_tokens"]  # Trained so far: evaluation adds none.
+        metrics[f"{metric_key_prefix}_num_tokens"] = self.counters[
+            "num_tokens"
+        ]  # Trained so far: evaluation adds none.
         predictions = labels = None
         if wanted:
             # Ranks take turns with batches of the dataset; sorting is stable, so rows of a batch stay in order.

@@ -170,7 +170,9 @@ class SFTTrainer(PostTrainer):
             raise ConfigError("loss_type='dft' and compute_loss_func both say what the loss is. Leave one out.")
         joined = [name for name in ("padding_free", "packing", "eval_packing") if getattr(args, name, False)]
         if kwargs.get("data_collator") is not None and joined:
-            raise ConfigError(f"{joined[0]}=True joins documents in a way that a data_collator cannot know. Leave one out.")
+            raise ConfigError(
+                f"{joined[0]}=True joins documents in a way that a data_collator cannot know. Leave one out."
+            )
         super().__init__(model, args, **kwargs)
         if self.args.label_smoothing_factor:
             self.needs = self.needs | {"logits"}  # type: ignore[misc]

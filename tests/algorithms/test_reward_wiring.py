@@ -23,7 +23,14 @@ def test_one_list_makes_two_trainers_that_share_no_model(tiny_tokenizer, tmp_pat
 
     functions, init = [judge_folder, short], {"dtype": "bfloat16"}
     trainers = [
-        grpo(tmp_path / name, tiny_tokenizer, rewards=functions, model_init_kwargs=init, max_steps=1, reward_weights=[1, 2])
+        grpo(
+            tmp_path / name,
+            tiny_tokenizer,
+            rewards=functions,
+            model_init_kwargs=init,
+            max_steps=1,
+            reward_weights=[1, 2],
+        )
         for name in "ab"
     ]
     assert functions == [judge_folder, short]

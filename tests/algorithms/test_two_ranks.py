@@ -11,7 +11,14 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 # Names whose value depends on the clock, on how many passes there were, or on the process.
-FREE = ("seconds", "per_second", "runtime", "step_time", "epoch", "replay/size")  # Each process has a buffer of its own.
+FREE = (
+    "seconds",
+    "per_second",
+    "runtime",
+    "step_time",
+    "epoch",
+    "replay/size",
+)  # Each process has a buffer of its own.
 
 
 def run(kind, folder, processes, batch, accumulation):

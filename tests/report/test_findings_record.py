@@ -40,7 +40,10 @@ def test_findings_told_before_training_are_in_the_record_of_that_training(tmp_pa
     trainer.train()
     trainer.tell([finding("LATE")])
     rows = lines(tmp_path / "findings.jsonl")
-    assert [(r["step"], r["code"]) for r in rows if r["code"] in ("EARLY", "LATE", "OLD")] == [(0, "EARLY"), (2, "LATE")]
+    assert [(r["step"], r["code"]) for r in rows if r["code"] in ("EARLY", "LATE", "OLD")] == [
+        (0, "EARLY"),
+        (2, "LATE"),
+    ]
     assert [row["code"] for row in lines(tmp_path / "record-1" / "findings.jsonl")] == ["OLD"]
 
 

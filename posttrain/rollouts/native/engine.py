@@ -14,6 +14,7 @@ from posttrain.models.forward import LogitRule, causal_lm
 from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
+from posttrain.rollouts.native.products import quick_products
 from posttrain.rollouts.native.run import Run
 from posttrain.types import Request, Rollout, Sampling
 
@@ -80,7 +81,7 @@ class NativeEngine:
             check_requests(served, given, getattr(text, "max_position_embeddings", None), text.vocab_size)
         self.interrupted.clear()
         run = Run(self, requests, sampling)
-        with evaluating(self.model), plugged_in(self.inner, run.store):
+        with evaluating(self.model), plugged_in(self.inner, run.store), quick_products(self.inner):
             try:
                 return run.to_the_end()
             except KeyboardInterrupt as error:
