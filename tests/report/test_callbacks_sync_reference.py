@@ -241,3 +241,15 @@ def test_models_that_fsdp_sharded_alike_are_mixed_shard_by_shard(tiny_tokenizer,
     if shard is shard_in_place:
         with pytest.raises(ModelError, match="Shard both the same way"):
             SyncRefModelCallback(unlike, None).sync(policy, 0.3)
+
+
+def test_buffers_move_with_the_weights_and_counters_are_copied():
+    """Half of 2 into 0 is 1; a counter of 3 is 3."""
+    from types import SimpleNamespace
+
+    policy, reference = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    policy.running_mean.fill_(2.0)
+    policy.num_batches_tracked.fill_(3)
+    SyncRefModelCallback(reference, SimpleNamespace()).sync(policy, 0.5)
+    assert reference.running_mean.tolist() == [1.0, 1.0]
+    assert int(reference.num_batches_tracked) == 3

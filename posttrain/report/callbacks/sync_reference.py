@@ -150,6 +150,15 @@ class SyncRefModelCallback(transformers.TrainerCallback):
                 master = self._masters.setdefault(name, ref.to("cpu", exact))
                 master.lerp_(theta.to("cpu", exact), alpha)
                 ref.copy_(master)
+        self._mix_buffers(policy, alpha)
+
+    def _mix_buffers(self, policy: nn.Module, alpha: float) -> None:
+        """Running statistics move with the weights; counters are copied. Buffers are whole on every rank."""
+        theirs = dict(bare(policy).named_buffers())
+        for name, ours in bare(self.ref_model).named_buffers():
+            if name in theirs and ours.shape == theirs[name].shape:
+                value = theirs[name].to(ours.device, ours.dtype)
+                ours.copy_(torch.lerp(ours, value, alpha) if ours.is_floating_point() else value)
 
     def _pairs(self, policy: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
         """``(name, reference, policy)`` for every parameter.
