@@ -11,11 +11,14 @@ import random
 
 import harness
 
+# Words of a prompt (with the template about 135 and 512 tokens), most new tokens, and whether completions are given.
+CASES = {"short": (88, 48, False), "long": (415, 64, False), "update": (415, 128, True)}
 
-def questions(count: int) -> list[dict]:
-    """Prompts of about 130 tokens in SmolLM2's chat template."""
+
+def questions(count: int, words: int = 88) -> list[dict]:
+    """Prompts in SmolLM2's chat template."""
     rng = random.Random(0)
-    told = [" ".join(rng.choices(harness.WORDS, k=88)) for _ in range(count)]
+    told = [" ".join(rng.choices(harness.WORDS, k=words)) for _ in range(count)]
     return [
         {"prompt": [{"role": "user", "content": f"Use some of these words in a story: {words}."}]} for words in told
     ]
@@ -26,19 +29,21 @@ def reward(completions: list, **_) -> list[float]:
     return [len(set(c[0]["content"])) / 10 for c in completions]
 
 
-def scripted(prompts: int, group: int, vocabulary: int) -> list[list[int]]:
-    """Completions of different lengths for the comparison of losses; the same on both sides."""
+def scripted(count: int, vocabulary: int, longest: int, equal: bool) -> list[list[int]]:
+    """Completions that are the same on both sides, of different lengths or of one."""
     rng = random.Random(1)
-    return [[rng.randrange(10, vocabulary) for _ in range(rng.randrange(4, 48))] for _ in range(prompts * group)]
+    lengths = [longest if equal else rng.randrange(4, longest) for _ in range(count)]
+    return [[rng.randrange(10, vocabulary) for _ in range(n)] for n in lengths]
 
 
-def run(side: str, model: str, steps: int, parity: bool) -> dict:
+def run(side: str, model: str, steps: int, parity: bool, case: str) -> dict:
     """Train ``steps`` steps and tell times, memory, losses."""
     from datasets import Dataset
 
     library = harness.import_side(side)
+    words, new, fixed = CASES[case]
     options = {
-        "per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 48, "beta": 0.04,
+        "per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": new, "beta": 0.04,
         "learning_rate": 1e-5, "gradient_checkpointing": False, "shuffle_dataset": False,
         "use_bias_correction_kl": False,  # The two defaults differ.
     }  # fmt: skip
@@ -47,18 +52,17 @@ def run(side: str, model: str, steps: int, parity: bool) -> dict:
         model,
         reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_list(questions(2 * steps)),
+        train_dataset=Dataset.from_list(questions(2 * steps, words)),
     )
-    if parity:
-        fix_completions(side, trainer)
+    if parity or fixed:
+        fix_completions(side, trainer, scripted(16, 40000, new, equal=fixed))
     logged = {"kl": "kl", "mean_length": "completions/mean_length"}
     found = harness.timed(trainer)
     return found | {name: [entry.get(key) for entry in harness.log_of(trainer)] for name, key in logged.items()}
 
 
-def fix_completions(side: str, trainer) -> None:
+def fix_completions(side: str, trainer, tokens: list[list[int]]) -> None:
     """Make both sides train on the same tokens, so that losses can be compared."""
-    tokens = scripted(2, 8, 40000)
     if side == "ours":
         from posttrain import ScriptedEngine
 
@@ -77,9 +81,10 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=4, help="optimiser steps of a run; the first is not timed")
     options.add_argument("--parity", action="store_true", help="(child) train on fixed completions")
     options.add_argument("--parity-only", action="store_true", help="compare losses and stop")
+    options.add_argument("--case", choices=list(CASES), help="one of the cases; all when left out")
     args = options.parse_args()
     if args.side:
-        print(json.dumps(run(args.side, args.model, args.steps, args.parity)))
+        print(json.dumps(run(args.side, args.model, args.steps, args.parity, args.case or "short")))
         return
     model = args.model or harness.default_model()
     [(ours, peer)] = harness.alternate(__file__, 1, "--model", model, "--parity", "--steps", "3")
@@ -91,8 +96,12 @@ def main() -> None:
     if args.parity_only:
         harness.save("grpo_parity", {"parity": parity})
         return
-    pairs = harness.alternate(__file__, args.pairs, "--model", model, "--steps", str(args.steps))
-    harness.save("grpo", harness.compare("GRPO step", pairs, same_work=False) | {"parity": parity})
+    result = {}
+    for case in [args.case] if args.case else CASES:
+        common = ("--model", model, "--steps", str(args.steps), "--case", case)
+        pairs = harness.alternate(__file__, args.pairs, *common)
+        result[case] = harness.compare(f"GRPO, {case}", pairs, same_work=CASES[case][2])
+    harness.save("grpo" if not args.case else f"grpo_{args.case}", result | {"parity": parity})
 
 
 if __name__ == "__main__":
