@@ -284,6 +284,7 @@ class Rollout:
         text: Decoded completion, filled in by whoever has the tokenizer.
         processed_logp: Log-probability under the distribution the token was really drawn from; None where both are one.
         top_logps: For each token the most likely ones of its raw distribution, pairs (token id, log-prob), when asked for.
+        spans: Runs of (version, tokens) where the weights changed while it was written; None: all are of ``version``.
     """
 
     prompt_ids: list[int]
@@ -295,6 +296,7 @@ class Rollout:
     text: str | None = None
     processed_logp: list[float] | None = None
     top_logps: list[list[tuple[int, float]]] | None = None
+    spans: list[tuple[int, int]] | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -42,6 +42,7 @@ class Episode:
         messages: The same as messages, tool calls parsed.
         finish_reason: ``stop``, or ``length`` when the budget of the whole episode cut the last turn.
         version: Of the weights.
+        spans: Runs of (version, tokens) of what the model wrote.
         calls: Tool calls so far.
         failures: Those that ended in an error.
     """
@@ -56,6 +57,7 @@ class Episode:
     messages: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
     version: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
     calls: int = 0
     failures: int = 0
     waiting: list[dict[str, Any]] = field(default_factory=list)
@@ -74,7 +76,15 @@ class Episode:
         mask = None if all(self.tool_mask) else self.tool_mask
         drawn = self.processed_logp if self.processed and self.knows_logp else None
         return Rollout(
-            self.prompt_ids, self.token_ids, logp, self.finish_reason, self.version, mask, text, processed_logp=drawn
+            self.prompt_ids,
+            self.token_ids,
+            logp,
+            self.finish_reason,
+            self.version,
+            mask,
+            text,
+            processed_logp=drawn,
+            spans=self.spans if len({version for version, _ in self.spans}) > 1 else None,
         )
 
     def add(self, ids: list[int], mask: int, logp: list[float], processed_logp: list[float] | None = None) -> None:
@@ -231,6 +241,7 @@ class ToolLoop:
         cut = len(ids) < len(rollout.token_ids)
         episode.finish_reason = "length" if cut else rollout.finish_reason
         episode.version = rollout.version
+        episode.spans += _spans(rollout, len(ids))
         episode.knows_logp = episode.knows_logp and len(rollout.logp) == len(rollout.token_ids)
         before = episode.suffix or episode.prompt_ids
         drawn = rollout.processed_logp
@@ -241,6 +252,15 @@ class ToolLoop:
         episode.messages.append(message)
         if episode.finish_reason == "stop":  # A turn that was cut has used up the budget: nobody could read the answer.
             episode.waiting = list(message.get("tool_calls") or [])
+
+
+def _spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
+    """Runs of (version, tokens) of the first tokens of a rollout."""
+    kept = []
+    for version, count in rollout.spans or [(rollout.version, length)]:
+        kept.append((version, min(count, length)))
+        length -= kept[-1][1]
+    return [span for span in kept if span[1]]
 
 
 def _later(seed: int | None, number: int, stride: int = SEED_STRIDE) -> int | None:
