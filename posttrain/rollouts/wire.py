@@ -1,0 +1,86 @@
+"""What a rollout server and its clients agree on: names of headers and fields, limits of time, and how bytes are checked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from posttrain.errors import ConfigError
+
+__all__ = [
+    "ADAPTER_FIELDS",
+    "CHECKSUM_HEADER",
+    "DRAIN_TIMEOUT_S",
+    "LEASE_HEADER",
+    "LEASE_TTL_S",
+    "SAFETENSORS",
+    "SHARED_FOLDER",
+    "UPDATE_TIMEOUT_S",
+    "VERSION_HEADER",
+    "checked_adapter",
+    "checksum",
+    "shared_path",
+]
+
+LEASE_HEADER = "X-Lease"
+VERSION_HEADER = "X-Version"
+CHECKSUM_HEADER = "X-Checksum"
+SAFETENSORS = "application/x-safetensors"
+
+LEASE_TTL_S = 90.0  # A trainer that is silent for so long has ended: its server resumes and is free again.
+DRAIN_TIMEOUT_S = 120.0  # Longest wait of an update for requests that are running.
+UPDATE_TIMEOUT_S = 720.0  # Longest silence between two parts of an update.
+
+SHARED_FOLDER = Path("/dev/shm")
+SHARED_NAME = re.compile(r"posttrain-[A-Za-z0-9_.-]{1,200}\.safetensors")
+ADAPTER_FIELDS = ("r", "alpha", "target_modules")
+
+
+def checksum(data: Any) -> str:
+    """The 128-bit xxh3 of bytes, as hexadecimal digits.
+
+    >>> checksum(b"")
+    '99aa06d3014798d86001c324468d497f'
+    """
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+def shared_path(path: str) -> Path:
+    """The file that a bucket in shared memory may stand in: directly under ``/dev/shm``, called ``posttrain-*.safetensors``.
+
+    Raises:
+        ConfigError: Any other path, a link, or no file.
+    """
+    found = Path(path)
+    if found.parent != SHARED_FOLDER or not SHARED_NAME.fullmatch(found.name):
+        raise ConfigError(
+            f"path={path!r} is not {SHARED_FOLDER}/posttrain-*.safetensors, the only files that are read."
+        )
+    if found.is_symlink() or not found.is_file():
+        raise ConfigError(f"path={path!r} is no regular file on the server's machine.")
+    return found
+
+
+def checked_adapter(adapter: Any) -> dict[str, Any] | None:
+    """The description of an adapter whose tensors are pushed: ``{r, alpha, target_modules}``.
+
+    Raises:
+        ConfigError: Other fields, or values that cannot be.
+
+    >>> checked_adapter({"r": 8, "alpha": 16, "target_modules": ["q_proj"]})["r"]
+    8
+    """
+    if adapter is None:
+        return None
+    if not isinstance(adapter, dict) or set(adapter) != set(ADAPTER_FIELDS):
+        raise ConfigError(f"adapter={adapter!r} must hold exactly {', '.join(ADAPTER_FIELDS)}.")
+    r, alpha, modules = (adapter[name] for name in ADAPTER_FIELDS)
+    if not isinstance(r, int) or r < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+        raise ConfigError(f"adapter: r={r!r} must be a whole number above 0, and alpha={alpha!r} a number above 0.")
+    named = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
+    if not modules or not (named or isinstance(modules, str)):
+        raise ConfigError(f"adapter: target_modules={modules!r} must be names of modules, or one pattern.")
+    return adapter
