@@ -175,6 +175,10 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
             )
         self.steps_per_generation = steps or (given // unit if given else self.gradient_accumulation_steps)
         self.generation_batch_size = unit * self.steps_per_generation
+        self._check_evaluation_groups()
+        self._check_groups(unit)
+
+    def _check_evaluation_groups(self) -> None:
         if self.do_eval and str(self.eval_strategy) not in ("no", "IntervalStrategy.NO"):
             rows, group = (
                 self.per_device_eval_batch_size * self.world_size,
@@ -187,7 +191,6 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
                     f"{rows} does not hold whole groups of {group} (num_generations_eval or num_generations). "
                     f"Nearest per_device_eval_batch_size: {_near(self.per_device_eval_batch_size, whole)}."
                 )
-        self._check_groups(unit)
 
     def _check_groups(self, unit: int) -> None:
         total, group = self.generation_batch_size or 0, self.num_generations
