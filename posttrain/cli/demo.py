@@ -122,14 +122,14 @@ def run(argv: list[str]) -> int:
 
 
 def _last_checkpoint(folder: str) -> str:
-    from transformers.trainer_utils import get_last_checkpoint
+    from posttrain.report.checkpoints import last_complete_checkpoint
 
-    last = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    last = last_complete_checkpoint(folder)
     if last is None:
         raise CheckpointError(
-            f"--resume: there is no checkpoint in {folder!r}. Start without --resume, or name the run's folder."
+            f"--resume: there is no complete checkpoint in {folder!r}. Start without --resume, or name the run's folder."
         )
-    return last
+    return str(last)
 
 
 def _right(rows: list[tuple[str, str, str]]) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import os
+import secrets
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +17,19 @@ import datasets
 import numpy as np
 import torch
 
+from posttrain import __version__
 from posttrain.errors import ConfigError
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference
 from posttrain.types import Batch
 
-__all__ = ["hash_module", "precomputed_logps"]
+__all__ = ["hash_module", "hash_vocabulary", "precomputed_logps"]
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1  # Changes when the same inputs would give other numbers.
+WAIT = 30 * 60  # Seconds to wait for another run that computes the same.
 
 
 def hash_module(module: torch.nn.Module) -> str:
@@ -35,6 +40,14 @@ def hash_module(module: torch.nn.Module) -> str:
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update((value.float() if value.is_floating_point() else value).contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def hash_vocabulary(tokenizer: Any) -> str | None:
+    """SHA-256 over the tokens and their ids, added ones included; None for what has no vocabulary."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if not hasattr(tokenizer, "get_vocab"):
+        return None
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def precomputed_logps(
@@ -67,19 +80,66 @@ def precomputed_logps(
             f"precompute_ref_log_probs=True needs a dataset with a length, and the dataset {name!r} is a stream. Set it to False."
         )
     path = _cache(trainer, dataset, reference, columns)
-    if path.is_file():
-        logger.info("%s dataset: reference log-probs are read from %s.", name, path)
-        values = np.load(path)["logps"]
-    else:
-        values = _compute(trainer, dataset, reference, len(columns), batches_of or trainer.batches_of)
-        if trainer.accelerator.is_main_process:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part.npz")
-            np.savez(part, logps=values)
-            part.rename(path)
+    shape = (len(dataset), len(columns))
+    with _one_at_a_time(path, trainer.accelerator):
+        values = _kept(path, shape, trainer.accelerator)
+        if values is not None:
+            logger.info("%s dataset: reference log-probs are read from %s.", name, path)
+        else:
+            values = _compute(trainer, dataset, reference, len(columns), batches_of or trainer.batches_of)
+            if trainer.accelerator.is_main_process:
+                _keep(path, values)
     for index, column in enumerate(columns):
         dataset = dataset.add_column(column, values[:, index].tolist())
     return dataset
+
+
+@contextmanager
+def _one_at_a_time(path: Path, accelerator: Any) -> Iterator[None]:
+    """Of several runs that want the same numbers one computes them; who waits too long computes them again."""
+    if not accelerator.is_main_process:
+        yield
+        return
+    import filelock
+
+    lock = filelock.FileLock(path.with_suffix(".lock"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=WAIT)
+    except (filelock.Timeout, NotImplementedError, OSError) as error:
+        logger.warning("%s is not locked (%s): another run may compute the same.", path, type(error).__name__)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _kept(path: Path, shape: tuple[int, int], accelerator: Any) -> np.ndarray | None:
+    """The cached numbers on all ranks, or None on all: the main process alone looks, as disks need not be shared."""
+    found = None
+    if accelerator.is_main_process and path.is_file():
+        try:
+            with path.open("rb") as file:
+                found = np.load(file)["logps"]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            logger.warning("%s cannot be read (%s): its numbers are computed again.", path, type(error).__name__)
+        if found is not None and found.shape != shape:
+            found = None
+    return parallel.all_gather_objects([found], accelerator)[0]
+
+
+def _keep(path: Path, values: np.ndarray) -> None:
+    """Write under a name of our own, flush, then rename: a reader sees all of it or nothing."""
+    part = path.with_suffix(f".{os.getpid()}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("wb") as file:
+            np.savez(file, logps=values)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:  # The numbers are here; only the next run will have to compute them again.
+        logger.warning("%s could not be written (%s); nothing else is lost.", path, error.strerror or error)
+        part.unlink(missing_ok=True)
 
 
 def _cache(trainer: Any, dataset: datasets.Dataset, reference: Reference | None, columns: Sequence[str]) -> Path:
@@ -87,8 +147,12 @@ def _cache(trainer: Any, dataset: datasets.Dataset, reference: Reference | None,
     model = trainer.model if reference is None or reference.copy is None else reference.copy
     adapter = None if reference is None else ("disabled" if reference.adapter is None else reference.adapter)
     text = model.config.get_text_config() if hasattr(model, "config") else None
+    tokenizer = getattr(trainer, "processing_class", None)
     key = {
         "format": FORMAT,
+        "library": __version__,
+        "template": getattr(tokenizer, "chat_template", None),
+        "vocabulary": hash_vocabulary(tokenizer),
         "data": dataset._fingerprint,
         "weights": hash_module(model),
         "adapter": adapter,

@@ -258,7 +258,8 @@ class RunRecordCallback(transformers.TrainerCallback):
         """Take the folder, drop or move aside what is not of this run, and write the manifest."""
         if not state.is_world_process_zero:
             return
-        self.lock.acquire()
+        if not self.lock.held:
+            self.lock.acquire()
         self._step = state.global_step
         self.record.begin(state.global_step)
         early, self._findings = self._findings or [], None
@@ -274,6 +275,7 @@ class RunRecordCallback(transformers.TrainerCallback):
                 if previous
                 else {}
             ),
+            run_id=self.lock.run,
             seed=args.seed,
             chat_template_sha256=template_hash(self.tokenizer),
             max_steps=state.max_steps,
@@ -281,9 +283,8 @@ class RunRecordCallback(transformers.TrainerCallback):
         )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Keep the lock fresh."""
+        """Remember where the run stands."""
         self._step = state.global_step
-        self.lock.beat()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **_: Any

@@ -12,7 +12,6 @@ from typing import Any
 
 import datasets
 from tqdm.auto import tqdm
-from transformers.trainer_utils import get_last_checkpoint
 
 from posttrain.algorithms.a2po.config import A2POConfig
 from posttrain.algorithms.a2po.values import ValueCache, fingerprint, model_hash, row_key
@@ -21,6 +20,7 @@ from posttrain.errors import DataError
 from posttrain.losses.advantages import weighted_total
 from posttrain.models import parallel
 from posttrain.models.reference import Reference
+from posttrain.report.checkpoints import last_complete_checkpoint
 from posttrain.rollouts.base import create_engine
 from posttrain.rollouts.generation import Generation
 from posttrain.types import Sampling
@@ -176,7 +176,7 @@ class ValueMixin:
     def _restore_values(self, checkpoint: Any) -> None:
         """Values from the checkpoint, before the dataset is filtered by them: the place in it must not move."""
         if checkpoint is True:
-            checkpoint = get_last_checkpoint(str(self.args.output_dir))
+            checkpoint = last_complete_checkpoint(self.args.output_dir)
         path = Path(checkpoint, f"{self.accelerator.process_index}_{STATE_FILE}") if checkpoint else None
         if path is None or not path.is_file():
             return

@@ -1,0 +1,74 @@
+"""What this machine has left: room on a disk, memory and processes of a GPU, ports that nobody listens on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+from posttrain.integrations import is_available, require
+
+__all__ = ["free_disk", "gpu_memory", "gpu_processes", "port_is_free"]
+
+
+def free_disk(folder: str | Path) -> int:
+    """Bytes that may still be written below ``folder``, or below the first of its parents that is there."""
+    path = Path(folder).expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen on ``port`` of an address of this machine; a bind tells, and leaves nothing behind."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        if os.name == "posix":  # As servers do: a connection that was closed a moment ago does not hold the port.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def gpu_memory(device: Any) -> tuple[int, int]:
+    """Free and total bytes of a CUDA device, with what other processes hold taken off."""
+    import torch
+
+    return torch.cuda.mem_get_info(device)
+
+
+def gpu_processes() -> dict[int, list[tuple[int, str, int]]]:
+    """Other processes on each GPU: number, name, bytes. Empty without NVML, which is optional.
+
+    Returns:
+        By index of the GPU as NVML counts them (CUDA_VISIBLE_DEVICES does not change it).
+    """
+    found: dict[int, list[tuple[int, str, int]]] = {}
+    if not is_available("pynvml"):
+        return found
+    nvml = require("pynvml", "the list of processes on a GPU")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return found
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            with contextlib.suppress(nvml.NVMLError):
+                processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+                found[index] = [
+                    (p.pid, _name(p.pid), int(p.usedGpuMemory or 0)) for p in processes if p.pid != os.getpid()
+                ]
+    finally:
+        nvml.nvmlShutdown()
+    return found
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+    return "?"

@@ -1,0 +1,92 @@
+"""What a run assumes of its machine: each check fires with the values and a remedy, and is silent where all is well."""
+
+import os
+import socket
+import types
+
+import pytest
+
+from posttrain.checks import machine
+from posttrain.integrations.machine import free_disk, gpu_processes, port_is_free
+
+GIB = 2**30
+
+
+def test_a_disk_with_room_for_less_than_one_checkpoint_is_an_error_and_for_less_than_two_a_warning():
+    found = machine.check_disk_space(GIB, 3 * GIB, folder="runs/a")
+    assert (found.code, found.severity) == ("PT-L002", "error")
+    assert "1.0 GiB are free in 'runs/a', and a checkpoint needs about 3.0 GiB" in found.what
+    assert "save_total_limit=2" in found.fix and "save_only_model=True" in found.fix
+    assert machine.check_disk_space(4 * GIB, 3 * GIB, folder="runs/a").severity == "warning"
+    assert "save_total_limit" not in machine.check_disk_space(4 * GIB, 3 * GIB, folder="runs/a", limit=2).fix
+    assert machine.check_disk_space(6 * GIB, 3 * GIB, folder="runs/a") is None
+
+
+def test_checkpoints_of_another_run_are_told_unless_the_run_is_resumed():
+    names = [f"checkpoint-{step}" for step in range(1, 8)]
+    found = machine.check_strangers(names, folder="runs/a", resumed=False)
+    assert (found.code, found.severity) == ("PT-L001", "warning")
+    assert "7 checkpoints of another run (checkpoint-1, checkpoint-2" in found.what and "..." in found.what
+    assert "resume_from_checkpoint=True" in found.fix
+    assert machine.check_strangers(names, folder="runs/a", resumed=True) is None
+    assert machine.check_strangers([], folder="runs/a", resumed=False) is None
+
+
+def test_a_gpu_that_another_process_fills_is_named_with_that_process():
+    others = {0: [(992, "python", 31 * GIB)]}
+    found = machine.check_gpu_memory(49 * GIB, 80 * GIB, 52 * GIB, device="cuda:0", others=others)
+    assert (found.code, found.severity) == ("PT-L003", "warning")
+    assert "31.0 GiB of 80.0 GiB are in use" in found.what and "pid 992 (python, 31.0 GiB)" in found.what
+    assert "CUDA_VISIBLE_DEVICES" in found.fix
+    assert machine.check_gpu_memory(60 * GIB, 80 * GIB, 52 * GIB, device="cuda:0") is None
+
+
+def test_a_port_on_which_somebody_listens_is_found_by_a_bind_and_named():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert not port_is_free(port)
+        (found,) = machine.check_ports({"vllm_group_port": port, "MASTER_PORT": 1}, [port])
+        assert (found.code, found.severity) == ("PT-L004", "error")
+        assert f"vllm_group_port={port}" in found.what and str(port) in found.fix
+    assert port_is_free(port)
+    assert machine.check_ports({"vllm_group_port": port}, []) == []
+
+
+def test_free_disk_looks_at_the_first_folder_that_is_there(tmp_path):
+    here, below = free_disk(tmp_path), free_disk(tmp_path / "not" / "yet")
+    assert abs(here - below) < 2**30 and below > 0
+    assert not (tmp_path / "not").exists()
+
+
+def test_processes_of_a_gpu_are_listed_without_ours(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    nvml = types.SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [
+            types.SimpleNamespace(pid=os.getpid(), usedGpuMemory=5),
+            types.SimpleNamespace(pid=1, usedGpuMemory=7 * GIB),
+        ],
+    )
+    monkeypatch.setattr("posttrain.integrations.machine.is_available", lambda name: name == "pynvml")
+    monkeypatch.setattr("posttrain.integrations.machine.require", lambda name, purpose: nvml)
+    ((pid, name, held),) = gpu_processes()[0]
+    assert (pid, held) == (1, 7 * GIB) and name
+
+    def no_driver():
+        raise NVMLError("driver not loaded")
+
+    monkeypatch.setattr(nvml, "nvmlInit", no_driver)
+    assert gpu_processes() == {}
+
+
+@pytest.mark.parametrize(("count", "text"), [(3 * GIB // 2, "1.5 GiB"), (5 * 2**20, "5 MiB")])
+def test_sizes_are_in_words(count, text):
+    assert machine.size(count) == text

@@ -1,0 +1,178 @@
+"""Versions of other packages: each rule fires on a version that breaks it and is silent on one that works."""
+
+import importlib.metadata
+import logging
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from posttrain import GRPOConfig, SFTConfig
+from posttrain.checks import core, versions
+from posttrain.integrations import available
+from posttrain.integrations.versions import FEATURES, REQUIREMENTS, base_version, required_version
+
+
+def found(feature, **installed):
+    return versions.check_versions({feature: True}, {name.replace("_", "-"): v for name, v in installed.items()})
+
+
+def codes(*arguments, **installed):
+    return [(finding.code, finding.severity) for finding in found(*arguments, **installed)]
+
+
+def test_below_the_minimum_is_an_error_with_both_versions_and_the_command():
+    (finding,) = found("vllm", vllm="0.16.3")
+    assert (finding.code, finding.severity) == ("PT-V002", "error")
+    assert finding.what == "use_vllm=True needs vllm 0.17.0 to 0.25.1; found 0.16.3."
+    assert finding.fix.startswith("pip install 'vllm==0.25.1'")
+
+
+def test_above_the_last_tested_version_is_a_warning_and_inside_the_range_is_silent():
+    (finding,) = found("vllm", vllm="0.26.0")
+    assert (finding.code, finding.severity) == ("PT-V003", "warning")
+    assert "tested with vllm 0.17.0 to 0.25.1; found 0.26.0" in finding.what
+    for inside in ("0.17.0", "0.22.1+cu129", "0.25.1", "0.25.1.dev3+g12"):
+        assert found("vllm", vllm=inside) == []
+    assert codes("liger", liger_kernel="0.8.1") == [("PT-V003", "warning")]
+    assert codes("liger", liger_kernel="0.7.0") == [("PT-V002", "error")]
+    assert codes("liger", liger_kernel="0.8.0") == []
+
+
+@pytest.mark.parametrize(
+    ("feature", "bad", "good"),
+    [
+        ("deepspeed", "5.1.0", "5.2.0"),
+        ("deepspeed-zero3-generation", "5.5.3", "5.6.0"),
+        ("fsdp2-ram-efficient", "5.5.2", "5.6.0"),
+    ],
+)
+def test_an_excluded_version_is_an_error_that_says_why(feature, bad, good):
+    (finding,) = found(feature, transformers=bad, deepspeed="0.18.1")
+    assert (finding.code, finding.severity) == ("PT-V004", "error")
+    assert bad in finding.what and FEATURES[feature] in finding.what and "pip install 'transformers>" in finding.fix
+    assert found(feature, transformers=good, deepspeed="0.18.1") == []
+
+
+def test_a_package_that_is_not_there_is_told_before_anything_is_loaded():
+    (finding,) = found("trackio")
+    assert (finding.code, finding.severity) == ("PT-V001", "error")
+    assert finding.what == "report_to='trackio' needs trackio, which is not installed."
+    assert "pip install 'trackio'" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("feature", "package", "minimum"),
+    [
+        ("vllm-sleep", "vllm", "0.10.2"),
+        ("vllm-worker", "vllm", "0.17.1"),
+        ("vllm-async", "vllm", "0.22"),
+        ("paged", "transformers", "5.8"),
+        ("deepspeed", "deepspeed", "0.14.4"),
+        ("sequence-parallel", "deepspeed", "0.18.1"),
+        ("sequence-parallel", "accelerate", "1.12"),
+        ("context-parallel", "accelerate", "1.11"),
+        ("fsdp2", "accelerate", "1.7"),
+        ("async-http", "aiohttp", "3.13.3"),
+        ("core", "datasets", "4.7"),
+    ],
+)
+def test_the_table_holds_the_minima_of_the_specification(feature, package, minimum):
+    (line,) = [r for r in REQUIREMENTS if (r.feature, r.package) == (feature, package) and r.minimum]
+    assert line.minimum == minimum
+
+
+def test_every_line_of_the_table_is_of_a_known_feature_and_reads_as_versions():
+    assert {line.feature for line in REQUIREMENTS} == set(FEATURES)
+    for line in REQUIREMENTS:
+        for text in [line.minimum, line.tested, *(v for first, last, _ in line.excluded for v in (first, last))]:
+            assert text is None or base_version(text) > base_version("0")
+
+
+def test_features_are_read_from_configs(tmp_path):
+    plain = versions.features_in_use(SFTConfig(str(tmp_path), report_to="none", bf16=False))
+    assert [name for name, on in plain.items() if on] == ["core"]
+    assert set(plain) <= set(FEATURES)
+    args = types.SimpleNamespace(
+        use_vllm=True,
+        vllm_mode="server",
+        num_generations=4,
+        deepspeed={"zero_optimization": {"stage": 3}},
+        fsdp="full_shard",
+        fsdp_config={"fsdp_version": 2, "cpu_ram_efficient_loading": True},
+        optim="paged_adamw_8bit",
+        report_to=["wandb"],
+        parallelism_config=types.SimpleNamespace(sp_size=2, cp_size=1),
+        model_init_kwargs={"attn_implementation": "flash_attention_2"},
+        use_liger_kernel=True,
+    )
+    on = {name for name, value in versions.features_in_use(args, peft=True).items() if value}
+    assert on == {
+        "core", "peft", "vllm", "vllm-worker", "deepspeed", "deepspeed-zero3-generation", "fsdp2", "fsdp2-ram-efficient",
+        "bitsandbytes", "wandb", "sequence-parallel", "flash-attention-2", "liger",
+    }  # fmt: skip
+
+
+def test_what_is_installed_here_fits_and_is_checked_within_fifty_milliseconds(tmp_path):
+    args = GRPOConfig(str(tmp_path), report_to="none", bf16=False)
+    context = core.Context("grpo", args)
+    for cached in (versions.installed_version, versions.required_version):
+        cached.cache_clear()
+    started = time.perf_counter()
+    findings = [finding for finding in versions.versions(context) if finding is not None]
+    assert time.perf_counter() - started < 0.05 * 4  # The budget, on a machine that others use too.
+    assert findings == []
+
+
+def test_the_check_imports_none_of_the_packages_it_asks_about():
+    code = (
+        "import sys; from posttrain.checks import versions; versions.verdict(); "
+        "heavy = {'torch', 'transformers', 'vllm', 'deepspeed', 'wandb', 'peft', 'accelerate', 'datasets'} & set(sys.modules); "
+        "sys.exit(', '.join(heavy) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_vllm_built_for_another_torch_is_an_error_and_bitsandbytes_beside_it_a_warning(monkeypatch):
+    on = {"vllm": True}
+    (finding,) = versions.check_binaries(on, torch="2.13.0+cu128", vllm_torch="2.9.1")
+    assert (finding.code, finding.severity) == ("PT-V005", "error")
+    assert "built for torch 2.9.1, and torch 2.13.0+cu128" in finding.what
+    assert versions.check_binaries(on, torch="2.9.1+cu128", vllm_torch="2.9.1") == []
+    assert versions.check_binaries({"vllm": False}, torch="2.13.0", vllm_torch="2.9.1") == []
+    (finding,) = versions.check_binaries(on, torch="2.9.1", vllm_torch="2.9.1", bitsandbytes=True)
+    assert finding.severity == "warning" and "vllm_mode='server'" in finding.fix
+    lines = ["requests", "torch==2.9.1; platform_machine == 'x'", "torchvision==0.1"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda package: lines)
+    required_version.cache_clear()
+    assert required_version("vllm", "torch") == "2.9.1"
+    required_version.cache_clear()
+
+
+def test_an_old_interpreter_is_named():
+    assert versions.check_python((3, 10, 4)).what == "posttrain needs Python 3.11 or later; this is 3.10."
+    assert versions.check_python(sys.version_info[:3]) is None
+
+
+def test_availability_of_vllm_warns_outside_the_range_and_is_false_below_the_minimum_asked_for(monkeypatch, caplog):
+    monkeypatch.setattr(available, "is_available", lambda name: name == "vllm")
+    monkeypatch.setattr(available, "installed_version", lambda package: "0.26.0")
+    with caplog.at_level(logging.WARNING):
+        assert available.is_vllm_available()
+    assert "vllm 0.26.0 is installed; 0.17.0 to 0.25.1 were tested" in caplog.text
+    assert available.is_vllm_available("0.26") and not available.is_vllm_available("0.27")
+    assert not available.is_deepspeed_available()
+
+
+def test_liger_needs_its_minimum(monkeypatch):
+    monkeypatch.setattr(available, "is_available", lambda name: True)
+    monkeypatch.setattr(available, "installed_version", lambda package: "0.7.9")
+    assert not available.is_liger_kernel_available() and available.is_liger_kernel_available("0.7")
+
+
+@pytest.mark.parametrize("name", available.__all__)
+def test_every_helper_answers_by_the_module_spec_alone(name):
+    assert getattr(available, name)() in (True, False)

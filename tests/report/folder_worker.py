@@ -1,0 +1,50 @@
+"""A process of its own that races for a run folder, or writes checkpoints until it is killed; used by test_checkpoints."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+
+def race(folder: str, result: str, start: str) -> None:
+    """Wait for the moment, try to take the folder, and hold it until told otherwise."""
+    from posttrain.errors import ConfigError
+    from posttrain.report.lock import FolderLock
+
+    Path(result + ".ready").touch()
+    while time.time() < float(Path(start).read_text() or "inf") if Path(start).is_file() else True:
+        time.sleep(0.001)
+    try:
+        lock = FolderLock(folder)
+        lock.acquire()
+        text = f"won {lock.run}"
+    except ConfigError as error:
+        text = f"lost {error}"
+    part = Path(result + ".part")
+    part.write_text(text)
+    part.rename(result)
+    time.sleep(60)
+
+
+def save(folder: str, *_: str) -> None:
+    """Train and save every step; after two whole checkpoints stop in the middle of writing the third, for ever."""
+    from tests.algorithms.helpers import sft
+    from tests.conftest import build_tokenizer
+
+    trainer = sft(folder, build_tokenizer(), max_steps=9, save_strategy="steps", save_steps=1)
+    usual = trainer._save_optimizer_and_scheduler
+
+    def stuck(target: str) -> None:
+        if trainer.state.global_step == 3:
+            Path(target, "optimizer.pt").write_bytes(b"half")
+            Path(folder, "stuck").touch()
+            time.sleep(60)
+        usual(target)
+
+    trainer._save_optimizer_and_scheduler = stuck
+    trainer.train()
+
+
+if __name__ == "__main__":
+    {"race": race, "save": save}[sys.argv[1]](*sys.argv[2:])

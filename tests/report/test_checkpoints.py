@@ -1,0 +1,283 @@
+"""Checkpoints are whole or not there, one run owns a folder, and nothing of another run is touched; with real processes."""
+
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import CheckpointError, ConfigError
+from posttrain.report import checkpoints
+from posttrain.report.lock import NAME, FolderLock
+from tests.algorithms.helpers import losses, sft, weights
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.report.folder_worker", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def wait_for(path, process=None, seconds=120):
+    until = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} did not appear"
+        assert process is None or process.poll() is None, f"ended with {process.poll()}"
+        time.sleep(0.02)
+
+
+def made(folder, step, run="a" * 8, when=None, complete=True):
+    """A checkpoint on disk, by hand."""
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"x" * 10)
+    if complete:
+        checkpoints.mark(path, run)
+        content = json.loads((path / checkpoints.MARKER).read_text())
+        (path / checkpoints.MARKER).write_text(
+            json.dumps(content | {"time": float(when if when is not None else step)})
+        )
+    return path
+
+
+def names(folder):
+    return sorted(p.name for p in folder.glob("checkpoint-*"))
+
+
+# Two processes, one folder -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_of_processes_that_race_for_a_folder_exactly_one_gets_it(tmp_path, stale):
+    folder, begin = tmp_path / "run", tmp_path / "begin"
+    folder.mkdir()
+    if stale:  # All see the lock of a dead process at once, the moment at which a take-over can be done twice.
+        dead = subprocess.Popen([sys.executable, "-c", ""])
+        dead.wait()
+        owner = json.loads(FolderLock(folder)._me()) | {"pid": dead.pid, "born": None, "run": "dead"}
+        (folder / NAME).write_text(json.dumps(owner))
+    results = [tmp_path / f"result-{i}" for i in range(4)]
+    processes = [start("race", folder, result, begin) for result in results]
+    try:
+        for result, process in zip(results, processes, strict=True):
+            wait_for(Path(f"{result}.ready"), process)
+        part = tmp_path / "begin.part"
+        part.write_text(str(time.time() + 0.3))
+        part.rename(begin)
+        for result, process in zip(results, processes, strict=True):
+            wait_for(result, process)
+        said = [result.read_text() for result in results]
+        winners = [i for i, text in enumerate(said) if text.startswith("won")]
+        assert len(winners) == 1, said
+        pid, run = processes[winners[0]].pid, said[winners[0]].split()[1]
+        assert all(f"in use by process {pid} on " in text for i, text in enumerate(said) if i != winners[0])
+        assert all(f"(run {run})" in text for i, text in enumerate(said) if i != winners[0])
+        with pytest.raises(ConfigError, match=f"process {pid}"):
+            FolderLock(folder).check()
+        processes[winners[0]].kill()
+        processes[winners[0]].wait()
+        FolderLock(folder).check()  # Whoever died holds nothing.
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_container_of_the_same_name_holds_the_folder_for_three_minutes_of_silence(tmp_path):
+    owner = json.loads(FolderLock(tmp_path)._me()) | {"pid": 2**22 - 1, "space": "pid:[1]"}
+    (tmp_path / NAME).write_text(json.dumps(owner))
+    with pytest.raises(ConfigError, match="in use"):
+        FolderLock(tmp_path).check()
+    long_ago = time.time() - 181
+    os.utime(tmp_path / NAME, (long_ago, long_ago))
+    FolderLock(tmp_path).check()
+
+
+def test_a_held_folder_gives_signs_of_life_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr("posttrain.report.lock.BEAT", 0.01)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    os.utime(lock.path, (1, 1))
+    until = time.monotonic() + 20
+    while lock.path.stat().st_mtime < 100:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    lock.release()
+    assert not lock.path.exists()
+
+
+def test_a_run_that_lost_its_folder_stops_before_it_writes(tmp_path, tiny_tokenizer):
+    trainer = sft(tmp_path, tiny_tokenizer, max_steps=2, save_strategy="steps", save_steps=2)
+
+    class Taken(type(trainer.callback_handler.callbacks[0]).__mro__[1]):
+        def on_step_begin(self, args, state, control, **_):
+            other = json.loads(trainer.record.lock.path.read_text()) | {"pid": 1, "host": "node7"}
+            trainer.record.lock.path.write_text(json.dumps(other))
+
+    trainer.add_callback(Taken())
+    with pytest.raises(CheckpointError, match=r"lost .* to process 1 on node7"):
+        trainer.train()
+    assert names(tmp_path) == []
+    assert (tmp_path / NAME).exists()  # It is the other's.
+
+
+# Killed while writing ------------------------------------------------------------------------------------------
+
+
+def test_a_process_killed_while_it_writes_a_checkpoint_leaves_the_earlier_ones_and_no_half(tmp_path, tiny_tokenizer):
+    folder = tmp_path / "run"
+    process = start("save", folder)
+    try:
+        wait_for(folder / "stuck", process)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    (half,) = checkpoints.leftovers(folder)
+    assert half.name.startswith("checkpoint-3.tmp-")
+    assert [p.name for p in checkpoints.complete_checkpoints(folder)] == ["checkpoint-1", "checkpoint-2"]
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    resumed = sft(folder, tiny_tokenizer, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert checkpoints.leftovers(folder) == []
+    assert names(folder) == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+    runs = {checkpoints.marker(path)["run"] for path in checkpoints.complete_checkpoints(folder)}
+    assert len(runs) == 1  # A resumed run is the same run.
+    whole = sft(tmp_path / "whole", tiny_tokenizer, **options)
+    whole.train()
+    assert losses(resumed) == losses(whole)
+    assert (weights(resumed) == weights(whole)).all()
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoints_and_says_which_is_whole(tmp_path, tiny_tokenizer, monkeypatch):
+    trainer = sft(tmp_path, tiny_tokenizer, max_steps=3, save_strategy="steps", save_steps=1)
+    usual = trainer._save_optimizer_and_scheduler
+
+    def full(target):
+        if trainer.state.global_step == 2:
+            Path(target, "optimizer.pt").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        usual(target)
+
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", full)
+    with pytest.raises(
+        CheckpointError, match=r"step 2 could not be written.*No space left.*last whole one is checkpoint-1"
+    ):
+        trainer.train()
+    assert names(tmp_path) == ["checkpoint-1"]
+    assert checkpoints.damage(tmp_path / "checkpoint-1") == ""
+
+
+# What a run may touch ------------------------------------------------------------------------------------------
+
+
+def test_rotation_removes_its_own_marked_checkpoints_and_keeps_the_best(tmp_path):
+    for step in (10, 20, 30, 40):
+        made(tmp_path, step, run="mine")
+    made(tmp_path, 5, run="other", when=50)
+    made(tmp_path, 15, complete=False)
+    best = str(tmp_path / "checkpoint-10")
+    gone = checkpoints.rotate(tmp_path, "mine", 2, best)
+    assert [path.name for path in gone] == ["checkpoint-20", "checkpoint-30"]
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-15", "checkpoint-40", "checkpoint-5"]
+    assert [p.name for p in checkpoints.rotate(tmp_path, "mine", 1)] == ["checkpoint-10"]
+    assert checkpoints.rotate(tmp_path, "mine", None) == checkpoints.rotate(tmp_path, "mine", 0) == []
+
+
+def test_a_fresh_run_tells_of_older_checkpoints_and_its_rotation_leaves_them(tmp_path, tiny_tokenizer, caplog):
+    sft(tmp_path, tiny_tokenizer, max_steps=2, save_strategy="steps", save_steps=1).train()
+    before = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in names(tmp_path)}
+    caplog.clear()
+    second = sft(
+        tmp_path,
+        tiny_tokenizer,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        learning_rate=1e-3,
+    )
+    with caplog.at_level(logging.WARNING, "posttrain"):
+        second.train()
+    assert "PT-L001" in caplog.text and "2 checkpoints of another run (checkpoint-1, checkpoint-2)" in caplog.text
+    kept = [name for name in names(tmp_path) if ".of-" in name]
+    assert len(kept) == 2
+    for name in kept:
+        assert (tmp_path / name / "model.safetensors").read_bytes() == before[name.partition(".of-")[0]]
+    assert [name for name in names(tmp_path) if ".of-" not in name] == ["checkpoint-4"]
+    findings = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
+    assert "PT-L001" in {row["code"] for row in findings}
+
+
+def test_resuming_takes_the_whole_checkpoint_that_was_written_last(tmp_path):
+    made(tmp_path, 1000, run="old", when=1)
+    made(tmp_path, 20, run="new", when=2)
+    made(tmp_path, 30, run="new", complete=False)
+    assert checkpoints.resolve_resume(True, tmp_path) == str(tmp_path / "checkpoint-20")
+    (tmp_path / "checkpoint-20" / "model.safetensors").write_bytes(b"cut")
+    assert checkpoints.resolve_resume(True, tmp_path) == str(tmp_path / "checkpoint-1000")
+    assert checkpoints.resolve_resume(None, tmp_path) is checkpoints.resolve_resume(False, tmp_path) is None
+
+
+def test_a_checkpoint_that_lost_something_is_refused_by_name_with_what_is_whole(tmp_path, caplog):
+    broken, good = made(tmp_path, 2), made(tmp_path, 1)
+    (broken / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match=r"model.safetensors has 3 of 10 bytes\. Complete there: checkpoint-1\."):
+        checkpoints.resolve_resume(str(broken), tmp_path)
+    (broken / "model.safetensors").unlink()
+    assert checkpoints.resolve_resume(str(broken), tmp_path) == str(
+        broken
+    )  # Removed on purpose, perhaps; it was named.
+    assert "model.safetensors is missing since it was written" in caplog.text
+    (good / checkpoints.MARKER).unlink()
+    assert checkpoints.resolve_resume(str(good), tmp_path) == str(good)
+    assert "no file COMPLETE" in caplog.text
+    (broken / checkpoints.MARKER).unlink()
+    with pytest.raises(CheckpointError, match=r"2 without the file COMPLETE are there \(checkpoint-1, checkpoint-2\)"):
+        checkpoints.resolve_resume(True, tmp_path)
+    with pytest.raises(CheckpointError, match="not a folder"):
+        checkpoints.resolve_resume(str(tmp_path / "checkpoint-9"), tmp_path)
+
+
+def test_a_checkpoint_of_the_same_step_replaces_its_own_and_moves_anothers_aside(tmp_path):
+    for run, kept in (("mine", False), ("other", True)):
+        folder = tmp_path / run
+        final = made(folder, 3, run=run)
+        part = checkpoints.staging(folder, 3, "mine")
+        part.mkdir()
+        (part / "model.safetensors").write_bytes(b"new")
+        checkpoints.publish(part, final, "mine")
+        assert (final / "model.safetensors").read_bytes() == b"new"
+        assert checkpoints.marker(final) is None
+        assert names(folder) == (["checkpoint-3", "checkpoint-3.of-other"] if kept else ["checkpoint-3"])
+
+
+def test_a_disk_without_room_is_found_before_training(tmp_path, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr("posttrain.algorithms.checkpoint.free_disk", lambda folder: 1000)
+    trainer = sft(tmp_path, tiny_tokenizer, save_strategy="steps", save_steps=1)
+    with pytest.raises(ConfigError, match=r"PT-L002.*0 MiB are free"):
+        trainer.train()
+    assert not (tmp_path / NAME).exists()
+    sft(tmp_path, tiny_tokenizer, save_strategy="no").train()
+
+
+def test_the_estimate_of_a_checkpoint_is_near_what_is_written(tmp_path, tiny_tokenizer):
+    from posttrain.algorithms.checkpoint import checkpoint_bytes
+
+    trainer = sft(tmp_path, tiny_tokenizer, max_steps=1, save_strategy="steps", save_steps=1)
+    expected = checkpoint_bytes(trainer.model, trainer.args)
+    trainer.train()
+    folder = tmp_path / "checkpoint-1"
+    written = sum((folder / name).stat().st_size for name in ("model.safetensors", "optimizer.pt"))
+    assert abs(written - expected) < 0.15 * expected
