@@ -6,6 +6,7 @@ import datasets
 
 from posttrain import GRPOConfig, GRPOTrainer, ScriptedEngine, SFTConfig, SFTTrainer
 from tests.conftest import build_model
+from tests.ranks import weights as weights
 
 
 def prompts(count=16):
@@ -114,10 +115,3 @@ def sft(folder, tokenizer, model=None, data=None, **settings):
 def losses(trainer):
     """Logged losses by step."""
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-def weights(trainer):
-    """All parameters, flat."""
-    import torch
-
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])

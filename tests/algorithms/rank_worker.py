@@ -1,17 +1,15 @@
-"""What each process of the two-rank test runs: one step, then the loss, metrics and weights as JSON on rank 0."""
+"""What each process of the two-rank test runs: one step, then the loss, metrics and weights left by rank 0."""
 
-import json
 import sys
-
-import torch
 
 from posttrain import Rollout  # noqa: F401 - the public package must import in a worker too
 from tests.algorithms.helpers import chats, grpo, prompts, sft
 from tests.conftest import build_tokenizer
+from tests.ranks import leave, step_taken, weights
 
 
 def main(kind, folder, batch, accumulation):
-    """Train one step and print what it did."""
+    """Train one step and leave what it did."""
     tokenizer = build_tokenizer()
     if kind == "evaluation":
         return evaluate(folder, tokenizer, batch)
@@ -34,13 +32,10 @@ def main(kind, folder, batch, accumulation):
         trainer = variant(kind, folder, tokenizer, common)
     else:
         trainer = grpo(folder, tokenizer, beta=0.05, data=prompts(4), loss_type=kind, scale_rewards="batch", **common)
-    before = [p.detach().clone() for p in trainer.model.parameters()]
+    before = weights(trainer)
     trainer.train()
     if trainer.accelerator.is_main_process:
-        bare = trainer.accelerator.unwrap_model(trainer.model)
-        step = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, bare.parameters(), strict=True)])
-        logs = next(row for row in trainer.state.log_history if "loss" in row)
-        sys.stdout.write("RESULT " + json.dumps({"step": step.tolist(), "logs": logs}) + "\n")
+        leave(step_taken(trainer, before))
 
 
 def variant(kind, folder, tokenizer, common):
@@ -56,7 +51,7 @@ def variant(kind, folder, tokenizer, common):
 
 
 def evaluate(folder, tokenizer, batch):
-    """Evaluate and predict, and print what was seen."""
+    """Evaluate and predict, and leave what was seen."""
     trainer = sft(
         folder, tokenizer, data=chats(8), eval_dataset=chats(5), per_device_eval_batch_size=batch, use_cpu=True
     )
@@ -65,7 +60,7 @@ def evaluate(folder, tokenizer, batch):
     if trainer.accelerator.is_main_process:
         trained = [int((row != -100).sum()) for row in labels]
         truth = [sum(label != -100 for label in row["labels"]) for row in trainer.eval_dataset]
-        sys.stdout.write("RESULT " + json.dumps({"loss": loss, "trained": trained, "truth": truth}) + "\n")
+        leave({"loss": loss, "trained": trained, "truth": truth})
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
 """GRPO on two gloo processes: the gradient of one, a threshold over both, rows dealt by tokens, nothing that hangs."""
 
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.ranks import assert_same_step, leave, run_ranks, step_taken, weights
+
 SCENARIOS = {  # Settings of one step on 2 processes x 4 rows or 1 x 8.
     "filter": {"top_entropy_quantile": 0.3, "beta": 0.05},
     "bonus": {"entropy_coef": 0.5, "loss_type": "grpo"},
@@ -48,12 +45,9 @@ def work(folder, world):
 
     def train(name, **settings):
         trainer = grpo(f"{folder}/{name}", tokenizer, **(common | settings))
-        before = [p.detach().clone() for p in trainer.model.parameters()]
+        before = weights(trainer)
         trainer.train()
-        bare = trainer.accelerator.unwrap_model(trainer.model)
-        step = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, bare.parameters(), strict=True)])
-        logs = next(row for row in trainer.state.log_history if "loss" in row)
-        found[name] = {"step": step.tolist(), "logs": logs}
+        found[name] = step_taken(trainer, before)
         return trainer
 
     for name, settings in SCENARIOS.items():
@@ -69,15 +63,8 @@ def work(folder, world):
 
 
 def run(folder, processes):
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command += ["-m", "tests.algorithms.test_grpo_ranks", str(folder), str(processes)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-6000:]
-    return json.loads(lines[0].removeprefix("RESULT "))
+    module = "tests.algorithms.test_grpo_ranks"
+    return run_ranks(module, folder, processes, processes=processes, folder=folder, timeout=280)
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +77,7 @@ def both():
 @pytest.mark.parametrize("name", [*SCENARIOS, "balanced"])
 def test_two_ranks_take_the_step_of_one(both, name):
     one, two, _ = both
-    a, b = torch.tensor(one[name]["step"]), torch.tensor(two[name]["step"])
-    assert a.abs().max() > 1e-3
-    assert (a - b).abs().max() < 1e-5
+    assert_same_step(one[name], two[name])
     for key in ("loss", "reward", "reward_std", "entropy", "frac_reward_zero_std", "policy_loss", "num_tokens"):
         if key in one[name]["logs"]:
             assert two[name]["logs"][key] == pytest.approx(one[name]["logs"][key], abs=1e-6, rel=1e-6), key
@@ -126,4 +111,4 @@ def test_an_evaluation_set_that_does_not_divide_over_ranks_ends(both):
 if __name__ == "__main__":
     result, main = work(sys.argv[1], int(sys.argv[2]))
     if main:
-        sys.stdout.write("RESULT " + json.dumps(result) + "\n")
+        leave(result)

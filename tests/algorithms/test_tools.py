@@ -515,26 +515,13 @@ def test_the_table_of_options_is_the_fields_of_the_config():
 
 @pytest.mark.distributed
 def test_r46_two_ranks_of_which_one_calls_no_tool_leave_the_loop_together_and_equal_one(tmp_path):
-    import json
-    import os
-    import subprocess
-    import sys
-    from pathlib import Path
+    from tests.ranks import assert_same_step, run_ranks
 
-    root, results = Path(__file__).parents[2], []
-    for processes, batch in ((1, 8), (2, 4)):
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command = [*(launch if processes > 1 else [sys.executable]), "-m", "tests.algorithms.tools_worker"]
-        env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command += [str(tmp_path / str(processes)), str(batch)]
-        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=240, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-        results.append(json.loads(lines[0].removeprefix("RESULT ")))
-    one, two = results
-    a, b = torch.tensor(one["step"]), torch.tensor(two["step"])
-    assert a.abs().max() > 1e-3
-    assert (a - b).abs().max() < 1e-5
+    one, two = (
+        run_ranks("tests.algorithms.tools_worker", tmp_path / str(n), batch, processes=n, folder=tmp_path / f"found{n}")
+        for n, batch in ((1, 8), (2, 4))
+    )
+    assert_same_step(one, two)
     assert one["seeds"] == two["seeds"]
     for name in ("tools/call_frequency", "completions/mean_length", "reward", "rewards/letters/mean", "num_tokens"):
         assert two["logs"][name] == pytest.approx(one["logs"][name], rel=1e-6), name

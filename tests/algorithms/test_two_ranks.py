@@ -1,35 +1,14 @@
 """Two gloo processes equal one with twice the accumulation: gradients, loss and metrics."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 
-ROOT = Path(__file__).parents[2]
-# Names whose value depends on the clock, on how many passes there were, or on the process.
-FREE = (
-    "seconds",
-    "per_second",
-    "runtime",
-    "step_time",
-    "epoch",
-    "replay/size",
-)  # Each process has a buffer of its own.
+from tests.ranks import FREE, assert_same_step, run_ranks
 
 
 def run(kind, folder, processes, batch, accumulation):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = command if processes > 1 else [sys.executable]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command += ["-m", "tests.algorithms.rank_worker", kind, str(folder), str(batch), str(accumulation)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(lines[0].removeprefix("RESULT "))
+    return run_ranks(
+        "tests.algorithms.rank_worker", kind, folder, batch, accumulation, processes=processes, folder=folder
+    )
 
 
 @pytest.mark.distributed
@@ -37,9 +16,7 @@ def run(kind, folder, processes, batch, accumulation):
 def test_two_ranks_equal_one_with_twice_the_accumulation(kind, tmp_path):
     one = run(kind, tmp_path / "one", 1, 4, 2)
     two = run(kind, tmp_path / "two", 2, 4, 1)
-    a, b = torch.tensor(one["step"]), torch.tensor(two["step"])
-    assert a.abs().max() > 1e-3
-    assert (a - b).abs().max() < 1e-5
+    assert_same_step(one, two)
     several = {name for name in two["logs"] if name.startswith("balance/")}  # What ranks have among themselves.
     assert set(one["logs"]) == set(two["logs"]) - several
     for name, value in one["logs"].items():

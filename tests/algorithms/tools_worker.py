@@ -1,6 +1,5 @@
 """What each process of the two-rank test of tools runs: one step in which only some prompts call a tool."""
 
-import json
 import sys
 
 import torch
@@ -9,18 +8,19 @@ from posttrain import GRPOTrainer, ScriptedEngine
 from tests.algorithms.helpers import grpo_args, prompts
 from tests.algorithms.test_tools import CALL, EOS, Walk, double, letters, qwen
 from tests.conftest import build_model, build_tokenizer
+from tests.ranks import leave, step_taken, weights
 
 
 def main(folder, batch):
-    """Train one step and print the change of the weights, the prompts' seeds and the metrics."""
+    """Train one step and leave the change of the weights, the prompts' seeds and the metrics."""
     tokenizer = qwen(build_tokenizer())
     seeds = []
 
     class Seeded(Walk):
-        """Keeps the seeds."""
+        """Keeps what seed each prompt's environment began with; they begin on threads, in any order."""
 
         def reset(self, group_seed, **row):
-            seeds.append(group_seed)
+            seeds.append([str(row["prompt"]), group_seed])
 
     def line(prompt_ids, index):
         text = tokenizer.decode(prompt_ids)
@@ -38,18 +38,14 @@ def main(folder, batch):
     )  # fmt: skip
     trainer.rewards.weights[1] = 0.0
     Seeded.get_reward = lambda self: 0.0
-    before = [p.detach().clone() for p in trainer.model.parameters()]
+    before = weights(trainer)
     trainer.train()
     gathered = [seeds]
     if trainer.accelerator.num_processes > 1:
         gathered = [None, None]
         torch.distributed.all_gather_object(gathered, seeds)
     if trainer.accelerator.is_main_process:
-        bare = trainer.accelerator.unwrap_model(trainer.model)
-        step = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, bare.parameters(), strict=True)])
-        logs = next(row for row in trainer.state.log_history if "loss" in row)
-        result = {"step": step.tolist(), "logs": logs, "seeds": [seed for rank in gathered for seed in rank]}
-        sys.stdout.write("RESULT " + json.dumps(result) + "\n")
+        leave(step_taken(trainer, before) | {"seeds": sorted(seed for rank in gathered for seed in rank)})
 
 
 if __name__ == "__main__":
