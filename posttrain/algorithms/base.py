@@ -31,6 +31,7 @@ from posttrain.models.attention import probe_head, probe_layout
 from posttrain.models.checkpointing import KeepLastActivations
 from posttrain.models.experts import router_coefficient
 from posttrain.models.forward import causal_lm, forward, install_token_head, learns_prompts
+from posttrain.models.host_memory import KeepHostMemory
 from posttrain.models.load import (
     create_model_from_path,
     get_config_model_id,
@@ -103,7 +104,8 @@ class PostTrainer(HealthMixin, MemoryMixin, CheckpointMixin, EvaluationMixin, tr
         if changes_vocabulary(args):
             model = self._clone_vocabulary(self._load(model, args, init, quantization_config))
         prepare_tokenizer(self.processing_class, args)
-        with main_process_first(), self.strict_about_data(train_dataset, args.strict_data):
+        train_dataset = self.check_config(model, train_dataset, eval_dataset, peft_config)
+        with main_process_first(), self.strict_about_data(args.strict_data):
             train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
         model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
@@ -123,9 +125,9 @@ class PostTrainer(HealthMixin, MemoryMixin, CheckpointMixin, EvaluationMixin, tr
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
         self.check_start()
-        self.record = RunRecordCallback(args, self.processing_class)
-        self.interrupt = GracefulInterrupt()
-        for callback in (self.interrupt, self.record, DataReportCallback(self), KeepLastActivations()):
+        self.record, self.interrupt = RunRecordCallback(args, self.processing_class), GracefulInterrupt()
+        own = (self.interrupt, self.record, DataReportCallback(self), KeepLastActivations(), KeepHostMemory())
+        for callback in own:
             self.add_callback(callback)
 
     # What a subclass gives ---------------------------------------------------------------------------------------
@@ -292,10 +294,10 @@ class PostTrainer(HealthMixin, MemoryMixin, CheckpointMixin, EvaluationMixin, tr
         sequences = sum(batch.num_sequences for batch in batches)
         seen = sum(batch.num_sequence_tokens for batch in batches)
         named = self.named_counts(batches)
-        counts = [tokens, sequences, seen, len(batches), *named.values()]
-        tokens, sequences, seen, passes, *rest = parallel.all_reduce_sum(counts, self.accelerator)
+        counts = [tokens, sequences, seen, len(batches), self.alarm(batches), *named.values()]
+        tokens, sequences, seen, passes, alarms, *rest = parallel.all_reduce_sum(counts, self.accelerator)
         self.count_tokens_seen(seen)
-        self.check_step(batches, tokens, sequences)
+        self.check_step(batches, tokens, sequences, alarms)
         totals = dict(zip(named, rest, strict=True))
         return Denominators(tokens, sequences, passes, self.accelerator.num_processes, totals)
 
