@@ -45,6 +45,22 @@ class Block:
             for layer, tensor in new.items():
                 memory[layer] = torch.cat([memory[layer], tensor], 2) if layer in memory else tensor
 
+    def close_gaps(self, known: Tensor, room: int) -> None:
+        """Move what was computed, from column ``room`` on, behind each prompt's ``known (P,)`` first positions."""
+        width = int(self.lengths.max())
+        columns = torch.arange(width, device=known.device).expand(len(known), -1)
+        source = torch.where(columns < known[:, None], columns, columns - known[:, None] + room)
+        for memory in (self.keys, self.values):
+            for layer, tensor in memory.items():
+                last = tensor.shape[2] - 1  # Columns behind a short prompt's end are never looked at.
+                index = source.clamp_max(last)[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
+                memory[layer] = tensor.gather(2, index)
+
+    def row(self, prompt: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Per layer keys and values ``(1, KV heads, length, head size)`` of one prompt."""
+        i = self.prompts.index(prompt)
+        return {n: (self.keys[n][i : i + 1, :, :length], self.values[n][i : i + 1, :, :length]) for n in self.keys}
+
     def keep(self, prompts: list[int]) -> None:
         """Free the memory of all other prompts."""
         index = torch.tensor([self.prompts.index(p) for p in prompts], device=self.lengths.device)
@@ -78,11 +94,37 @@ class Fill:
     Attributes:
         past: Per layer earlier keys and values, ``(1 or P, KV heads, length, head size)``, in the order of positions.
         keys, values: Per layer ``(P, KV heads, width, head size)``, filled by the pass.
+        shared: Tokens that all prompts begin with, first in ``past``.
+        known: ``(P,)`` tokens of each prompt that were known before, next in ``past``; None where all have as many.
+        room: Columns they take, the most of ``known``.
+        hidden: By sliding window, what each token may not see; computed once for all layers.
+        states: ``(P, width, H)`` final hidden states, once the pass is over.
     """
 
     past: list[dict[int, tuple[Tensor, Tensor]]] = field(default_factory=list)
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+    shared: int = 0
+    known: Tensor | None = None
+    room: int = 0
+    hidden: dict[int | None, Tensor] = field(default_factory=dict)
+    states: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def unseen(self, window: int | None, width: int, whole: int, device: torch.device) -> Tensor:
+        """True where one of the last ``width`` of ``whole`` positions may not look, ``(width, whole)`` or with rows before."""
+        if window not in self.hidden:
+            columns = torch.arange(whole, device=device)
+            if self.known is None:
+                distance = columns[whole - width :, None] - columns[None, :]
+                blank = None
+            else:
+                begin, known = self.shared + self.room, self.known[:, None]
+                places = torch.where(columns < begin, columns, columns - self.room + known)  # (P, whole)
+                blank = (columns >= self.shared + known) & (columns < begin)
+                distance = (places[:, whole - width :, None] - places[:, None, :])[:, None]
+            hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+            self.hidden[window] = hidden if blank is None else hidden | blank[:, None, None]
+        return self.hidden[window]
 
     def whole(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Note this layer's new keys and values, and return them behind the earlier ones."""
@@ -180,6 +222,29 @@ class Store:
                     self._grow(layer, keys[layer], values[layer])
                 memory[layer][row, :, :length] = tensor[0]
 
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Attention of one layer, ``(n, heads, t, size)`` in and ``(n, t, heads, size)`` out."""
+        if self.filling is not None:
+            key, value = self.filling.whole(layer, key, value)
+            return _prefill(self.filling, query, key, value, scale, softcap, window).transpose(1, 2)
+        keys, values = self.write(layer, key, value)
+        return _decode(self, layer, query, keys, values, scale, softcap, window)
+
+    def suffix(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Per layer keys and values ``(1, KV heads, length, head size)`` of one row's suffix."""
+        return {
+            n: (self.keys[n][row : row + 1, :, :length], self.values[n][row : row + 1, :, :length]) for n in self.keys
+        }
+
     def clear(self, slots: int) -> None:
         """Free all suffixes; the next ones are written to this many slots."""
         self.slots, self.keys, self.values = slots, {}, {}
@@ -218,24 +283,17 @@ def native_attention(
         sliding_window = getattr(module, "sliding_window", None)
     # Under autocast the rotary embedding leaves queries and keys in float32 beside half-precision values.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    if store.filling is not None:
-        key, value = store.filling.whole(module.layer_idx, key, value)  # type: ignore[arg-type]
-        return _prefill(query, key, value, scale, softcap, sliding_window).transpose(1, 2), None
-    keys, values = store.write(module.layer_idx, key, value)  # type: ignore[arg-type]
-    out = _decode(store, module.layer_idx, query, keys, values, scale, softcap, sliding_window)  # type: ignore[arg-type]
-    return out, None
+    return store.attend(module.layer_idx, query, key, value, scale, softcap, sliding_window), None  # type: ignore[arg-type]
 
 
 def _prefill(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+    fill: Fill, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
 ) -> Tensor:
     """Causal attention of the last positions; right padding comes after every real token and so is never seen."""
     width, whole = query.shape[2], key.shape[2]
     if softcap is None and width == whole and (window is None or width <= window):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    index = torch.arange(whole, device=query.device)
-    distance = index[whole - width :, None] - index[None, :]
-    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    hidden = fill.unseen(window, width, whole, query.device)
     if softcap is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=scale, enable_gqa=True)
     repeat = query.shape[1] // key.shape[1]

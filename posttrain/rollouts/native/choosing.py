@@ -14,7 +14,7 @@ from posttrain.rollouts.native.guides import Guide, Guides, banned_continuations
 from posttrain.rollouts.sampling import Drawn, draw_tokens
 from posttrain.types import Request, Sampling
 
-__all__ = ["Asked", "Chooser", "Completion", "Filling", "Prompt", "uniforms"]
+__all__ = ["Asked", "Chooser", "Completion", "Prompt", "SickRequests", "uniforms"]
 
 MASK = 2**63 - 1
 
@@ -30,6 +30,7 @@ class Prompt:
         live: Completions that are being written.
         block: Its keys and values, while any completion needs them.
         logits: ``(V,)`` what first tokens are drawn from, while completions wait.
+        shares: Its first tokens that another prompt of the call begins with too, as long as they are worth computing first.
     """
 
     index: int
@@ -38,6 +39,7 @@ class Prompt:
     live: int = 0
     block: Block | None = None
     logits: Tensor | None = None
+    shares: int = 0
 
 
 @dataclass(slots=True)
@@ -79,16 +81,6 @@ class Completion:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Filling:
-    """Prompts on their way into a block, in pieces."""
-
-    prompts: list[Prompt]
-    ids: Tensor
-    block: Block
-    done: int = 0
-
-
 def uniforms(seed: int, number: int, count: int) -> list[float]:
     """``count`` numbers in [0, 1) that decide every draw of completion ``number`` under ``seed``.
 
@@ -98,6 +90,14 @@ def uniforms(seed: int, number: int, count: int) -> list[float]:
     z = (z ^ z >> 27) * 0x94D049BB133111EB & (2**64 - 1)
     generator = torch.Generator().manual_seed((z ^ z >> 31) & MASK)
     return torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+
+
+class SickRequests(RolloutError):
+    """Nothing can be drawn for some requests; ``requests`` are their numbers in the call."""
+
+    def __init__(self, message: str, requests: list[int]) -> None:
+        super().__init__(message)
+        self.requests = requests
 
 
 class Chooser:
@@ -162,7 +162,8 @@ class Chooser:
         except RolloutError as error:
             sick = logits.isnan().any(-1).tolist()
             asked = sorted({c.asked.index for c, nan in zip(completions, sick, strict=True) if nan or not any(sick)})
-            raise RolloutError(f"{error} Requests: {asked[:8]}. Check the weights for NaN.") from error
+            advice = "Check the weights for NaN." if any(sick) else "Loosen them."
+            raise SickRequests(f"{error} Requests: {asked[:8]}. {advice}", asked) from error
         _record(drawn, completions)
         return drawn.tokens
 

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, RolloutInterrupted
+from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.forward import LogitRule, causal_lm
 from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
+from posttrain.rollouts.native.choosing import SickRequests
+from posttrain.rollouts.native.kept import Kept, fingerprint
 from posttrain.rollouts.native.products import quick_products
 from posttrain.rollouts.native.run import Run
+from posttrain.rollouts.native.threads import bound_threads
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["NativeEngine"]
 
 PREFILL_TOKENS = 1024  # Short prompts share a prefill; one long prompt fills the machine by itself.
+KEEP_BYTES = 2 * 10**9  # 43,000 tokens of a model of 135M parameters in float32, 35,000 of Qwen2.5-7B in bfloat16.
+FAILURE = "rollout_failure.json"
+Order = Literal["groups", "longest"]
 
 
 class NativeEngine:
@@ -38,6 +48,14 @@ class NativeEngine:
         kv_tokens: Most tokens whose keys and values are held at once; sequences wait, or are set aside and computed again,
             rather than exceed it. None: as many as the slots need.
         prefill_tokens: Tokens of one prefill pass; longer prompts are computed in pieces between decoding steps.
+        order: ``groups``: as the requests come, completions of one prompt together. ``longest``: by ``max_new_tokens``, for
+            calls whose limits differ and are reached.
+        keep_bytes: Most memory that `keeping` may use.
+        threads: Of products on a CPU; None is what torch was told, at most one a processor this process may use.
+        folder: Where the prompts of a failed call are written; None writes nothing.
+
+    Attributes:
+        counts: Of the last call: prompt tokens computed and found, decoding steps.
     """
 
     name = "native"
@@ -52,6 +70,10 @@ class NativeEngine:
         tokenizer: Any = None,
         kv_tokens: int | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
+        order: Order = "groups",
+        keep_bytes: int = KEEP_BYTES,
+        threads: int | None = None,
+        folder: str | Path | None = None,
     ) -> None:
         self.model: Any = model
         self.inner: Any = causal_lm(model)
@@ -60,10 +82,17 @@ class NativeEngine:
         self.rule = LogitRule.of(self.inner.config)
         device = next(model.parameters()).device
         self.max_slots = max_slots or (64 if device.type == "cpu" else 256)
-        for name, value in {"kv_tokens": kv_tokens, "prefill_tokens": prefill_tokens}.items():
+        sizes = {"kv_tokens": kv_tokens, "prefill_tokens": prefill_tokens, "keep_bytes": keep_bytes, "threads": threads}
+        for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1.")
-        self.kv_tokens, self.prefill_tokens = kv_tokens, prefill_tokens
+        check_choice("order", order, get_args(Order))
+        self.kv_tokens, self.prefill_tokens, self.order = kv_tokens, prefill_tokens, order
+        self.keep_bytes, self.threads = keep_bytes, threads
+        self.folder = None if folder is None else Path(folder)
+        self.kept: Kept | None = None
+        self.counts: dict[str, int] = {}
+        self._weights: tuple | None = None
         self.version = 0
         self.interrupted = threading.Event()
         self._stream = torch.Generator().manual_seed(0)
@@ -80,23 +109,66 @@ class NativeEngine:
             served = [r for r in requests if (r.sampling or sampling) is given]
             check_requests(served, given, getattr(text, "max_position_embeddings", None), text.vocab_size)
         self.interrupted.clear()
+        if self.kept is not None:
+            self._forget_old_weights()
         run = Run(self, requests, sampling)
-        with evaluating(self.model), plugged_in(self.inner, run.store), quick_products(self.inner):
+        plugged = plugged_in(self.inner, run.store)
+        with evaluating(self.model), plugged, quick_products(self.inner), bound_threads(self.threads):
             try:
                 return run.to_the_end()
             except KeyboardInterrupt as error:
                 raise RolloutInterrupted("generation was interrupted", rollouts=run.so_far()) from error
+            except SickRequests as error:
+                raise self._told(error, run) from error
+            finally:
+                self.counts = run.counts()
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, calls find again what earlier ones computed: turns of an episode, prompts with a common beginning.
+
+        At most ``keep_bytes`` are held, what was not used for the longest time goes first; other weights or adapters
+        are noticed at the next call, and the end of the block frees everything.
+        """
+        if self.kept is not None:  # Somebody further out keeps already.
+            yield
+            return
+        self.kept, self._weights = Kept(self.keep_bytes), None
+        try:
+            yield
+        finally:
+            self.kept = None
+
+    def _forget_old_weights(self) -> None:
+        device = next(self.model.parameters()).device.type
+        now = (fingerprint(self.model), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        if now != self._weights and self.kept is not None:
+            self.kept.clear()
+        self._weights = now
+
+    def _told(self, error: SickRequests, run: Run) -> RolloutError:
+        """The error with the place where its requests were saved."""
+        if self.folder is None:
+            return RolloutError(f"{error} Give the engine a folder=... to have their prompts saved.")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / FAILURE
+        path.write_text(json.dumps(failure(error, run, self.tokenizer), indent=1) + "\n", encoding="utf-8")
+        return RolloutError(f"{error} Their prompts, and what was written so far, are in {path}.")
 
     def interrupt(self) -> None:
         """From another thread: end the running call after its current step; unfinished completions say ``abort``."""
         self.interrupted.set()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """The weights are the trainer's own: only the version changes."""
+        """The weights are the trainer's own: the version changes, and what was kept for the former ones goes."""
         self.version = version
+        if self.kept is not None:
+            self.kept.clear()
 
     def close(self) -> None:
-        """Nothing outlives a call."""
+        """Free what is kept."""
+        if self.kept is not None:
+            self.kept.clear()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``(n, H)`` final hidden states to ``(n, V)`` logits, by the architecture's own rule."""
@@ -107,3 +179,16 @@ class NativeEngine:
     def new_seed(self) -> int:
         """The next seed of the engine's own stream."""
         return int(torch.randint(2**63 - 1, (1,), generator=self._stream))
+
+
+def failure(error: SickRequests, run: Run, tokenizer: Any = None) -> dict[str, Any]:
+    """What is needed to look at a failed call again: prompts, what was written, settings, version of the weights."""
+    writing = [*run.live, *run.paused]
+    found = []
+    for index in error.requests:
+        prompt = list(run.requests[index].prompt_ids)
+        tokens = [c.tokens for c in writing if c.asked.index == index]
+        text = {} if tokenizer is None else {"prompt": tokenizer.decode(prompt)}
+        found.append({"request": index, **text, "prompt_ids": prompt, "completions": tokens})
+    sampling = dataclasses.asdict(run.sampling)
+    return {"error": str(error), "version": run.engine.version, "sampling": sampling, "requests": found}

@@ -8,37 +8,41 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from posttrain.errors import RolloutError
-from posttrain.rollouts.native.attention import Block, Fill, Group, Store, grown
-from posttrain.rollouts.native.choosing import Asked, Chooser, Completion, Filling, Prompt
+from posttrain.rollouts.native.attention import Block, Group, Store, grown
+from posttrain.rollouts.native.choosing import Asked, Chooser, Completion, Prompt
+from posttrain.rollouts.native.filling import Filler, mark_stems
+from posttrain.rollouts.native.kept import Kept, match
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
-__all__ = ["Run"]
+__all__ = ["Run", "bytes_per_token"]
 
 SHARED_LEAST = 16  # A shorter common beginning costs more bookkeeping than it saves.
+STEM_SHARE = 8  # Of the budget, at most this part is for what some prompts have in common.
 
 
 class Run:
     """One call of `NativeEngine.generate`."""
 
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
-        self.engine = engine
+        self.engine, self.requests, self.sampling = engine, requests, sampling
         self.device = next(engine.model.parameters()).device
         self.shared = _common_beginning([list(r.prompt_ids) for r in requests])
         self.prompts: list[Prompt] = []
         self.asked = self._asked(requests, sampling)
         self.longest = max((len(p.ids) for p in self.prompts), default=0)
         self.done: list[Rollout | None] = [None] * sum(r.n for r in requests)
-        self.store = Store(slots=self._slots(0))
+        self.reserve = 0  # Tokens of the budget set apart for what some prompts have in common.
+        self.store = Store(slots=0)
         self.live: list[Completion] = []
         self.paused: deque[Completion] = deque()
-        self.filling: Filling | None = None
-        self.cursor = 0
+        self.filler = self._filler()
+        self.store.slots = self._slots(0)
+        self.cursor = self.steps = 0
         self.chooser = Chooser(engine.tokenizer, engine.inner.get_output_embeddings().weight.shape[0])
         for one in {id(a.sampling): a.sampling for a in self.asked}.values():
             self.chooser.check(one)
@@ -59,21 +63,43 @@ class Run:
             counted = (seed, number, number) if seeded is None else (seeded, number, 0)
             made.append(Asked(index, request, prompt, own, request.n, *counted))
             number += request.n
-        self.prompts = list(known.values())
+        if self.engine.order == "longest":
+            made.sort(key=lambda asked: -asked.sampling.max_new_tokens)
+        self.prompts = list({id(asked.prompt): asked.prompt for asked in made}.values())
+        for index, prompt in enumerate(self.prompts):
+            prompt.index = index
         return made
 
+    def _filler(self) -> Filler:
+        """Who computes prompts: with what the engine keeps, or with what prompts of this call alone have in common."""
+        engine, kept = self.engine, self.engine.kept
+        if len(self.prompts) > 1:
+            mark_stems(self.prompts)
+        if kept is None:
+            size = bytes_per_token(engine.inner)
+            if engine.kv_tokens is not None and any(prompt.shares for prompt in self.prompts):
+                self.reserve = engine.kv_tokens // STEM_SHARE
+                if engine.kv_tokens - self.reserve < self._needed():
+                    self.reserve = 0
+            kept = Kept(self.reserve // 2 * size if engine.kv_tokens is not None else 2**62)
+        return Filler(engine, self.store, self.prompts, self.shared, kept, keeping=engine.kept is not None)
+
     def to_the_end(self) -> list[Rollout]:
-        if self.shared:
-            self.store.common = self._block([0], torch.tensor([self.shared], device=self.device))
+        self.filler.begin()
         while not self.engine.interrupted.is_set() and self._admit():
             self._step()
         return self.so_far()
+
+    def counts(self) -> dict[str, int]:
+        """Prompt tokens computed, padding included; those found; decoding steps."""
+        filler = self.filler
+        return {"prefilled": filler.computed, "reused": filler.reused, "steps": self.steps}
 
     def so_far(self) -> list[Rollout]:
         """Every completion of every request, in order; what is not finished says ``abort``."""
         for completion in (*self.live, *self.paused):
             self.done[completion.number] = self._rollout(completion, "abort")
-        owners = itertools.chain.from_iterable([asked.request] * asked.request.n for asked in self.asked)
+        owners = itertools.chain.from_iterable([request] * request.n for request in self.requests)
         empty = (Rollout(list(request.prompt_ids), [], [], "abort", self.engine.version) for request in owners)
         return [rollout or nothing for rollout, nothing in zip(self.done, empty, strict=True)]
 
@@ -89,12 +115,9 @@ class Run:
         most = min(engine.max_slots, max(1, len(self.done)))
         if budget is None or not self.prompts:
             return most
-        room = 0
-        while room < max(asked.sampling.max_new_tokens for asked in self.asked):
-            room = grown(room)
-        needed = len(self.shared) + self.longest + room
+        budget, needed = budget - self.reserve, self._needed()
         if budget < needed:
-            size = _bytes_per_token(engine.inner)
+            size = bytes_per_token(engine.inner)
             raise RolloutError(
                 f"kv_tokens={budget} ({budget * size / 1e6:.1f} MB) cannot hold one completion: the longest prompt and "
                 f"max_new_tokens need {needed} tokens, {needed * size / 1e6:.1f} MB. Raise kv_tokens, or shorten the prompt or "
@@ -102,6 +125,13 @@ class Run:
             )
         # As if every completion had a prompt of its own: then no admission can exceed the budget.
         return min(most, (budget - len(self.shared)) // (max(capacity, grown(0)) + self.longest))
+
+    def _needed(self) -> int:
+        """Tokens of the longest completion with its prompt, in blocks."""
+        room = 0
+        while room < max(asked.sampling.max_new_tokens for asked in self.asked):
+            room = grown(room)
+        return len(self.shared) + self.longest + room
 
     def _make_room(self, positions: int) -> None:
         """Before the suffixes grow: set aside completions that the budget has no room for, the shortest first."""
@@ -127,15 +157,17 @@ class Run:
             if asked is None:
                 break
             wanted = asked.prompt
-            ready = wanted.block is not None and self._is_filled(wanted)
+            ready = self.filler.ready(wanted)
             if not ready or self.paused:
                 if busy and passes:
                     break
                 passes += 1
             if not ready:
-                self._prefill(wanted)
+                self.filler.step(wanted, self.store.slots - len(self.live))
             elif self.paused:
-                self._resume(self.paused.popleft())
+                self.filler.again(self.paused[0], len(self.live))
+                self._enter(self.paused.popleft())
+                self._finish(started=True)
             else:
                 self._start(asked, min(asked.waiting, self.store.slots - len(self.live)))
         return bool(self.live)
@@ -152,74 +184,6 @@ class Run:
             self.cursor += 1
         return self.asked[self.cursor] if self.cursor < len(self.asked) else None
 
-    def _is_filled(self, prompt: Prompt) -> bool:
-        return self.filling is None or prompt not in self.filling.prompts
-
-    def _prefill(self, wanted: Prompt) -> None:
-        """Compute a piece of this prompt, together with as many after it as fit one pass and the free rows."""
-        if self.filling is None:
-            self.filling = self._gather(wanted)
-        work = self.filling
-        width = max(1, self.engine.prefill_tokens // len(work.prompts))
-        piece = work.ids[:, work.done : work.done + width]
-        hidden = self._pass(piece, work.block, self._past(work.block), offset=work.done)
-        work.done += piece.shape[1]
-        if work.done < work.ids.shape[1]:
-            return
-        last = work.block.lengths - 1 - (work.done - piece.shape[1])
-        logits = self.engine.logits(hidden[torch.arange(len(work.prompts), device=self.device), last])
-        for prompt, row in zip(work.prompts, logits, strict=True):
-            prompt.logits = row
-        self.filling = None
-
-    def _gather(self, wanted: Prompt) -> Filling:
-        chosen, width, rows = [wanted], len(wanted.ids), wanted.waiting
-        for prompt in self.prompts[wanted.index + 1 :]:
-            if prompt.waiting == 0:
-                continue
-            wider = max(width, len(prompt.ids))
-            full = len(self.live) + rows >= self.store.slots
-            if full or prompt.block is not None or wider * (len(chosen) + 1) > self.engine.prefill_tokens:
-                break
-            chosen.append(prompt)
-            width, rows = wider, rows + prompt.waiting
-        pad = self.engine.pad_token_id
-        ids = torch.tensor([p.ids + [pad] * (width - len(p.ids)) for p in chosen], device=self.device)
-        block = Block([p.index for p in chosen], torch.tensor([len(p.ids) for p in chosen], device=self.device))
-        for prompt in chosen:
-            prompt.block = block
-        return Filling(chosen, ids, block)
-
-    def _block(self, prompts: list[int], ids: Tensor) -> Block:
-        """A block of these tokens that sees nothing before itself."""
-        block = Block(prompts, torch.tensor([ids.shape[1]] * len(ids), device=self.device))
-        for start in range(0, ids.shape[1], self.engine.prefill_tokens):
-            piece = ids[:, start : start + self.engine.prefill_tokens]
-            self._pass(piece, block, [_of(block)] if start else [], offset=start)
-        return block
-
-    def _past(self, block: Block | None) -> list[dict[int, tuple[Tensor, Tensor]]]:
-        """What the next tokens of a block see: the common beginning and what the block already holds."""
-        found = [] if self.store.common is None else [_of(self.store.common)]
-        return found + ([_of(block)] if block is not None and block.keys else [])
-
-    def _pass(self, ids: Tensor, into: Block | None, past: list[Any], *, offset: int) -> Tensor:
-        """Hidden states of ``ids (P, width)``, which begin ``offset`` positions behind the common beginning."""
-        begin = offset + (self.store.shared if into is None or into is not self.store.common else 0)
-        positions = torch.arange(begin, begin + ids.shape[1], device=self.device).expand(len(ids), -1)
-        self.store.filling = fill = Fill(past)
-        try:
-            hidden = self.engine.inner.base_model(
-                input_ids=ids, position_ids=positions, use_cache=False
-            ).last_hidden_state
-        finally:
-            self.store.filling = None
-        if into is not None:
-            into.append(fill.keys, fill.values)
-        else:
-            self.store.put(len(self.live), fill.keys, fill.values)
-        return hidden
-
     def _start(self, asked: Asked, count: int) -> None:
         """Draw the first token of ``count`` completions of a request."""
         prompt = asked.prompt
@@ -233,22 +197,6 @@ class Run:
             prompt.logits = None
         for completion in completions:
             self._enter(completion)
-        self._finish(started=True)
-
-    def _resume(self, completion: Completion) -> None:
-        """Compute the suffix of a completion that was set aside, all but its last token, into a free row."""
-        prompt, written = completion.asked.prompt, completion.tokens[:-1]
-        assert prompt.block is not None
-        if written:
-            row = prompt.block.prompts.index(prompt.index)
-            own = {
-                layer: (prompt.block.keys[layer][row : row + 1, :, : len(prompt.ids)],
-                        prompt.block.values[layer][row : row + 1, :, : len(prompt.ids)])
-                for layer in prompt.block.keys
-            }  # fmt: skip
-            ids = torch.tensor([written], device=self.device)
-            self._pass(ids, None, [*self._past(None), own], offset=len(prompt.ids))
-        self._enter(completion)
         self._finish(started=True)
 
     def _enter(self, completion: Completion) -> None:
@@ -266,6 +214,7 @@ class Run:
 
     def _step(self) -> None:
         """One token for every live completion."""
+        self.steps += 1
         self._make_room(max(len(c.tokens) for c in self.live))
         self.store.longest = max(len(c.tokens) for c in self.live) - 1
         self.store.hidden = {}
@@ -287,10 +236,20 @@ class Run:
             if stopped or len(completion.tokens) >= completion.asked.sampling.max_new_tokens:
                 self.done[completion.number] = self._rollout(completion, "stop" if stopped else "length")
                 ended.append(row)
+                if self.filler.keeping:
+                    self._keep(completion, row)
         if ended:
             self._remove(ended)
         elif started:
             self._regroup()
+
+    def _keep(self, completion: Completion, row: int) -> None:
+        """For the next turn of its episode: all of it but the last token, which nobody has read."""
+        written = completion.tokens[:-1]
+        if written:
+            tokens = self.shared + completion.asked.prompt.ids + written
+            suffix = self.store.suffix(row, len(written))
+            self.filler.kept.add(tokens, [*self.filler.layers_of(completion.asked.prompt), suffix])
 
     def _rollout(self, completion: Completion, reason: Any) -> Rollout:
         return Rollout(
@@ -346,21 +305,17 @@ class Run:
         return Group(block, *(torch.tensor(x, device=self.device) for x in (flat, grid, place)))
 
 
-def _of(block: Block) -> dict[int, tuple[Tensor, Tensor]]:
-    return {layer: (block.keys[layer], block.values[layer]) for layer in block.keys}
-
-
 def _common_beginning(prompts: list[list[int]]) -> list[int]:
     """Tokens that all prompts begin with, where there are enough of them; every prompt keeps at least one of its own."""
     if len(prompts) < 2:
         return []
     first, last = min(prompts), max(prompts)
-    size = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    size = min(size, min(map(len, prompts)) - 1)
+    size = min(match(first, last), min(map(len, prompts)) - 1)
     return first[:size] if size >= SHARED_LEAST else []
 
 
-def _bytes_per_token(model: Any) -> int:
+def bytes_per_token(model: Any) -> int:
+    """Of keys and values of all layers."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
