@@ -6,34 +6,58 @@ Each class is also the standard-library type a caller would expect, so ``except 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from posttrain.types import Rollout
+    from posttrain.types import Finding, Rollout
 
 __all__ = [
     "ArgumentTypeError",
+    "BadRequest",
     "CheckpointError",
     "ConfigError",
     "DataError",
     "MissingDependencyError",
     "ModelError",
     "PosttrainError",
+    "PreflightError",
     "RewardError",
     "RolloutError",
     "RolloutInterrupted",
+    "RolloutServerError",
+    "ServerBusy",
+    "ServerDied",
+    "ServerUnreachable",
+    "WeightSyncError",
     "check_choice",
     "did_you_mean",
 ]
 
 
 class PosttrainError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on purpose.
+
+    Attributes:
+        exit_code: What the ``posttrain`` command returns for it.
+    """
+
+    exit_code: ClassVar[int] = 1
 
 
 class ConfigError(PosttrainError, ValueError):
     """A config field, or a combination of fields, that cannot work."""
+
+
+class PreflightError(ConfigError):
+    """A run that a check refused.
+
+    Attributes:
+        findings: Why.
+    """
+
+    exit_code = 78  # EX_CONFIG of sysexits.h.
+    findings: Sequence[Finding] = ()
 
 
 class DataError(PosttrainError, ValueError):
@@ -66,6 +90,83 @@ class RolloutInterrupted(KeyboardInterrupt):
     def __init__(self, message: str, rollouts: list[Rollout]) -> None:
         super().__init__(message)
         self.rollouts = rollouts
+
+
+class RolloutServerError(RolloutError):
+    """A rollout server that failed, or answered something that cannot be trained on.
+
+    Attributes:
+        url: Of the server.
+        log_tail: The end of its log, where it sent it.
+    """
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again.
+
+    def __init__(self, message: str, *, url: str = "", log_tail: str = "") -> None:
+        super().__init__(f"{message}\nThe end of the server's log:\n{log_tail}" if log_tail else message)
+        self.url, self.log_tail = url, log_tail
+
+
+class ServerUnreachable(RolloutServerError, ConnectionError):
+    """No answer from a rollout server, or half of one.
+
+    Attributes:
+        timed_out: The request arrived, and nothing came back in time: asking again would wait as long again.
+    """
+
+    def __init__(self, message: str, *, timed_out: bool = False, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.timed_out = timed_out
+
+
+class ServerBusy(RolloutServerError):
+    """A rollout server that refuses work for now: it is full, paused, asleep, or belongs to another trainer.
+
+    Attributes:
+        retry_after: Seconds after which it may be asked again; None where it did not say.
+        held: It belongs to another trainer: asking again does not help.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None = None, held: bool = False, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.retry_after, self.held = retry_after, held
+
+
+class ServerDied(RolloutServerError):
+    """A worker of a rollout server has ended.
+
+    Attributes:
+        rank: Of the worker; None where the server did not say.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.rank = rank
+
+
+class BadRequest(RolloutServerError, ValueError):
+    """A request that a rollout server will never serve.
+
+    Attributes:
+        index: Of the prompt at fault; None where it is not one prompt.
+    """
+
+    def __init__(self, message: str, *, index: int | None = None, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.index = index
+
+
+class WeightSyncError(RolloutServerError):
+    """New weights did not arrive: the server holds others than the trainer.
+
+    Attributes:
+        phase: ``begin``, ``bucket``, ``end``, ``reply`` (a completion came from other weights) or ``generate``.
+        version: That was sent or expected.
+    """
+
+    def __init__(self, message: str, *, phase: str, version: int | None = None, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.phase, self.version = phase, version
 
 
 class CheckpointError(PosttrainError, RuntimeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,15 @@ __all__ = [
     "all_gather_objects",
     "all_reduce_sum",
     "equal_passes",
+    "flattens_parameters",
+    "gathered",
     "main_process_first",
     "no_sync",
     "run_and_share",
     "shards_parameters",
+    "summoned",
     "whole_parameters",
+    "whole_tensor",
 ]
 
 
@@ -106,6 +110,43 @@ def _summon_fsdp(model: Any, bare: torch.nn.Module) -> Iterator[torch.nn.Module]
     finally:
         for module in modules:
             module.reshard()
+
+
+@contextmanager
+def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A few parameters whole while they are read; a collective under ZeRO-3, nothing elsewhere."""
+    sharded = [p for p in parameters if hasattr(p, "ds_id")]
+    if not sharded:
+        yield
+        return
+    import deepspeed  # type: ignore[import-not-found]
+
+    with deepspeed.zero.GatheredParameters(sharded):
+        yield
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that FSDP2 may have cut into shards; then a collective that every rank must join."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
+
+
+def flattens_parameters(model: torch.nn.Module) -> bool:
+    """Whether parameters are flattened into one tensor a module (FSDP1), which hides their names."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+@contextmanager
+def summoned(model: torch.nn.Module) -> Iterator[None]:
+    """Flattened parameters whole and by their names while they are read (FSDP1 has no other way); elsewhere nothing."""
+    if not flattens_parameters(model):
+        yield
+        return
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        yield
 
 
 @contextmanager

@@ -10,21 +10,40 @@ from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.scripted import ScriptedEngine
+from posttrain.rollouts.server import ServerEngine
+from posttrain.rollouts.weights import Weights
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
+from tests.rollouts.stub_server import StubServer
 
 VOCAB = 37
+
+
+def served(model):
+    """Over HTTP, from a server in a thread; ``model`` is the trainer's."""
+    stub = StubServer(model)
+    engine = ServerEngine(stub.url, connection_timeout=10)
+    engine.model, engine.stub = model, stub
+    engine.load_weights(Weights(model), 1)
+    return engine
+
+
 ENGINES = {
     "hf": lambda model: HFEngine(model, pad_token_id=0),
     "native": lambda model: NativeEngine(model, pad_token_id=0),
     "native-3-slots": lambda model: NativeEngine(model, pad_token_id=0, max_slots=3),
+    "server": served,
 }
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
 
 
 @pytest.fixture(params=ENGINES)
 def engine(request):
-    return ENGINES[request.param](build_model(VOCAB))
+    made = ENGINES[request.param](build_model(VOCAB))
+    yield made
+    made.close()
+    if hasattr(made, "stub"):
+        made.stub.close()
 
 
 def requests(n=2):
@@ -162,6 +181,9 @@ def test_the_engine_works_after_an_exception(engine):
         engine.generate([Request([5, 6])], Sampling(600))
     with pytest.raises(RolloutError, match="token id 99, and the model has 37"):
         engine.generate([Request([99])], Sampling(2))
+    if getattr(engine, "holds_copy", False):
+        assert len(engine.generate(requests(2), Sampling(4, seed=0))) == 6
+        return
     hook = engine.model.model.layers[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         engine.generate(requests(2), Sampling(4, seed=0))

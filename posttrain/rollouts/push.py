@@ -1,0 +1,251 @@
+"""Weights to rollout servers: begin, buckets, end; each bucket checked by its hash, the whole confirmed by its version."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from posttrain.errors import RolloutServerError, WeightSyncError
+from posttrain.rollouts.client import VLLMClient
+from posttrain.rollouts.connection import CONNECT
+from posttrain.rollouts.weights import Bucket, SharedFile, buckets, safetensors_bytes
+from posttrain.rollouts.wire import CHECKSUM_HEADER, SAFETENSORS, SHARED_FOLDER, VERSION_HEADER, checksum
+
+__all__ = ["BUCKET_BYTES", "Pusher", "push"]
+
+logger = logging.getLogger(__name__)
+
+BUCKET_BYTES = 512 * 2**20
+SHARED_BYTES = 64 * 2**20  # Through shared memory there is no round trip to save: small buckets overlap better.
+NAMES_SHOWN = 5
+
+
+class Pusher:
+    """Sends one version to several servers at once: a bucket is made while the one before it is being loaded.
+
+    Args:
+        bucket_bytes: Of one request.
+        timeout: Seconds of one call.
+        shared: Whether servers on this machine read buckets from shared memory; None: where that exists.
+    """
+
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES, timeout: float = 720.0, shared: bool | None = None) -> None:
+        self.bucket_bytes, self.timeout = bucket_bytes, timeout
+        self.shared = SHARED_FOLDER.is_dir() if shared is None else shared
+        self._files: list[SharedFile] = []
+        self._lock = threading.Lock()
+
+    def push(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        versions: Mapping[VLLMClient, int],
+        *,
+        names: Sequence[str] | None = None,
+        adapter: dict[str, Any] | None = None,
+        partial: bool = False,
+    ) -> dict[VLLMClient, dict[str, Any] | RolloutServerError]:
+        """One whole update of every server; what each of them answered, or the error that ended its part.
+
+        The tensors are read to their end whatever fails: reading may be a collective that other ranks wait in.
+
+        Args:
+            tensors: In the engine's dtype.
+            versions: The version that each server is given.
+            names: Of all tensors, so that a server can say at once which it does not know.
+            adapter: ``{r, alpha, target_modules}`` where the tensors are an adapter's.
+            partial: Whether names that are not sent may stay as they are.
+        """
+        with self._lock, ThreadPoolExecutor(max_workers=max(len(versions), 1)) as pool:
+            update = _Update(self, versions, pool)
+            update.begin(names, adapter)
+            iterator = iter(tensors)
+            try:
+                update.send(iterator)
+            finally:
+                for _ in iterator:
+                    pass
+            return update.end(partial)
+
+    def files(self) -> list[SharedFile]:
+        """Two files: one is written while the other is read."""
+        if not self._files:
+            self._files = [SharedFile(), SharedFile()]
+        return self._files
+
+    def close(self) -> None:
+        """Remove the files."""
+        for file in self._files:
+            file.close()
+        self._files = []
+
+
+class _Update:
+    """One update on its way."""
+
+    def __init__(self, pusher: Pusher, versions: Mapping[VLLMClient, int], pool: ThreadPoolExecutor) -> None:
+        self.pusher, self.versions, self.pool = pusher, versions, pool
+        self.results: dict[VLLMClient, dict[str, Any] | RolloutServerError] = {}
+        self.pending: list[tuple[VLLMClient, Future]] = []
+
+    @property
+    def live(self) -> list[VLLMClient]:
+        """Servers whose part has not failed."""
+        return [c for c in self.versions if not isinstance(self.results.get(c), RolloutServerError)]
+
+    def begin(self, names: Sequence[str] | None, adapter: dict[str, Any] | None) -> None:
+        """Each server waits for its running requests and takes no others."""
+        for client in self.live:
+            body: dict[str, Any] = {"version": self.versions[client], "names": None if names is None else list(names)}
+            body |= {} if adapter is None else {"adapter": adapter}
+            self._submit(client, "begin", "/begin_update/", body)
+        self.settle()
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Every bucket to every server, two at once on their way."""
+        local = [c for c in self.live if c.is_local and self.pusher.shared and c.communicator is None]
+        limit = (
+            min(self.pusher.bucket_bytes, SHARED_BYTES) if len(local) == len(self.live) else self.pusher.bucket_bytes
+        )
+        earlier: list[tuple[VLLMClient, Future]] = []
+        for number, bucket in enumerate(buckets(tensors, limit)):
+            if not self.live:
+                return
+            made = self._through_memory(bucket, number, local) + self._through_http(bucket, local)
+            self.settle(earlier)
+            earlier = made
+        self.settle(earlier)
+
+    def _through_memory(self, bucket: Bucket, number: int, local: list[VLLMClient]) -> list[tuple[VLLMClient, Future]]:
+        clients = [c for c in local if c in self.live]
+        if not clients:
+            return []
+        file = self.pusher.files()[number % 2]  # Its reader has answered: `send` settled the bucket before the last.
+        digest = checksum(file.write(bucket))
+        return [
+            self._submitted(
+                c, "/update_bucket/", {"version": self.versions[c], "path": str(file.path), "checksum": digest}
+            )
+            for c in clients
+        ]
+
+    def _through_http(self, bucket: Bucket, local: list[VLLMClient]) -> list[tuple[VLLMClient, Future]]:
+        clients = [c for c in self.live if c not in local]
+        if not clients:
+            return []
+        made = [(c, self.pool.submit(c.communicator.send, bucket, self.versions[c])) for c in clients if c.communicator]
+        plain = [c for c in clients if not c.communicator]
+        body = safetensors_bytes(bucket) if plain else b""
+        headers = {"Content-Type": SAFETENSORS, CHECKSUM_HEADER: checksum(body)}
+        for c in plain:
+            made.append(self._submitted(c, "/update_bucket/", body, headers | {VERSION_HEADER: str(self.versions[c])}))
+        return made
+
+    def end(self, partial: bool) -> dict[VLLMClient, dict[str, Any] | RolloutServerError]:
+        """The servers count what came, forget old keys and values, and generate again."""
+        for client in self.live:
+            self._submit(client, "end", "/end_update/", {"version": self.versions[client]})
+        self.settle()
+        for client in self.live:
+            error = _unconfirmed(client, dict(self.results[client]), self.versions[client], partial)  # type: ignore[arg-type]
+            if error is not None:
+                self.results[client] = error
+        return self.results
+
+    # Requests ------------------------------------------------------------------------------------------------------
+
+    def _submitted(self, client: VLLMClient, path: str, body: Any, headers: Any = None) -> tuple[VLLMClient, Future]:
+        # Never sent twice: a server that had taken the first would take another.
+        limits = (CONNECT, self.pusher.timeout)
+        return client, self.pool.submit(client.call, "POST", path, body, timeout=limits, headers=headers)
+
+    def _submit(self, client: VLLMClient, phase: str, path: str, body: Any) -> None:
+        self.pending.append(self._submitted(client, path, body))
+
+    def settle(self, requests: list[tuple[VLLMClient, Future]] | None = None) -> None:
+        """Wait for answers; a server that failed is told to forget the update."""
+        waiting, self.pending = (self.pending, []) if requests is None else (requests, self.pending)
+        for client, future in waiting:
+            try:
+                answer = future.result()
+                if client in self.live:
+                    self.results[client] = answer
+            except RolloutServerError as error:
+                self._fail(client, error)
+
+    def _fail(self, client: VLLMClient, error: RolloutServerError) -> None:
+        if client not in self.live:
+            return
+        version = self.versions[client]
+        phase = getattr(error, "phase", None) or "bucket"
+        self.results[client] = error if isinstance(error, WeightSyncError) else _as_sync(error, phase, version, client)
+        try:
+            client.call("POST", "/abort_update/", {"version": version}, timeout=5.0)
+        except RolloutServerError as later:
+            logger.info("%s did not take the end of a failed update: %s", client.base_url, later)
+
+
+def _as_sync(error: RolloutServerError, phase: str, version: int, client: VLLMClient) -> WeightSyncError:
+    made = WeightSyncError(
+        f"version {version} did not reach {client.base_url}: {error}", phase=phase, version=version, url=client.base_url
+    )
+    made.__cause__ = error
+    return made
+
+
+def _unconfirmed(client: VLLMClient, answer: dict[str, Any], version: int, partial: bool) -> WeightSyncError | None:
+    """What is wrong with the answer that should confirm an update."""
+    told = answer.get("version")
+    missing = [] if partial else list(answer.get("missing") or [])
+    unexpected = list(answer.get("unexpected") or [])
+    if told == version and not missing and not unexpected:
+        return None
+    text = f"{client.base_url} confirmed version {told} after version {version} was sent"
+    if told == version:
+        names = missing or unexpected
+        what = "still has old values of" if missing else "does not know"
+        text = f"{client.base_url} {what} {len(names)} weights: {', '.join(names[:NAMES_SHOWN])}"
+    return WeightSyncError(
+        f"{text}. Serve the model that is trained (same architecture, same names), and push again.",
+        phase="end", version=version, url=client.base_url,
+    )  # fmt: skip
+
+
+def push(
+    client: VLLMClient,
+    tensors: Iterable[tuple[str, Tensor]],
+    version: int,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    shared: bool | None = None,
+    partial: bool = False,
+) -> dict[str, Any]:
+    """Send weights to one server and have them confirmed.
+
+    Args:
+        client: Of the server.
+        tensors: In the server's dtype, or one it can cast.
+        version: Above the server's.
+        bucket_bytes: Of one request.
+        shared: Whether to go through shared memory where the server is on this machine.
+        partial: Whether names that are not sent may stay.
+
+    Returns:
+        ``version``, ``loaded``, ``missing``, ``unexpected``.
+
+    Raises:
+        WeightSyncError: Names the phase that failed; the server then refuses to generate until a whole update arrives.
+    """
+    pusher = Pusher(bucket_bytes, client.sync_timeout, shared)
+    try:
+        names = getattr(tensors, "names", None)
+        result = pusher.push(tensors, {client: version}, names=names, partial=partial)[client]
+    finally:
+        pusher.close()
+    if isinstance(result, RolloutServerError):
+        raise result
+    return result

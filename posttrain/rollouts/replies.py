@@ -1,0 +1,134 @@
+"""What a rollout server is asked, and its answer as rollouts: nothing is taken that does not answer the question."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.errors import RolloutServerError
+from posttrain.types import Rollout, Sampling
+
+__all__ = ["Chunk", "derived_seed", "read_reply", "sampling_fields"]
+
+SEEDS = 2**62  # Seeds stay within the signed integers of every engine.
+
+
+def derived_seed(seed: int | None, index: int) -> int | None:
+    """The seed of request ``index`` in a call with ``seed``: the same whichever server answers, and in whatever company.
+
+    Multiplier and increment are Knuth's of MMIX, so that seeds of neighbours lie far apart (engines count on from them).
+    """
+    return None if seed is None else (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % SEEDS
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Requests that go to one server together: one number of completions, one sampling.
+
+    Attributes:
+        indices: Of the requests in the call.
+        id: Under which a server answers once, however often it is asked.
+    """
+
+    indices: list[int]
+    prompts: list[list[int]]
+    n: int
+    sampling: Sampling
+    seeds: list[int | None]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def tokens(self) -> int:
+        """That may have to be computed."""
+        return sum(map(len, self.prompts)) + len(self.prompts) * self.n * self.sampling.max_new_tokens
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """A `Sampling` as the server's request has it: named fields, and the rest under vLLM's names."""
+    rest: dict[str, Any] = {}
+    if sampling.stop_token_ids:
+        rest["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.min_new_tokens:
+        rest["min_tokens"] = sampling.min_new_tokens
+    if sampling.stop_strings:
+        rest["stop"] = list(sampling.stop_strings)
+    if sampling.logit_bias:
+        rest["logit_bias"] = {str(token): value for token, value in sampling.logit_bias}
+    if sampling.no_repeat_ngram:
+        rest["no_repeat_ngram"] = sampling.no_repeat_ngram
+    if sampling.guide is not None:
+        kind, text = sampling.guide
+        rest["structured_outputs"] = {
+            {"choices": "choice"}.get(kind, kind): text.split("\n") if kind == "choices" else text
+        }
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p or 0.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logprobs": sampling.top_logps,
+        "generation_kwargs": rest,
+    }
+
+
+def read_reply(reply: dict[str, Any], chunk: Chunk, *, url: str, vocabulary: int | None = None) -> list[Rollout]:
+    """A reply as rollouts, after it has been shown to be an answer to this chunk and to nothing else.
+
+    Raises:
+        RolloutServerError: Other prompts, too few completions, tokens without log-probs, ids beyond the vocabulary.
+    """
+    completions, logps = reply.get("completion_ids"), reply.get("logprobs")
+    owners = [prompt for prompt in chunk.prompts for _ in range(chunk.n)]
+
+    def refuse(what: str) -> RolloutServerError:
+        return RolloutServerError(f"{url} {what}: its answer cannot be used.", url=url)
+
+    if not isinstance(completions, list) or len(completions) != len(owners):
+        count = len(completions) if isinstance(completions, list) else "no list of"
+        raise refuse(f"sent {count} completions for {len(chunk.prompts)} prompts x {chunk.n}")
+    if "prompt_ids" in reply and reply["prompt_ids"] != chunk.prompts:
+        raise refuse("answered other prompts than it was asked")
+    if not isinstance(logps, list) or len(logps) != len(owners):
+        raise refuse("sent no log-probs of its completions")
+    tops = reply.get("logprob_token_ids") or [None] * len(owners)
+    reasons = reply.get("finish_reasons") or [None] * len(owners)
+    rollouts = []
+    for i, (prompt, ids) in enumerate(zip(owners, completions, strict=True)):
+        if not ids or len(ids) > chunk.sampling.max_new_tokens:
+            raise refuse(
+                f"sent a completion of {len(ids)} tokens, and 1 to {chunk.sampling.max_new_tokens} were asked for"
+            )
+        if len(logps[i]) != len(ids):
+            raise refuse(f"sent {len(logps[i])} log-probs for a completion of {len(ids)} tokens")
+        if vocabulary and not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise refuse(f"sent token id {max(ids)}, and its vocabulary has {vocabulary}")
+        rollouts.append(_rollout(prompt, ids, logps[i], tops[i], reasons[i], chunk.sampling))
+    return rollouts
+
+
+def _rollout(
+    prompt: list[int], ids: list[int], logps: list[Any], tops: list[Any] | None, reason: Any, sampling: Sampling
+) -> Rollout:
+    """One completion; the log-prob is that of the sampled token, found by its id and not by its rank."""
+    by_token = [_by_token(ids[t], logps[t], None if tops is None else tops[t]) for t in range(len(ids))]
+    if reason not in ("stop", "length", "abort"):
+        reason = "stop" if ids[-1] in sampling.stop_token_ids else "length"
+    most = None
+    if sampling.top_logps and tops is not None:
+        most = [
+            [(int(k), float(v)) for k, v in zip(tops[t], logps[t], strict=True)][: sampling.top_logps]
+            for t in range(len(ids))
+        ]
+    return Rollout(list(prompt), list(ids), by_token, reason, top_logps=most)
+
+
+def _by_token(token: int, values: Any, ids: Any) -> float:
+    """The sampled token's log-prob among those of the most likely; NaN where the server has none."""
+    if not isinstance(values, list):
+        return math.nan if values is None else float(values)
+    place = ids.index(token) if ids is not None and token in ids else (0 if len(values) == 1 else None)
+    value = None if place is None else values[place]
+    return math.nan if value is None else float(value)

@@ -1,0 +1,425 @@
+"""A rollout server that dies, restarts, lies, is slow or full: retried where that is safe, else an error; never a mix-up."""
+
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from posttrain.errors import (
+    BadRequest,
+    ConfigError,
+    RolloutError,
+    RolloutServerError,
+    ServerBusy,
+    ServerUnreachable,
+    WeightSyncError,
+)
+from posttrain.rollouts import connection, fleet
+from posttrain.rollouts.server import ServerEngine, VLLMClient
+from posttrain.rollouts.weights import Weights
+from posttrain.types import Request, Sampling
+from tests.conftest import build_model
+from tests.rollouts.stub_server import StubServer
+
+VOCAB = 37
+REQUESTS = [Request([5, 6, 7, 8], 2), Request([9, 10], 2), Request([11, 12, 13], 2), Request([14], 2)]
+SAMPLING = Sampling(6, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(connection, "BACK_OFF", 0.01)
+    monkeypatch.setattr(fleet, "REFRESH_SECONDS", 0.0)
+
+
+@pytest.fixture
+def made():
+    """What is to be closed."""
+    things = []
+    yield things
+    for thing in reversed(things):
+        thing.close()
+
+
+@pytest.fixture
+def model():
+    return build_model(VOCAB)
+
+
+@pytest.fixture
+def stub(made, model):
+    made.append(StubServer(build_model(VOCAB, seed=9)))  # Other weights than the trainer's, until they are pushed.
+    return made[-1]
+
+
+def connect(made, *stubs, **options):
+    urls = stubs[0] if callable(stubs[0]) else [s.url for s in stubs]
+    made.append(ServerEngine(urls, **({"connection_timeout": 5, "request_timeout": 20} | options)))
+    return made[-1]
+
+
+@pytest.fixture
+def engine(made, stub, model):
+    engine = connect(made, stub)
+    engine.load_weights(Weights(model), 1)
+    return engine
+
+
+def words(rollouts):
+    return [(r.prompt_ids, r.token_ids) for r in rollouts]
+
+
+def generations(stub):
+    return sum(path == "generate" for _, path in stub.calls)
+
+
+# One answer
+
+
+@pytest.mark.parametrize("lie", ["truncate", "hang_up"])
+def test_an_answer_that_breaks_off_is_asked_for_again_and_sampled_once(engine, stub, lie):
+    truth = words(engine.generate(REQUESTS, SAMPLING))
+    stub.seen.clear()
+    stub.lies[lie] = 2
+    before = generations(stub)
+    assert words(engine.generate(REQUESTS, SAMPLING)) == truth
+    assert generations(stub) == before + 3
+    assert len(stub.seen) == 1
+
+
+def test_a_storm_of_503_is_waited_out_and_a_longer_one_is_an_error(engine, stub):
+    stub.lies["statuses"] = [503, 502, 504]
+    assert len(engine.generate(REQUESTS, SAMPLING)) == 8
+    stub.lies["statuses"] = [503] * 50
+    with pytest.raises(ServerBusy, match="answered 503: not now"):
+        engine.generate(REQUESTS, SAMPLING)
+    assert len(stub.lies["statuses"]) == 46
+    stub.lies["statuses"] = []
+    assert len(engine.generate(REQUESTS, SAMPLING)) == 8  # It is looked at again, and its weights are still there.
+
+
+def test_a_500_is_not_sent_again(engine, stub):
+    before = generations(stub)
+    stub.lies["statuses"] = [500]
+    with pytest.raises(RolloutServerError, match="answered 500"):
+        engine.generate(REQUESTS, SAMPLING)
+    assert generations(stub) == before + 1
+
+
+def test_a_bad_request_names_the_prompt_and_is_not_sent_again(engine, stub):
+    stub.lies["info"] = {"max_model_len": 10**6}
+    engine.fleet.servers[stub.url].info["max_model_len"] = 10**6
+    before = generations(stub)
+    with pytest.raises(BadRequest, match="prompt 1 of 600 tokens is too long") as caught:
+        engine.generate([Request([5]), Request([6] * 600)], SAMPLING)
+    assert caught.value.index == 1
+    assert isinstance(caught.value, ValueError)
+    assert generations(stub) == before + 1
+
+
+def test_a_slow_answer_ends_after_the_time_out_and_is_not_asked_for_again(made, stub, model):
+    engine = connect(made, stub, request_timeout=0.3)
+    engine.load_weights(Weights(model), 1)
+    stub.lies["slow"] = 2.0
+    begin = time.monotonic()
+    with pytest.raises(ServerUnreachable, match=r"no answer within 0.3 s"):
+        engine.generate(REQUESTS, SAMPLING)
+    assert time.monotonic() - begin < 1.5
+    assert generations(stub) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda r: r | {"prompt_ids": r["prompt_ids"][::-1]}, "answered other prompts than it was asked"),
+        (lambda r: r | {"completion_ids": r["completion_ids"][:-1]}, "sent 7 completions for 4 prompts x 2"),
+        (lambda r: r | {"logprobs": None}, "sent no log-probs"),
+        (lambda r: r | {"logprobs": [x[:-1] for x in r["logprobs"]]}, "sent 5 log-probs for a completion of 6 tokens"),
+        (lambda r: r | {"completion_ids": [[99] * 6] * 8}, "token id 99, and its vocabulary has 37"),
+        (
+            lambda r: r | {"completion_ids": [[1] * 7] * 8, "logprobs": [[[0.0]] * 7] * 8},
+            "completion of 7 tokens, and 1 to 6",
+        ),
+    ],
+)
+def test_an_answer_that_does_not_answer_is_refused(engine, stub, change, text):
+    stub.lies["edit"] = change
+    with pytest.raises(RolloutServerError, match=text):
+        engine.generate(REQUESTS, SAMPLING)
+
+
+def test_the_log_prob_of_a_token_is_found_by_its_id_and_a_missing_one_is_nan(engine, stub):
+    truth = [r.logp for r in engine.generate(REQUESTS, SAMPLING)]
+
+    def likely_first(reply):
+        ids = [[[36 if t != 36 else 35, t] for t in line] for line in reply["completion_ids"]]
+        logps = [[[-0.01, x[0]] for x in line] for line in reply["logprobs"]]
+        logps[0][0][1] = None
+        return reply | {"logprobs": logps, "logprob_token_ids": ids}
+
+    stub.lies["edit"] = likely_first
+    seen = [r.logp for r in engine.generate(REQUESTS, SAMPLING)]
+    assert math.isnan(seen[0][0])
+    assert seen[0][1:] == truth[0][1:]
+    assert seen[1:] == truth[1:]
+
+
+# Weights
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_pushed_weights_arrive_byte_for_byte(made, stub, model, shared):
+    engine = connect(made, stub, shared_memory=shared, bucket_mb=1)
+    for version in (1, 2):
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight += version
+        engine.load_weights(Weights(model), version)
+        own = stub.model.state_dict()
+        assert all(torch.equal(own[name], tensor) for name, tensor in model.state_dict().items())
+        assert engine.generate([Request([5])], Sampling(1, seed=0))[0].version == version
+
+
+def test_a_server_with_old_weights_is_found_at_its_first_answer_and_works_after_a_push(made, model):
+    first = StubServer(model)
+    engine = connect(made, first)
+    engine.load_weights(Weights(model), 1)
+    truth = words(engine.generate(REQUESTS, SAMPLING))
+    port = first.http.server_port
+    first.close()
+    made.append(StubServer(build_model(VOCAB, seed=9), port=port))
+    with pytest.raises((WeightSyncError, ServerUnreachable)):
+        engine.generate(REQUESTS, SAMPLING)
+    assert engine.needs_weights()
+    with pytest.raises(WeightSyncError, match="no rollout server holds version 1"):
+        engine.generate(REQUESTS, SAMPLING)
+    engine.load_weights(Weights(model), 1)
+    assert words(engine.generate(REQUESTS, SAMPLING)) == truth
+    assert not engine.needs_weights()
+
+
+def test_a_reply_of_another_version_never_reaches_the_trainer(engine, stub):
+    stub.lies["edit"] = lambda reply: reply | {"weight_version": 17}
+    with pytest.raises(
+        WeightSyncError, match=r"sampled from weights of version 17, and version 1 was pushed last"
+    ) as caught:
+        engine.generate(REQUESTS, SAMPLING)
+    assert caught.value.phase == "reply"
+    assert engine.needs_weights()
+
+
+@pytest.mark.parametrize(
+    ("lie", "phase", "text"),
+    [
+        ({"fail": "begin_update"}, "begin", "out of memory"),
+        ({"fail": "update_bucket"}, "bucket", "out of memory"),
+        ({"fail": "end_update"}, "end", "out of memory"),
+        ({"end": lambda r: r | {"version": 1}}, "end", "confirmed version 1 after version 2 was sent"),
+        (
+            {"end": lambda r: r | {"missing": ["lm_head.bias"]}},
+            "end",
+            "still has old values of 1 weights: lm_head.bias",
+        ),
+        ({"end": lambda r: r | {"unexpected": ["visual.x"]}}, "end", "does not know 1 weights: visual.x"),
+    ],
+)
+def test_a_push_that_fails_names_its_phase_and_the_next_one_cures_it(engine, stub, model, lie, phase, text):
+    stub.lies.update(lie)
+    with pytest.raises(WeightSyncError, match=text) as caught:
+        engine.load_weights(Weights(model), 2)
+    assert caught.value.phase == phase
+    for name in lie:
+        stub.lies.pop(name)
+    with pytest.raises(RolloutServerError):
+        engine.generate(REQUESTS, SAMPLING)
+    engine.load_weights(Weights(model), 2)
+    assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {2}
+
+
+def test_a_failed_push_still_reads_all_tensors_because_other_ranks_may_wait_in_each(engine, stub, model):
+    read = []
+
+    def pairs():
+        for name, tensor in Weights(model):
+            read.append(name)
+            yield name, tensor
+
+    stub.lies["fail"] = "update_bucket"
+    with pytest.raises(WeightSyncError):
+        engine.load_weights(pairs(), 2)
+    assert read == Weights(model).names
+
+
+def test_a_bucket_that_was_changed_on_its_way_is_refused(engine, stub, model, monkeypatch):
+    monkeypatch.setattr("posttrain.rollouts.push.checksum", lambda data: "0" * 32)
+    with pytest.raises(WeightSyncError, match="checksum"):
+        engine.load_weights(Weights(model), 2)
+
+
+def test_a_server_of_another_model_says_which_names_it_does_not_know(made, model):
+    made.append(StubServer(build_model(VOCAB, num_hidden_layers=1)))
+    engine = connect(made, made[-1])
+    with pytest.raises(WeightSyncError, match=r"unknown names .*layers\.1"):
+        engine.load_weights(Weights(model), 1)
+
+
+def test_versions_rise_at_the_server_although_the_trainer_begins_anew(made, stub, model):
+    stub.version = 41
+    engine = connect(made, stub)
+    engine.load_weights(Weights(model), 1)
+    assert stub.version == 42
+    assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {1}
+
+
+def test_the_client_updates_a_whole_model_and_one_parameter(made, stub, model):
+    client = VLLMClient(stub.url, connection_timeout=5)
+    made.append(client)
+    assert client.get_world_size() == 1
+    assert client.update_model_params(model)["version"] == 0
+    assert torch.equal(stub.model.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    client.update_named_param("model.norm.weight", torch.full((32,), 7.0))
+    assert stub.model.model.norm.weight.tolist() == [7.0] * 32
+    client.reset_prefix_cache()
+    client.close_communicator()
+    client.close_communicator()
+
+
+# Who is there
+
+
+def test_a_server_that_is_never_healthy_is_given_up_in_time(made, stub):
+    stub.lies["sick"] = "rank 0 is dead"
+    begin = time.monotonic()
+    with pytest.raises(ServerUnreachable, match=r"no healthy rollout server .* rank 0 is dead"):
+        VLLMClient(stub.url, connection_timeout=0.4).check_server(0.4, retry_interval=0.1)
+    assert time.monotonic() - begin < 2
+    with pytest.raises(ServerUnreachable, match="posttrain serve"):
+        ServerEngine("http://127.0.0.1:9", connection_timeout=0.2)
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"localhost:8000.*http://"):
+        VLLMClient("localhost:8000")
+    with pytest.raises(ConfigError, match="no rollout server is named"):
+        ServerEngine([], connection_timeout=0)
+
+
+def test_a_second_trainer_is_kept_out_until_the_first_leaves(made, stub, model):
+    first = ServerEngine(stub.url, connection_timeout=5, holder="a")
+    with pytest.raises(ServerBusy, match="held by a"):
+        ServerEngine(stub.url, connection_timeout=5, holder="b")
+    first.close()
+    second = connect(made, stub, holder="b")
+    second.load_weights(Weights(model), 1)
+    stub.lease = ("another", "c")
+    with pytest.raises(RolloutServerError, match="held by c"):
+        second.load_weights(Weights(model), 2)
+
+
+def test_a_lease_that_lapsed_is_taken_again_and_one_that_is_gone_ends_the_run(made, stub, model):
+    engine = connect(made, stub)
+    engine.load_weights(Weights(model), 1)
+    server = engine.fleet.servers[stub.url]
+    stub.lease = None
+    engine.fleet._renew_one(server)
+    assert stub.lease is not None
+    assert len(engine.generate(REQUESTS, SAMPLING)) == 8
+    stub.lease = ("another", "somebody else")
+    engine.fleet._renew_one(server)
+    with pytest.raises(ServerBusy, match="another trainer took over"):
+        engine.generate(REQUESTS, SAMPLING)
+
+
+def test_the_same_tokens_come_from_one_server_and_from_three(made, model):
+    stubs = [StubServer(model) for _ in range(3)]
+    made += stubs
+    one = connect(made, stubs[0], holder="a")
+    one.load_weights(Weights(model), 1)
+    truth = one.generate(REQUESTS, SAMPLING)
+    one.close()
+    three = connect(made, *stubs)
+    three.load_weights(Weights(model), 5)
+    found = three.generate(REQUESTS, SAMPLING)
+    assert words(found) == words(truth)
+    assert [s.served > 0 for s in three.fleet.servers.values()] == [True, True, True]
+    assert {r.version for r in found} == {5}
+
+
+def test_what_a_dying_server_was_asked_for_goes_to_the_others_and_a_newcomer_joins_with_current_weights(made, model):
+    stubs = [StubServer(build_model(VOCAB, seed=9)) for _ in range(3)]
+    made += stubs
+    urls = [s.url for s in stubs]
+    engine = connect(made, lambda: urls)
+    engine.load_weights(Weights(model), 1)
+    truth = words(engine.generate(REQUESTS * 4, SAMPLING))
+    for stub in stubs:
+        stub.lies["slow"] = 0.3
+    killer = threading.Timer(0.1, stubs[1].die)
+    killer.start()
+    assert words(engine.generate(REQUESTS * 4, SAMPLING)) == truth
+    killer.join()
+    assert [s.down is None for s in engine.fleet.servers.values()] == [True, False, True]
+    newcomer = StubServer(build_model(VOCAB, seed=4))
+    made.append(newcomer)
+    urls[1] = newcomer.url
+    assert words(engine.generate(REQUESTS * 4, SAMPLING)) == truth
+    assert generations(newcomer) == 0  # Not before it has the weights.
+    assert engine.needs_weights()
+    engine.load_weights(Weights(model), 1)
+    assert words(engine.generate(REQUESTS * 4, SAMPLING)) == truth
+    assert generations(newcomer) > 0
+    assert sum(path == "begin_update" for _, path in stubs[0].calls) == 1  # Only the newcomer was sent anything.
+
+
+def test_when_all_servers_die_the_error_says_so(made, model):
+    stubs = [StubServer(model) for _ in range(2)]
+    engine = connect(made, *stubs)
+    engine.load_weights(Weights(model), 1)
+    for stub in stubs:
+        stub.die()
+    with pytest.raises(ServerUnreachable, match="no rollout server is left of 2"):
+        engine.generate(REQUESTS, SAMPLING)
+    with pytest.raises(RolloutError):
+        engine.load_weights(Weights(model), 2)
+
+
+def test_a_list_of_servers_in_a_file_is_read_again(made, model, tmp_path):
+    stubs = [StubServer(model) for _ in range(2)]
+    made += stubs
+    listed = tmp_path / "servers.txt"
+    listed.write_text(stubs[0].url + "  # the first\n")
+    made.append(ServerEngine(listed, connection_timeout=5))
+    engine = made[-1]
+    engine.load_weights(Weights(model), 1)
+    listed.write_text("\n".join(s.url for s in stubs))
+    assert engine.needs_weights()
+    assert len(engine.fleet.servers) == 2
+    listed.write_text(stubs[1].url)
+    engine.load_weights(Weights(model), 2)
+    assert list(engine.fleet.servers) == [stubs[1].url]
+    assert stubs[0].lease is None
+
+
+def test_concurrent_calls_keep_every_prompt_with_its_own_completions(made, model):
+    stubs = [StubServer(model) for _ in range(2)]
+    made += stubs
+    engine = connect(made, *stubs)
+    engine.load_weights(Weights(model), 1)
+    found = {}
+
+    def ask(k):
+        mixed = [
+            Request([3 + (k + i) % 30, 5], 1 + i % 3, None if i % 2 else Sampling(4, seed=k * 100 + i))
+            for i in range(9)
+        ]
+        found[k] = [(r.prompt_ids, len(r.token_ids)) for r in engine.generate(mixed, Sampling(6, seed=k))]
+        expected = [(q.prompt_ids, 4 if q.sampling else 6) for q in mixed for _ in range(q.n)]
+        assert found[k] == expected
+
+    threads = [threading.Thread(target=ask, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(8))
