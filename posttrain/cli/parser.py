@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,13 @@ class PosttrainArgumentParser:
         self.types = types
         self.parser = _hf_parser()(types, allow_abbrev=False, prog=prog)
         self.parser.usage = f"{self.parser.prog} [--config FILE.yaml] [--option value ...]"  # All options fill screens.
+        hints = [item for kind in types for item in typing.get_type_hints(kind).items()]
+        either = {name for name, hint in hints if hint == int | str}
         for action in self.parser._actions:
             if action.help:  # An inherited percent sign would break --help.
                 action.help = action.help.replace("%", "%%").replace("%%%%", "%%")
+            if action.dest in either:
+                action.type = _number_or_word  # transformers' parser would take the number alone.
         self.fields = {item.name: item for kind in types for item in dataclasses.fields(kind) if item.init}
 
     def parse_args_and_config(
@@ -103,6 +108,11 @@ class PosttrainArgumentParser:
 
 
 TrlParser = PosttrainArgumentParser
+
+
+def _number_or_word(text: str) -> int | str:
+    """A value of a field that may be either; the dataclass refuses words it does not know."""
+    return int(text) if text.lstrip("-").isdigit() else text
 
 
 def _split_config(tokens: list[str]) -> tuple[list[str], str | None]:

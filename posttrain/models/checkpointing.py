@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.models.heads import causal_lm
 
-__all__ = ["KeepLastActivations", "keep_last_activations", "layers_to_keep"]
+__all__ = ["KeepLastActivations", "keep_last_activations", "layers_to_keep", "recompute_activations"]
 
 
 def layers_to_keep(model: nn.Module) -> int:
@@ -29,6 +29,19 @@ def layers_to_keep(model: nn.Module) -> int:
         return 0
     kept = max(2 * sum(m.out_features for m in layer.modules() if isinstance(m, nn.Linear)) for layer in layers)
     return min(len(layers), 2 * head.weight.shape[0] // kept) if kept else 0
+
+
+def recompute_activations(model: Any, options: dict[str, Any] | None = None) -> None:
+    """Switch checkpointing on in all layers, by the name that this version of transformers gives it.
+
+    Args:
+        model: Of transformers.
+        options: As ``gradient_checkpointing_kwargs``.
+    """
+    given = dict(options or {"use_reentrant": False})
+    own = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(given or None, **own)
 
 
 def keep_last_activations(model: nn.Module, count: int | None = None) -> int:

@@ -16,10 +16,13 @@ __all__ = [
     "all_reduce_sum",
     "equal_passes",
     "flattens_parameters",
+    "gather_objects",
     "gathered",
+    "is_prepared_late",
     "main_process_first",
     "no_sync",
     "run_and_share",
+    "scatter_objects",
     "shards_parameters",
     "summoned",
     "whole_parameters",
@@ -34,6 +37,24 @@ def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
     gathered: list[list[Any]] = [[] for _ in range(accelerator.num_processes)]
     torch.distributed.all_gather_object(gathered, items)
     return [item for rank in gathered for item in rank]
+
+
+def gather_objects(item: Any, accelerator: Accelerator) -> list[Any]:
+    """One object of every rank, in rank order, on the main process; empty elsewhere. Every rank must call it."""
+    if accelerator.num_processes == 1:
+        return [item]
+    found: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    torch.distributed.gather_object(item, found, dst=0)
+    return found or []
+
+
+def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
+    """To each rank its object of the main process's list; every rank must call it."""
+    if accelerator.num_processes == 1:
+        return items[0]
+    mine: list[Any] = [None]
+    torch.distributed.scatter_object_list(mine, items if accelerator.is_main_process else None, src=0)
+    return mine[0]
 
 
 def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]:
@@ -56,6 +77,11 @@ def shards_parameters(accelerator: Accelerator) -> bool:
         return True
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return "DEEPSPEED" in name and plugin is not None and plugin.zero_stage == 3
+
+
+def is_prepared_late(accelerator: Accelerator) -> bool:
+    """Whether a model can only run once training has prepared it (FSDP, DeepSpeed of any stage)."""
+    return any(name in str(accelerator.distributed_type) for name in ("FSDP", "DEEPSPEED"))
 
 
 def equal_passes(count: int, accelerator: Accelerator) -> int:
