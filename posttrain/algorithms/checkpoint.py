@@ -184,21 +184,26 @@ class CheckpointMixin:
         final, self._unmarked = self._unmarked, None
         if final is None:
             return
-        run = self._run or self.record.lock.run
         self.accelerator.wait_for_everyone()
-        if self.args.should_save:
+        parallel.run_and_share(lambda: self._mark(final), self.accelerator)
+
+    def _mark(self, final: Path) -> None:
+        if not self.args.should_save:
+            return
+        run = self._run or self.record.lock.run
+        with self._whole_or_nothing(final, remove=False):
             checkpoints.mark(final, run)
             checkpoints.rotate(final.parent, run, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     @contextlib.contextmanager
-    def _whole_or_nothing(self, part: Path) -> Iterator[None]:
+    def _whole_or_nothing(self, part: Path, *, remove: bool = True) -> Iterator[None]:
         """What goes wrong while a checkpoint is written leaves nothing of it, and says what is still there."""
         try:
             yield
         except CheckpointError:
             raise
         except Exception as error:
-            if self.args.should_save:
+            if self.args.should_save and remove:
                 shutil.rmtree(part, ignore_errors=True)
             cause = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in FULL), None)
             text = str(error)

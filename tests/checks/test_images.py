@@ -1,0 +1,153 @@
+"""Images by their sizes alone: what does not fit, what has no place, what cannot be read; with a real image processor."""
+
+import io
+import types
+
+import datasets
+import numpy as np
+import pytest
+
+from posttrain.checks import images as checks
+from posttrain.checks.core import Context
+from posttrain.integrations.pictures import image_size, unreadable
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def png(height, width):
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    """Qwen2-VL's image processor, made here: patches of 14 pixels, four of them a token."""
+    from transformers import Qwen2VLImageProcessor
+
+    return Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
+
+
+def processor_of(qwen, tokenizer):
+    return types.SimpleNamespace(image_processor=qwen, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("size", [(56, 56), (100, 300), (280, 420), (1000, 1400)])
+def test_tokens_counted_from_a_size_are_those_that_the_processor_makes_of_the_pixels(qwen, size):
+    (counted,) = checks.image_tokens(qwen, [size])
+    made = qwen(images=[Image.new("RGB", (size[1], size[0]))], return_tensors="pt")
+    assert counted == int(made["image_grid_thw"].prod()) // qwen.merge_size**2
+
+
+def test_a_processors_own_function_is_preferred_and_one_without_any_says_nothing():
+    class Whole:
+        def _get_num_multimodal_tokens(self, image_sizes=None):
+            return {"num_image_tokens": [height * width // 100 for height, width in image_sizes]}
+
+    assert checks.image_tokens(Whole(), [(10, 20), (30, 10)]) == [2, 3]
+    assert checks.image_tokens(object(), [(10, 20)]) is None
+    rows = [checks.ImageRow(0, ((10, 20),), 5)]
+    assert checks.check_image_fit(rows, lambda sizes: None, limit=1) is None
+
+
+def test_a_row_beyond_the_limit_is_told_with_its_numbers_and_two_ways_out(qwen):
+    rows = [checks.ImageRow(number, ((280, 280),), 20) for number in range(10)]
+    rows.append(checks.ImageRow(88, ((1000, 1400),) * 3, 212))
+
+    def tokens(sizes):
+        return checks.image_tokens(qwen, sizes)
+
+    total = sum(tokens(rows[-1].sizes))
+    found = checks.check_image_fit(rows, tokens, limit=1024, completion=100)
+    assert (found.code, found.severity) == ("PT-G001", "error")
+    assert (
+        f"row 88: 3 images -> {total} tokens + 212 text + 100 to be generated > max_length=1024. 1 of 11 rows"
+        in found.what
+    )
+    assert f"max_length to {total + 312} or more" in found.fix
+    pixels = int(found.fix.split("max_pixels to ")[1].split()[0])
+    smaller = type(qwen)(min_pixels=56 * 56, max_pixels=pixels)
+    assert checks.check_image_fit(rows, lambda s: checks.image_tokens(smaller, s), limit=1024, completion=100) is None
+    assert checks.check_image_fit(rows, tokens, limit=total + 312, completion=100) is None
+    assert checks.check_image_fit(rows, tokens, limit=None) is None
+    many = [checks.ImageRow(number, ((280, 280),), 20) for number in range(300)] + rows[-1:]
+    assert (
+        checks.check_image_fit(many, tokens, limit=1024).severity == "warning"
+    )  # One of 301: less than half a percent.
+
+
+def test_placeholders_and_images_must_be_as_many():
+    block = {"type": "image"}
+    example = {
+        "images": [png(8, 8)],
+        "messages": [{"role": "user", "content": [block, block, {"type": "text", "text": "x"}]}],
+    }
+    (row,) = checks.image_rows([example], lambda row: 1, start=7)
+    assert (row.number, row.sizes, row.places) == (7, ((8, 8),), 2)
+    (found,) = checks.check_image_places([row])
+    assert (found.code, found.severity) == ("PT-G002", "error") and "row 7: 2 and 1" in found.what
+    assert (
+        checks.check_image_places([checks.ImageRow(0, ((8, 8),), 1, 1), checks.ImageRow(1, ((8, 8),), 1, None)]) == []
+    )
+
+
+def test_sizes_come_from_headers_of_files_bytes_and_objects(tmp_path):
+    data = png(30, 50)
+    (tmp_path / "a.png").write_bytes(data)
+    head = data[:100]  # No pixels to be read.
+    for picture in (data, head, {"bytes": data, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}):
+        assert image_size(picture) == (30, 50)
+    assert image_size(Image.new("RGB", (50, 30))) == (30, 50)
+    assert unreadable(data) == "" and unreadable(Image.new("RGB", (5, 3))) == ""
+    assert unreadable(data[: len(data) // 2])
+    for nothing in (None, {"bytes": None, "path": None}):
+        with pytest.raises(ValueError, match="there is no picture"):
+            image_size(nothing)
+
+
+def test_tokens_that_were_cut_off_an_image_are_found_in_the_row():
+    ids = [1, *[9] * 6, 5, 2]
+    assert checks.check_image_spans(ids, 9, [2, 4], row=3) is None
+    found = checks.check_image_spans(ids[:5], 9, [2, 4], row=3)
+    assert (found.code, found.severity) == ("PT-G004", "error")
+    assert "row 3 holds 4 image tokens, and its 2 images need 6" in found.what
+
+
+def test_a_dataset_with_images_is_looked_at_without_decoding_them(qwen, tiny_tokenizer, monkeypatch):
+    def row(data, **more):
+        return {
+            "images": [{"bytes": data, "path": None}],
+            "prompt": [{"role": "user", "content": "What is it?"}],
+            **more,
+        }
+
+    features = datasets.Features(
+        {
+            "images": datasets.List(datasets.Image()),
+            "prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+        }
+    )
+    good, large = png(60, 60), png(900, 900)
+    data = datasets.Dataset.from_list([row(good), row(good)], features=features)
+    args = types.SimpleNamespace(max_length=64, max_completion_length=0)
+
+    def found(dataset, **limits):
+        context = Context(
+            "sft", types.SimpleNamespace(**(vars(args) | limits)), tokenizer=processor_of(qwen, tiny_tokenizer)
+        )
+        context.train_dataset = dataset
+        return [finding for finding in checks.images(context) if finding is not None]
+
+    assert found(data) == []
+    decoded = []
+    monkeypatch.setattr(datasets.Image, "decode_example", lambda *a, **k: decoded.append(1))
+    (finding,) = found(datasets.Dataset.from_list([row(good), row(large)], features=features))
+    assert finding.code == "PT-G001" and "row 1: 1 images" in finding.what
+    torn = png(70, 70)
+    (finding,) = found(datasets.Dataset.from_list([row(good), row(torn[: len(torn) // 2])], features=features))
+    assert (finding.code, finding.severity) == ("PT-G003", "error") and "row 1" in finding.what
+    (finding,) = found(datasets.Dataset.from_list([row(good), row(b"no image at all")], features=features))
+    assert finding.code == "PT-G003"
+    assert decoded == []
+    text_only = Context("sft", args, tokenizer=tiny_tokenizer, train_dataset=data)
+    assert checks.images(text_only) == []

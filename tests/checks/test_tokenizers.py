@@ -1,0 +1,183 @@
+"""Two tokenizers: what makes token ids comparable, and ids that a model has rows for."""
+
+import types
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from posttrain.checks import tokenizers as checks
+from posttrain.checks.core import Context
+from posttrain.data.vocabularies import compare_tokenizers, probe_conversations, probe_texts
+from tests.conftest import build_model, build_tokenizer
+
+CORPUS = [
+    "Other words make other merges: banana bandana, Anna and Hannah.",
+    "zzz 99 bottles of beer on the wall, sung by every sailor",
+] * 4
+
+
+def byte_level(corpus=CORPUS, size=330, **special):
+    """A byte-level BPE trained on another text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend.train_from_iterator(
+        corpus,
+        trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=names,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>", **special)
+    made.chat_template = build_tokenizer().chat_template
+    return made
+
+
+def word_level():
+    """Words of a lower-cased text; everything else is unknown."""
+    backend = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.train_from_iterator(
+        CORPUS, trainers.WordLevelTrainer(special_tokens=["[UNK]", "</s>"], show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>", unk_token="[UNK]")
+
+
+def codes(findings):
+    return [(finding.code, finding.severity) for finding in findings]
+
+
+def test_there_are_two_hundred_probe_texts_and_eight_conversations(tiny_tokenizer):
+    texts = probe_texts(tiny_tokenizer, tiny_tokenizer)
+    assert len(texts) >= 200 and len(set(texts)) == len(texts)
+    assert "<|im_end|>" in texts and any("你好" in text for text in texts)
+    assert len(probe_conversations()) == 8
+
+
+def test_a_tokenizer_and_its_copy_are_identical_and_nothing_is_said(tiny_tokenizer):
+    match = compare_tokenizers(tiny_tokenizer, build_tokenizer(), widths=(316, 316), stops=([2], [2]))
+    assert match.verdict == "identical"
+    assert (match.different, match.texts, dict(match.special), match.stops) == (0, (), {}, ())
+    assert match.shared == match.common == len(tiny_tokenizer) and match.bytes == ("bytes", "bytes")
+    assert match.lost == {"first": (), "second": ()}
+    assert checks.check_tokenizers(tiny_tokenizer, build_tokenizer(), stops=([2], [2])) == []
+
+
+def test_models_of_other_widths_share_the_columns_of_their_tokens(tiny_tokenizer):
+    """As a small and a large model of one family: 151 936 and 152 064 logits for the same 151 665 tokens."""
+    match = compare_tokenizers(tiny_tokenizer, build_tokenizer(), widths=(320, 384))
+    assert (match.verdict, match.columns) == ("identical-padded", len(tiny_tokenizer))
+    assert checks.check_match(match, on_policy=True) == []
+
+
+def test_two_vocabularies_of_one_size_are_an_error_that_shows_ids_of_both(tiny_tokenizer):
+    other = byte_level(size=len(tiny_tokenizer))
+    assert len(other) == len(tiny_tokenizer)  # What a comparison of sizes lets pass.
+    (finding,) = checks.check_tokenizers(tiny_tokenizer, other)
+    assert (finding.code, finding.severity) == ("PT-K001", "error")
+    assert "teacher and student disagree on" in finding.what and " vs " in finding.what
+    assert "use_uld_loss=True" in finding.fix
+    mine, theirs = tiny_tokenizer.get_vocab(), other.get_vocab()
+    match = compare_tokenizers(tiny_tokenizer, other)
+    assert match.verdict == "cross-tokenizer" and match.texts
+    assert match.shared == sum(theirs.get(token) == i for token, i in mine.items())
+    for token, first, second in match.examples:
+        assert (mine.get(token), theirs.get(token)) == (first, second) and first != second
+
+
+def test_a_vocabulary_that_cannot_be_aligned_by_bytes_has_no_way_out_but_another_model(tiny_tokenizer):
+    match = compare_tokenizers(tiny_tokenizer, word_level())
+    assert match.verdict == "incompatible" and match.lost["second"]
+    (finding,) = checks.check_tokenizers(tiny_tokenizer, word_level())
+    assert "models of one family" in finding.fix and "use_uld_loss" not in finding.fix
+
+
+def test_one_more_token_makes_a_superset_that_is_compared_on_the_common_ones(tiny_tokenizer):
+    larger = build_tokenizer()
+    larger.add_tokens(["<think>", "</think>"])
+    match = compare_tokenizers(tiny_tokenizer, larger)
+    assert (match.verdict, match.columns) == ("superset", len(tiny_tokenizer))
+    assert codes(checks.check_tokenizers(tiny_tokenizer, larger)) == [("PT-K001", "warning")]
+
+
+def test_the_same_map_with_another_way_of_cutting_words_is_no_match(tiny_tokenizer):
+    other = build_tokenizer()
+    other.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert other.get_vocab() == tiny_tokenizer.get_vocab()
+    match = compare_tokenizers(tiny_tokenizer, other)
+    assert match.verdict == "cross-tokenizer" and match.settings == ("normalizer",)
+    assert "probe texts" in checks.check_match(match, on_policy=True)[0].what
+
+
+def test_other_stops_are_an_error_for_a_student_that_generates_and_other_padding_a_note(tiny_tokenizer):
+    other = build_tokenizer()
+    other.pad_token = "<|endoftext|>"
+    (finding,) = checks.check_tokenizers(tiny_tokenizer, other)
+    assert (finding.code, finding.severity) == ("PT-K002", "info") and "pad 2 vs 0" in finding.what
+    other.eos_token = "<|endoftext|>"
+    assert codes(checks.check_tokenizers(tiny_tokenizer, other)) == [("PT-K002", "warning")]
+    ends = {"stops": ([2], [0])}
+    assert codes(checks.check_tokenizers(tiny_tokenizer, other, **ends)) == [("PT-K002", "error")]
+    assert codes(checks.check_tokenizers(tiny_tokenizer, other, on_policy=False, **ends)) == [("PT-K002", "warning")]
+    assert "student stops at [2], teacher at [0]" in checks.check_tokenizers(tiny_tokenizer, other, **ends)[0].what
+
+
+def test_another_template_is_a_warning_with_how_many_conversations_differ(tiny_tokenizer):
+    other = build_tokenizer()
+    other.chat_template = other.chat_template.replace("message['role'] + '\n'", "message['role'] + ':'")
+    (finding,) = checks.check_tokenizers(tiny_tokenizer, other)
+    assert (finding.code, finding.severity) == ("PT-K003", "warning") and "8 of 8 conversations" in finding.what
+    other.chat_template = None
+    assert checks.check_tokenizers(tiny_tokenizer, other) == []
+
+
+# Ids and embeddings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "highest", "expected"),
+    [
+        (316, 316, 315, []),
+        (384, 316, 315, []),
+        (316, 321, 315, [("PT-K005", "warning")]),
+        (316, 321, 316, [("PT-K004", "error")]),
+        (None, 321, 400, []),
+    ],
+)
+def test_ids_without_an_embedding_are_an_error_and_tokens_without_one_a_warning(rows, tokens, highest, expected):
+    found = checks.check_token_rows(rows, tokens=tokens, highest=highest)
+    assert codes([found] if found else []) == expected
+    assert not found or (f"resize_token_embeddings({tokens})" in found.fix and str(rows) in found.what)
+
+
+def test_rows_are_counted_from_the_live_embedding():
+    model = build_model(97)
+    assert checks.embedding_rows(model) == 97
+    model.resize_token_embeddings(101)
+    assert checks.embedding_rows(model) == 101
+    assert checks.embedding_rows(object()) is None
+
+
+def test_the_policy_its_reference_and_reward_models_are_all_looked_at(tiny_tokenizer):
+    size = len(tiny_tokenizer)
+    batch = types.SimpleNamespace(input_ids=__import__("torch").tensor([[3, size - 1]]))
+    small = build_model(size - 40)
+    parts = {
+        "trainer": types.SimpleNamespace(reference=types.SimpleNamespace(copy=small)),
+        "rewards": types.SimpleNamespace(
+            functions=[types.SimpleNamespace(model=small, tokenizer=tiny_tokenizer, __name__="judge"), len]
+        ),
+        "batches": [batch],
+    }
+    context = Context("dpo", None, model=build_model(size), tokenizer=tiny_tokenizer, parts=parts)
+    (found,) = [f for f in checks.token_rows_of_batch(context) if f]
+    assert (found.code, found.where) == ("PT-K004", "the reference") and f"token id {size - 1}" in found.what
+    (found,) = [f for f in checks.reward_models(context) if f]
+    assert (found.code, found.where) == ("PT-K005", "the reward model judge")
+    sound = Context("dpo", None, model=build_model(size), tokenizer=tiny_tokenizer, parts={"batches": [batch]})
+    assert [f for f in [*checks.token_rows_of_batch(sound), *checks.token_rows_of_data(sound)] if f] == []
