@@ -1,0 +1,146 @@
+"""Completions that outlive their weights: an interrupted one goes on from its own tokens, and knows who wrote which."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from posttrain.errors import RolloutError, RolloutInterrupted
+from posttrain.rollouts.base import RolloutEngine
+from posttrain.types import Request, Rollout, Sampling
+
+__all__ = ["Writer", "Writing", "writings"]
+
+SEED_STRIDE, INDEX_STRIDE = (
+    1_000_003,
+    10_007,
+)  # A continuation draws other numbers than its beginning and its neighbours.
+
+
+@dataclass(slots=True)
+class Writing:
+    """One completion as it grows, perhaps under several versions of the weights.
+
+    Attributes:
+        prompt_ids: What it continues.
+        sampling: Of the whole completion.
+        index: Among the completions of its call.
+        token_ids: So far.
+        logp: One a token.
+        processed_logp: Under the distribution they were drawn from, where that is another.
+        spans: Runs of (version, tokens).
+        finish_reason: None while it is being written.
+    """
+
+    prompt_ids: list[int]
+    sampling: Sampling
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    processed_logp: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    finish_reason: str | None = None
+    processed: bool = False
+
+    def request(self) -> Request:
+        """What is still to be written."""
+        written, own = len(self.token_ids), self.sampling
+        seed = None if own.seed is None else (own.seed + written * SEED_STRIDE + self.index * INDEX_STRIDE) % 2**63
+        left = replace(
+            own,
+            max_new_tokens=own.max_new_tokens - written,
+            min_new_tokens=max(0, own.min_new_tokens - written),
+            seed=seed,
+        )
+        return Request(self.prompt_ids + self.token_ids, 1, left)
+
+    def add(self, rollout: Rollout) -> None:
+        """What one call to the engine added."""
+        count = len(rollout.token_ids)
+        if len(rollout.logp) != count:
+            raise RolloutError(
+                f"the engine returned {len(rollout.logp)} log-probs for {count} tokens. Asynchronous training needs one for "
+                "every sampled token."
+            )
+        self.token_ids += rollout.token_ids
+        self.logp += rollout.logp
+        self.processed_logp += rollout.processed_logp or rollout.logp
+        self.processed = self.processed or rollout.processed_logp is not None
+        for version, tokens in rollout.spans or [(rollout.version, count)]:
+            if self.spans and self.spans[-1][0] == version:
+                tokens += self.spans.pop()[1]
+            if tokens:
+                self.spans.append((version, tokens))
+        if rollout.finish_reason != "abort":
+            self.finish_reason = rollout.finish_reason
+        elif len(self.token_ids) >= self.sampling.max_new_tokens:
+            self.finish_reason = "length"
+
+    def rollout(self) -> Rollout:
+        """The finished completion; ``version`` is that of its oldest token."""
+        assert self.finish_reason is not None
+        oldest = min((version for version, _ in self.spans), default=0)
+        drawn = self.processed_logp if self.processed else None
+        spans = self.spans if len(self.spans) > 1 else None
+        reason: str = self.finish_reason
+        return Rollout(
+            self.prompt_ids, self.token_ids, self.logp, reason, oldest, processed_logp=drawn, spans=spans  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def writings(requests: Sequence[Request], sampling: Sampling) -> list[Writing]:
+    """Every completion of some requests, nothing written yet."""
+    everyone = [request for request in requests for _ in range(request.n)]
+    return [Writing(list(r.prompt_ids), r.sampling or sampling, index) for index, r in enumerate(everyone)]
+
+
+class Writer:
+    """Drives an engine that may be interrupted between two tokens.
+
+    Args:
+        engine: Any rollout engine. One that is interrupted returns what it has with ``abort``, or raises
+            `RolloutInterrupted` with it.
+        refresh: Called before every call to the engine: loads newer weights where there are any.
+    """
+
+    def __init__(self, engine: RolloutEngine, refresh: Callable[[], None] = lambda: None) -> None:
+        self.engine, self.refresh = engine, refresh
+
+    def advance(self, unfinished: Sequence[Writing]) -> None:
+        """One call to the engine for all of them; it may end before they do."""
+        self.refresh()
+        requests: list[Request] = []
+        common = unfinished[0].sampling
+        for (fresh, _), members in itertools.groupby(unfinished, key=_shared):
+            chosen = list(members)
+            if fresh:
+                own = chosen[0].sampling
+                # The call's own sampling numbers its draws over all requests; equal ones of requests would repeat them.
+                requests.append(Request(chosen[0].prompt_ids, len(chosen), None if own is common else own))
+            else:
+                requests += [writing.request() for writing in chosen]
+        try:
+            rollouts = self.engine.generate(requests, common)
+        except RolloutInterrupted as interrupted:
+            rollouts = interrupted.rollouts
+        if len(rollouts) != len(unfinished):
+            raise RolloutError(
+                f"the engine returned {len(rollouts)} completions for {len(unfinished)} that were asked for."
+            )
+        for writing, rollout in zip(unfinished, rollouts, strict=True):
+            writing.add(rollout)
+
+    def finish(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        """All completions of all requests, as `RolloutEngine.generate` returns them, whatever happens to the weights."""
+        everything = writings(requests, sampling)
+        while unfinished := [writing for writing in everything if writing.finish_reason is None]:
+            self.advance(unfinished)
+        return [writing.rollout() for writing in everything]
+
+
+def _shared(writing: Writing) -> tuple[bool, tuple[int, ...] | int]:
+    """Completions with nothing written share their prompt's request; begun ones stand alone."""
+    if writing.token_ids:
+        return False, id(writing)
+    return True, (id(writing.sampling), *writing.prompt_ids)
