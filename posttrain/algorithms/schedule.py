@@ -66,7 +66,7 @@ class ScheduleMixin:
         data = self.train_dataset  # type: ignore[attr-defined]
         if isinstance(self.args, OnlineConfig):
             length = len(data) if hasattr(data, "__len__") else None
-            logger.info("schedule: %s", describe_schedule(self.args, length))
+            logger.info("schedule: %s", self.schedule_text(length))
         if not hasattr(data, "__len__") or "prompt" not in (getattr(data, "column_names", None) or ()):
             return
         rows = list(itertools.islice(data, TRIED))
@@ -75,6 +75,10 @@ class ScheduleMixin:
         prompts = tokenize_prompts(rows, self.processing_class, chat_template_kwargs=options)  # type: ignore[attr-defined]
         self._show(rows[0], prompts[0])
         self._check_room(prompts)
+
+    def schedule_text(self, prompts: int | None) -> str:
+        """How generations and updates follow each other."""
+        return describe_schedule(self.args, prompts)
 
     def _show(self, row: dict[str, Any], ids: list[int]) -> None:
         text = self.processing_class.decode(ids)  # type: ignore[attr-defined]
