@@ -1,0 +1,266 @@
+"""From a request's body to prompts with settings: everything that can be refused is refused here, before a worker sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.errors import did_you_mean
+from posttrain.serve.jobs import Ask
+from posttrain.serve.schema import Chat, Generate
+from posttrain.serve.state import Refusal
+from posttrain.types import Sampling
+
+__all__ = ["Limits", "Wanted", "render_chat", "wanted"]
+
+NAMED = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs", "seed")
+FURTHER = ("stop", "stop_token_ids", "min_tokens", "logit_bias", "no_repeat_ngram", "ignore_eos", "structured_outputs")
+WITHOUT_EFFECT = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind")
+GUIDES = ("regex", "json", "grammar", "choice")
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What a server accepts.
+
+    Attributes:
+        context: Most tokens of prompt and completion; None: no limit is known.
+        vocabulary: Token ids are below it; None: unknown.
+        stops: Token ids that end a completion unless ``ignore_eos``.
+    """
+
+    context: int | None
+    vocabulary: int | None
+    max_prompts: int
+    max_logprobs: int
+    stops: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A request that can be served.
+
+    Attributes:
+        asks: The prompts to complete; those that were too long and are answered empty are not among them.
+        prompt_ids: Of all prompts, as they were completed.
+        places: For each ask, the number of its prompt.
+        logprobs: As asked; None: none.
+    """
+
+    asks: list[Ask]
+    prompt_ids: list[list[int]]
+    places: list[int]
+    n: int
+    logprobs: int | None
+    sampling: Sampling
+    notes: list[str] = field(default_factory=list)
+
+
+def bad(message: str, **extra: Any) -> Refusal:
+    """A 400."""
+    return Refusal(400, "BadRequest", message, **extra)
+
+
+def wanted(body: Generate | Chat, prompts: Sequence[Sequence[int]], limits: Limits, seed: int) -> Wanted:
+    """Check a request and spell out what it means.
+
+    Args:
+        body: As it came.
+        prompts: Its prompts as token ids.
+        limits: Of this server.
+        seed: Used where the request brings none.
+
+    Raises:
+        Refusal: 400, with the index and the lengths of a prompt that is at fault.
+    """
+    fields = _merged(body)
+    if len(prompts) > limits.max_prompts:
+        raise bad(f"{len(prompts)} prompts came, and --max_prompts is {limits.max_prompts}. Send them in parts.")
+    notes: list[str] = []
+    sampling = _sampling(fields, body, limits, notes)
+    own = fields["seed"]
+    if isinstance(own, list) and len(own) != len(prompts):
+        raise bad(f"{len(own)} seeds came for {len(prompts)} prompts: give one, or one a prompt.")
+    result = Wanted([], [], [], int(fields["n"]), fields["logprobs"], sampling, notes)
+    for index, prompt in enumerate(prompts):
+        ids = _fitting(list(prompt), index, sampling.max_new_tokens, limits, body.on_overlong)
+        result.prompt_ids.append(list(prompt) if ids is None else ids)
+        if ids is None:
+            continue
+        listed = isinstance(own, list)
+        this = own[index] if isinstance(own, list) else seed if own is None else own
+        ask = Ask(ids, result.n, _with_seed(sampling, int(this)), 0 if listed else index * result.n)
+        result.asks.append(ask)
+        result.places.append(index)
+    return result
+
+
+def _merged(body: Generate | Chat) -> dict[str, Any]:
+    """Named fields, and over them what ``generation_kwargs`` says."""
+    extra = body.generation_kwargs
+    for name in extra:
+        if name not in NAMED + FURTHER + WITHOUT_EFFECT:
+            guess = did_you_mean(name, NAMED + FURTHER)
+            raise bad(f"generation_kwargs: {name!r} is not known{guess}. Known: {', '.join(NAMED + FURTHER)}.")
+    named = {name: extra[name] for name in NAMED if name in extra}
+    if named:
+        # The same checks as if they had been named: a type or a range that is wrong is told by its field.
+        values = body.model_dump(exclude={"generation_kwargs"}) | named
+        body = type(body).model_validate(values)
+    return {name: getattr(body, name) for name in NAMED} | {name: extra.get(name) for name in FURTHER}
+
+
+def _sampling(fields: dict[str, Any], body: Generate | Chat, limits: Limits, notes: list[str]) -> Sampling:
+    logprobs = fields["logprobs"]
+    if logprobs is not None and logprobs > limits.max_logprobs:
+        raise bad(f"logprobs={logprobs}, and this server gives at most {limits.max_logprobs}: raise --max_logprobs.")
+    guide = _guide(fields["structured_outputs"], body.structured_outputs_regex, notes)
+    stop = fields["stop"] or []
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
+        raise bad(f"generation_kwargs: stop={stop!r} must be a string or a list of strings.")
+    stops = () if fields["ignore_eos"] else limits.stops
+    stops += _ids(fields["stop_token_ids"], "stop_token_ids", limits)
+    sampling = Sampling(
+        max_new_tokens=fields["max_tokens"],
+        temperature=fields["temperature"],
+        top_k=max(fields["top_k"], 0),
+        top_p=fields["top_p"],
+        min_p=fields["min_p"] or None,
+        repetition_penalty=fields["repetition_penalty"],
+        stop_token_ids=tuple(sorted(set(stops))),
+        min_new_tokens=_count(fields["min_tokens"], "min_tokens"),
+        stop_strings=tuple(strings),
+        logit_bias=_bias(fields["logit_bias"], limits),
+        no_repeat_ngram=_count(fields["no_repeat_ngram"], "no_repeat_ngram"),
+        guide=guide,
+        top_logps=logprobs or 0,
+    )
+    shaped = sampling.repetition_penalty != 1.0 or sampling.logit_bias or guide or sampling.no_repeat_ngram
+    if sampling.top_logps and shaped:
+        raise bad(
+            f"logprobs={logprobs} with penalties, biases or structured outputs: the most likely tokens would be of another "
+            "distribution than the sampled one. Ask for logprobs=0."
+        )
+    return sampling
+
+
+def _count(value: Any, name: str) -> int:
+    if value is None:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise bad(f"generation_kwargs: {name}={value!r} must be a whole number from 0 on.")
+    return value
+
+
+def _ids(value: Any, name: str, limits: Limits) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+        raise bad(f"generation_kwargs: {name}={value!r} must be a list of token ids.")
+    for token in value:
+        _check_id(token, limits, f"generation_kwargs: {name}")
+    return tuple(value)
+
+
+def _check_id(token: int, limits: Limits, where: str, **extra: Any) -> None:
+    if token < 0 or (limits.vocabulary is not None and token >= limits.vocabulary):
+        raise bad(f"{where} holds token id {token}, and the model has {limits.vocabulary}.", **extra)
+
+
+def _bias(value: Any, limits: Limits) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    try:
+        pairs = tuple((int(token), float(number)) for token, number in value.items())
+    except (AttributeError, TypeError, ValueError) as error:
+        raise bad(f"generation_kwargs: logit_bias={value!r} must map token ids to numbers.") from error
+    for token, _ in pairs:
+        _check_id(token, limits, "generation_kwargs: logit_bias")
+    return pairs
+
+
+def _guide(given: Any, regex: str | None, notes: list[str]) -> tuple[str, str] | None:
+    if given is not None and (not isinstance(given, dict) or len(given) != 1 or next(iter(given)) not in GUIDES):
+        raise bad(f"generation_kwargs: structured_outputs={given!r} must hold one of {', '.join(GUIDES)}.")
+    if regex is not None:
+        if given is not None:
+            notes.append("structured_outputs_regex wins over generation_kwargs['structured_outputs'].")
+        return ("regex", regex)
+    if given is None:
+        return None
+    kind, value = next(iter(given.items()))
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+            raise bad(f"structured_outputs: choice={value!r} must be a list of strings.")
+        return ("choices", "\n".join(value))
+    return (kind, value if isinstance(value, str) else json.dumps(value))
+
+
+def _with_seed(sampling: Sampling, seed: int) -> Sampling:
+    from dataclasses import replace
+
+    return replace(sampling, seed=seed)
+
+
+def _fitting(ids: list[int], index: int, new: int, limits: Limits, overlong: str) -> list[int] | None:
+    """The prompt as it is completed; None where it is answered empty.
+
+    Raises:
+        Refusal: An empty prompt, an id beyond the vocabulary, or too long with ``on_overlong="error"``.
+    """
+    if not ids:
+        raise bad(f"prompt {index} is empty; give it at least one token.", index=index)
+    if limits.vocabulary is not None and (max(ids) >= limits.vocabulary or min(ids) < 0):
+        _check_id(max(ids) if max(ids) >= limits.vocabulary else min(ids), limits, f"prompt {index}", index=index)
+    if limits.context is None or len(ids) + new <= limits.context:
+        return ids
+    room = limits.context - new
+    if overlong == "empty":
+        return None
+    if overlong == "truncate_left" and room > 0:
+        return ids[-room:]
+    if len(ids) > limits.context - 1:
+        what = f"prompt {index} has {len(ids)} tokens, and max_model_len={limits.context} leaves room for {limits.context - 1}"
+    else:
+        what = (
+            f"prompt {index} has {len(ids)} tokens and max_tokens={new}, together {len(ids) + new}; max_model_len is "
+            f"{limits.context}, so at most {limits.context - len(ids)} can be written"
+        )
+    raise bad(
+        f"{what}. Shorten the prompt, lower max_tokens, or set on_overlong.",
+        index=index, prompt_length=len(ids), max_tokens=new, max_model_len=limits.context,
+    )  # fmt: skip
+
+
+def render_chat(tokenizer: Any, body: Chat) -> list[list[int]]:
+    """Conversations as token ids, by the tokenizer's template.
+
+    Raises:
+        Refusal: 400, with the index of a conversation that the template refuses.
+    """
+    rendered = []
+    for index, messages in enumerate(body.messages):
+        if not messages:
+            raise bad(f"messages {index} is an empty conversation.", index=index)
+        if any(_has_image(message) for message in messages):
+            raise bad(f"messages {index} holds images, which the served model does not take.", index=index)
+        goes_on = messages[-1].get("role") == "assistant"
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tools=body.tools or None, tokenize=False, add_generation_prompt=not goes_on,
+                continue_final_message=goes_on, **body.chat_template_kwargs,
+            )  # fmt: skip
+        except Exception as error:
+            raise bad(f"messages {index}: the chat template refuses it: {error}", index=index) from error
+        rendered.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return rendered
+
+
+def _has_image(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and str(part.get("type", "")).startswith("image") for part in content
+    )

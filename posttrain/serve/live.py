@@ -1,0 +1,161 @@
+"""The native engine as a stream: requests join while others are written, and leave as soon as they are done."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from posttrain.rollouts.native.choosing import Asked, Completion, Prompt
+from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.native.kept import match
+from posttrain.rollouts.native.run import Run
+from posttrain.serve.jobs import Job
+from posttrain.types import Request, Rollout, Sampling
+
+__all__ = ["LiveRun"]
+
+MOST_REQUESTS = 8192  # Of one run, which remembers them all; then it ends and the next one begins.
+
+
+class LiveRun(Run):
+    """A `Run` without a fixed list of requests.
+
+    Args:
+        engine: Whose model writes.
+        finished: Called with a job, the prompt's place and the completion's, and the rollout.
+    """
+
+    def __init__(self, engine: NativeEngine, finished: Callable[[Job, int, int, Rollout], None]) -> None:
+        super().__init__(engine, [], Sampling(max_new_tokens=1))
+        self.finished = finished
+        # As if so many had been asked for: rows are laid out for what may still come.
+        self.done = [None] * engine.max_slots
+        self.number = engine.max_slots
+        self.owners: list[tuple[Job, int]] = []
+        self.spans: dict[int, list[tuple[int, int]]] = {}
+        self.version = engine.version
+        self._known: dict[tuple[int, ...], Prompt] = {}
+        self._ordered: list[tuple[int, ...]] = []
+        self._samplings: dict[Sampling, Sampling] = {}
+
+    @property
+    def room(self) -> int:
+        """Completions that could begin now, beyond those that wait."""
+        waiting = sum(asked.waiting for asked in self.asked[self.cursor :])
+        return max(0, self.engine.max_slots - len(self.live) - len(self.paused) - waiting)
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no more requests, so that it comes to an end."""
+        return len(self.asked) >= MOST_REQUESTS
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to write."""
+        return bool(self.live or self.paused or self._next())
+
+    def add(self, job: Job, place: int) -> None:
+        """Take in one prompt of a job; refuses, before anything changed, a sampling that cannot be served."""
+        ask = job.asks[place]
+        own = replace(ask.sampling, seed=None)
+        own = self._samplings.setdefault(own, own)  # Equal settings are drawn together.
+        self.chooser.check(own)
+        prompt = self._prompt(tuple(ask.prompt_ids))
+        prompt.waiting += ask.n
+        seed = self.engine.new_seed() if ask.sampling.seed is None else ask.sampling.seed
+        request = Request(list(ask.prompt_ids), ask.n, own)
+        self.asked.append(Asked(len(self.asked), request, prompt, own, ask.n, seed, self.number, ask.draws))
+        self.owners.append((job, place))
+        self.done.extend([None] * ask.n)
+        self.number += ask.n
+
+    def _prompt(self, ids: tuple[int, ...]) -> Prompt:
+        """The prompt of these tokens that others wait for too, or a new one."""
+        prompt = self._known.get(ids)
+        if prompt is not None and prompt.waiting:
+            return prompt
+        known = prompt is not None
+        # One that nobody waits for has lost its logits, and perhaps its keys and values.
+        prompt = self._known[ids] = Prompt(len(self.prompts), list(ids))
+        self.prompts.append(prompt)
+        self.longest = max(self.longest, len(ids))
+        if not known:
+            at = bisect.bisect_left(self._ordered, ids)
+            beside = self._ordered[max(at - 1, 0) : at + 1]
+            prompt.shares = max((min(match(ids, x), len(ids) - 1) for x in beside), default=0)
+            self._ordered.insert(at, ids)
+        return prompt
+
+    def drop(self, job: Job, reason: str | None = None) -> None:
+        """Forget a job, so that its rows are free at once; with a reason, what was written is handed over."""
+        for completion in [c for c in self.paused if self._job(c) is job]:
+            self.paused.remove(completion)
+            if reason:
+                self._rollout(completion, reason)
+        rows = [row for row, completion in enumerate(self.live) if self._job(completion) is job]
+        if reason:
+            for row in rows:
+                self._rollout(self.live[row], reason)
+        if rows:
+            self._remove(rows)
+        for asked in self.asked[self.cursor :]:
+            if self._owner(asked) is job and asked.waiting:
+                asked.prompt.waiting -= asked.waiting
+                asked.waiting = 0
+        for prompt in {id(a.prompt): a.prompt for a in self.asked if self._owner(a) is job}.values():
+            self._free(prompt)
+
+    def advance(self) -> None:
+        """One token for every completion that is being written, after filling free rows."""
+        if self._admit():
+            self._step()
+
+    def rebuild(self) -> None:
+        """Forget all keys and values because the weights changed; they are computed again.
+
+        Completions keep what they have written, and remember under which version.
+        """
+        for completion in (*self.live, *self.paused):
+            self._note_span(completion)
+        written = list(self.live)
+        if written:
+            self._remove(list(range(len(written))))
+        self.paused.extendleft(reversed(written))
+        self.filler.work = None
+        self.filler.kept.clear()
+        for prompt in self.prompts:
+            prompt.block = prompt.logits = None
+        self.version = self.engine.version
+
+    def _owner(self, asked: Asked) -> Job:
+        return self.owners[asked.index][0]
+
+    def _job(self, completion: Completion) -> Job:
+        return self._owner(completion.asked)
+
+    def _free(self, prompt: Prompt) -> None:
+        """Let go of a prompt that nobody reads, unless it is being computed with others."""
+        if prompt.waiting == 0 and prompt.live == 0 and self.filler.work is None:
+            prompt.block = prompt.logits = None
+
+    def _note_span(self, completion: Completion) -> None:
+        spans = self.spans.setdefault(completion.number, [])
+        written = len(completion.tokens) - sum(count for _, count in spans)
+        if written:
+            spans.append((self.version, written))
+
+    def _rollout(self, completion: Completion, reason: Any) -> Rollout:
+        """Also hands it over."""
+        rollout = super()._rollout(completion, reason)
+        job, place = self.owners[completion.asked.index]
+        index = completion.number - completion.asked.number
+        spans = self.spans.pop(completion.number, [])
+        if spans:
+            rest = len(completion.tokens) - sum(count for _, count in spans)
+            spans = spans + [(self.version, rest)] * (rest > 0)
+            if len({version for version, _ in spans}) > 1:
+                job.spans[place, index] = spans
+        self.finished(job, place, index, rollout)
+        return rollout

@@ -1,0 +1,103 @@
+"""New weights for a model that is being served: every tensor by its name, adapters beside the base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import ModelError
+from posttrain.integrations import require
+
+__all__ = ["ServedWeights"]
+
+ADAPTER = "default"
+
+
+class ServedWeights:
+    """The parameters of a model by the names that a trainer sends.
+
+    Args:
+        model: As it was loaded, without adapters.
+
+    Attributes:
+        model: What is to be run: the model, or the model with the adapter that was pushed last.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.base, self.model = model, model
+        self.adapter: dict[str, Any] | None = None
+        self.touched: set[int] = set()
+
+    def begin(self, adapter: dict[str, Any] | None) -> None:
+        """Get ready for a whole new set of weights, or of adapter tensors.
+
+        Raises:
+            ModelError: An adapter that does not fit the model.
+        """
+        self.touched = set()
+        if adapter == self.adapter:
+            return
+        if self.adapter is not None:
+            self.base, self.adapter = self.model.unload(), None  # type: ignore[operator]
+            self.model = self.base
+        if adapter is not None:
+            self.model = _with_adapter(self.base, adapter)
+            self.adapter = adapter
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, list[str]]:
+        """Copy tensors into the parameters of their names.
+
+        Returns:
+            How many were taken, and the names that the model does not have.
+
+        Raises:
+            ModelError: A tensor of another shape.
+        """
+        known = self._by_name()
+        loaded, unexpected = 0, []
+        with torch.no_grad():
+            for name, tensor in tensors:
+                target = known.get(name)
+                if target is None:
+                    unexpected.append(name)
+                    continue
+                if target.shape != tensor.shape:
+                    raise ModelError(
+                        f"{name}: the server's is {tuple(target.shape)}, what came is {tuple(tensor.shape)}. Serve the model "
+                        "that is trained."
+                    )
+                target.copy_(tensor)
+                self.touched.add(id(target))
+                loaded += 1
+        return loaded, unexpected
+
+    def missing(self) -> list[str]:
+        """Parameters that no tensor came for since `begin`; with an adapter, of the adapter alone."""
+        names: dict[int, str] = {}
+        for name, parameter in self._by_name(buffers=False).items():
+            names.setdefault(id(parameter), name)  # Tied weights are one parameter with two names.
+        return [name for key, name in names.items() if key not in self.touched]
+
+    def _by_name(self, *, buffers: bool = True) -> dict[str, Tensor]:
+        if self.adapter is not None:
+            marks = (f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}.")
+            pairs = dict(self.model.named_parameters(remove_duplicate=False))
+            return {n.replace(f".{ADAPTER}.", "."): p for n, p in pairs.items() if any(mark in n for mark in marks)}
+        found: dict[str, Tensor] = dict(self.base.named_parameters(remove_duplicate=False))
+        return found | dict(self.base.named_buffers(remove_duplicate=False)) if buffers else found
+
+
+def _with_adapter(base: nn.Module, adapter: dict[str, Any]) -> nn.Module:
+    peft = require("peft", "a pushed adapter")
+    modules = adapter["target_modules"]
+    config = peft.LoraConfig(
+        r=adapter["r"], lora_alpha=adapter["alpha"], target_modules=modules, lora_dropout=0.0, bias="none"
+    )
+    config.inference_mode = True
+    try:
+        return peft.get_peft_model(base, config, adapter_name=ADAPTER).eval()
+    except ValueError as error:
+        raise ModelError(f"adapter on {modules!r} does not fit the served model: {error}") from error

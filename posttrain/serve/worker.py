@@ -1,0 +1,249 @@
+"""A worker process: one engine, commands from a pipe, an answer to every one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+import traceback
+from typing import Any
+
+import xxhash
+from safetensors.torch import load_file
+
+from posttrain.errors import ConfigError, ModelError
+from posttrain.serve.backends import Backend, failure_of
+from posttrain.serve.config import ServeConfig
+from posttrain.serve.jobs import Answer, Ask, Beat, Command, Failure, Job, Score
+
+__all__ = ["Worker", "worker_main"]
+
+logger = logging.getLogger(__name__)
+
+GATHER_S = 0.005  # Requests that come together begin together: they share prefill passes and what they begin with.
+BEAT_S = 0.5
+IDLE_S = 5.0
+
+
+class Worker:
+    """The loop: take what came, do a piece of work, tell what is done.
+
+    Args:
+        connection: To the HTTP process.
+        backend: The engine.
+        rank: Of this worker.
+    """
+
+    def __init__(self, connection: Any, backend: Backend, rank: int) -> None:
+        self.connection, self.backend, self.rank = connection, backend, rank
+        self.inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self.frozen = False
+        self.stopping = False
+        self._beat = 0.0
+        self._told = (0, 0)
+
+    def loop(self) -> None:
+        """Until the pipe closes or a ``shutdown`` comes."""
+        threading.Thread(target=self._read, daemon=True).start()
+        while not self.stopping:
+            idle = not self.backend.busy or self.frozen
+            self._take(wait=idle)
+            if self.stopping:
+                return
+            if self.backend.busy and not self.frozen:
+                if idle:
+                    time.sleep(GATHER_S)
+                    self._take(wait=False)
+                if self.backend.busy and not self.frozen:
+                    self.backend.advance()
+            self._tell()
+
+    def _read(self) -> None:
+        """The pipe is emptied whatever the engine does, so that the other side never waits to write."""
+        try:
+            while True:
+                self.inbox.put(self.connection.recv())
+        except (EOFError, OSError):
+            self.inbox.put(None)
+            time.sleep(10.0)
+            os._exit(0)  # The engine did not come back to see that nobody is there.
+
+    def _take(self, *, wait: bool) -> None:
+        """Carry out the commands that came."""
+        timeout = IDLE_S if wait else 0.0
+        while True:
+            try:
+                command = self.inbox.get(timeout=timeout) if timeout else self.inbox.get_nowait()
+            except queue.Empty:
+                return
+            timeout = 0.0
+            if command is None:
+                self.stopping = True
+                return
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        try:
+            result = getattr(self, f"do_{command.method}")(command.id, **command.args)
+        except Exception as error:
+            if not isinstance(error, ConfigError | ModelError):
+                logger.exception("worker %d: %s failed", self.rank, command.method)
+            extra = {} if not isinstance(error, _Mismatch) else error.extra
+            status = error.status if isinstance(error, _Mismatch) else 409 if isinstance(error, ModelError) else None
+            self._send(Answer(command.id, failure=failure_of(error, status, **extra)))
+            return
+        if result is not LATER:
+            self._send(Answer(command.id, result))
+
+    def _tell(self) -> None:
+        finished, self.backend.finished = self.backend.finished, []
+        for job, failure in finished:
+            self._send(Answer(job.id, (job.rollouts, job.spans) if failure is None else None, failure))
+        now, state = time.monotonic(), (self.backend.running, sum(j.left for j in self.backend.jobs.values()))
+        if now - self._beat >= BEAT_S or (state != self._told and not any(state)):
+            tokens, self.backend.tokens = self.backend.tokens, 0
+            self._beat, self._told = now, state
+            self._send(Beat(state[0], max(0, state[1] - state[0]), tokens))
+
+    def _send(self, message: Answer | Beat) -> None:
+        with contextlib.suppress(OSError):  # The other side is gone; `_read` sees it too.
+            self.connection.send(message)
+
+    # Commands ----------------------------------------------------------------------------------------------------------
+
+    def do_generate(self, number: int, asks: list[Ask], priority: int) -> Any:
+        """Answered when all completions are there."""
+        self.backend.submit(Job(number, asks, priority))
+        return LATER
+
+    def do_abort(self, number: int, job: int) -> bool:
+        """The job is answered too, as aborted."""
+        if not self.backend.abort(job):
+            return False
+        self._send(Answer(job, failure=Failure("Aborted", "the request was given up.", 503)))
+        return True
+
+    def do_freeze(self, number: int, on: bool) -> int:
+        """Nothing is written while frozen; returns how many completions are held."""
+        self.frozen = on
+        return self.backend.running
+
+    def do_abort_all(self, number: int) -> int:
+        """End everything that is written or waits; what is written is kept."""
+        return sum(self.backend.finish_early(job) for job in list(self.backend.jobs))
+
+    def do_begin_update(self, number: int, adapter: dict[str, Any] | None) -> None:
+        self.backend.rest()
+        self.backend.begin_update(adapter)
+
+    def do_bucket(self, number: int, path: str, checksum: str) -> dict[str, Any]:
+        """Load the tensors of a file that the HTTP process wrote or has looked at."""
+        self.backend.rest()
+        got = _file_checksum(path)
+        if got != checksum.lower():
+            raise _Mismatch(
+                f"the bucket's checksum is {got}, and {checksum} was announced: its bytes changed on the way. Push again.",
+                409, phase="bucket", expected=checksum, got=got,
+            )  # fmt: skip
+        try:
+            tensors = load_file(path)
+        except Exception as error:
+            raise _Mismatch(f"the bucket is not in the safetensors format: {error}", 400, phase="bucket") from error
+        loaded, unexpected = self.backend.load(tensors.items())
+        return {"loaded": loaded, "unexpected": unexpected, "names": list(tensors)}
+
+    def do_end_update(self, number: int, version: int) -> list[str]:
+        self.backend.rest()
+        missing = self.backend.end_update(version)
+        if not self.backend.reset_cache():
+            raise ModelError("the engine refused to forget keys and values of the earlier weights.")
+        return missing
+
+    def do_join(self, number: int, **spec: Any) -> None:
+        self.backend.rest()
+        self.backend.join(**spec)
+
+    def do_receive(self, number: int, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        self.backend.rest()
+        tensors = self.backend.receive(parts)
+        loaded, unexpected = self.backend.load(tensors)
+        return {"loaded": loaded, "unexpected": unexpected, "names": [name for name, _ in tensors]}
+
+    def do_leave(self, number: int) -> None:
+        self.backend.leave()
+
+    def do_score(self, number: int, items: list[Score], top: int, temperature: float) -> Any:
+        self.backend.rest()
+        return self.backend.score(items, top, temperature)
+
+    def do_reset_cache(self, number: int) -> bool:
+        return self.backend.reset_cache()
+
+    def do_sleep(self, number: int, level: int) -> None:
+        self.backend.rest()
+        self.backend.sleep(level)
+
+    def do_wake(self, number: int, tags: list[str] | None) -> None:
+        self.backend.wake(tags)
+
+    def do_ping(self, number: int) -> int:
+        return os.getpid()
+
+    def do_shutdown(self, number: int) -> None:
+        self.stopping = True
+
+
+class _Later:
+    """The answer comes when the job is done."""
+
+
+LATER = _Later()
+
+
+class _Mismatch(ModelError):
+    def __init__(self, message: str, status: int, **extra: Any) -> None:
+        super().__init__(message)
+        self.status, self.extra = status, extra
+
+
+def _file_checksum(path: str) -> str:
+    import mmap
+
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        return xxhash.xxh3_128(view).hexdigest()
+
+
+def _scoring_heeds_temperature(backend: Backend) -> bool:
+    """Whether log-probs of given sequences change with the temperature, as they must."""
+    if not backend.scores:
+        return True
+    probe = [Score([1, 2, 3], 1)]
+    one, two = (backend.score(probe, 1, temperature)[0].actual for temperature in (1.0, 2.0))
+    return one != two
+
+
+def worker_main(connection: Any, name: str, config: ServeConfig, rank: int) -> None:
+    """Load the engine, say so, and serve until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The HTTP process decides when to end.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(format=f"%(levelname)s worker {rank}: %(message)s", level=logging.INFO)
+    try:
+        from posttrain.serve.engines import create_backend
+
+        backend = create_backend(name, config, rank)
+        info = backend.info() | {"pid": os.getpid(), "beats": backend.beats, "sleeps": backend.sleeps}
+        info["scoring_heeds_temperature"] = _scoring_heeds_temperature(backend)
+    except BaseException as error:
+        failure = failure_of(error, 500, log_tail="".join(traceback.format_exception(error)[-6:]))
+        with contextlib.suppress(OSError):
+            connection.send(Answer(0, failure=failure))
+        raise SystemExit(1) from error
+    connection.send(Answer(0, info))
+    try:
+        Worker(connection, backend, rank).loop()
+    finally:
+        backend.close()
