@@ -44,8 +44,8 @@ def features_in_use(args: Any, *, peft: bool = False, parts: Mapping[str, Any] |
     init = getattr(args, "model_init_kwargs", None)
     init = init if isinstance(init, Mapping) else {}
     deepspeed, fsdp = bool(getattr(args, "deepspeed", None)), bool(getattr(args, "fsdp", None))
-    vllm = bool(getattr(args, "use_vllm", False))
-    server = vllm and getattr(args, "vllm_mode", "") == "server"
+    server = getattr(args, "vllm_mode", "") == "server"
+    vllm = bool(getattr(args, "use_vllm", False)) and not server  # Servers are asked over HTTP: vLLM is installed there.
     reports = getattr(args, "report_to", None) or ()
     optimiser = str(getattr(getattr(args, "optim", ""), "value", getattr(args, "optim", "")))
     return {
@@ -61,7 +61,6 @@ def features_in_use(args: Any, *, peft: bool = False, parts: Mapping[str, Any] |
         "context-parallel": _parallel(args, "cp_size") > 1,
         "vllm": vllm,
         "vllm-sleep": vllm and bool(getattr(args, "vllm_enable_sleep_mode", False)),
-        "vllm-worker": server,
         "paged": bool(getattr(args, "use_transformers_continuous_batching", False)),
         "environments": bool((parts or {}).get("environment_factory")),
         "flash-attention-2": init.get("attn_implementation") == "flash_attention_2",

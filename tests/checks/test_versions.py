@@ -97,7 +97,6 @@ def test_features_are_read_from_configs(tmp_path):
     assert set(plain) <= set(FEATURES)
     args = types.SimpleNamespace(
         use_vllm=True,
-        vllm_mode="server",
         num_generations=4,
         deepspeed={"zero_optimization": {"stage": 3}},
         fsdp="full_shard",
@@ -110,7 +109,7 @@ def test_features_are_read_from_configs(tmp_path):
     )
     on = {name for name, value in versions.features_in_use(args, peft=True).items() if value}
     assert on == {
-        "core", "peft", "vllm", "vllm-worker", "deepspeed", "deepspeed-zero3-generation", "fsdp2", "fsdp2-ram-efficient",
+        "core", "peft", "vllm", "deepspeed", "deepspeed-zero3-generation", "fsdp2", "fsdp2-ram-efficient",
         "bitsandbytes", "wandb", "sequence-parallel", "flash-attention-2", "liger",
     }  # fmt: skip
 
@@ -176,3 +175,8 @@ def test_liger_needs_its_minimum(monkeypatch):
 @pytest.mark.parametrize("name", available.__all__)
 def test_every_helper_answers_by_the_module_spec_alone(name):
     assert getattr(available, name)() in (True, False)
+
+
+def test_a_run_over_a_server_needs_no_vllm_beside_the_trainer():
+    args = types.SimpleNamespace(use_vllm=True, vllm_mode="server")
+    assert not any(on for name, on in versions.features_in_use(args).items() if "vllm" in name)
