@@ -95,8 +95,8 @@ def rows(method: str, count: int) -> list[dict[str, Any]]:
 
 
 def settings_of(method: str, given: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Options of a run of three steps."""
-    base = harness.settings(3) | {"output_dir": folder, "per_device_train_batch_size": 4, "learning_rate": 1e-6}
+    """Options of a run of two steps."""
+    base = harness.settings(2) | {"output_dir": folder, "per_device_train_batch_size": 4, "learning_rate": 1e-6}
     base |= {"gradient_accumulation_steps": 2}
     if method == "grpo":
         base |= {"per_device_train_batch_size": 8, "num_generations": 8, "beta": 0.04, "max_completion_length": 48}
@@ -174,6 +174,8 @@ def one(name: str, case: str) -> dict[str, Any]:
 
     from posttrain.checks.memory_plan import plan
     from posttrain.models.memory_estimate import estimate_memory
+    from posttrain.models.memory_trace import Shadow
+    from posttrain.models.step_time import measure_rates, step_time
 
     method, given = CASES[case]
     model, tokenizer = build(name)
@@ -189,12 +191,16 @@ def one(name: str, case: str) -> dict[str, Any]:
         config = transformers.AutoConfig.from_pretrained(model) if isinstance(model, str) else model
         work = plan(method, args, config, lengths=lengths_of(method, args, tokenizer), peft_config=lora)
         found = estimate_memory(work)
+        shadow = Shadow(work.policy, checkpointing=work.checkpointing, kept_layers=work.kept_layers)
+        rates = measure_rates(work, shadow)
+        predicted = step_time(work, shadow, rates, accumulation=trainer.args.gradient_accumulation_steps)
     return {
         "model": Path(name).name, "case": case, "measured_mb": round(measured / 1e6), "after_loading_mb": round(built / 1e6),
         "estimate_mb": round(found.peak / 1e6), "error": round(found.peak / measured - 1, 3), "traced": found.traced,
         "moment": found.fullest, "components_mb": {k: round(v / 1e6) for k, v in found.components.items()},
         "moments_mb": {k: round(sum(v.values()) / 1e6) for k, v in found.moments.items()},
-        "step_seconds": timed["step_seconds"],
+        "step_seconds": timed["step_seconds"], "step_estimate": round(predicted.total, 3),
+        "gflops": round(rates.training / 1e9), "seconds_by_part": {k: round(v, 3) for k, v in predicted.parts.items()},
     }  # fmt: skip
 
 

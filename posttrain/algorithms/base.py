@@ -21,7 +21,7 @@ from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.algorithms.data_report import DataReportCallback
 from posttrain.algorithms.evaluation import EvaluationMixin
 from posttrain.algorithms.health import HealthMixin
-from posttrain.algorithms.memory import MemoryMixin
+from posttrain.algorithms.memory_health import MemoryHealthMixin
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.losses.reduce import Denominators, reduce
@@ -58,7 +58,7 @@ __all__ = ["PostTrainer", "PostTrainingConfig"]
 logger = logging.getLogger(__name__)
 
 
-class PostTrainer(HealthMixin, MemoryMixin, CheckpointMixin, EvaluationMixin, transformers.Trainer):
+class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Trainer):
     """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
 
     A subclass gives ``objective(outputs, batch) -> LossTerms`` and the rows (`rows`); ``needs`` names what the forward

@@ -13,6 +13,8 @@ from typing import Any
 import numpy
 import torch
 
+from posttrain.algorithms.memory import MemoryMixin
+from posttrain.algorithms.memory_profile import MemoryProfile
 from posttrain.checks import memory as checks
 from posttrain.data.forest import collate
 from posttrain.data.longest import longest_examples
@@ -49,36 +51,38 @@ class DryStep:
     failed: bool = False
 
 
-class MemoryHealthMixin:
+class MemoryHealthMixin(MemoryMixin):
     """The part of `PostTrainer` that tries whether the longest step fits, before one that counts is taken."""
 
-    args: Any
-    accelerator: Any
     model: Any
     train_dataset: Any
-    layout: Any
-    pad_token_id: int
-    whole_rows: bool
-    together: bool
     temperature: float
     needs: frozenset[str]
     largest_seen = (0, 0)  # Tokens of the largest pass, and of the longest sequence, that were trained.
     longest_of_data = 0  # Tokens of the longest sequence of the training set, once it was looked for.
 
-    def check_step(self, batches: Sequence[Batch], tokens: float, sequences: float) -> None:
+    def check_step(self, batches: Sequence[Batch], *counts: float) -> None:
         """As every trainer's; the largest pass and the longest sequence are remembered."""
         widths = [
             (batch.input_ids.numel(), int(batch.position_ids.max()) + 1) for batch in batches if batch.input_ids.numel()
         ]
         self.largest_seen = tuple(map(max, zip(*widths, self.largest_seen, strict=False)))  # type: ignore[assignment]
-        super().check_step(batches, tokens, sequences)  # type: ignore[misc]
+        super().check_step(batches, *counts)  # type: ignore[misc]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As every trainer's, once it is known what fits."""
+        self.fit_memory()
+        return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def fit_memory(self) -> None:
         """A batch size where ``per_device_train_batch_size='auto'`` asks for one; a dry step where ``dry_step`` does.
 
         On a GPU a dry step is the default: it costs a step's time and finds out at once what would end the run later. On a
         CPU it is not: a step takes long there, and a system that runs out of memory ends the process instead of telling it.
+        While training, `MemoryProfile` looks.
         """
+        if not any(isinstance(one, MemoryProfile) for one in self.callback_handler.callbacks):  # type: ignore[attr-defined]
+            self.add_callback(MemoryProfile(self))  # type: ignore[attr-defined]
         if parallel.is_prepared_late(self.accelerator):
             if getattr(self.args, "auto_batch_size", False):
                 raise ConfigError(

@@ -165,8 +165,6 @@ def plan(
         batch_size: Instead of the config's.
         bits: Of quantised weights.
     """
-    import torch
-
     from posttrain.data.forest import collate
     from posttrain.models.memory_estimate import Workload
     from posttrain.models.memory_trace import Part
@@ -183,7 +181,6 @@ def plan(
     if parts.get("reward_model") is not None:
         frozen.append(Part("reward model", parts["reward_model"], "sequence", policy.dtype, trained=False))
     critic = parts.get("value_model")
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     share = batch_size / args.per_device_train_batch_size if batch_size else 1.0
     return Workload(
         policy=policy,
@@ -197,7 +194,7 @@ def plan(
         checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
         kept_layers=args.kept_layers,
         optimizer=str(getattr(args.optim, "value", args.optim)),
-        autocast=half if half is not policy.dtype else None,
+        autocast=_autocast(args, policy.dtype),
         generating=None if traits.answers else _generating(trainer, args, lengths, device),
         shards=_shards(args, processes),
         device=device,
@@ -217,6 +214,14 @@ def _dtype(args: Any, config: Any) -> Any:
     if name in ("auto", None):
         name = getattr(config, "dtype", None) or torch.float32
     return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
+
+
+def _autocast(args: Any, dtype: Any) -> Any:
+    """Dtype of the computation where it is not that of the weights."""
+    import torch
+
+    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    return half if half is not dtype else None
 
 
 def _reference(trainer: str, args: Any, peft_config: Any) -> str:

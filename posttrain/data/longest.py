@@ -17,7 +17,7 @@ def longest_examples(dataset: Any, count: int) -> list[dict[str, Any]]:
     """By tokens where rows are tokenised, by characters where not; of a stream, of its first 64."""
     if isinstance(dataset, datasets.IterableDataset) or not hasattr(dataset, "__len__"):
         drawn = list(itertools.islice(dataset, STREAMED))
-        return sorted(drawn, key=weight, reverse=True)[:count]
+        return sorted(drawn, key=_tokens, reverse=True)[:count]
     total = len(dataset)
     places = range(0, total, max(1, -(-total // LOOKED_AT)))
     names = [name for name in dataset.column_names if name.endswith("ids")] or None
@@ -25,6 +25,10 @@ def longest_examples(dataset: Any, count: int) -> list[dict[str, Any]]:
     weights = [weight(row) for row in (part.select_columns(names) if names else part)]
     best = sorted(range(len(weights)), key=lambda i: weights[i], reverse=True)[:count]
     return [dataset[places[i]] for i in best]
+
+
+def _tokens(example: dict[str, Any]) -> int:
+    return weight({k: v for k, v in example.items() if k.endswith("ids")} or example)
 
 
 def weight(example: Any) -> int:

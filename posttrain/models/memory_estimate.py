@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 CUDA_CONTEXT = (
     600 * 2**20
 )  # Of the driver and the libraries in one process; nvidia-smi shows about this much for an idle one.
+# What allocators waste. glibc's puts small blocks where a large one was, so that the next large one needs a new place: up to
+# three times the largest tensor was measured (benchmarks/estimate.py; SFT of three models). CUDA's: a guess, not measured.
+HOLES = 3
+CUDA_WASTE = 0.05
 # Bytes of state for each byte of a trained weight (two moments of the weight's dtype), or for each weight.
 PER_BYTE = {"adamw": 2, "adam": 2, "nadamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "stable": 2}
 EIGHT_BIT = {"adamw": 2, "lion": 1, "rmsprop": 1, "ademamix": 3}
@@ -203,15 +207,22 @@ def estimate_memory(work: Workload) -> MemoryEstimate:
         "activations": training.activations,
         "logits": training.logits,
         "gradients of a pass": training.gradients if many else training.gradients // shards.gradients,
+        "allocator": _wasted(work, training),
     }}  # fmt: skip
     moments["optimizer step"] = {"gradients": gradients // shards.gradients, "temporary": _step(work, trained)}
     if work.reference:
         scored = passes.largest(training=False, accumulating=False)
-        moments["reference pass"] = {"activations": scored.activations, "logits": scored.logits}
+        moments["reference pass"] = {
+            "activations": scored.activations, "logits": scored.logits, "allocator": _wasted(work, scored)
+        }  # fmt: skip
     if work.generating is not None:
         moments["generation"] = _generation(work.generating, work.policy, shadow.model)
     count = sum(p.numel() for p in parameters.values())
     return MemoryEstimate(standing, moments, passes.traced, sum(n for n, _ in trained), count)
+
+
+def _wasted(work: Workload, peak: PassPeak) -> int:
+    return HOLES * peak.largest if work.device == "cpu" else int(CUDA_WASTE * peak.total)
 
 
 def _frozen(parts: Sequence[Part]) -> dict[str, int]:
@@ -287,7 +298,7 @@ def _rough(shadow: Shadow, batch: Batch, work: Workload, *, training: bool, accu
     trained = sum(p.nbytes for p in inner.parameters() if p.requires_grad)
     head = config.vocab_size * config.hidden_size * shadow.part.dtype.itemsize
     gradients = 0 if not training else min(head, trained) if accumulating else trained + min(head, trained)
-    return PassPeak(numbers * item, (2 if training else 1) * chunk, gradients)
+    return PassPeak(numbers * item, (2 if training else 1) * chunk, gradients, max(chunk, min(head, gradients)))
 
 
 def _generation(asked: Generating, part: Part, model: nn.Module) -> dict[str, int]:

@@ -57,11 +57,13 @@ class PassPeak:
         activations: What layers keep for backward, and what they work with.
         logits: Chunks of logits and their gradients.
         gradients: Weight gradients that exist at that moment, before they are added to earlier ones.
+        largest: Of any tensor of the pass.
     """
 
     activations: int
     logits: int
     gradients: int
+    largest: int = 0
 
     @property
     def total(self) -> int:
@@ -172,8 +174,10 @@ class _Meter:
     peak: dict[str, int] = field(default_factory=dict)
     most: int = 0
     total: int = 0
+    largest: int = 0
 
     def add(self, kind: str, size: int) -> None:
+        self.largest = max(self.largest, size)
         self.live[kind] += size
         self.total += size
         if self.total > self.most:
@@ -271,7 +275,7 @@ def trace_pass(
             for parameter in trained:
                 parameter.grad = None
     peak = watch.meter.peak
-    return PassPeak(peak.get("activations", 0), peak.get("logits", 0), peak.get("gradients", 0))
+    return PassPeak(peak.get("activations", 0), peak.get("logits", 0), peak.get("gradients", 0), watch.meter.largest)
 
 
 def _forget(parameter: Tensor) -> None:
