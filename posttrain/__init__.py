@@ -89,6 +89,7 @@ _PUBLIC = {
     "PostTrainer": "algorithms.base",
     "PostTrainingConfig": "algorithms.config",
     "PosttrainError": "errors",
+    "PreflightError": "errors",
     "PreTrainedModelWrapper": "models.value_wrapper",
     "PreferenceTrainer": "algorithms.preference",
     "RLOOConfig": "algorithms.rloo",

@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from posttrain.errors import ConfigError
+from posttrain.algorithms.memory_config import MemoryFields
+from posttrain.checks.preflight import MODES, silenced_codes
+from posttrain.errors import ConfigError, check_choice
 from posttrain.models.load import bf16_is_faster
 
 __all__ = ["GenerationFields", "PostTrainingConfig", "ReferenceFields", "VllmFields", "warn_keep_end"]
@@ -19,14 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class PostTrainingConfig(transformers.TrainingArguments):
+class PostTrainingConfig(MemoryFields, transformers.TrainingArguments):
     """Arguments of every trainer: those of `transformers.TrainingArguments` with defaults made for post-training.
 
     Activations are recomputed in backward unless ``gradient_checkpointing=False`` (or ``activation_checkpointing``, its
     newer name; either spelling works, two that contradict each other are refused).
     """
 
-    _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]  # noqa: RUF012
+    _VALID_DICT_FIELDS = [  # noqa: RUF012
+        *transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "silence_findings"
+    ]  # fmt: skip
 
     logging_steps: float = field(
         default=10, metadata={"help": "Optimiser steps between two log lines; below 1 a share of all steps."}
@@ -60,6 +64,28 @@ class PostTrainingConfig(transformers.TrainingArguments):
     strict_data: bool = field(
         default=False, metadata={"help": "Make every warning about the data, while it is prepared and after, an error."}
     )
+    preflight: Literal["error", "warn", "off"] = field(
+        default="error",
+        metadata={
+            "help": "Checks: error stops on what cannot be meant and warns of the rest; warn never stops; off: none."
+        },
+    )
+    silence_findings: dict[str, str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Findings that are known to be fine here: a reason by code or name, {'PT-D012': 'a control group'}."
+        },
+    )
+    bad_rows: Literal["error", "drop"] = field(
+        default="error",
+        metadata={
+            "help": "Rows that cannot be trained: error refuses them, drop leaves them out and lists them in a file."
+        },
+    )
+    bad_rows_max: float = field(
+        default=0.05,
+        metadata={"help": "Share of rows that bad_rows='drop' may leave out before it refuses, in [0, 1]."},
+    )
     max_row_tokens: int | None = field(
         default=None,
         metadata={
@@ -75,12 +101,20 @@ class PostTrainingConfig(transformers.TrainingArguments):
         for item in fields(self):
             if item.name in type(self)._VALID_DICT_FIELDS and isinstance(getattr(self, item.name), str):
                 value = getattr(self, item.name)
-                if item.name == "model_init_kwargs":
-                    raise ConfigError(f"model_init_kwargs={value!r} must be a mapping or a JSON object string.")
+                if item.name in ("model_init_kwargs", "silence_findings"):
+                    raise ConfigError(f"{item.name}={value!r} must be a mapping or a JSON object string.")
         if getattr(self, "pad_token", None) is not None:
             warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=4)
+        self._check_preflight()
         # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
         self.logging_nan_inf_filter = False
+
+    def _check_preflight(self) -> None:
+        check_choice("preflight", self.preflight, MODES)
+        check_choice("bad_rows", self.bad_rows, ("error", "drop"))
+        if not 0 <= self.bad_rows_max <= 1:
+            raise ConfigError(f"bad_rows_max={self.bad_rows_max} must be a share of the rows, from 0 to 1.")
+        silenced_codes(self.silence_findings)  # type: ignore[arg-type]
 
     def _resolve_checkpointing(self) -> None:
         new_name = hasattr(self, "activation_checkpointing")

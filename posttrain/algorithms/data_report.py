@@ -23,7 +23,7 @@ from posttrain.data.tokenize import tokenize_prompts
 from posttrain.errors import DataError, PosttrainError
 from posttrain.types import Finding, Row
 
-__all__ = ["DataReport", "DataReportCallback", "DataReportMixin"]
+__all__ = ["DataReport", "DataReportCallback", "DataReportMixin", "refuse_data", "template_findings"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +104,12 @@ class DataReportMixin:
     _raw: Any = None
 
     @contextmanager
-    def strict_about_data(self, raw: Any, strict: bool) -> Iterator[None]:
-        """Remember the raw set; with ``strict``, what is warned of while data is prepared is an error at the end.
+    def strict_about_data(self, strict: bool) -> Iterator[None]:
+        """With ``strict``, what is warned of while data is prepared is an error at the end.
 
         Raises:
             DataError: Something was warned of; all of it is told.
         """
-        self._raw = raw
         told = _Listener()
         package = logging.getLogger("posttrain")
         package.addHandler(told)
@@ -119,7 +118,7 @@ class DataReportMixin:
         finally:
             package.removeHandler(told)
         if strict and told.said:
-            _refuse(told.said)
+            refuse_data(told.said)
 
     def data_report(self, rows: int = ROWS) -> DataReport:
         """What the training set looks like to the model, from a few rows spread over it; takes well under two seconds.
@@ -146,11 +145,11 @@ class DataReportMixin:
         labels = [str(bool(example["label"])) for example in examples if isinstance(example.get("label"), bool | int)]
         report.labels = {label: labels.count(label) for label in sorted(set(labels))}
         found = check_rows(made, self.processing_class, limit=limit) if made else []
-        report.findings = [*_template_findings(self._raw, self.processing_class), *found]
+        report.findings = [*template_findings(self._raw, self.processing_class), *found]
         report.findings = [finding for finding in report.findings if finding.code not in self.beside_the_point]
         worse = [f"{f.code}: {f.what} ({f.where}) {f.fix}" for f in report.findings if f.severity != "info"]
         if worse and getattr(self.args, "strict_data", False):
-            _refuse(worse)
+            refuse_data(worse)
         return report
 
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
@@ -200,7 +199,12 @@ class _Listener(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def _refuse(said: Sequence[str]) -> None:
+def refuse_data(said: Sequence[str]) -> None:
+    """End a run whose ``strict_data`` makes warnings errors.
+
+    Raises:
+        DataError: With all of them.
+    """
     listed = "".join(f"\n- {text}" for text in said)
     raise DataError(
         f"strict_data=True makes every warning about the data an error:{listed}\nMend the data, or leave it out."
@@ -214,7 +218,8 @@ def _spread(dataset: Any, count: int) -> list[dict[str, Any]]:
     return [dataset[len(dataset) * k // take] for k in range(take)]
 
 
-def _template_findings(raw: Any, tokenizer: Any) -> list[Finding]:
+def template_findings(raw: Any, tokenizer: Any) -> list[Finding]:
+    """What the chat template does to the first rows of a conversational set; nothing for other sets."""
     if not getattr(tokenizer, "chat_template", None) or raw is None:
         return []
     columns = get_dataset_column_names(raw)

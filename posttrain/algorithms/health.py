@@ -1,17 +1,17 @@
-"""What every trainer asks of its checks: at the start, after the first backward pass, and at every optimiser step."""
+"""What every trainer asks of its checks while it trains: after the first backward pass, and at every optimiser step."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from posttrain.algorithms.data_report import DataReportMixin
+from posttrain.algorithms.preflight import PreflightMixin
 from posttrain.checks import training as checks
-from posttrain.errors import ConfigError, PosttrainError
+from posttrain.errors import PosttrainError
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.report.first_batch import describe_batches
@@ -21,10 +21,11 @@ __all__ = ["HealthMixin"]
 
 logger = logging.getLogger(__name__)
 
+STEP_CODES = ("PT-T001", "PT-T002", "PT-T003", "PT-T004")  # Looked for at every optimiser step.
 BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
 
 
-class HealthMixin(DataReportMixin):
+class HealthMixin(PreflightMixin):
     """Runs `posttrain.checks` for `PostTrainer` and says what they find."""
 
     args: Any
@@ -33,7 +34,6 @@ class HealthMixin(DataReportMixin):
     layout: Any
     state: Any
     processing_class: Any
-    record: Any = None
     zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
     _bad_steps = 0
     _first_step_checked = False
@@ -41,18 +41,7 @@ class HealthMixin(DataReportMixin):
     _tokens = (0, 0)  # Of sequences, and computed with padding.
     _steps = 0
     _told_lengths = False
-
-    def tell(self, findings: Iterable[Finding | None]) -> None:
-        """Warn of findings; an error among them ends the run."""
-        for finding in findings:
-            if finding is None:
-                continue
-            if self.record is not None:
-                self.record.add_findings([finding])
-            text = f"{finding.code}: {finding.what} ({finding.where}): {finding.why} Do: {finding.fix}"
-            if finding.severity == "error":
-                raise ConfigError(text)
-            logger.log(logging.WARNING if finding.severity == "warning" else logging.INFO, "%s", text)
+    _lengths_found: list[Finding] = []  # noqa: RUF012  Replaced, never changed.
 
     def check_start(self) -> None:
         """Precision of what is trained, where layers lie, dense masks over long rows; rows where ``strict_data`` asks."""
@@ -66,30 +55,38 @@ class HealthMixin(DataReportMixin):
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision)
         text = self.model.config.get_text_config() if hasattr(self.model, "config") else None
         implementation = str(getattr(text, "_attn_implementation", None))
-        self.tell([
-            checks.check_precision(trainable, learning_rate=self.args.learning_rate, autocast=mixed),
-            checks.check_devices(
-                visible=max(self.args.n_gpu, 1),
-                processes=self.accelerator.num_processes,
-                placed=(getattr(self.model, "hf_device_map", None) or {}).values(),
-            ),
-            checks.check_dense_masks(
-                implementation, packed=self.layout.kind == "tree", row_tokens=self.layout.row_tokens
-            ),
-        ])  # fmt: skip
+        with self.preflight.looking("config", ("PT-C001", "PT-C002", "PT-C003", "PT-C004", "PT-C005")):
+            self.tell([
+                checks.check_precision(trainable, learning_rate=self.args.learning_rate, autocast=mixed),
+                checks.check_devices(
+                    visible=max(self.args.n_gpu, 1),
+                    processes=self.accelerator.num_processes,
+                    placed=(getattr(self.model, "hf_device_map", None) or {}).values(),
+                ),
+                checks.check_dense_masks(
+                    implementation, packed=self.layout.kind == "tree", row_tokens=self.layout.row_tokens
+                ),
+            ])  # fmt: skip
+        self.check_data()
 
-    def check_step(self, batches: Sequence[Batch], tokens: float, sequences: float) -> None:
+    def check_step(self, batches: Sequence[Batch], tokens: float, sequences: float, alarms: float = 0.0) -> None:
         """Count what an optimiser step holds, and end a run whose latest steps held no trained token.
 
         Args:
             batches: Of this rank.
             tokens: That carry loss, over all ranks.
             sequences: Over all ranks.
+            alarms: Ranks with something to tell of their own batches (`alarm`).
         """
+        if alarms:
+            self.tell(parallel.all_gather_objects(self._lengths_found, self.accelerator)[:1])
+        if self._steps == 0:
+            self.check_first_batch(batches)
         if self._steps == 0 and self.record is not None and self.state.global_step == 0:
             self.record.add_data(lambda: describe_batches(batches, self.processing_class))
         self._trained = (*self._trained, tokens)[-checks.EMPTY_STEPS :]
-        self.tell([checks.check_trained_tokens([int(count) for count in self._trained])])
+        with self.preflight.looking("log_step", STEP_CODES):
+            self.tell([checks.check_trained_tokens([int(count) for count in self._trained])])
         real = sum(batch.num_tokens for batch in batches)
         computed = sum(batch.input_ids.numel() for batch in batches)
         share = 1 - real / computed if computed else 0.0
@@ -99,17 +96,18 @@ class HealthMixin(DataReportMixin):
             "padding_share": mean(share, weight=float(computed)),
         })  # fmt: skip
         self._tokens = (self._tokens[0] + real, self._tokens[1] + computed)
-        self._check_lengths(batches)
         self._check_economy()
 
-    def _check_lengths(self, batches: Sequence[Batch]) -> None:
+    def alarm(self, batches: Sequence[Batch]) -> float:
+        """1 where a sequence of this rank is too long for the model, told once; it travels with the step's counts."""
         longest = max((int(batch.position_ids.max()) + 1 for batch in batches if batch.position_ids.numel()), default=0)
         config = getattr(self.model, "config", None)
         text = None if config is None or self._told_lengths else config.get_text_config()
         rotary = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
         finding = checks.check_positions(longest, getattr(text, "max_position_embeddings", None), rotary=rotary)
         self._told_lengths = self._told_lengths or finding is not None
-        self.tell([finding])
+        self._lengths_found = [finding] if finding is not None else []
+        return float(len(self._lengths_found))
 
     def _check_economy(self) -> None:
         """Once, when a few steps have shown it: padding that is computed, and memory that lies idle."""
@@ -130,7 +128,8 @@ class HealthMixin(DataReportMixin):
         norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
-        self.tell([checks.check_first_gradients(norms)])
+        with self.preflight.looking("first_batch", ("PT-B001", "PT-B002", "PT-B003")):
+            self.tell([checks.check_first_gradients(norms)])
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip; a gradient that is not finite must not reach the weights, and three in a row end the run."""

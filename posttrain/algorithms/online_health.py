@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from posttrain.checks import online as log_checks
 from posttrain.checks import rewards as reward_checks
+from posttrain.checks.core import finding
+from posttrain.checks.preflight import Preflight, describe
+from posttrain.checks.reward_range import RunningReward, check_reward_ranges
 from posttrain.errors import RewardError
 from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rewards.length import SoftOverlongPunishment
@@ -16,38 +20,44 @@ from posttrain.types import Finding
 
 __all__ = ["OnlineHealthMixin"]
 
-REPEATED = 100  # A finding is told the first time, and then every so many times.
-
 
 class OnlineHealthMixin:
     """The part of `OnlineTrainer` that notices a run going wrong while it trains."""
 
+    signs_of: ClassVar[str] = "R"
     args: Any
     state: Any
     accelerator: Any
     rewards: RewardRunner
     _flat_generations = 0
     _flat_rewards: tuple[float, ...] = ()
-    _times_found: dict[tuple[str, str], int]
+    preflight: Preflight
+    tell: Callable[[Iterable[Finding | None]], None]
+
+    @cached_property
+    def running(self) -> dict[str, RunningReward]:
+        """Statistics of each reward function since the run began."""
+        return {}
 
     def check_start(self) -> None:
         """As every trainer's; reward models are placed and tried."""
         super().check_start()  # type: ignore[misc]
         self.rewards.start(self.args.device)
+        self.rewards.disagreements = {}
         longest = getattr(self.args, "max_completion_length", None)
         for function in self.rewards.functions:
             if isinstance(function, SoftOverlongPunishment) and longest is not None:
                 found = reward_checks.check_overlong(function.limit, function.cache, longest)
-                self.tell_sometimes([found] if found is not None else [])
+                self.tell([found] if found is not None else [])
 
-    def tell_sometimes(self, findings: Iterable[Finding]) -> None:
-        """Tell each kind of finding the first time and then every hundredth."""
-        counts = self.__dict__.setdefault("_times_found", {})
-        for finding in findings:
-            key = (finding.code, finding.where)
-            counts[key] = counts.get(key, 0) + 1
-            if counts[key] % REPEATED == 1 and self.accelerator.is_main_process:
-                self.tell([finding])  # type: ignore[attr-defined]
+    def _disagreements(self) -> Iterable[Finding]:
+        """Reward functions that judge this generation's answers by their spelling."""
+        for name, said in (self.rewards.disagreements or {}).items():
+            why = "a right answer in another spelling earns nothing, or a wrong one is paid: the model learns the spelling."
+            yield finding(
+                "PT-R023", "warning", said, f"rewards/{name}", why, "compare with posttrain.rewards.answers_match."
+            )
+        self.rewards.disagreements = {}
 
     @property
     def generations_per_step(self) -> float:
@@ -55,12 +65,12 @@ class OnlineHealthMixin:
         args = self.args
         return args.gradient_accumulation_steps / ((args.steps_per_generation or 1) * args.num_iterations)
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Write the row, then look at the log it ends."""
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+        """Of generating and learning, where a step was logged."""
+        yield from super().signs(logs)  # type: ignore[misc]
         rows = self.state.log_history
         if rows and "loss" in rows[-1]:
-            self.tell_sometimes(log_checks.check_online(rows, generations_per_step=self.generations_per_step))
+            yield from log_checks.check_online(rows, generations_per_step=self.generations_per_step)
 
     def watch_rewards(self, table: RewardTable, totals: Tensor, advantages: Tensor) -> None:
         """Look at one generation's rewards of all ranks.
@@ -74,10 +84,17 @@ class OnlineHealthMixin:
             RewardError: 20 generations in a row had no signal.
         """
         columns = {name: table.values[:, k].tolist() for k, name in enumerate(table.names)}
+        for name, column in columns.items():
+            self.running.setdefault(name, RunningReward()).add(column)
+        weights = dict(zip(table.names, table.weights.tolist(), strict=True))
+        self.preflight.notes["rewards"] = {name: running.to_dict() for name, running in self.running.items()}
+        self.tell([check_reward_ranges(self.running, weights), *self._disagreements()])
         scaled = str(getattr(self.args, "scale_rewards", "none")) != "none"
-        self.tell_sometimes(reward_checks.check_reward_values(columns, scaled=scaled))
+        self.tell(reward_checks.check_reward_values(columns, scaled=scaled))
         self._flat_generations = 0 if bool(advantages.any()) else self._flat_generations + 1
         self._flat_rewards = (*self._flat_rewards, *totals.tolist()) if self._flat_generations else ()
         found = reward_checks.check_no_signal(self._flat_generations, self._flat_rewards)
-        if found is not None:
-            raise RewardError(f"{found.code}: {found.what} {found.why} Do: {found.fix}")
+        if found is not None and self.preflight.refuses(found):
+            self.preflight.add(found)
+            raise RewardError(describe(found))
+        self.tell([found])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.base import PostTrainer
 from posttrain.algorithms.config import PostTrainingConfig
-from posttrain.checks.pairs import check_pairs
+from posttrain.checks.pairs import PAIR_CODES, check_pairs
 from posttrain.checks.preference import PreferenceHealth, reference_mismatch, reference_prefers_rejected
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.preferences import AnswerOptions, AnswerReport, answer_rows, prepare_answers
@@ -24,7 +24,7 @@ from posttrain.metrics import Metric, mean
 from posttrain.models.forward import forward
 from posttrain.models.precompute import precomputed_logps
 from posttrain.models.reference import Reference, check_reference
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
 __all__ = [
     "AnswerConfig",
@@ -181,6 +181,7 @@ class PreferenceTrainer(PostTrainer):
     A subclass gives ``branches`` (columns of the answers), ``compared`` (whether it needs a reference) and the objective.
     """
 
+    signs_of: ClassVar[str] = "P"
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
     compared: ClassVar[bool] = True
     whole_rows: ClassVar[bool] = True
@@ -281,7 +282,8 @@ class PreferenceTrainer(PostTrainer):
         if training and hasattr(prepared, "select") and len(self.branches) > 1:
             sample = prepared.select(range(min(CHECKED_ROWS, len(prepared))))
             stops = terminal_token_ids(self.processing_class)
-            self.tell(check_pairs(answer_rows(sample, self.branches[:2]), limit=self.args.max_length, stops=stops))
+            with self.preflight.looking("data", PAIR_CODES):
+                self.tell(check_pairs(answer_rows(sample, self.branches[:2]), limit=self.args.max_length, stops=stops))
         return prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
@@ -354,8 +356,7 @@ class PreferenceTrainer(PostTrainer):
         loss = float(terms.terms.mean()) if self.starts_at_ln_2() else None
         self.tell([reference_mismatch(gap, half=half, loss=loss, given=not self._own_reference)])
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, then say what the numbers mean."""
-        super().log(logs, start_time)
-        if self.is_world_process_zero():
-            self.tell(self.health.read(logs))
+    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+        """What the rewards of pairs say."""
+        yield from super().signs(logs)
+        yield from self.health.read(logs)

@@ -94,7 +94,7 @@ class PRMTrainer(PostTrainer):
     needs: ClassVar[frozenset[str]] = frozenset({"token_scores"})
     generative: ClassVar[bool] = False
     # Steps are judged at their separators: nothing is generated, so nothing has to end.
-    beside_the_point: ClassVar[frozenset[str]] = frozenset({"DATA-EOS-UNTRAINED", "DATA-EMPTY-COMPLETION"})
+    beside_the_point: ClassVar[frozenset[str]] = frozenset({"PT-D004", "PT-D006"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "prm"]
     _name: ClassVar[str] = "PRM"
     _suffix: ClassVar[str] = "PRM"

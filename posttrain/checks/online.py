@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from posttrain.checks.curves import History, columns, ends, training_rows, window
+from posttrain.checks.lag import check_lag
+from posttrain.thresholds import CLIPPED_TOKENS, CUT, ENTROPY_LEFT, FLAT_SHARE, KL_GROWTH, KL_LARGE
 from posttrain.types import Finding
 
 __all__ = [
@@ -33,14 +35,10 @@ __all__ = [
 WINDOW = 10  # Optimiser steps that a state must last.
 TREND = 100  # Optimiser steps over which a length may grow.
 ZERO_GRADIENTS = 20
-FLAT_SHARE = 0.8  # Groups without spread.
-CUT, CUT_AT_FIRST = 0.5, 0.9  # Completions that end at the length limit.
+CUT_AT_FIRST = 0.9  # Completions of the first generation that end at the length limit.
 DUPLICATES = 0.8
 GROWTH = 1.5  # Of the mean length, while the reward moves by less than a tenth of its spread.
-KL_GROWTH, KL_LARGE = 5.0, 0.5  # Nats a token.
 RATIO_LARGE = 10.0
-CLIPPED_TOKENS = 0.3
-ENTROPY_LEFT = 0.1  # Of what the run began with.
 DROWNS = 400.0  # Ratio of two variances: of 20 between the spreads.
 MASKED, MASKED_MOST, MISSING = 0.2, 0.9, 0.001  # Tokens without weight; tokens without a log-prob.
 REWARD_SHARE, GENERATION_SHARE, STRAGGLER = 0.3, 0.6, 3.0
@@ -57,7 +55,7 @@ def check_reward_signal(history: History) -> Finding | None:
     span = max(rewards, default=0.0) - min(rewards, default=0.0)
     if span > 0 and ends(recent)[1] >= max(rewards) - 0.05 * span:
         return Finding(
-            "ONLINE-REWARD-SATURATED",
+            "PT-R001",
             "warning",
             f"{share}, at the best reward of the run ({max(rewards):g}).",
             "frac_reward_zero_std",
@@ -65,7 +63,7 @@ def check_reward_signal(history: History) -> Finding | None:
             "stop here, add harder prompts, or leave out those that are solved.",
         )
     return Finding(
-        "ONLINE-GROUPS-FLAT",
+        "PT-R002",
         "warning",
         f"{share}.",
         "frac_reward_zero_std",
@@ -86,7 +84,7 @@ def check_length_trend(history: History) -> Finding | None:
     if last <= GROWTH * max(first, 1.0) or after - before >= 0.1 * scale:
         return None
     return Finding(
-        "ONLINE-LENGTH-GROWS",
+        "PT-R003",
         "warning",
         f"the mean length grew from {first:.0f} to {last:.0f} tokens in {TREND} steps, and the reward went from {before:.3g} to "
         f"{after:.3g}.",
@@ -105,7 +103,7 @@ def check_kl(history: History) -> Finding | None:
     if last <= KL_LARGE or last <= KL_GROWTH * first:
         return None
     return Finding(
-        "ONLINE-KL-GROWS",
+        "PT-R004",
         "warning",
         f"the KL to the reference grew from {first:.3g} to {last:.3g} nats a token in {5 * WINDOW} steps.",
         "kl",
@@ -121,7 +119,7 @@ def check_ratio(history: History) -> list[Finding]:
     if largest is not None and largest[-1] > RATIO_LARGE:
         found.append(
             Finding(
-                "ONLINE-RATIO-LARGE",
+                "PT-R005",
                 "warning",
                 f"a token is {largest[-1]:.3g} times as likely as when it was sampled.",
                 "ratio/max",
@@ -134,7 +132,7 @@ def check_ratio(history: History) -> list[Finding]:
         if share is not None and statistics.fmean(share) > CLIPPED_TOKENS:
             found.append(
                 Finding(
-                    "ONLINE-CLIP-SHARE",
+                    "PT-R006",
                     "warning",
                     f"{100 * statistics.fmean(share):.0f} % of the tokens of the last {WINDOW} steps were clipped.",
                     name,
@@ -155,7 +153,7 @@ def check_entropy(history: History) -> Finding | None:
     if last >= ENTROPY_LEFT * first:
         return None
     return Finding(
-        "ONLINE-ENTROPY-COLLAPSED",
+        "PT-R007",
         "warning",
         f"the entropy fell from {first:.3g} to {last:.3g} nats a token.",
         "entropy",
@@ -175,7 +173,7 @@ def check_length_limit(history: History) -> Finding | None:
         if cut <= CUT_AT_FIRST:
             return None
     return Finding(
-        "ONLINE-COMPLETIONS-CUT",
+        "PT-R008",
         "warning",
         f"{100 * cut:.0f} % of the completions were cut at the length limit.",
         name,
@@ -191,7 +189,7 @@ def check_duplicates(history: History) -> Finding | None:
     if share is None or share[-1] <= DUPLICATES:
         return None
     return Finding(
-        "ONLINE-DUPLICATES",
+        "PT-R009",
         "warning",
         f"{100 * share[-1]:.0f} % of the completions repeat another one of their group.",
         name,
@@ -207,7 +205,7 @@ def check_correction(history: History) -> Iterator[Finding]:
     if share > MASKED:
         fix = "set vllm_importance_sampling_mode='geometric' or 'token_truncate', or shorten completions."
         yield Finding(
-            "ONLINE-CORRECTION-MASKS",
+            "PT-R010",
             "warning",
             f"{100 * share:.0f} % of the tokens of the last {WINDOW} steps have an importance weight of 0.",
             "sampling/frac_masked",
@@ -218,7 +216,7 @@ def check_correction(history: History) -> Iterator[Finding]:
     missing = window(history, "sampling/nan_logprobs", 1)
     if missing is not None and missing[-1] > MISSING:
         yield Finding(
-            "ONLINE-LOGPROBS-MISSING",
+            "PT-R011",
             "error",
             f"the engine gave no log-prob for {100 * missing[-1]:.2g} % of the tokens.",
             "sampling/nan_logprobs",
@@ -233,7 +231,7 @@ def check_gradients(history: History) -> Finding | None:
     if norms is None or any(norms):
         return None
     return Finding(
-        "ONLINE-NO-GRADIENT",
+        "PT-R012",
         "warning",
         f"the gradient norm was 0 for {ZERO_GRADIENTS} steps.",
         "grad_norm",
@@ -252,7 +250,7 @@ def check_reward_scales(history: History) -> Finding | None:
     if top is None or not others or means[top] <= DROWNS * max(others.values()):
         return None
     return Finding(
-        "ONLINE-REWARD-DROWNS",
+        "PT-R013",
         "warning",
         f"{100 * means[top]:.3g} % of the rewards' variance is {top}'s; {', '.join(sorted(others))} count for nothing.",
         f"rewards/{top}/variance_share",
@@ -272,7 +270,7 @@ def check_reward_columns(history: History) -> list[Finding]:
         if applies is not None and not any(applies):
             found.append(
                 Finding(
-                    "ONLINE-REWARD-NEVER-APPLIES",
+                    "PT-R014",
                     "warning",
                     f"{name} returned None for every row of the last {WINDOW} steps.",
                     f"rewards/{name}/applicable",
@@ -283,7 +281,7 @@ def check_reward_columns(history: History) -> list[Finding]:
         elif len(names) > 1 and spread is not None and not any(spread):
             found.append(
                 Finding(
-                    "ONLINE-REWARD-CONSTANT",
+                    "PT-R015",
                     "info",
                     f"{name} gave one value to every row of the last {2 * WINDOW} steps.",
                     f"rewards/{name}/std",
@@ -294,7 +292,7 @@ def check_reward_columns(history: History) -> list[Finding]:
     for name in columns(history, "nan"):
         found.append(
             Finding(
-                "ONLINE-REWARD-NAN",
+                "PT-R016",
                 "warning",
                 f"{name} returned NaN for {training_rows(history)[-1][f'rewards/{name}/nan']:.0f} rows.",
                 f"rewards/{name}/nan",
@@ -322,7 +320,7 @@ def check_reward_time(history: History, generations_per_step: float) -> list[Fin
         if share > REWARD_SHARE:
             found.append(
                 Finding(
-                    "ONLINE-REWARD-SLOW",
+                    "PT-R017",
                     "warning",
                     f"{100 * share:.0f} % of the step time is {name} ({statistics.fmean(spent or [0.0]):.2g} s a generation).",
                     f"rewards/{name}/seconds",
@@ -347,7 +345,7 @@ def check_stragglers(history: History, generations_per_step: float) -> Finding |
     if ratio <= STRAGGLER or share <= GENERATION_SHARE:
         return None
     return Finding(
-        "ONLINE-STRAGGLERS",
+        "PT-R018",
         "info",
         f"the longest completion is {ratio:.1f} times the mean, and generation is {100 * share:.0f} % of the step time.",
         "completions/max_length",
@@ -376,6 +374,7 @@ def check_online(history: History, *, generations_per_step: float = 1.0) -> Iter
     yield from (finding for check in single if (finding := check(history)) is not None)
     yield from check_ratio(history)
     yield from check_correction(history)
+    yield from check_lag(history)
     yield from check_reward_columns(history)
     yield from check_reward_time(history, generations_per_step)
     stragglers = check_stragglers(history, generations_per_step)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from posttrain.types import Finding, Row
 
-__all__ = ["CHECKS", "check_judged", "check_pairs"]
+__all__ = ["CHECKS", "PAIR_CODES", "check_judged", "check_pairs"]
+
+PAIR_CODES = ("PT-D012", "PT-D020", "PT-D021", "PT-D022", "PT-D023", "PT-D024", "PT-D025")
 
 BIASED = 0.8  # Share of pairs in which one side is longer, above which length is what there is to learn.
 CUT_ONE_SIDE = 0.05  # Share of pairs of which one answer alone was cut.
@@ -23,7 +25,7 @@ def check_pairs(rows: Sequence[Row], *, limit: int | None = None, stops: Sequenc
 
     >>> row = Row([1], [[2], [2]], [[1], [1]])
     >>> [finding.code for finding in check_pairs([row])]
-    ['PAIR-IDENTICAL']
+    ['PT-D012']
     """
     pairs = [row for row in rows if len(row.completions) == 2]
     found = [finding for check in CHECKS if (finding := check(pairs, limit, frozenset(stops))) is not None]
@@ -45,7 +47,7 @@ def check_judged(rows: Sequence[Row], *, limit: int | None = None, stops: Sequen
 
     >>> rows = [Row([1], [[2]], [[1]], {"label": [label]}) for label in (1.0, 0.0)]
     >>> [(finding.code, finding.severity) for finding in check_judged(rows)]
-    [('LABEL-CONTRADICTION', 'error')]
+    [('PT-D026', 'error')]
     """
     labels: dict[tuple, set[float]] = {}
     keys = [(tuple(row.prompt_ids), tuple(row.completions[0])) for row in rows]
@@ -59,7 +61,7 @@ def check_judged(rows: Sequence[Row], *, limit: int | None = None, stops: Sequen
     return [
         *found,
         Finding(
-            "LABEL-CONTRADICTION",
+            "PT-D026",
             "error" if everywhere else "warning",
             "the same answer to the same prompt is labelled good and bad" + (", in every row" if everywhere else ""),
             _where(against, rows, "rows"),
@@ -81,7 +83,7 @@ def identical(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> 
         return None
     everywhere = len(same) == len(rows)
     return Finding(
-        "PAIR-IDENTICAL",
+        "PT-D012",
         "error" if everywhere else "warning",
         "chosen and rejected are equal" + (" in every pair" if everywhere else ""),
         _where(same, rows),
@@ -105,7 +107,7 @@ def contradictory(rows: Sequence[Row], limit: int | None, stops: frozenset[int])
     if not against:
         return None
     return Finding(
-        "PAIR-CONTRADICTION",
+        "PT-D020",
         "warning",
         "the same two answers are preferred both ways",
         _where(against, rows),
@@ -126,7 +128,7 @@ def repeated(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> F
     if not again:
         return None
     return Finding(
-        "PAIR-DUPLICATE",
+        "PT-D021",
         "warning" if len(again) > 0.01 * len(rows) else "info",
         "a pair occurs more than once",
         _where(again, rows),
@@ -146,7 +148,7 @@ def length_bias(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -
         return None
     side, share = ("chosen", longer) if longer > 0.5 else ("rejected", 1 - longer)
     return Finding(
-        "PAIR-LENGTH-BIAS",
+        "PT-D022",
         "warning",
         f"the {side} answer is the longer one in {share:.0%} of the pairs",
         f"{len(differing)} pairs of different lengths",
@@ -169,7 +171,7 @@ def cut_on_one_side(rows: Sequence[Row], limit: int | None, stops: frozenset[int
     if len(one) <= CUT_ONE_SIDE * len(rows):
         return None
     return Finding(
-        "PAIR-CUT-ONE-SIDE",
+        "PT-D023",
         "warning",
         f"max_length={limit} cuts one answer of a pair and not the other",
         _where(one, rows),
@@ -188,7 +190,7 @@ def ends_on_one_side(rows: Sequence[Row], limit: int | None, stops: frozenset[in
         return None
     side = "chosen" if ended[odd[0]][0] else "rejected"
     return Finding(
-        "PAIR-EOS-ONE-SIDE",
+        "PT-D024",
         "warning",
         f"only the {side} answers end with an end-of-turn token",
         _where(odd, rows),
@@ -209,7 +211,7 @@ def unended(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Fi
     if not stops or 2 * len(open_ended) <= len(whole):
         return None
     return Finding(
-        "ANSWERS-UNENDED",
+        "PT-D025",
         "warning",
         f"{len(open_ended)} of {len(whole)} answers do not end with an end-of-turn token",
         _where(sorted(set(open_ended)), rows, "rows"),

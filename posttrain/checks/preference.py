@@ -13,6 +13,7 @@ __all__ = ["PreferenceHealth", "reference_mismatch", "reference_prefers_rejected
 SINKING = 5  # Logs in a row in which both rewards fall.
 ENOUGH, FLIPPED = 20, 0.9  # Pairs below which a share says nothing, and the share above which labels look flipped.
 LOSS_OFF = 0.02  # Difference of the first sigmoid loss from ln 2 that rounding does not explain.
+EVALUATIONS, BACKWARDS = 3, 0.45  # Evaluations in a row, and the accuracy below which labels look inverted.
 TOLERANCE = {"float32": 1e-3, "half": 2e-2}  # Nats a token between policy and reference before the first update.
 
 
@@ -32,7 +33,7 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, giv
     seen = "" if loss is None else f"; the first loss is {loss:.4f} instead of ln 2 = {math.log(2):.4f}"
     if given:
         return Finding(
-            "REFERENCE-MISMATCH",
+            "PT-P001",
             "info",
             f"policy and ref_model differ by {gap:.2g} nats a token before the first update{seen}",
             "the first training batch",
@@ -40,7 +41,7 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, giv
             "nothing where that is meant; to start from the model's own weights, leave ref_model out",
         )
     return Finding(
-        "REFERENCE-MISMATCH",
+        "PT-P001",
         "warning",
         f"policy and reference differ by {gap:.2g} nats a token before the first update{seen}",
         "the first training batch",
@@ -57,12 +58,31 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
     if share <= FLIPPED:
         return None
     return Finding(
-        "REFERENCE-PREFERS-REJECTED",
+        "PT-P002",
         "warning",
         f"the reference finds the rejected answer likelier in {share:.0%} of the pairs",
         f"{len(chosen)} pairs",
         "the columns may be swapped, or the chosen answers are much longer",
         "look at some pairs with posttrain inspect; rename the columns if they are swapped",
+    )
+
+
+def inverted(accuracies: Sequence[float]) -> Finding | None:
+    """Evaluations in a row in which the policy prefers the rejected answer of held-out pairs.
+
+    Args:
+        accuracies: Shares of pairs whose margin is positive, the latest last.
+    """
+    latest = accuracies[-EVALUATIONS:]
+    if len(latest) < EVALUATIONS or max(latest) >= BACKWARDS:
+        return None
+    return Finding(
+        "PT-P007",
+        "warning",
+        f"eval_rewards/accuracies was {', '.join(f'{value:.2f}' for value in latest)} in the last {EVALUATIONS} evaluations",
+        "evaluation",
+        "labels may be inverted: on pairs it never saw, the policy prefers the answer that was rejected",
+        "look at chosen and rejected of some rows with posttrain inspect; swap the columns if they are swapped",
     )
 
 
@@ -72,15 +92,20 @@ class PreferenceHealth:
     >>> health = PreferenceHealth()
     >>> entries = [{"rewards/chosen": -0.1 * i, "rewards/rejected": -0.3 * i, "rewards/accuracies": 1.0} for i in range(8)]
     >>> [finding.code for entry in entries for finding in health.read(entry)]
-    ['REWARDS-SINK-TOGETHER']
+    ['PT-P003']
     """
 
     def __init__(self) -> None:
         self.history: list[Mapping[str, float]] = []
         self.told: set[str] = set()
+        self.evaluated: list[float] = []
 
     def read(self, entry: Mapping[str, float]) -> list[Finding]:
         """Findings that became true with this log entry."""
+        if "eval_rewards/accuracies" in entry:
+            self.evaluated = [*self.evaluated, float(entry["eval_rewards/accuracies"])][-EVALUATIONS:]
+            found = inverted(self.evaluated)
+            return [found] if found is not None else []
         if "rewards/chosen" not in entry or "rewards/rejected" not in entry:
             return []
         self.history = [*self.history, entry][-20:]
@@ -100,7 +125,7 @@ class PreferenceHealth:
         if len(chosen) <= SINKING or not falls or chosen[-1] >= 0 or not accuracy or accuracy[0] <= 0.5:
             return None
         return Finding(
-            "REWARDS-SINK-TOGETHER",
+            "PT-P003",
             "warning",
             f"rewards/chosen ({chosen[-1]:.3g}) and rewards/rejected ({rejected[-1]:.3g}) have both fallen for {SINKING} logs",
             "training metrics",
@@ -115,7 +140,7 @@ class PreferenceHealth:
         if len(margins) < 3 or min(margins) < 10:
             return None
         return Finding(
-            "MARGIN-SATURATED",
+            "PT-P004",
             "warning",
             f"rewards/margins is {margins[-1]:.3g}, where a sigmoid has no gradient left",
             "training metrics",
@@ -128,7 +153,7 @@ class PreferenceHealth:
         if len(accuracy) < 10 or sum(accuracy) / 10 >= 0.45:
             return None
         return Finding(
-            "ACCURACY-BELOW-HALF",
+            "PT-P005",
             "warning",
             f"rewards/accuracies has a mean of {sum(accuracy) / 10:.2f} over the last 10 logs",
             "training metrics",
@@ -144,7 +169,7 @@ class PreferenceHealth:
         if len(steps) < 3 or moved:
             return None
         return Finding(
-            "REWARDS-STAY-ZERO",
+            "PT-P006",
             "warning",
             "rewards/chosen and rewards/rejected are exactly 0 after 3 logs",
             "training metrics",

@@ -31,7 +31,7 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
         if len(sizes) > 3 and largest > HEAVY * middle:
             found.append(
                 Finding(
-                    "ONLINE-REWARD-OUTLIER",
+                    "PT-R019",
                     "warning",
                     f"{name} is {largest:g} for one completion and about {middle:g} for the others.",
                     f"rewards/{name}",
@@ -43,7 +43,7 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
         elif not scaled and largest > LARGE:
             found.append(
                 Finding(
-                    "ONLINE-REWARD-LARGE",
+                    "PT-R020",
                     "warning",
                     f"{name} reaches {largest:g}, and advantages are not divided by a spread.",
                     f"rewards/{name}",
@@ -66,7 +66,7 @@ def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
         return None
     reach = "none of it" if longest <= limit - ramp else "only part of it"
     return Finding(
-        "ONLINE-OVERLONG-UNREACHABLE",
+        "PT-R021",
         "warning",
         f"soft_overlong_punishment_reward is whole at {limit} tokens, and completions end at max_completion_length={longest}: "
         f"{reach} is ever felt.",
@@ -104,7 +104,7 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
     if flat < limit:
         return None
     return Finding(
-        "ONLINE-NO-SIGNAL",
+        "PT-R022",
         "error",
         f"all advantages of {flat} generations in a row were 0. Rewards of these completions: {histogram(rewards)}.",
         "rewards",

@@ -7,9 +7,11 @@ their indices are those of the list that was given.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from posttrain.checks.core import Context, probe
 from posttrain.checks.row_context import RowContext, TokenSequence, count_of, where
 from posttrain.data.chat import common_prefix
 from posttrain.types import Finding, Row
@@ -33,7 +35,7 @@ def bos_double(context: RowContext) -> Finding | None:
         if any(a == b == bos for a, b in zip(s.ids, s.ids[1:], strict=False)) or (once and s.ids.count(bos) > 1)
     ]
     return context.finding(
-        "DATA-BOS-DOUBLE",
+        "PT-D002",
         "warning",
         bad,
         what=f"begin twice: {context.tokenizer.bos_token!r} (id {bos}) stands more than once.",
@@ -51,7 +53,7 @@ def eos_double(context: RowContext) -> Finding | None:
         return None
     bad = [s.row for s in context.sequences if _ends_twice(context, s.ids, eos)]
     return context.finding(
-        "DATA-EOS-DOUBLE",
+        "PT-D003",
         "warning",
         bad,
         what=f"end twice: {context.tokenizer.eos_token!r} (id {eos}) follows itself with only white space between.",
@@ -81,7 +83,7 @@ def eos_untrained(context: RowContext) -> Finding | None:
     bad = [s.row for s in asked if not _trains_its_end(context, s)]
     names = ", ".join(repr(context.decode([i])) for i in sorted(context.ends)) or "none known"
     return context.finding(
-        "DATA-EOS-UNTRAINED",
+        "PT-D004",
         "error" if len(bad) == len(asked) else "warning",
         bad,
         what=f"train no token that ends them (tokens that do: {names}).",
@@ -108,7 +110,7 @@ def duplicate(context: RowContext) -> Finding | None:
             bad.append(index)
         seen.add(key)
     return context.finding(
-        "DATA-DUPLICATE",
+        "PT-D007",
         "warning" if len(bad) > RARE * len(context.rows) else "info",
         bad,
         what="repeat an earlier row exactly.",
@@ -122,7 +124,7 @@ def untrained_row(context: RowContext) -> Finding | None:
     asked = [s for s in context.sequences if s.has_completion and s.start < len(s.ids)]
     bad = [s.row for s in asked if not any(s.trained)]
     return context.finding(
-        "DATA-UNTRAINED-ROW",
+        "PT-D005",
         "error" if len(bad) == len(asked) else "warning",
         bad,
         what="train no token at all.",
@@ -139,7 +141,7 @@ def pair_identical(context: RowContext) -> Finding | None:
     ]
     bad = [index for index, row in pairs if list(row.completions[0]) == list(row.completions[1])]
     return context.finding(
-        "DATA-PAIR-IDENTICAL",
+        "PT-D013",
         "error" if len(bad) > RARE * len(pairs) else "warning",
         bad,
         what="have a chosen and a rejected answer of the same tokens.",
@@ -158,7 +160,7 @@ def empty_completion(context: RowContext) -> Finding | None:
         if s.has_completion and (s.start == len(s.ids) or nothing):
             bad.append(s.row)
     return context.finding(
-        "DATA-EMPTY-COMPLETION",
+        "PT-D006",
         "warning",
         bad,
         what="have an empty completion: no words are trained.",
@@ -172,7 +174,7 @@ def truncated(context: RowContext) -> Finding | None:
     """Rows as long as the limit."""
     bad = [s.row for s in context.sequences if context.cut(s)]
     return context.finding(
-        "DATA-TRUNCATED",
+        "PT-D011",
         "warning",
         bad,
         what=f"reach the limit of {context.limit} tokens.",
@@ -189,7 +191,7 @@ def damaged_text(context: RowContext) -> Finding | None:
         if DAMAGED.search(text.strip("\ufffd") if context.cut(sequence) else text):
             bad.append(sequence.row)
     return context.finding(
-        "DATA-REPLACEMENT-CHAR",
+        "PT-D009",
         "warning",
         bad,
         what="decode to text with replacement characters (U+FFFD) or lone surrogates.",
@@ -206,7 +208,7 @@ def unknown_token(context: RowContext) -> Finding | None:
         return None
     bad = [s.row for s in context.sequences if unk in s.ids]
     return context.finding(
-        "DATA-UNKNOWN-TOKEN",
+        "PT-D010",
         "warning",
         bad,
         what=f"hold {tokenizer.unk_token!r} (id {unk}): characters that the tokenizer does not know.",
@@ -220,7 +222,7 @@ def id_out_of_range(context: RowContext) -> Finding | None:
     size = len(context.tokenizer)
     bad = [s.row for s in context.sequences if s.ids and not 0 <= min(s.ids) <= max(s.ids) < size]
     return context.finding(
-        "DATA-ID-OUT-OF-RANGE",
+        "PT-D001",
         "error",
         bad,
         what=f"hold token ids outside the vocabulary of {size}.",
@@ -234,7 +236,7 @@ def whitespace_merge(context: RowContext) -> Finding | None:
     """A prompt that ends in a space which the tokenizer would join to the word that follows."""
     bad = [s.row for s in context.sequences if _space_would_merge(context, s)]
     return context.finding(
-        "DATA-FIRST-TOKEN-WHITESPACE-MERGE",
+        "PT-D008",
         "warning",
         bad,
         what="have a prompt that ends in a space of its own, which the tokenizer joins to the next word elsewhere.",
@@ -313,7 +315,7 @@ def dropped_rows(before: int, after: int, *, reasons: str = "", missing: Sequenc
     if after >= before:
         return None
     return Finding(
-        "DATA-DROPPED",
+        "PT-D014",
         "warning",
         f"{count_of(before - after, before)} were left out when the rows were prepared{f': {reasons}' if reasons else ''}.",
         where(missing) if missing else "the sampled rows",
@@ -328,7 +330,7 @@ def diverged_prompts(diverged: int, total: int) -> Finding | None:
     if not diverged:
         return None
     return Finding(
-        "DATA-PROMPT-DIVERGED",
+        "PT-D015",
         "warning",
         f"{count_of(diverged, total)} have a prompt whose end tokenises differently once the completion follows.",
         "the sampled rows",
@@ -336,3 +338,22 @@ def diverged_prompts(diverged: int, total: int) -> Finding | None:
         "at generation the prompt stands alone: the model starts from tokens it was not trained after.",
         "move the space to the start of the completion; for chat rows, see what the template does to the last turn.",
     )
+
+
+@probe("data", *(f"PT-D{number:03}" for number in (*range(1, 12), 13)))
+def sampled_rows(context: Context) -> Iterable[Finding]:
+    """What a sample of the training set gives away; an error only where every row is untrained or has unknown ids."""
+    beside = context.parts.get("beside_the_point", frozenset())
+    for found in check_rows(context.rows, context.tokenizer, limit=context.limit) if context.rows else ():
+        if found.code in beside:
+            continue
+        stops = found.code == "PT-D005" or (found.code == "PT-D001" and _beyond_model(context))
+        yield found if stops or found.severity != "error" else replace(found, severity="warning")
+
+
+def _beyond_model(context: Context) -> bool:
+    """Whether an id has no embedding: a tokenizer may know fewer tokens than the model has rows."""
+    config = context.model_config
+    size = getattr(config.get_text_config() if config is not None else None, "vocab_size", None)
+    ids = (token for row in context.rows for part in (row.prompt_ids, *row.completions) for token in part)
+    return size is None or any(not 0 <= token < size for token in ids)

@@ -56,7 +56,7 @@ def check_precision(
         least = smallest_update(dtype)
         if learning_rate < least:
             return Finding(
-                "TRAIN-HALF-PRECISION",
+                "PT-C001",
                 "warning",
                 f"{sum(half.values())} trained parameters are stored in {dtype}, and learning_rate={learning_rate:g}.",
                 "the model's parameters",
@@ -67,7 +67,7 @@ def check_precision(
             )
     if autocast in MANTISSA_BITS and trainable.get("float32", 0) > LARGE_MODEL:
         return Finding(
-            "TRAIN-FLOAT32-LARGE",
+            "PT-C002",
             "info",
             f"{trainable['float32']} trained parameters are stored in float32 and computed in {autocast}.",
             "the model's parameters",
@@ -99,7 +99,7 @@ def check_special_tokens(
     if generation_pad is not None and generation_pad in stops:
         found.append(
             Finding(
-                "TOKENS-PAD-STOPS",
+                "PT-K101",
                 "warning",
                 f"the generation config pads with token {generation_pad}, which is also one that ends a text ({sorted(stops)}).",
                 "generation_config",
@@ -111,7 +111,7 @@ def check_special_tokens(
     if pad is None:
         found.append(
             Finding(
-                "TOKENS-NO-PAD",
+                "PT-K102",
                 "warning",
                 "the tokenizer has no pad token.",
                 "the tokenizer",
@@ -127,7 +127,7 @@ def check_special_tokens(
         named = ", ".join(f"{name} {token}" for name, token in missing.items())
         found.append(
             Finding(
-                "TOKENS-STOP-UNKNOWN",
+                "PT-K103",
                 "warning",
                 f"training ends texts with {named}, and the generation config stops at {sorted(stops)} only.",
                 "generation_config.eos_token_id",
@@ -150,7 +150,7 @@ def check_devices(*, visible: int, processes: int = 1, placed: Collection[str] =
     devices = sorted({str(device) for device in placed})
     if len(devices) > 1:
         return Finding(
-            "TRAIN-LAYERS-SPREAD",
+            "PT-C003",
             "warning",
             f"the model's layers lie on {len(devices)} devices ({', '.join(devices)}).",
             "device_map",
@@ -159,7 +159,7 @@ def check_devices(*, visible: int, processes: int = 1, placed: Collection[str] =
         )
     if visible > 1 and processes == 1:
         return Finding(
-            "TRAIN-DATA-PARALLEL",
+            "PT-C004",
             "error",
             f"{visible} GPUs are visible to one process.",
             "this process",
@@ -177,7 +177,7 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
     """
     if not norms:
         return Finding(
-            "TRAIN-NOTHING-TRAINED",
+            "PT-B001",
             "error",
             "no parameter of the model requires a gradient.",
             "the model",
@@ -188,7 +188,7 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
     odd = sorted(name for name, norm in norms.items() if norm is not None and not math.isfinite(norm))
     if odd:
         return Finding(
-            "TRAIN-GRADIENT-NOT-FINITE",
+            "PT-B002",
             "error",
             f"{len(odd)} of {len(norms)} gradients are not finite, {odd[0]!r} among them.",
             "the first step",
@@ -197,7 +197,7 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
         )
     if not any(norms.values()):
         return Finding(
-            "TRAIN-NO-GRADIENT",
+            "PT-B003",
             "error",
             f"none of the {len(norms)} trained parameters got a gradient.",
             "the first step",
@@ -219,7 +219,7 @@ def check_trained_tokens(trained: Sequence[int], *, limit: int = EMPTY_STEPS) ->
     if empty < limit:
         return None
     return Finding(
-        "TRAIN-NO-TRAINED-TOKENS",
+        "PT-T001",
         "error",
         f"{empty} steps in a row held no trained token.",
         "the latest steps",
@@ -239,7 +239,7 @@ def check_padding(real: int, computed: int) -> Finding | None:
     if share <= PADDING_MOST:
         return None
     return Finding(
-        "TRAIN-PADDING",
+        "PT-T002",
         "warning",
         f"{100 * share:.0f} % of the tokens that were computed are padding.",
         "the latest steps",
@@ -259,7 +259,7 @@ def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding
     if known is None or longest <= known:
         return None
     return Finding(
-        "TRAIN-POSITIONS",
+        "PT-T003",
         "warning" if rotary else "error",
         f"a sequence has {longest} tokens, and the model knows {known} positions (max_position_embeddings).",
         "the latest step",
@@ -283,7 +283,7 @@ def check_idle_memory(*, peak: int, total: int, checkpointing: bool, steps: int)
     if not checkpointing or steps < ECONOMY_STEPS or not total or peak >= MEMORY_LEAST * total:
         return None
     return Finding(
-        "TRAIN-MEMORY-IDLE",
+        "PT-T004",
         "warning",
         f"{steps} steps needed at most {100 * peak / total:.0f} % of the device's memory, with gradient checkpointing on.",
         "the device",
@@ -311,7 +311,7 @@ def check_dense_masks(
         else "attn_implementation='flex_attention' on a GPU"
     )
     return Finding(
-        "TRAIN-DENSE-MASK",
+        "PT-C005",
         "warning",
         f"rows of {row_tokens} tokens hold several documents, and attn_implementation={implementation!r} keeps them apart with "
         "a mask of that size squared.",

@@ -117,7 +117,7 @@ def prm_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
         soft_labels=config.soft_labels,
     )
     # Steps are judged at their separators: nothing is generated, so nothing has to end.
-    beside = frozenset({"DATA-EOS-UNTRAINED", "DATA-EMPTY-COMPLETION"})
+    beside = frozenset({"PT-D004", "PT-D006"})
     return Prepared(step_rows(prepared), [], None, beside, _numbers(prepared))
 
 

@@ -34,9 +34,12 @@ training commands (all take --config file.yaml; COMMAND --help lists every optio
 
 other commands:
   demo    teach a small language model to add, on this machine, in a few minutes
+  check   everything that can be known of a training command without training; exit code 78 where it would be refused
+  estimate  memory by component, time of a step, the largest batch that fits; exit code 78 where nothing does
   inspect show the rows a training command would train on: text, masks, lengths, findings
   report  make one HTML file of what runs recorded: curves, findings, completions, comparison
   watch   show a run while it trains, on the terminal or as a live page on this machine
+  serve   a rollout server: an engine behind HTTP, whose weights a trainer replaces (also: vllm-serve)
   bench-rollouts  time rollout engines here, with your model and lengths
   env     what a bug report needs
 
@@ -72,6 +75,18 @@ def _env(argv: list[str]) -> int:
     return 0
 
 
+def _check(argv: list[str]) -> int:
+    from posttrain.cli.check import run
+
+    return run(argv)
+
+
+def _estimate(argv: list[str]) -> int:
+    from posttrain.cli.estimate import run
+
+    return run(argv)
+
+
 def _inspect(argv: list[str]) -> int:
     from posttrain.cli.inspect import run
 
@@ -96,16 +111,26 @@ def _bench_rollouts(argv: list[str]) -> int:
     return run(argv)
 
 
+def _serve(argv: list[str]) -> int:
+    from posttrain.cli.serve import run
+
+    return run(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sft": _train("sft"),
     "reward": _train("reward"),
     "prm": _train("prm"),
     **{name: _train(name) for name in ("dpo", "kto", "bco", "cpo", "orpo", "tpo", "grpo")},
     **{name: _train(name) for name in ("rloo", "ppo", "online-dpo", "nash-md", "xpo", "gmpo", "grpo-replay", "a2po")},
+    "check": _check,
+    "estimate": _estimate,
     "inspect": _inspect,
     "report": _report,
     "watch": _watch,
     "bench-rollouts": _bench_rollouts,
+    "serve": _serve,
+    "vllm-serve": _serve,
     "demo": _demo,
     "env": _env,
 }
@@ -115,7 +140,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 success; 1 a configuration or data error (one line on stderr); 2 wrong usage; 130 interrupted.
+        0 success; 1 a configuration or data error (one line on stderr); 2 wrong usage; 75 a rollout server was lost, so
+        that the run may be started again; 78 a check refused the run; 130 interrupted.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     traceback = os.environ.get("POSTTRAIN_TRACEBACK") == "1"
@@ -137,7 +163,12 @@ def main(argv: list[str] | None = None) -> int:
             f"posttrain: {tokens[0]!r} is not a command{did_you_mean(tokens[0], COMMANDS)}. See posttrain --help.\n"
         )
         return 2
-    return _guarded(COMMANDS[tokens[0]], tokens[1:], traceback)
+    code = _guarded(COMMANDS[tokens[0]], tokens[1:], traceback)
+    if code and "POSTTRAIN_EXIT_CODES" in os.environ:  # See `posttrain.cli.train._launch`.
+        path = os.path.join(os.environ["POSTTRAIN_EXIT_CODES"], os.environ.get("RANK", "0"))
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(str(code))
+    return code
 
 
 def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bool) -> int:
@@ -157,7 +188,7 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
         if traceback:
             raise
         sys.stderr.write(f"error: {error}\n")
-        return 1
+        return getattr(error, "exit_code", 1)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ __all__ = [
     "run",
 ]
 
+INTERRUPTED = 130  # 128 + SIGINT, as a shell says it.
+PATIENCE = 15.0  # Seconds that processes have to save after Ctrl-C.
+EXIT_CODES = "POSTTRAIN_EXIT_CODES"  # A folder in which a process that fails leaves its code: launchers make 1 of it.
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 SHOWN = (
     "posttrain.algorithms.schedule",
@@ -208,12 +213,11 @@ def run(name: str, argv: list[str]) -> int:
         return _launch(name, argv, rest, launch)
     for shown in SHOWN:
         logging.getLogger(shown).setLevel(logging.INFO)
-    train(name, *parsed)
-    return 0
+    return INTERRUPTED if train(name, *parsed) else 0
 
 
-def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> None:
-    """Load data, build the trainer, train, save, push."""
+def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> bool:
+    """Load data, build the trainer, train, save, push; True where Ctrl-C ended it early."""
     import torch
 
     from posttrain.models.load import get_peft_config, get_quantization_config
@@ -249,6 +253,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    return bool(trainer.interrupt.requested)
 
 
 def _train_split(script_args: Any, mixture: Any) -> str:
@@ -341,7 +346,7 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
 
 
 def _launch(name: str, argv: list[str], rest: list[str], launch: list[str]) -> int:
-    """Run this same command in every process that accelerate starts."""
+    """Run this same command in every process that accelerate starts; returns the code of the first one that failed."""
     left = list(rest)
     script_args = []
     for token in argv:  # The tokens that belong to the launcher, in order, are not the script's.
@@ -359,4 +364,23 @@ def _launch(name: str, argv: list[str], rest: list[str], launch: list[str]) -> i
         name,
         *script_args,
     ]
-    return subprocess.run(command, check=False).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(command, env=os.environ | {EXIT_CODES: folder})
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            _end(process)
+            return INTERRUPTED
+        left_behind = sorted(Path(folder).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        return int(left_behind[0].read_text(encoding="utf-8")) if left_behind else code
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Let processes finish their step and save; a terminal has told them already, anyone else has not."""
+    if not sys.stdin.isatty():
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(PATIENCE)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.terminate()
+        process.wait()

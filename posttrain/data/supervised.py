@@ -43,7 +43,7 @@ DIVERGED_MOST = (
 
 
 LOSSES = (
-    "TEMPLATE-REASONING-LOST", "TEMPLATE-TOOLS-LOST", "TEMPLATE-BOS-DOUBLE",
+    "PT-K116", "PT-K119", "PT-K111",
 )  # fmt: skip
 PEEKED = 32  # Rows that the template is tried on.
 SHOWN = 200  # Characters of a row in a message.

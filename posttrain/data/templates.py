@@ -128,63 +128,63 @@ def _listed(findings: list[Finding]) -> str:
 
 # Code: how bad it is (where only what the assistant says is trained, else), what was seen, why it matters, how to fix it.
 PROBLEMS: dict[str, tuple[str, str, str, str, str]] = {
-    "TEMPLATE-BOS-DOUBLE": (
+    "PT-K111": (
         "error",
         "error",
         "rendered conversations begin with two bos tokens",
         "A model has never seen two.",
         "Take one out of the template.",
     ),
-    "TEMPLATE-REASONING-LOST": (
+    "PT-K116": (
         "error",
         "error",
         "reasoning of trained turns is missing from the rendering",
         "It would never be learnt.",
         "Use the template of get_training_chat_template, or name the field as the template does (reasoning_content).",
     ),
-    "TEMPLATE-TOOLS-LOST": (
+    "PT-K119": (
         "error",
         "error",
         "tool calls are missing from the rendering",
         "The turns that call tools would be trained as if they said nothing.",
         "Use a chat template that renders tool calls (chat_template_path).",
     ),
-    "TEMPLATE-MASK": (
+    "PT-K114": (
         "error",
         "warning",
         "what the assistant says cannot be found",
         "Training on the assistant's turns alone would train nothing or the wrong tokens.",
         "Use the template of get_training_chat_template, or mark the turns with {% generation %}.",
     ),
-    "TEMPLATE-STOP": (
+    "PT-K118": (
         "error",
         "warning",
         "the token that ends an assistant turn is outside what is marked as the assistant's",
         "Trained on the assistant's turns alone, the model would never learn to stop.",
         "Close {% generation %} after the end-of-turn token, or use the template of get_training_chat_template.",
     ),
-    "TEMPLATE-START": (
+    "PT-K117": (
         "warning",
         "info",
         "the first trained token is not the first token after the generation prompt",
         "The model is trained to write what the prompt already holds, or not trained on how an answer begins.",
         "Put the role header before {% generation %} and everything after it inside.",
     ),
-    "TEMPLATE-PREFIX": (
+    "PT-K115": (
         "warning",
         "warning",
         "the prompt's tokens change once the answer follows",
         "What is trained differs from what the model sees when it generates.",
         "Use the template of get_training_chat_template, or one whose generation prompt opens every answer.",
     ),
-    "TEMPLATE-BOS-MISSING": (
+    "PT-K112": (
         "warning",
         "warning",
         "the tokenizer begins plain text with bos, and the template does not write it",
         "Most models answer worse without it.",
         "Begin the template with {{ bos_token }}.",
     ),
-    "TEMPLATE-EOS": (
+    "PT-K113": (
         "warning",
         "warning",
         "the tokenizer's eos token is not the one that ends an assistant turn",
@@ -264,14 +264,14 @@ def _row_problems(tokenizer: Any, messages: list[dict[str, Any]], start: int, kw
     found = set()
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
-        found.add("TEMPLATE-BOS-DOUBLE")
+        found.add("PT-K111")
     elif bos is not None and ids[:1] != [bos] and tokenizer("a")["input_ids"][:1] == [bos]:
-        found.add("TEMPLATE-BOS-MISSING")
+        found.add("PT-K112")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if turns and turns[-1] > 0:
         head = _encoded(tokenizer, messages[: turns[-1]], kwargs, ask=True)
         if common_prefix(head, ids) < len(head):
-            found.add("TEMPLATE-PREFIX")
+            found.add("PT-K115")
     found |= _mask_problems(tokenizer, messages, turns, kwargs) if turns else set()
     return found | _losses(render(tokenizer, messages, **kwargs), messages[start:])
 
@@ -280,13 +280,13 @@ def _mask_problems(tokenizer: Any, messages: list[dict], turns: list[int], kwarg
     try:
         _, mask = assistant_mask(tokenizer, messages, **kwargs)
     except ModelError:
-        return {"TEMPLATE-MASK"}
+        return {"PT-K114"}
     if not any(mask):
-        return {"TEMPLATE-MASK"}
+        return {"PT-K114"}
     if turns[0] == 0:
         return set()
     head = _encoded(tokenizer, messages[: turns[0]], kwargs, ask=True)
-    return set() if mask.index(1) == len(head) else {"TEMPLATE-START"}
+    return set() if mask.index(1) == len(head) else {"PT-K117"}
 
 
 def _losses(text: str, messages: list[dict[str, Any]]) -> set[str]:
@@ -297,16 +297,16 @@ def _losses(text: str, messages: list[dict[str, Any]]) -> set[str]:
             continue
         reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning")
         if isinstance(reasoning, str) and reasoning.strip() not in text:
-            found.add("TEMPLATE-REASONING-LOST")
+            found.add("PT-K116")
         names = [(call.get("function") or call).get("name") or "" for call in message.get("tool_calls") or []]
         if not all(name in text for name in names):
-            found.add("TEMPLATE-TOOLS-LOST")
+            found.add("PT-K119")
     return found
 
 
 def _token_problems(tokenizer: Any) -> Iterable[str]:
     end = turn_end(tokenizer)
     if end and tokenizer.convert_tokens_to_ids(end) != tokenizer.eos_token_id:
-        yield "TEMPLATE-EOS"
+        yield "PT-K113"
     if not is_chat_template_stop_token_trained(tokenizer):
-        yield "TEMPLATE-STOP"
+        yield "PT-K118"

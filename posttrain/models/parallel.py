@@ -181,8 +181,14 @@ def main_process_first() -> Iterator[None]:
     from accelerate import PartialState
 
     state = PartialState()
-    with state.main_process_first(), state.local_main_process_first():
+    turns = (state.is_main_process, state.is_local_main_process)
+    for _ in range(turns.count(False)):
+        state.wait_for_everyone()
+    try:
         yield
+    finally:  # Where the first one fails, the others are let go: they meet the same error instead of waiting for ever.
+        for _ in range(turns.count(True)):
+            state.wait_for_everyone()
 
 
 def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:

@@ -123,6 +123,7 @@ class RewardRunner:
         self._tables = self._calls = self._reports = 0
         self._mostly_unscored = 0
         self._said: dict[str, int] = {}
+        self.disagreements: dict[str, str] | None = None  # Whoever tells what the audit of answers finds gives a dict.
 
     def start(self, device: torch.device | str) -> None:
         """Place reward models on the trainer's device and show what they say of three texts, and all weights.
@@ -189,7 +190,9 @@ class RewardRunner:
                 if found is not None:
                     call.metrics[f"rewards/{name}/format_disagreement"] = mean(found.share, weight=found.judged)
                     said = found.describe(name)
-                    if said:
+                    if said and self.disagreements is not None:
+                        self.disagreements[name] = said
+                    elif said:
                         self._warn(f"format {name}", "%s", said)
         if self.score_twice and self._calls == 1 and "environments" not in call.always:
             self._score_again(call, values)

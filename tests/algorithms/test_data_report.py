@@ -78,7 +78,7 @@ def test_pairs_and_judged_steps_have_a_report(tiny_model, tiny_tokenizer, tmp_pa
     trainer = DPOTrainer(tiny_model, args=args, train_dataset=pairs, processing_class=tiny_tokenizer)
     report = trainer.data_report()
     assert report.sampled == 6 and len(report.shown) == 3 and report.equal_pairs == 0
-    assert PRMTrainer.beside_the_point == {"DATA-EOS-UNTRAINED", "DATA-EMPTY-COMPLETION"}
+    assert PRMTrainer.beside_the_point == {"PT-D004", "PT-D006"}
     assert PRMConfig(str(tmp_path)).strict_data is False
 
 
@@ -94,7 +94,7 @@ def test_strict_data_makes_warnings_of_preparation_errors(tiny_model, tiny_token
 
 def test_strict_data_makes_findings_about_rows_errors_and_lets_clean_rows_train(tiny_model, tiny_tokenizer, tmp_path):
     twice = datasets.concatenate_datasets([chat(4), chat(4)])
-    with pytest.raises(DataError, match="DATA-DUPLICATE: 4 of 8 rows"):
+    with pytest.raises(DataError, match="PT-D007: 4 of 8 rows"):
         trainer_of(tiny_model, tiny_tokenizer, tmp_path, twice, strict_data=True, assistant_only_loss=True)
     trainer_of(tiny_model, tiny_tokenizer, tmp_path, chat(8), strict_data=True, assistant_only_loss=True).train()
 

@@ -177,7 +177,7 @@ def test_t5_the_reference_is_the_model_that_was_given(tiny_tokenizer, tiny_model
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(math.log(2), rel=1e-5)
     assert all(torch.equal(p, before[n]) for n, p in trainer.reference.copy.named_parameters())
-    assert "REFERENCE-MISMATCH" not in caplog.text
+    assert "PT-P001" not in caplog.text
 
 
 def test_the_first_batch_tells_a_reference_that_is_not_the_start(tiny_tokenizer, tmp_path, caplog):
@@ -185,7 +185,7 @@ def test_the_first_batch_tells_a_reference_that_is_not_the_start(tiny_tokenizer,
     with torch.no_grad():
         next(iter(trainer.reference.copy.parameters())).mul_(1.5)
     trainer.train()
-    assert "REFERENCE-MISMATCH: policy and reference differ by" in caplog.text
+    assert "PT-P001: policy and reference differ by" in caplog.text
     assert re.search(r"the first loss is 0\.\d{4} instead of ln 2 = 0\.6931", caplog.text)
     assert "the reference has other weights, another dtype or active dropout" in caplog.text
 
@@ -193,7 +193,7 @@ def test_the_first_batch_tells_a_reference_that_is_not_the_start(tiny_tokenizer,
 def test_a_reference_of_the_user_s_choice_may_differ_and_is_told_as_information(tiny_tokenizer, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         dpo(tmp_path, tiny_tokenizer, ref_model=build_model(len(tiny_tokenizer), seed=3)).train()
-    [record] = [r for r in caplog.records if "REFERENCE-MISMATCH" in r.getMessage()]
+    [record] = [r for r in caplog.records if "PT-P001" in r.getMessage()]
     assert record.levelno == logging.INFO
     assert "policy and ref_model differ by" in record.getMessage()
     assert "instead of ln 2 = 0.6931" in record.getMessage()
@@ -201,7 +201,7 @@ def test_a_reference_of_the_user_s_choice_may_differ_and_is_told_as_information(
 
 def test_desensitised_precomputed_sums_are_no_mismatch(tiny_tokenizer, tmp_path, caplog):
     dpo(tmp_path, tiny_tokenizer, ld_alpha=0.5, precompute_ref_log_probs=True).train()
-    assert "REFERENCE-MISMATCH" not in caplog.text
+    assert "PT-P001" not in caplog.text
 
 
 def plain_logits(model, row, side):
@@ -374,7 +374,7 @@ def test_t12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
         {"rewards/chosen": -0.1 * i, "rewards/rejected": -0.3 * i, "rewards/accuracies": 0.9} for i in range(5)
     ]
     trainer.log({"rewards/chosen": -5.0, "rewards/rejected": -9.0, "rewards/accuracies": 1.0})
-    assert "REWARDS-SINK-TOGETHER" in caplog.text
+    assert "PT-P003" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_a_bema_callback_moves_the_reference_of_the_trainer(tiny_tokenizer, tmp_
 def test_t4_a_reference_that_prefers_the_rejected_answers_is_told(tiny_tokenizer, tmp_path, caplog):
     rows = [{"prompt": f"{i} ", "chosen": "a number is a number", "rejected": "a"} for i in range(24)]
     dpo(tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows), precompute_ref_log_probs=True)
-    assert "REFERENCE-PREFERS-REJECTED: the reference finds the rejected answer likelier in 100%" in caplog.text
+    assert "PT-P002: the reference finds the rejected answer likelier in 100%" in caplog.text
 
 
 def test_t35_the_default_rate_with_an_adapter_is_told(tiny_tokenizer, tmp_path, caplog):

@@ -11,14 +11,14 @@ from tests.conftest import build_model
 
 def test_t42_half_precision_weights_at_a_small_rate_are_told(tiny_tokenizer, tmp_path, caplog):
     sft(tmp_path, tiny_tokenizer, model=build_model(len(tiny_tokenizer)).to(torch.bfloat16), learning_rate=1e-6)
-    assert "TRAIN-HALF-PRECISION" in caplog.text
+    assert "PT-C001" in caplog.text
 
 
 def test_a_model_that_is_frozen_ends_at_its_first_step(tiny_tokenizer, tmp_path):
     trainer = sft(tmp_path, tiny_tokenizer, max_steps=3)
     handles = [p.register_hook(torch.zeros_like) for p in trainer.model.parameters()]
     before = weights(trainer).clone()
-    with pytest.raises(ConfigError, match="TRAIN-NO-GRADIENT"):
+    with pytest.raises(ConfigError, match="PT-B003"):
         trainer.train()
     assert torch.equal(before, weights(trainer))
     for handle in handles:
@@ -35,7 +35,7 @@ def test_t9_three_steps_without_a_trained_token_end_the_run(tiny_tokenizer, tmp_
     trainer = sft(tmp_path, tiny_tokenizer)
     for tokens in (5, 0, 0):
         trainer.check_step([], tokens, 4)
-    with pytest.raises(ConfigError, match="TRAIN-NO-TRAINED-TOKENS: 3 steps in a row"):
+    with pytest.raises(ConfigError, match="PT-T001: 3 steps in a row"):
         trainer.check_step([], 0, 4)
 
 
@@ -47,22 +47,22 @@ def test_t51_padding_is_logged_and_told_where_rows_must_be_padded(tiny_tokenizer
     (share,) = {round(row["padding_share"], 6) for row in padded.state.log_history if "loss" in row}
     short, long = (len(row) for row in padded.train_dataset["input_ids"][:2])
     assert share == pytest.approx(1 - (short + long) / (2 * long), abs=1e-5)
-    assert caplog.text.count("TRAIN-PADDING") == 1
+    assert caplog.text.count("PT-T002") == 1
     packed = sft(tmp_path / "packed", tiny_tokenizer, **settings)
     caplog.clear()
     packed.train()
-    assert "TRAIN-PADDING" not in caplog.text
+    assert "PT-T002" not in caplog.text
 
 
 def test_t50_idle_memory_is_told_once_after_ten_steps(tiny_tokenizer, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("posttrain.algorithms.health.device_memory", lambda device: (20, 100))
     sft(tmp_path, tiny_tokenizer, max_steps=10).train()
-    assert "TRAIN-MEMORY-IDLE" not in caplog.text
+    assert "PT-T004" not in caplog.text
     sft(tmp_path, tiny_tokenizer, max_steps=12).train()
-    assert caplog.text.count("TRAIN-MEMORY-IDLE: 10 steps needed at most 20 % of the device's memory") == 1
+    assert caplog.text.count("PT-T004: 10 steps needed at most 20 % of the device's memory") == 1
     caplog.clear()
     sft(tmp_path, tiny_tokenizer, max_steps=12, gradient_checkpointing=False).train()
-    assert "TRAIN-MEMORY-IDLE" not in caplog.text
+    assert "PT-T004" not in caplog.text
 
 
 def test_trap_27_documents_and_trained_tokens_of_a_step_are_logged(tiny_tokenizer, tmp_path):
@@ -81,9 +81,9 @@ def test_t29_sequences_beyond_the_model_s_positions_are_told_or_refused(tiny_tok
     trainer = sft(tmp_path, tiny_tokenizer, model=model, data=data, max_length=None)
     if rotary:
         trainer.train()
-        assert caplog.text.count("TRAIN-POSITIONS: a sequence has 81 tokens, and the model knows 32 positions") == 1
+        assert caplog.text.count("PT-T003: a sequence has 81 tokens, and the model knows 32 positions") == 1
     else:
-        with pytest.raises(ConfigError, match=r"TRAIN-POSITIONS: .*no embedding for later positions.*max_length=32"):
+        with pytest.raises(ConfigError, match=r"PT-T003: .*no embedding for later positions.*max_length=32"):
             trainer.train()
 
 
@@ -101,4 +101,4 @@ def test_t4_a_saved_pad_that_ends_texts_is_told_once(tiny_tokenizer, tmp_path, c
     trainer = sft(tmp_path, tiny_tokenizer)
     trainer.save_model(tmp_path / "one")
     trainer.save_model(tmp_path / "two")
-    assert caplog.text.count("TOKENS-PAD-STOPS") == 1
+    assert caplog.text.count("PT-K101") == 1

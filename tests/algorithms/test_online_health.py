@@ -9,7 +9,7 @@ from tests.algorithms.helpers import grpo
 
 
 def said(caplog):
-    return [record.getMessage().split(":")[0] for record in caplog.records if "ONLINE-" in record.getMessage()]
+    return [record.getMessage().split(":")[0] for record in caplog.records if "PT-R" in record.getMessage()]
 
 
 def test_a_healthy_run_is_silent(tiny_tokenizer, tmp_path, caplog):
@@ -23,10 +23,10 @@ def test_r15_equal_rewards_stop_the_run_with_their_histogram(tiny_tokenizer, tmp
         tmp_path, tiny_tokenizer, rewards=lambda completions, **_: [0.5 for _ in completions], max_steps=30,
         num_train_epochs=50,
     )  # fmt: skip
-    with pytest.raises(RewardError, match=r"ONLINE-NO-SIGNAL: all advantages of 20 generations .* 0.5: 160"):
+    with pytest.raises(RewardError, match=r"PT-R022: all advantages of 20 generations .* 0.5: 160"):
         trainer.train()
     assert trainer.state.global_step == 19
-    assert "ONLINE-GROUPS-FLAT" in said(caplog)
+    assert "PT-R002" in said(caplog)
 
 
 def test_one_generation_with_a_signal_starts_the_count_again(tiny_tokenizer, tmp_path):
@@ -48,14 +48,14 @@ def test_r9_copies_are_told_once_not_at_every_step(tiny_tokenizer, tmp_path, cap
         max_steps=8, num_train_epochs=9,
     )  # fmt: skip
     trainer.train()
-    assert said(caplog).count("ONLINE-DUPLICATES") == 1
+    assert said(caplog).count("PT-R009") == 1
     assert all(row["completions/duplicate_ratio"] == 1.0 for row in trainer.state.log_history if "loss" in row)
 
 
 def test_r7_completions_without_an_end_are_told_at_the_first_generation(tiny_tokenizer, tmp_path, caplog):
     endless = ScriptedEngine(lambda prompt_ids, index: [5 + index] * 30)
     grpo(tmp_path, tiny_tokenizer, engine=endless, max_steps=1).train()
-    assert "ONLINE-COMPLETIONS-CUT" in said(caplog)
+    assert "PT-R008" in said(caplog)
 
 
 def test_r25_the_length_correlation_is_that_of_all_completions(tiny_tokenizer, tmp_path):
@@ -77,7 +77,7 @@ def test_r18_r19_an_outlier_and_a_reward_that_drowns_are_told(tiny_tokenizer, tm
 
     trainer = grpo(tmp_path, tiny_tokenizer, rewards=[game, form], max_steps=10, num_train_epochs=20)
     trainer.train()
-    assert {"ONLINE-REWARD-OUTLIER", "ONLINE-REWARD-DROWNS"} <= set(said(caplog))
+    assert {"PT-R019", "PT-R013"} <= set(said(caplog))
     assert trainer.state.log_history[0]["rewards/game/variance_share"] > 0.999
 
 
@@ -87,5 +87,5 @@ def test_r30_a_punishment_that_no_completion_reaches_is_told_at_the_start(tiny_t
     grpo(tmp_path / "a", tiny_tokenizer, rewards=get_soft_overlong_punishment(8, 4))
     assert said(caplog) == []
     grpo(tmp_path / "b", tiny_tokenizer, rewards=get_soft_overlong_punishment(20, 4))
-    assert said(caplog) == ["ONLINE-OVERLONG-UNREACHABLE"]
+    assert said(caplog) == ["PT-R021"]
     assert "none of it is ever felt" in caplog.text

@@ -44,7 +44,7 @@ def test_r3_a_loss_of_zero_is_explained_and_a_gradient_of_zero_is_told(tmp_path)
     text = describe_schedule(grpo_args(tmp_path), 16)
     assert "a loss near 0 and a clip ratio of 0 are normal, and grad_norm shows" in text
     assert "normal" not in describe_schedule(grpo_args(tmp_path, num_iterations=2), 16)
-    assert "ONLINE-NO-GRADIENT" in codes(20, grad_norm=0.0)
+    assert "PT-R012" in codes(20, grad_norm=0.0)
     assert codes(20, grad_norm=1e-3) == []
 
 
@@ -104,7 +104,7 @@ def test_r9_what_would_make_a_group_s_completions_equal_is_refused(tmp_path, kwa
 
 def test_r12_waiting_for_the_longest_completion_is_told():
     waits = {"completions__max_length": 400.0, "completions__mean_length": 50.0, "step_time": 4.0}
-    assert "ONLINE-STRAGGLERS" in codes(10, rollouts__seconds=3.0, **waits)
+    assert "PT-R018" in codes(10, rollouts__seconds=3.0, **waits)
     assert codes(10, rollouts__seconds=1.0, **waits) == []
 
 
@@ -177,17 +177,17 @@ def test_r35_log_probs_are_at_the_temperature_that_was_sampled_at(tiny_tokenizer
 
 def test_r36_a_correction_that_leaves_most_tokens_out_is_told_and_missing_log_probs_stop():
     assert codes(10, sampling__frac_masked=0.1) == []
-    assert codes(10, sampling__frac_masked=0.3) == ["ONLINE-CORRECTION-MASKS"]
+    assert codes(10, sampling__frac_masked=0.3) == ["PT-R010"]
     assert codes(1, sampling__nan_logprobs=0.0005) == []
     rows = [{"step": 1, "loss": 0.0, "sampling/nan_logprobs": 0.01}]
     (finding,) = check_online(rows)
-    assert (finding.code, finding.severity) == ("ONLINE-LOGPROBS-MISSING", "error")
+    assert (finding.code, finding.severity) == ("PT-R011", "error")
 
 
 def test_r40_a_cap_below_the_clip_and_a_ratio_that_runs_away_are_told(tmp_path, caplog):
     grpo_args(tmp_path, delta=1.1, num_iterations=2)
     assert "delta=1.1 is below 1 + epsilon_high = 1.2 and cancels the clip" in caplog.text
-    assert "ONLINE-RATIO-LARGE" in codes(1, ratio__max=11.0)
+    assert "PT-R005" in codes(1, ratio__max=11.0)
     assert codes(1, ratio__max=9.0) == []
 
 

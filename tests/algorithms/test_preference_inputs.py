@@ -70,7 +70,7 @@ def test_an_answer_judged_both_ways_is_told_with_its_rows(tiny_tokenizer, tmp_pa
     data = [{"prompt": f"{i} ", "completion": "a number", "label": i % 2 == 0} for i in range(6)]
     make("kto", tiny_tokenizer, tmp_path, [*data, data[1] | {"label": True}])
     assert (
-        "LABEL-CONTRADICTION: the same answer to the same prompt is labelled good and bad (2 of 7 rows (rows 1, 6))"
+        "PT-D026: the same answer to the same prompt is labelled good and bad (2 of 7 rows (rows 1, 6))"
         in (caplog.text)
     )
 
@@ -264,7 +264,7 @@ def test_t22_answers_that_a_template_leaves_open_are_told(tiny_tokenizer, tmp_pa
     said = [[{"role": "assistant", "content": text}] for text in ("two", "three")]
     data = [{"prompt": user, "chosen": said[0], "rejected": said[1]}] * 4
     make(method, tiny_tokenizer, tmp_path, data)
-    assert "ANSWERS-UNENDED" not in caplog.text
+    assert "PT-D025" not in caplog.text
     text = tiny_tokenizer.chat_template
     tiny_tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ' ' }}{% endfor %}"
     tiny_tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -272,7 +272,7 @@ def test_t22_answers_that_a_template_leaves_open_are_told(tiny_tokenizer, tmp_pa
         make(method, tiny_tokenizer, tmp_path, data)
     finally:
         tiny_tokenizer.chat_template = text
-    assert "ANSWERS-UNENDED: 8 of 8 answers do not end with an end-of-turn token" in caplog.text
+    assert "PT-D025: 8 of 8 answers do not end with an end-of-turn token" in caplog.text
 
 
 def test_t8_answers_cut_at_max_length_are_told_above_ten_percent(tiny_tokenizer, tmp_path, caplog):

@@ -64,7 +64,7 @@ def test_trap_37_an_adapter_gets_gradients_through_checkpointed_layers():
         n: None if p.grad is None else float(p.grad.norm()) for n, p in model.named_parameters() if p.requires_grad
     }
     assert check_first_gradients(norms) is None
-    assert check_first_gradients(dict.fromkeys(norms)).code == "TRAIN-NO-GRADIENT"
+    assert check_first_gradients(dict.fromkeys(norms)).code == "PT-B003"
 
 
 def test_trap_38_a_pattern_that_matches_nothing_does_not_freeze_the_model(tiny_model):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from posttrain.checks import core
@@ -11,6 +16,7 @@ from posttrain.errors import ConfigError
 @pytest.fixture
 def register(monkeypatch):
     """The register's function, over a register of its own."""
+    core.load()
     monkeypatch.setattr(core, "REGISTRY", {})
     monkeypatch.setattr(core, "PROBES", {})
     return core.register
@@ -18,7 +24,7 @@ def register(monkeypatch):
 
 def test_a_code_and_a_name_are_given_once(register):
     first = register("PT-D912", "odd-rows", moment="data", title="rows are odd", page="b")
-    assert core.REGISTRY == {"PT-D912": first}
+    assert {"PT-D912": first} == core.REGISTRY
     for code, name in (("PT-D912", "other"), ("PT-D913", "odd-rows")):
         with pytest.raises(ConfigError, match=r"PT-D912 'odd-rows' is \(rows are odd\)"):
             register(code, name, moment="data", title="x")
@@ -54,3 +60,24 @@ def test_a_probe_is_called_by_its_moment(register):
     (probe,) = core.PROBES.values()
     assert (probe.moment, probe.codes) == ("config", ("PT-D912",))
     assert [f.what for f in probe.function(core.Context("sft", None))] == ["sft"]
+
+
+def test_every_code_of_the_package_is_registered_and_no_old_one_is_left():
+    package = Path(core.__file__).parents[1]
+    checks = core.load()
+    used = {
+        (path.name, code)
+        for path in package.rglob("*.py")
+        for code in re.findall(r"PT-[A-Z]\d{3}\b", path.read_text("utf-8"))
+    }
+    assert not {(name, code) for name, code in used if code not in checks}
+    assert {code for _, code in used} >= set(checks)
+    assert all(check.page == "" or re.fullmatch("[a-m]", check.page) for check in checks.values())
+
+
+def test_the_register_is_listed_without_transformers():
+    script = (
+        "import sys; from posttrain.checks import core; n = len(core.load()); "
+        "sys.exit(n < 60 or bool({'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

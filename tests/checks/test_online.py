@@ -60,24 +60,24 @@ def test_a_healthy_log_says_nothing():
 
 
 BROKEN = [
-    ("ONLINE-GROUPS-FLAT", 10, {"frac_reward_zero_std": 0.9, "reward": 0.0}),
-    ("ONLINE-REWARD-SATURATED", 10, {"frac_reward_zero_std": 0.9, "reward": lambda i: min(1.0, 0.3 * i)}),
-    ("ONLINE-LENGTH-GROWS", 100, {"completions__mean_length": lambda i: 50 + i, "reward": 0.5}),
-    ("ONLINE-KL-GROWS", 50, {"kl": lambda i: 0.001 * 1.2**i}),
-    ("ONLINE-ENTROPY-COLLAPSED", 20, {"entropy": lambda i: 0.8 if i < 10 else 0.02}),
-    ("ONLINE-COMPLETIONS-CUT", 10, {"completions__clipped_ratio": 0.6}),
-    ("ONLINE-COMPLETIONS-CUT", 1, {"completions__clipped_ratio": 0.95}),
-    ("ONLINE-DUPLICATES", 1, {"completions__duplicate_ratio": 0.9}),
-    ("ONLINE-NO-GRADIENT", 20, {"grad_norm": 0.0}),
-    ("ONLINE-RATIO-LARGE", 1, {"ratio__max": 11.0}),
-    ("ONLINE-CLIP-SHARE", 10, {"clip_ratio__region_mean": 0.4}),
-    ("ONLINE-CLIP-SHARE", 10, {"cispo_clip_ratio": 0.4}),
-    ("ONLINE-REWARD-DROWNS", 10, {"rewards__right__variance_share": 0.999, "rewards__form__variance_share": 0.001}),
-    ("ONLINE-REWARD-NEVER-APPLIES", 10, {"rewards__form__applicable": 0.0}),
-    ("ONLINE-REWARD-CONSTANT", 20, {"rewards__form__std": 0.0}),
-    ("ONLINE-REWARD-NAN", 1, {"rewards__form__nan": 3.0}),
-    ("ONLINE-REWARD-SLOW", 10, {"rewards__right__seconds": 2.0}),
-    ("ONLINE-STRAGGLERS", 10, {"completions__max_length": 400.0, "rollouts__seconds": 3.0}),
+    ("PT-R002", 10, {"frac_reward_zero_std": 0.9, "reward": 0.0}),
+    ("PT-R001", 10, {"frac_reward_zero_std": 0.9, "reward": lambda i: min(1.0, 0.3 * i)}),
+    ("PT-R003", 100, {"completions__mean_length": lambda i: 50 + i, "reward": 0.5}),
+    ("PT-R004", 50, {"kl": lambda i: 0.001 * 1.2**i}),
+    ("PT-R007", 20, {"entropy": lambda i: 0.8 if i < 10 else 0.02}),
+    ("PT-R008", 10, {"completions__clipped_ratio": 0.6}),
+    ("PT-R008", 1, {"completions__clipped_ratio": 0.95}),
+    ("PT-R009", 1, {"completions__duplicate_ratio": 0.9}),
+    ("PT-R012", 20, {"grad_norm": 0.0}),
+    ("PT-R005", 1, {"ratio__max": 11.0}),
+    ("PT-R006", 10, {"clip_ratio__region_mean": 0.4}),
+    ("PT-R006", 10, {"cispo_clip_ratio": 0.4}),
+    ("PT-R013", 10, {"rewards__right__variance_share": 0.999, "rewards__form__variance_share": 0.001}),
+    ("PT-R014", 10, {"rewards__form__applicable": 0.0}),
+    ("PT-R015", 20, {"rewards__form__std": 0.0}),
+    ("PT-R016", 1, {"rewards__form__nan": 3.0}),
+    ("PT-R017", 10, {"rewards__right__seconds": 2.0}),
+    ("PT-R018", 10, {"completions__max_length": 400.0, "rollouts__seconds": 3.0}),
 ]
 
 
@@ -89,8 +89,8 @@ def test_each_fault_is_found_alone_and_not_before_its_time(code, steps, changes)
 
 
 def test_rows_that_speak_of_ten_steps_count_ten():
-    assert codes(log(1, 10, completions__clipped_ratio=0.6)) == ["ONLINE-COMPLETIONS-CUT"]
-    assert codes(log(2, 10, grad_norm=0.0)) == ["ONLINE-NO-GRADIENT"]
+    assert codes(log(1, 10, completions__clipped_ratio=0.6)) == ["PT-R008"]
+    assert codes(log(2, 10, grad_norm=0.0)) == ["PT-R012"]
     assert window(log(3, 10), "kl", 25) == [0.01] * 3
     assert window(log(3, 10), "kl", 31) is None
     assert window(log(3, 10, kl=lambda i: None if i == 1 else 1.0), "kl", 20) is None
@@ -105,7 +105,7 @@ def test_r25_a_length_that_grows_with_the_reward_is_no_fault():
 def test_r27_the_time_of_a_reward_counts_by_generation():
     slow = log(10, rewards__right__seconds=2.0)
     assert codes(slow, generations_per_step=0.25) == []  # Two of sixteen seconds.
-    assert codes(log(10, rewards__right__seconds=0.5), generations_per_step=4.0) == ["ONLINE-REWARD-SLOW"]
+    assert codes(log(10, rewards__right__seconds=0.5), generations_per_step=4.0) == ["PT-R017"]
 
 
 def test_a_reward_that_no_longer_varies_is_not_drowned():
@@ -126,7 +126,7 @@ NAN = math.nan
 def test_r18_an_outlier_is_named_with_its_size():
     """Row 4 of the table of advantages: 4, 8, 16 and 2048 (median 12, so 170 times)."""
     (found,) = check_reward_values({"game": [4.0, 8.0, 16.0, 2048.0], "form": [0.0, 1.0, 1.0, NAN]}, scaled=True)
-    assert (found.code, found.where) == ("ONLINE-REWARD-OUTLIER", "rewards/game")
+    assert (found.code, found.where) == ("PT-R019", "rewards/game")
     assert found.what == "game is 2048 for one completion and about 12 for the others."
 
 
@@ -137,7 +137,7 @@ def test_rare_successes_are_no_outliers():
 def test_large_rewards_matter_only_where_nothing_divides_them():
     column = {"points": [300.0, 320.0, 280.0, 350.0]}
     assert check_reward_values(column, scaled=True) == []
-    assert [f.code for f in check_reward_values(column, scaled=False)] == ["ONLINE-REWARD-LARGE"]
+    assert [f.code for f in check_reward_values(column, scaled=False)] == ["PT-R020"]
 
 
 def test_no_signal_for_twenty_generations_shows_the_histogram():

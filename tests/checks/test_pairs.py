@@ -34,15 +34,15 @@ def test_equal_answers_are_an_error_when_all_are():
     one = sound()
     one[7] = pair([5, 3], [5, 3])
     (finding,) = check_pairs(one)
-    assert (finding.code, finding.severity, finding.where) == ("PAIR-IDENTICAL", "warning", "1 of 60 pairs (rows 7)")
+    assert (finding.code, finding.severity, finding.where) == ("PT-D012", "warning", "1 of 60 pairs (rows 7)")
     (finding,) = check_pairs([pair([5], [5], (i,)) for i in range(3)])[:1]
     assert finding.severity == "error"
 
 
 def test_pairs_preferred_both_ways_and_twice_are_found():
     rows = [*sound(), pair([5, 3], [6, 3]), pair([6, 3], [5, 3])]
-    assert codes(rows) == ["PAIR-CONTRADICTION"]
-    assert codes([*sound(), *sound()[:10]]) == ["PAIR-DUPLICATE"]
+    assert codes(rows) == ["PT-D020"]
+    assert codes([*sound(), *sound()[:10]]) == ["PT-D021"]
 
 
 @pytest.mark.parametrize(("flip", "side"), [(False, "chosen"), (True, "rejected")])
@@ -52,7 +52,7 @@ def test_length_that_predicts_the_label_is_told(flip, side):
         long, short = [10 + i, 11, 12, 13, 3], [20 + i, 3]
         rows.append(pair(short, long, (i,)) if flip else pair(long, short, (i,)))
     (finding,) = check_pairs(rows)
-    assert finding.code == "PAIR-LENGTH-BIAS"
+    assert finding.code == "PT-D022"
     assert finding.what.startswith(f"the {side} answer is the longer one in 100%")
 
 
@@ -60,11 +60,11 @@ def test_answers_cut_or_ended_on_one_side_alone_are_told():
     rows = sound(40)
     for row in rows[:6]:
         row.completions[0] = list(range(20, 28))  # Full at a limit of 10, and without its end.
-    assert "PAIR-CUT-ONE-SIDE" in codes(rows, limit=10, stops=[3])
+    assert "PT-D023" in codes(rows, limit=10, stops=[3])
     for row in rows:
         row.completions[1] = [*row.completions[1][:-1], 9]
         row.completions[0] = [*row.completions[0][:3], 3]
-    assert "PAIR-EOS-ONE-SIDE" in codes(rows, stops=[3])
+    assert "PT-D024" in codes(rows, stops=[3])
 
 
 def health(entries):
@@ -83,14 +83,14 @@ def entry(chosen, rejected, accuracy=0.9):
 
 def test_two_sinking_rewards_are_told_once_and_a_rising_one_is_not():
     sinking = [entry(-0.1 * i, -0.4 * i) for i in range(9)]
-    assert health(sinking) == ["REWARDS-SINK-TOGETHER"]
+    assert health(sinking) == ["PT-P003"]
     assert health([entry(0.1 * i, -0.4 * i) for i in range(1, 9)]) == []
 
 
 def test_saturated_backward_and_still_runs_are_told():
-    assert health([entry(12.0, -3.0)] * 4) == ["MARGIN-SATURATED"]
-    assert health([entry(0.1 * i, 0.2, accuracy=0.2) for i in range(1, 12)]) == ["ACCURACY-BELOW-HALF"]
-    assert health([entry(0.0, 0.0, accuracy=0.0)] * 4) == ["REWARDS-STAY-ZERO"]
+    assert health([entry(12.0, -3.0)] * 4) == ["PT-P004"]
+    assert health([entry(0.1 * i, 0.2, accuracy=0.2) for i in range(1, 12)]) == ["PT-P005"]
+    assert health([entry(0.0, 0.0, accuracy=0.0)] * 4) == ["PT-P006"]
     assert health([{"loss": 1.0}] * 5) == []
 
 

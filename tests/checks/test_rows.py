@@ -76,7 +76,7 @@ def test_a_whole_multi_turn_conversation_trained_throughout_has_no_finding(tiny_
 def test_two_bos_side_by_side_are_found_and_the_row_is_named(tiny_tokenizer):
     rows = good_rows(tiny_tokenizer, 3)
     rows[1].prompt_ids.insert(0, BOS)
-    finding = found(rows, tiny_tokenizer, "DATA-BOS-DOUBLE")
+    finding = found(rows, tiny_tokenizer, "PT-D002")
     assert finding.severity == "warning"
     assert finding.where == "row 1"
     assert "1 of 3 rows (33.3 %)" in finding.what
@@ -85,38 +85,38 @@ def test_two_bos_side_by_side_are_found_and_the_row_is_named(tiny_tokenizer):
 
 def test_a_bos_between_prompt_and_completion_is_found_where_the_template_opens_no_turn_with_it(word_tokenizer):
     whole = Row([1, 3, 4], [[5, 6, 2]], [[1, 1, 1]])
-    assert found([whole], word_tokenizer, "DATA-BOS-DOUBLE") is None
-    assert found([Row([1, 3, 4], [[1, 5, 6, 2]], [[0, 1, 1, 1]])], word_tokenizer, "DATA-BOS-DOUBLE")
+    assert found([whole], word_tokenizer, "PT-D002") is None
+    assert found([Row([1, 3, 4], [[1, 5, 6, 2]], [[0, 1, 1, 1]])], word_tokenizer, "PT-D002")
 
 
 @pytest.mark.parametrize("tail", [(EOS, EOS), (EOS, "\n", EOS), (EOS, EOS, EOS, EOS)])
 def test_two_eos_with_only_white_space_between_are_found(tiny_tokenizer, tail):
     ids = [i for t in tail for i in ([t] if isinstance(t, int) else tiny_tokenizer(t)["input_ids"])]
     rows = [*good_rows(tiny_tokenizer), text_row(tiny_tokenizer, "a sum", after=ids)]
-    assert found(rows, tiny_tokenizer, "DATA-EOS-DOUBLE").where == "row 10"
+    assert found(rows, tiny_tokenizer, "PT-D003").where == "row 10"
 
 
 def test_a_bos_that_is_also_eos_opens_a_text_without_ending_it(tiny_tokenizer):
     tiny_tokenizer.bos_token = tiny_tokenizer.eos_token
-    assert found([text_row(tiny_tokenizer, "a", before=[EOS])], tiny_tokenizer, "DATA-EOS-DOUBLE") is None
-    assert found([text_row(tiny_tokenizer, "a", before=[EOS, EOS])], tiny_tokenizer, "DATA-BOS-DOUBLE")
+    assert found([text_row(tiny_tokenizer, "a", before=[EOS])], tiny_tokenizer, "PT-D003") is None
+    assert found([text_row(tiny_tokenizer, "a", before=[EOS, EOS])], tiny_tokenizer, "PT-D002")
 
 
 def test_an_untrained_end_of_turn_is_an_error_when_no_row_trains_one(tiny_tokenizer):
     rows = good_rows(tiny_tokenizer, 4)
     rows[2].loss_masks[0][-1] = 0
-    some = found(rows, tiny_tokenizer, "DATA-EOS-UNTRAINED")
+    some = found(rows, tiny_tokenizer, "PT-D004")
     assert (some.severity, some.where) == ("warning", "row 2")
     for row in rows:
         row.loss_masks[0][-1] = 0
-    assert found(rows, tiny_tokenizer, "DATA-EOS-UNTRAINED").severity == "error"
+    assert found(rows, tiny_tokenizer, "PT-D004").severity == "error"
 
 
 def test_an_earlier_trained_eos_does_not_hide_an_untrained_end(tiny_tokenizer):
     row = chat_row(tiny_tokenizer)
     ids = [*row.prompt_ids, *row.completions[0][:-1]]  # The question's end of turn is trained, the answer's is missing.
     assert EOS in ids
-    assert found([Row([], [ids], [[1] * len(ids)])], tiny_tokenizer, "DATA-EOS-UNTRAINED")
+    assert found([Row([], [ids], [[1] * len(ids)])], tiny_tokenizer, "PT-D004")
 
 
 def test_a_cut_row_is_told_as_truncated_and_not_as_untrained_eos(tiny_tokenizer):
@@ -124,53 +124,53 @@ def test_a_cut_row_is_told_as_truncated_and_not_as_untrained_eos(tiny_tokenizer)
     limit = len(rows[3].prompt_ids) + 2
     rows[3].completions[0], rows[3].loss_masks[0] = rows[3].completions[0][:2], [1, 1]
     kept = [rows[3], text_row(tiny_tokenizer, "sum")]
-    assert found(kept, tiny_tokenizer, "DATA-EOS-UNTRAINED", limit=limit) is None
-    finding = found(kept, tiny_tokenizer, "DATA-TRUNCATED", limit=limit)
+    assert found(kept, tiny_tokenizer, "PT-D004", limit=limit) is None
+    finding = found(kept, tiny_tokenizer, "PT-D011", limit=limit)
     assert finding.where == "row 0"
     assert f"limit of {limit} tokens" in finding.what
-    assert found(kept, tiny_tokenizer, "DATA-TRUNCATED", limit=limit + 1) is None
-    assert found(kept, tiny_tokenizer, "DATA-TRUNCATED") is None
+    assert found(kept, tiny_tokenizer, "PT-D011", limit=limit + 1) is None
+    assert found(kept, tiny_tokenizer, "PT-D011") is None
 
 
 def test_duplicates_are_counted_without_their_first_and_are_only_noted_when_rare(tiny_tokenizer):
     rows = [*good_rows(tiny_tokenizer, 3), chat_row(tiny_tokenizer), chat_row(tiny_tokenizer), chat_row(tiny_tokenizer)]
-    finding = found(rows, tiny_tokenizer, "DATA-DUPLICATE")
+    finding = found(rows, tiny_tokenizer, "PT-D007")
     assert (finding.severity, finding.where) == ("warning", "rows 4, 5")
     many = [text_row(tiny_tokenizer, f"{i} {i // 7}") for i in range(200)]
-    assert found([*many, many[0]], tiny_tokenizer, "DATA-DUPLICATE").severity == "info"
+    assert found([*many, many[0]], tiny_tokenizer, "PT-D007").severity == "info"
 
 
 def test_rows_that_differ_only_in_their_mask_are_no_duplicates(tiny_tokenizer):
     one, two = chat_row(tiny_tokenizer), chat_row(tiny_tokenizer)
     two.loss_masks[0][0] = 0
-    assert found([one, two], tiny_tokenizer, "DATA-DUPLICATE") is None
+    assert found([one, two], tiny_tokenizer, "PT-D007") is None
 
 
 def test_a_row_without_a_trained_token_is_found(tiny_tokenizer):
     rows = good_rows(tiny_tokenizer, 2)
     rows[0].loss_masks[0] = [0] * len(rows[0].completions[0])
-    assert found(rows, tiny_tokenizer, "DATA-UNTRAINED-ROW").severity == "warning"
+    assert found(rows, tiny_tokenizer, "PT-D005").severity == "warning"
     rows[1].loss_masks[0] = [0] * len(rows[1].completions[0])
-    assert found(rows, tiny_tokenizer, "DATA-UNTRAINED-ROW").severity == "error"
+    assert found(rows, tiny_tokenizer, "PT-D005").severity == "error"
 
 
 def test_a_first_token_counts_as_untrained_because_nothing_predicts_it(tiny_tokenizer):
-    assert found([Row([], [[50, 51]], [[1, 0]])], tiny_tokenizer, "DATA-UNTRAINED-ROW")
-    assert found([Row([50], [[51]], [[1]])], tiny_tokenizer, "DATA-UNTRAINED-ROW") is None
+    assert found([Row([], [[50, 51]], [[1, 0]])], tiny_tokenizer, "PT-D005")
+    assert found([Row([50], [[51]], [[1]])], tiny_tokenizer, "PT-D005") is None
 
 
 def test_identical_pairs_are_an_error_above_one_in_a_hundred(tiny_tokenizer):
     pairs = [pair_row(tiny_tokenizer, f"{i} is the sum", "no") for i in range(200)]
     pairs[7] = pair_row(tiny_tokenizer, "same", "same")
-    rare = found(pairs, tiny_tokenizer, "DATA-PAIR-IDENTICAL")
+    rare = found(pairs, tiny_tokenizer, "PT-D013")
     assert (rare.severity, rare.where) == ("warning", "row 7")
-    assert found(pairs[:50], tiny_tokenizer, "DATA-PAIR-IDENTICAL").severity == "error"
+    assert found(pairs[:50], tiny_tokenizer, "PT-D013").severity == "error"
 
 
 def test_a_sampled_group_of_two_may_repeat_itself(tiny_tokenizer):
     row = pair_row(tiny_tokenizer, "same", "same")
     row.sequence_columns["advantages"] = [0.0, 0.0]
-    assert found([row], tiny_tokenizer, "DATA-PAIR-IDENTICAL") is None
+    assert found([row], tiny_tokenizer, "PT-D013") is None
 
 
 def test_empty_completions_are_found_bare_or_with_only_their_end_trained(tiny_tokenizer):
@@ -178,42 +178,42 @@ def test_empty_completions_are_found_bare_or_with_only_their_end_trained(tiny_to
     rows[0] = Row(rows[0].prompt_ids, [[]], [[]])
     rows[1] = chat_row(tiny_tokenizer, answer="")
     rows[2] = chat_row(tiny_tokenizer, answer=" \n")
-    assert found(rows, tiny_tokenizer, "DATA-EMPTY-COMPLETION").where == "rows 0, 1, 2"
+    assert found(rows, tiny_tokenizer, "PT-D006").where == "rows 0, 1, 2"
 
 
 def test_an_empty_answer_of_a_pair_is_found(tiny_tokenizer):
-    assert found([pair_row(tiny_tokenizer, "sum", "")], tiny_tokenizer, "DATA-EMPTY-COMPLETION")
+    assert found([pair_row(tiny_tokenizer, "sum", "")], tiny_tokenizer, "PT-D006")
 
 
 def test_damaged_text_is_found_but_not_a_character_that_the_limit_cut(tiny_tokenizer):
     whole = tiny_tokenizer("héllo", add_special_tokens=False)["input_ids"]
     rows = [text_row(tiny_tokenizer, "h\ufffdllo"), Row([], [[*whole, EOS]], [[1] * (len(whole) + 1)])]
-    assert found(rows, tiny_tokenizer, "DATA-REPLACEMENT-CHAR").where == "row 0"
+    assert found(rows, tiny_tokenizer, "PT-D009").where == "row 0"
     cut = whole[:2]  # 'h' and the first byte of 'é'.
     assert "\ufffd" in tiny_tokenizer.decode(cut)
     rows = [Row([], [cut], [[1, 1]])]
-    assert found(rows, tiny_tokenizer, "DATA-REPLACEMENT-CHAR", limit=2) is None
-    assert found(rows, tiny_tokenizer, "DATA-REPLACEMENT-CHAR", limit=3)
+    assert found(rows, tiny_tokenizer, "PT-D009", limit=2) is None
+    assert found(rows, tiny_tokenizer, "PT-D009", limit=3)
 
 
 def test_a_lone_surrogate_is_found(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(type(tiny_tokenizer), "decode", lambda self, ids, **kw: "a\ud800b" if len(ids) > 3 else "ab")
-    assert found(good_rows(tiny_tokenizer, 1), tiny_tokenizer, "DATA-REPLACEMENT-CHAR")
+    assert found(good_rows(tiny_tokenizer, 1), tiny_tokenizer, "PT-D009")
 
 
 def test_unknown_tokens_are_found_unless_the_token_has_another_use(word_tokenizer):
     rows = [Row([], [[1, 3, 0, 2]], [[1] * 4])]
-    assert found(rows, word_tokenizer, "DATA-UNKNOWN-TOKEN").where == "row 0"
+    assert found(rows, word_tokenizer, "PT-D010").where == "row 0"
     word_tokenizer.pad_token = "<unk>"
-    assert found(rows, word_tokenizer, "DATA-UNKNOWN-TOKEN") is None
+    assert found(rows, word_tokenizer, "PT-D010") is None
 
 
 @pytest.mark.parametrize("bad", [-100, 7, 10**9])
 def test_ids_outside_the_vocabulary_are_an_error_and_stop_no_other_check(word_tokenizer, bad):
     rows = [Row([], [[1, 3, bad, 2, 2]], [[1] * 5]), Row([], [[1, 3, 2]], [[1] * 3])]
     findings = check_rows(rows, word_tokenizer)
-    assert (findings[0].code, findings[0].severity, findings[0].where) == ("DATA-ID-OUT-OF-RANGE", "error", "row 0")
-    assert "DATA-EOS-DOUBLE" in {f.code for f in findings}
+    assert (findings[0].code, findings[0].severity, findings[0].where) == ("PT-D001", "error", "row 0")
+    assert "PT-D003" in {f.code for f in findings}
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_a_prompt_that_ends_in_a_space_which_belongs_to_the_next_word_is_found(s
     def ids(text):
         return space_tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    code = "DATA-FIRST-TOKEN-WHITESPACE-MERGE"
+    code = "PT-D008"
     assert len(ids(" blue")) == 1
     lone = Row(ids("the sky is "), [[*ids("blue"), 1]], [[1] * (len(ids("blue")) + 1)])
     whole = Row(ids("the sky is"), [[*ids(" blue"), 1]], [[1, 1]])
@@ -267,7 +267,7 @@ def test_errors_come_first_and_a_code_comes_once(tiny_tokenizer):
 
 
 def test_many_rows_are_counted_and_only_the_first_are_named(tiny_tokenizer):
-    finding = found([chat_row(tiny_tokenizer)] * 12, tiny_tokenizer, "DATA-DUPLICATE")
+    finding = found([chat_row(tiny_tokenizer)] * 12, tiny_tokenizer, "PT-D007")
     assert finding.where == "rows 1, 2, 3, 4, 5, 6, 7, 8 and 3 more"
 
 

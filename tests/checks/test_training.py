@@ -31,14 +31,12 @@ def test_t42_the_smallest_update_is_what_a_stored_weight_can_show(dtype):
 
 def test_t42_sixteen_bit_weights_that_a_small_learning_rate_cannot_move_are_told():
     bad = check_precision({"bfloat16": 134_000_000, "float32": 5}, learning_rate=2e-5)
-    assert (bad.code, bad.severity) == ("TRAIN-HALF-PRECISION", "warning")
+    assert (bad.code, bad.severity) == ("PT-C001", "warning")
     assert "134000000 trained parameters are stored in bfloat16, and learning_rate=2e-05" in bad.what
     assert check_precision({"bfloat16": 134_000_000}, learning_rate=2e-5, master_copy=True) is None
     assert check_precision({"bfloat16": 134_000_000}, learning_rate=1e-4) is None
     assert check_precision({"float32": 134_000_000}, learning_rate=2e-5, autocast="bfloat16") is None
-    assert codes(check_precision({"float32": 2_000_000_000}, learning_rate=2e-5, autocast="bfloat16")) == [
-        "TRAIN-FLOAT32-LARGE"
-    ]
+    assert codes(check_precision({"float32": 2_000_000_000}, learning_rate=2e-5, autocast="bfloat16")) == ["PT-C002"]
 
 
 def test_t42_the_loss_of_updates_is_real():
@@ -58,10 +56,10 @@ def test_t42_the_loss_of_updates_is_real():
 def test_t4_pad_and_eos_of_tokenizer_and_generation_config_must_agree():
     sound = {"pad": 0, "eos": 2, "generation_pad": 0, "generation_eos": [2, 7], "turn_end": 7}
     assert check_special_tokens(**sound) == []
-    assert codes(check_special_tokens(**{**sound, "generation_pad": 7})) == ["TOKENS-PAD-STOPS"]
-    assert codes(check_special_tokens(**{**sound, "pad": None})) == ["TOKENS-NO-PAD"]
+    assert codes(check_special_tokens(**{**sound, "generation_pad": 7})) == ["PT-K101"]
+    assert codes(check_special_tokens(**{**sound, "pad": None})) == ["PT-K102"]
     (finding,) = check_special_tokens(**{**sound, "generation_eos": 2})
-    assert finding.code == "TOKENS-STOP-UNKNOWN"
+    assert finding.code == "PT-K103"
     assert "end of turn 7" in finding.what
     assert finding.fix.endswith("eos_token_id = [2, 7].")
     assert check_special_tokens(pad=0, eos=2) == []  # A model without a generation config, as classifiers are.
@@ -69,25 +67,25 @@ def test_t4_pad_and_eos_of_tokenizer_and_generation_config_must_agree():
 
 def test_t38_layers_on_several_devices_are_told_with_the_launch_command():
     finding = check_devices(visible=8, placed=["cuda:0", "cuda:1", "cuda:1"])
-    assert (finding.code, finding.severity) == ("TRAIN-LAYERS-SPREAD", "warning")
+    assert (finding.code, finding.severity) == ("PT-C003", "warning")
     assert "accelerate launch --num_processes 8" in finding.fix
     assert check_devices(visible=1, placed=["cuda:0"]) is None
 
 
 def test_t39_several_gpus_in_one_process_are_an_error():
     finding = check_devices(visible=8)
-    assert (finding.code, finding.severity) == ("TRAIN-DATA-PARALLEL", "error")
+    assert (finding.code, finding.severity) == ("PT-C004", "error")
     assert check_devices(visible=8, processes=8) is None
     assert check_devices(visible=1) is None
     assert check_devices(visible=0) is None
 
 
 def test_trap_37_a_first_step_without_a_gradient_is_an_error_and_so_is_one_that_is_not_finite():
-    assert codes(check_first_gradients({})) == ["TRAIN-NOTHING-TRAINED"]
-    assert codes(check_first_gradients({"a": None, "b": 0.0})) == ["TRAIN-NO-GRADIENT"]
+    assert codes(check_first_gradients({})) == ["PT-B001"]
+    assert codes(check_first_gradients({"a": None, "b": 0.0})) == ["PT-B003"]
     assert check_first_gradients({"a": None, "b": 0.1}) is None  # An adapter's A has none while its B is zero.
     finding = check_first_gradients({"a": 1.0, "b": float("nan")})
-    assert finding.code == "TRAIN-GRADIENT-NOT-FINITE"
+    assert finding.code == "PT-B002"
     assert "'b'" in finding.what
 
 
@@ -96,7 +94,7 @@ def test_trap_9_steps_in_a_row_without_a_trained_token_are_an_error():
     assert check_trained_tokens([0, 0, 0, 5]) is None
     assert check_trained_tokens([]) is None
     finding = check_trained_tokens([5, 0, 0, 0])
-    assert (finding.code, finding.severity) == ("TRAIN-NO-TRAINED-TOKENS", "error")
+    assert (finding.code, finding.severity) == ("PT-T001", "error")
     assert finding.what.startswith("3 steps in a row")
 
 

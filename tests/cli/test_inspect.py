@@ -60,13 +60,13 @@ def test_sft_rows_are_shown_with_what_the_assistant_says_marked(folder, capsys):
     assert "[[The sum is 1<|im_end|>]]" in out
     assert "row 6" in out and "row 1:" not in out
     page = (folder / "page.html").read_text(encoding="utf-8")
-    assert page.startswith("<!DOCTYPE html>") and "DATA-" not in page
+    assert page.startswith("<!DOCTYPE html>") and "PT-D" not in page
 
 
 def test_flags_win_over_the_file_as_in_training(folder, capsys):
     assert command.run(["sft", "--config=sft.yaml", "--max_length", "18"]) == 0
     out = capsys.readouterr().out
-    assert "DATA-TRUNCATED 12 of 12 rows" in out
+    assert "PT-D011 12 of 12 rows" in out
     assert "limit of 18 tokens" in out
 
 
@@ -119,7 +119,7 @@ def test_a_row_of_exactly_the_limit_is_not_told_as_cut(folder):
     for limit, cut in ((longest, False), (longest - 1, True)):
         summary = summary_of("sft", ["--config", "sft.yaml", "--max_length", str(int(limit))])
         assert summary.lengths["max"] == limit
-        assert (summary.truncated > 0) == cut == ("DATA-TRUNCATED" in {f.code for f in summary.findings})
+        assert (summary.truncated > 0) == cut == ("PT-D011" in {f.code for f in summary.findings})
 
 
 def test_packed_rows_come_apart_into_their_documents(folder):
@@ -185,7 +185,7 @@ def test_rows_that_training_would_leave_out_are_a_finding(folder):
     write_jsonl(folder / "pairs.jsonl", rows)
     argv = ["--config", "sft.yaml", "--dataset_name", "pairs.jsonl", "--assistant_only_loss", "False"]
     summary = summary_of("sft", [*argv, "--max_length", "20"])
-    dropped = [finding for finding in summary.findings if finding.code == "DATA-DROPPED"]
+    dropped = [finding for finding in summary.findings if finding.code == "PT-D014"]
     assert "1 of 2 rows (50 %)" in dropped[0].what
 
 
@@ -196,15 +196,15 @@ def test_findings_call_rows_by_their_place_in_the_dataset_and_one_of_each_is_sho
     write_jsonl(folder / "chats.jsonl", [*rows, rows[7]])
     summary = summary_of("sft", ["--config", "sft.yaml"], show=1)
     found = {finding.code: finding for finding in summary.findings}
-    assert found["DATA-DROPPED"].where == "row 2"
+    assert found["PT-D014"].where == "row 2"
     assert (
         "1 of 13 rows (7.69 %) were left out when the rows were prepared: 1 without a turn"
-        in found["DATA-DROPPED"].what
+        in found["PT-D014"].what
     )
-    assert found["DATA-EMPTY-COMPLETION"].where == "row 9"
-    assert found["DATA-DUPLICATE"].where == "row 12"
+    assert found["PT-D006"].where == "row 9"
+    assert found["PT-D007"].where == "row 12"
     assert {shown.row: shown.codes for shown in summary.shown} == {
-        0: (), 9: ("DATA-EMPTY-COMPLETION",), 12: ("DATA-DUPLICATE",)
+        0: (), 9: ("PT-D006",), 12: ("PT-D007",)
     }  # fmt: skip
     part = summary_of("sft", ["--config", "sft.yaml"], examples=12, show=12)
     assert {shown.row for shown in part.shown} < set(range(13))
@@ -227,7 +227,7 @@ def test_rows_left_out_of_other_methods_are_named_too(folder, name, bad):
         "--model_name_or_path", str(folder / "tiny-model"), "--output_dir", "out", "--bf16", "false", "--report_to", "none",
         "--dataset_name", "rows.jsonl",
     ])  # fmt: skip
-    (dropped,) = [finding for finding in summary.findings if finding.code == "DATA-DROPPED"]
+    (dropped,) = [finding for finding in summary.findings if finding.code == "PT-D014"]
     assert dropped.where == "row 3"
     assert {shown.row for shown in summary.shown} == {0, 1, 2, 4, 5}
 
@@ -239,7 +239,7 @@ def test_a_prompt_that_its_completion_changes_is_a_finding(folder):
     )
     argv = ["--config", "sft.yaml", "--dataset_name", "pairs.jsonl", "--assistant_only_loss", "False"]
     findings = {finding.code: finding for finding in summary_of("sft", argv).findings}
-    assert "1 of 2 rows (50 %)" in findings["DATA-PROMPT-DIVERGED"].what
+    assert "1 of 2 rows (50 %)" in findings["PT-D015"].what
 
 
 def test_findings_about_broken_rows_reach_the_terminal_and_the_page(folder, capsys):
@@ -249,7 +249,7 @@ def test_findings_about_broken_rows_reach_the_terminal_and_the_page(folder, caps
     argv += ["--assistant_only_loss", "False", "--html", "page.html"]
     assert command.run(["sft", "--config", "sft.yaml", *argv]) == 0
     for text in (capsys.readouterr().out, (folder / "page.html").read_text(encoding="utf-8")):
-        for code in ("DATA-BOS-DOUBLE", "DATA-EOS-DOUBLE", "DATA-DUPLICATE"):
+        for code in ("PT-D002", "PT-D003", "PT-D007"):
             assert code in text
 
 
@@ -270,7 +270,7 @@ def test_another_command_registers_how_its_examples_become_rows(folder, monkeypa
     command.register("sft", pairs)
     assert command.run(["sft", "--config", "sft.yaml"]) == 0
     out = capsys.readouterr().out
-    assert "DATA-PAIR-IDENTICAL 12 of 12 rows" in out
+    assert "PT-D013 12 of 12 rows" in out
     assert "completion 2 of 2" in out
 
 

@@ -587,7 +587,7 @@ def test_a_sound_template_has_no_findings(tiny_tokenizer):
 def test_two_bos_tokens_are_fatal_with_rows_named(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{{ bos_token + bos_token }}" + SIMPLE.replace("BODY", MARKED)
     report = check_template(tiny_tokenizer, [{"text": "plain"}, ROW, ROW])
-    assert [f.code for f in report.fatal] == ["TEMPLATE-BOS-DOUBLE"]
+    assert [f.code for f in report.fatal] == ["PT-K111"]
     with pytest.raises(ModelError, match=r"two bos tokens \(rows 1, 2\)"):
         report.raise_fatal()
 
@@ -595,8 +595,8 @@ def test_two_bos_tokens_are_fatal_with_rows_named(tiny_tokenizer):
 def test_stop_token_outside_the_marks_is_fatal_where_only_the_assistant_is_trained(tiny_tokenizer):
     body = MARKED.replace(" + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}{{ '<|im_end|>' }}")
     tiny_tokenizer.chat_template = SIMPLE.replace("BODY", body)
-    assert codes(tiny_tokenizer, ROW) == {"TEMPLATE-STOP": "warning"}
-    assert codes(tiny_tokenizer, ROW, assistant_only=True) == {"TEMPLATE-STOP": "error"}
+    assert codes(tiny_tokenizer, ROW) == {"PT-K118": "warning"}
+    assert codes(tiny_tokenizer, ROW, assistant_only=True) == {"PT-K118": "error"}
 
 
 def test_marks_around_the_header_are_found(tiny_tokenizer):
@@ -605,7 +605,7 @@ def test_marks_around_the_header_are_found(tiny_tokenizer):
         "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
-    assert codes(tiny_tokenizer, ROW) == {"TEMPLATE-START": "info"}
+    assert codes(tiny_tokenizer, ROW) == {"PT-K117": "info"}
 
 
 def test_no_marks_and_no_stable_turns_are_fatal_where_only_the_assistant_is_trained(tiny_tokenizer):
@@ -613,20 +613,20 @@ def test_no_marks_and_no_stable_turns_are_fatal_where_only_the_assistant_is_trai
         "BODY", "{{ m.content + '<|im_end|>' }}"
     )
     found = codes(tiny_tokenizer, ROW, assistant_only=True)
-    assert found["TEMPLATE-MASK"] == "error"
-    assert found["TEMPLATE-PREFIX"] == "warning"
+    assert found["PT-K114"] == "error"
+    assert found["PT-K115"] == "warning"
 
 
 def test_lost_reasoning_and_tool_calls_are_fatal_in_trained_turns_only(tiny_tokenizer):
     thinking = SAID | {"reasoning_content": "because"}
-    assert codes(tiny_tokenizer, {"messages": [USER, thinking]}) == {"TEMPLATE-REASONING-LOST": "error"}
-    assert codes(tiny_tokenizer, {"messages": [USER, CALLS]}) == {"TEMPLATE-TOOLS-LOST": "error"}
+    assert codes(tiny_tokenizer, {"messages": [USER, thinking]}) == {"PT-K116": "error"}
+    assert codes(tiny_tokenizer, {"messages": [USER, CALLS]}) == {"PT-K119": "error"}
     assert codes(tiny_tokenizer, {"prompt": [USER, thinking, MORE], "completion": [LAST]}) == {}
 
 
 def test_an_eos_that_does_not_end_turns_is_told(tiny_tokenizer):
     tiny_tokenizer.eos_token = "<|endoftext|>"
-    assert codes(tiny_tokenizer, ROW) == {"TEMPLATE-EOS": "warning"}
+    assert codes(tiny_tokenizer, ROW) == {"PT-K113": "warning"}
 
 
 def test_a_missing_bos_is_told(tiny_tokenizer):
@@ -636,7 +636,7 @@ def test_a_missing_bos_is_told(tiny_tokenizer):
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
     tiny_tokenizer.bos_token = "<|endoftext|>"
-    assert codes(tiny_tokenizer, ROW) == {"TEMPLATE-BOS-MISSING": "warning"}
+    assert codes(tiny_tokenizer, ROW) == {"PT-K112": "warning"}
 
 
 def test_only_the_first_rows_are_looked_at_and_a_refused_row_is_named(tiny_tokenizer):
@@ -657,7 +657,7 @@ def test_a_shipped_template_with_lost_reasoning_is_mended_by_its_training_templa
     assert "loop_last else" in shipped
     tokenizer = tokenizer_of("qwen3", shipped)
     row = {"messages": [USER, SAID | {"reasoning_content": "because"}, MORE, LAST]}
-    assert "TEMPLATE-REASONING-LOST" in codes(tokenizer, row)
+    assert "PT-K116" in codes(tokenizer, row)
     tokenizer.chat_template = get_training_chat_template(tokenizer)
     assert codes(tokenizer, row, assistant_only=True) == {}
 

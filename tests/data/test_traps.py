@@ -102,7 +102,7 @@ def test_trap_2_pairs_of_equal_tokens_are_dropped_with_their_count_and_an_error_
         assert len(prepare_reward_dataset(datasets.Dataset.from_list(rows), tiny_tokenizer)) == 3
     assert "dropped 2 of 5 rows (2 with two equal answers" in caplog.text
     same = Row([1, 5], [[6, 2], [6, 2]], [[1, 1], [1, 1]])
-    (finding,) = [f for f in check_rows([same], tiny_tokenizer) if f.code == "DATA-PAIR-IDENTICAL"]
+    (finding,) = [f for f in check_rows([same], tiny_tokenizer) if f.code == "PT-D013"]
     assert finding.severity == "error"
 
 
@@ -281,7 +281,7 @@ def test_trap_16_sharegpt_speakers_become_roles_and_are_told_once(tiny_tokenizer
 def test_trap_17_reasoning_that_the_template_leaves_out_is_refused(tiny_tokenizer):
     """The template of the fixture writes content alone: a thinking model would be taught to answer without thinking."""
     rows = [{"messages": [QUESTION, {**ANSWER, "reasoning_content": "two is even"}]}]
-    with pytest.raises(ModelError, match=r"(?s)train dataset: .*\[TEMPLATE-REASONING-LOST\].*row 0"):
+    with pytest.raises(ModelError, match=r"(?s)train dataset: .*\[PT-K116\].*row 0"):
         prepared(rows, tiny_tokenizer)
 
 

@@ -32,9 +32,7 @@ def grpo_record(folder, *, steps=40, lr=0.01, evil=False, sick=True):
             {"step": step, "prompt": f"p {text}", "completion": "bad", "r": 0.0, "advantage": -0.7, "tokens": None, "logps": None},
         ])  # fmt: skip
         record.flush(step)
-    record.finding(
-        25, Finding("ONLINE-KL-GROWS", "warning", f"KL grew {EVIL if evil else ''}", "kl", "why", "raise beta")
-    )
+    record.finding(25, Finding("PT-R004", "warning", f"KL grew {EVIL if evil else ''}", "kl", "why", "raise beta"))
     return folder
 
 

@@ -52,7 +52,7 @@ def test_a_record_is_read_whole(tmp_path):
     run = read_run(grpo_record(tmp_path / "a"))
     assert (run.step, run.max_steps, run.state, run.notes) == (40, 40, "stopped", [])
     assert run.series["reward"].values[-1] == 1.0
-    assert [(mark.step, mark.finding.code) for mark in run.marks] == [(25, "ONLINE-KL-GROWS")]
+    assert [(mark.step, mark.finding.code) for mark in run.marks] == [(25, "PT-R004")]
     assert [run.samples.moments[0][0], run.samples.moments[-1][0]] == [1, 40]
     assert run.samples.latest.advantage == 0.7
     assert "<dt>loss</dt><dd>nan</dd>" in content([run])["sections"]["overview"]  # An older number must not hide it.

@@ -30,7 +30,7 @@ def shown(folder, *, terminal=False, **options):
 def test_a_run_that_ended_is_shown_once_with_metrics_finding_and_completion(tmp_path):
     run, text = shown(grpo_record(tmp_path / "a"))
     assert run.state == "stopped"
-    for part in ("step 40/40", "reward", "KL (nats)", "ONLINE-KL-GROWS", "raise beta", "answer 40", "█"):
+    for part in ("step 40/40", "reward", "KL (nats)", "PT-R004", "raise beta", "answer 40", "█"):
         assert part in text, part
     assert "nan" in text  # The last loss: it must not be hidden by an older number.
 

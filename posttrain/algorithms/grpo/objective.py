@@ -125,10 +125,12 @@ def _rollout_weight(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor
         return None, {}
     trained = logp.detach() if batch.old_logp is None else batch.old_logp
     known = batch.loss_mask & ~sampled.isnan()
-    gap = torch.where(known, trained - sampled, 0.0).abs()
+    difference = torch.where(known, trained - sampled, 0.0)
+    gap = difference.abs()
     metrics = {
         "sampling/sampling_logp_difference/mean": mean(gap, known),
         "sampling/sampling_logp_difference/max": maximum(gap[known]),
+        "sampling/kl": mean(torch.expm1(difference) - difference, known),
         "sampling/nan_logprobs": mean((~known).float(), batch.loss_mask),
     }
     if not cfg.vllm_importance_sampling_correction:

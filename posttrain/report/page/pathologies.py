@@ -1,7 +1,7 @@
 """How runs go wrong: what each illness looks like, what to do, and where this run's curves show it.
 
 The checks that run during training see windows; here the whole curve is known, and the steps it concerns are marked.
-Thresholds are starting values, meant to be looked at beside the curve.
+Thresholds that the checks use too are in `posttrain.thresholds`; the others are starting values.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from posttrain.report.page.run import Series
+from posttrain.thresholds import CLIPPED_TOKENS, CUT, ENTROPY_LEFT, FLAT_SHARE, KL_GROWTH, KL_LARGE
 
 __all__ = ["PATHOLOGIES", "Verdict", "diagnose"]
 
@@ -20,12 +21,9 @@ Span = tuple[int, int]
 Points = list[tuple[int, float]]
 
 LEAST = 6  # Points below which a curve says nothing.
-ZERO_SPREAD, SPREAD_LEFT = 0.8, 0.1
+SPREAD_LEFT = 0.1
 GROWTH, STANDS = 1.3, 0.1  # Of the length, while the reward moves less than this share of its spread.
-KL_LARGE, KL_GROWTH = 0.5, 5.0  # Nats.
-CLIPPED, STALE, APART = 0.3, 4.0, 0.1  # Share of tokens; updates; nats between trainer and engine.
-ENTROPY_LEFT = 0.1
-CUT = 0.5
+STALE, APART = 4.0, 0.1  # Updates; nats between trainer and engine.
 SPIKE = 10.0  # Times the median before it.
 
 
@@ -104,7 +102,7 @@ def _reward_spread(curves: Curves) -> Found:
         return None
     if share is not None:
         smooth = _smooth(share)
-        spans = _spans(smooth, lambda at: at >= 2 and smooth[at][1] > ZERO_SPREAD)
+        spans = _spans(smooth, lambda at: at >= 2 and smooth[at][1] > FLAT_SHARE)
         evidence = f"up to {100 * max(v for _, v in smooth):.0f} % of the groups had equal rewards"
     else:
         assert spread is not None
@@ -301,7 +299,7 @@ PATHOLOGIES: list[tuple[Verdict, Callable[[Curves], Found]]] = [
         ),
         _above(
             ("clip_ratio/region_mean", "cispo_clip_ratio", "policy/clipfrac_avg"),
-            CLIPPED,
+            CLIPPED_TOKENS,
             "up to {most:.0%} of the tokens.",
         ),
     ),

@@ -1,0 +1,165 @@
+"""Rows as they were given, before anything is tokenised: those that cannot be trained, and those that will hardly be meant."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.checks.core import finding, register
+from posttrain.checks.row_context import count_of
+from posttrain.types import Finding
+
+__all__ = ["answers_of", "bad_rows", "columns_of", "doubt", "doubtful_rows", "fault", "too_many"]
+
+register("PT-D030", "bad-rows", moment="data", title="rows that cannot be trained", page="b")
+register("PT-D031", "doubtful-rows", moment="data", title="rows without an answer, blank or equal ones", page="b")
+register("PT-D032", "too-many-bad-rows", moment="data", title="more bad rows than may be dropped", page="b")
+
+CONVERSATIONS = ("messages", "conversations")
+ANSWERS = ("completion", "chosen", "rejected", "reference")
+TOKENISED = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+SHOWN = 5
+
+
+def columns_of(columns: Sequence[str], *, prompts_only: bool) -> list[str]:
+    """The columns whose content decides whether a row can be trained; none where rows hold token ids.
+
+    Args:
+        columns: Of the dataset.
+        prompts_only: Whether completions are sampled, so that other columns are the reward functions' business.
+    """
+    if set(columns) & set(TOKENISED):
+        return []
+    wanted = ("prompt",) if prompts_only else (*CONVERSATIONS, "prompt", *ANSWERS, "text", "label")
+    return [name for name in wanted if name in columns]
+
+
+def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """Why a row cannot be trained: nothing in a column that is needed, or a message without a role; "" where it can.
+
+    >>> fault({"messages": []}, ["messages"]), fault({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
+    ('empty `messages`', '')
+    """
+    pair = bool(row.get("chosen")) and bool(row.get("rejected"))
+    for name in columns:
+        value = row.get(name)
+        if value is None and name == "prompt" and pair:
+            continue  # A prompt that both answers begin with is taken from them.
+        if value is None and not (name in CONVERSATIONS and len(columns) > 1):
+            return f"no `{name}`"
+        if isinstance(value, list):
+            if not value:
+                return f"empty `{name}`"
+            if not all(isinstance(turn, Mapping) and (turn.get("role") or turn.get("from")) for turn in value):
+                return f"a message of `{name}` without a role"
+    return ""
+
+
+def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """What makes a row unlikely to be meant: nothing an assistant says, a blank answer, two equal answers; "" for none.
+
+    >>> doubt({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
+    'no assistant turn in `messages`'
+    """
+    for name in columns:
+        value = row.get(name)
+        if isinstance(value, str) and name != "prompt" and not value.strip():
+            return f"blank `{name}`"
+        if isinstance(value, list) and name != "prompt" and not _answers(value):
+            return f"no assistant turn in `{name}`"
+    if "chosen" in columns and row.get("chosen") == row.get("rejected"):
+        return "equal `chosen` and `rejected`"
+    return ""
+
+
+def _answers(turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the assistant says or calls something."""
+    said = ("content", "value", "tool_calls", "reasoning_content", "thinking")
+    speakers = ("user", "system", "developer", "tool", "human", "function", "observation")
+    return any(
+        (turn.get("role") or turn.get("from")) not in speakers and any(_filled(turn.get(name)) for name in said)
+        for turn in turns
+    )
+
+
+def _filled(value: Any) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else bool(value)
+
+
+def answers_of(value: Any) -> str:
+    """Text of an answer or prompt: messages one after the other with their roles, text as it is."""
+    if isinstance(value, list):
+        return "\n".join(f"{t.get('role') or t.get('from')}: {t.get('content') or t.get('value') or ''}" for t in value)
+    return "" if value is None else str(value)
+
+
+def _said(reasons: Mapping[int, str], total: int) -> tuple[str, str]:
+    counts = Counter(reasons.values()).most_common()
+    listed = ", ".join(f"{count} {reason}" for reason, count in counts)
+    first = sorted(reasons)
+    shown = ", ".join(map(str, first[:SHOWN])) + (", ..." if len(first) > SHOWN else "")
+    return f"{count_of(len(first), total)}", f"{listed}. First rows: {shown}."
+
+
+def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> Finding | None:
+    """Rows that cannot be trained; an error, unless they were dropped.
+
+    Args:
+        reasons: By number of the row.
+        total: Rows that were looked at.
+        dropped: Whether they were left out.
+    """
+    if not reasons:
+        return None
+    share, listed = _said(reasons, total)
+    return finding(
+        "PT-D030",
+        "warning" if dropped else "error",
+        f"{share} {'were dropped' if dropped else 'cannot be trained'}: {listed}",
+        "the training set",
+        "such a row has nothing to learn from; alone in a batch it would make the loss 0 or not a number.",
+        "nothing, if that is meant: bad_rows.jsonl lists them."
+        if dropped
+        else "mend them, or set bad_rows='drop' to leave them out (bad_rows.jsonl then lists them).",
+    )
+
+
+def doubtful_rows(reasons: Mapping[int, str], total: int) -> Finding | None:
+    """Rows that can be trained and teach nothing good; a warning.
+
+    Args:
+        reasons: By number of the row.
+        total: Rows that were looked at.
+    """
+    if not reasons:
+        return None
+    share, listed = _said(reasons, total)
+    return finding(
+        "PT-D031",
+        "warning",
+        f"{share} look wrong: {listed}",
+        "the training set",
+        "a conversation without an answer, a blank answer or two equal ones teach nothing, or to say nothing.",
+        "look at these rows with posttrain inspect; bad_rows='drop' leaves them out.",
+    )
+
+
+def too_many(dropped: int, total: int, *, most: float) -> Finding | None:
+    """More rows to be dropped than a healthy set can have.
+
+    Args:
+        dropped: Rows that would be left out.
+        total: All rows.
+        most: The share that may be (``bad_rows_max``).
+    """
+    if dropped <= most * total:
+        return None
+    return finding(
+        "PT-D032",
+        "error",
+        f"bad_rows='drop' would leave out {count_of(dropped, total)}, more than bad_rows_max={most:g} allows.",
+        "the training set",
+        "so many bad rows are seldom accidents: usually a column has another name or form than was thought.",
+        f"look at bad_rows.jsonl; mend the set, or set bad_rows_max={dropped / total + 0.005:.2f} if they may go.",
+    )

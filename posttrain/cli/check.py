@@ -1,0 +1,302 @@
+"""`posttrain check grpo --config x.yaml`: everything that can be known of a training command without training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from posttrain.cli import inspect, train
+from posttrain.errors import PreflightError, check_choice
+from posttrain.types import Finding
+
+__all__ = ["Checkup", "Stage", "run"]
+
+REFUSED = PreflightError.exit_code
+EXAMPLES = 1000
+STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
+@dataclass
+class Stage:
+    """One thing that was looked at: what it said, or why it failed."""
+
+    name: str
+    said: str = ""
+    error: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Checkup:
+    """A training command that is looked at stage by stage; a stage that fails does not keep the others from looking.
+
+    Attributes:
+        command: A training command.
+        tokens: Its arguments.
+        examples: Rows that are tokenised, at most.
+        stages: What was looked at.
+        findings: What the checks told.
+    """
+
+    command: str
+    tokens: Sequence[str]
+    examples: int = EXAMPLES
+    stages: list[Stage] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    preflight: Any = None
+    known: dict[str, Any] = field(default_factory=dict)
+    parsed: list[Any] = field(default_factory=list)
+
+    def make(self) -> None:
+        """Look at everything."""
+        if not self.stage("config", self._config):
+            return
+        for name, look in (
+            ("model", self._model),
+            ("tokenizer", self._tokenizer),
+            ("rewards", self._rewards),
+            ("data", self._data),
+            ("settings", self._settings),
+            ("rows", self._rows),
+        ):
+            self.stage(name, look)
+
+    def stage(self, name: str, look: Callable[[], str]) -> bool:
+        """Run one stage; False where it failed."""
+        started = time.perf_counter()
+        stage = Stage(name)
+        try:
+            stage.said = look()
+        except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+            stage.error = str(error) or type(error).__name__
+        stage.seconds = round(time.perf_counter() - started, 3)
+        if stage.said or stage.error:
+            self.stages.append(stage)
+        return not stage.error
+
+    @property
+    def refused(self) -> bool:
+        """Whether the training command would stop before its first step."""
+        strict = self.preflight is None or self.preflight.mode == "error"
+        errors = any(finding.severity == "error" for finding in self.findings)
+        return any(stage.error for stage in self.stages) or (strict and errors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        found = self.preflight.to_dict() if self.preflight is not None else {}
+        return {
+            "command": self.command,
+            "refused": self.refused,
+            "stages": [asdict(stage) for stage in self.stages],
+            "findings": [asdict(finding) for finding in self.findings],
+            **found,
+        }
+
+    # Stages ------------------------------------------------------------------------------------------------------
+
+    def _config(self) -> str:
+        from posttrain.checks.preflight import Preflight
+
+        rest, _ = train._accelerate_shortcut(list(self.tokens))
+        *self.parsed, unknown = train.parser_for(self.command).parse_args_and_config(
+            rest, return_remaining_strings=True
+        )
+        train._launch_flags(unknown, self.command)
+        config = self.parsed[1]
+        self.preflight = Preflight("warn" if config.preflight == "warn" else "error", config.silence_findings)
+        device = str(config.device)
+        batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        return f"{type(config).__name__} on {device}: {batch} rows a step and process, learning rate {config.learning_rate:g}"
+
+    def _model(self) -> str:
+        from posttrain.algorithms.preflight import model_config_of
+        from posttrain.checks.training import check_precision
+        from posttrain.models.load import check_model_source
+
+        _, config, model_args, _ = self.parsed
+        source = model_args.model_name_or_path or getattr(config, "sft_model_path", None)
+        if not source:
+            raise ValueError("--model_name_or_path is missing: which model shall be trained?")
+        check_model_source(source, generative=self.command not in ("reward", "prm"))
+        found = model_config_of(source, config)
+        if found is None:
+            raise ValueError(f"the configuration of {source!r} cannot be read.")
+        self.known["model_config"] = found
+        count = _parameters(found)
+        dtype = str(model_args.dtype)
+        if count and not model_args.use_peft:
+            autocast = "bfloat16" if config.bf16 else "float16" if config.fp16 else None
+            self._tell([check_precision({dtype: count}, learning_rate=config.learning_rate, autocast=autocast)])
+        size = f"{count / 1e6:.1f} M parameters, " if count else ""
+        return f"{source}: {(found.architectures or [found.model_type])[0]}, {size}{dtype}, weights not read"
+
+    def _tokenizer(self) -> str:
+        _, config, model_args, _ = self.parsed
+        tokenizer = inspect._tokenizer(model_args, config, generative=self.command not in ("reward", "prm"))
+        self.known["tokenizer"] = tokenizer
+        template = "with a chat template" if getattr(tokenizer, "chat_template", None) else "without a chat template"
+        return f"{len(tokenizer):,} tokens, {template}, eos {tokenizer.eos_token!r}, pad {tokenizer.pad_token!r}"
+
+    def _rewards(self) -> str:
+        from posttrain.cli.sources import reward_functions
+        from posttrain.rewards.functions import reward_name, unique
+
+        script_args = self.parsed[0]
+        if not isinstance(script_args, train.GRPOScriptArguments):
+            return ""
+        functions = [f for f in reward_functions(script_args) or [] if callable(f)]
+        names = unique([reward_name(function) for function in functions])
+        self.known["rewards"] = SimpleNamespace(names=names, functions=functions)
+        return ", ".join(names)
+
+    def _data(self) -> str:
+        from posttrain.algorithms.input_rows import usable_rows
+
+        script_args, config, _, mixture = self.parsed
+        split = train._train_split(script_args, mixture)
+        with inspect._no_progress_bars():
+            data, _ = train._datasets(script_args, mixture, config)
+            if split not in data:
+                return "made by the environment while it trains"
+            self.known["train_dataset"] = data[split]
+            with self.preflight.looking("data", ("PT-D030", "PT-D031", "PT-D032")):
+                usable, found = usable_rows(data[split], config, main=False)
+        self.known["usable"] = usable
+        self._tell(found)
+        count = f"{len(data[split]):,} rows" if hasattr(data[split], "__len__") else "a stream"
+        return f"{count}, split {split!r}, columns {', '.join(data[split].column_names or [])}"
+
+    def _settings(self) -> str:
+        """Versions, server, memory: whatever is registered for a config."""
+        from posttrain.checks import core
+
+        before = len(self.findings)
+        self._tell(self.preflight.run("config", self._context()))
+        codes = sorted({code for probe in core.PROBES.values() if probe.moment == "config" for code in probe.codes})
+        new = len(self.findings) - before
+        return f"{len(codes)} checks of settings, {new} finding{'s' if new != 1 else ''}"
+
+    def _rows(self) -> str:
+        from posttrain.algorithms.data_report import template_findings
+
+        tokenizer, usable = self.known.get("tokenizer"), self.known.get("usable")
+        if tokenizer is None or usable is None or self.command not in inspect.ROWS:
+            return ""
+        config = self.parsed[1]
+        with inspect._no_progress_bars():
+            drawn, _, _ = inspect._drawn(usable, self.examples, config.seed)
+            made = inspect.ROWS[self.command](drawn, tokenizer, config)
+        made = made if isinstance(made, inspect.Prepared) else inspect.Prepared(made, [])
+        self.known |= {"rows": made.rows, "beside_the_point": made.beside_the_point}
+        limit = None if made.cut == 0 else getattr(config, "max_length", None)
+        templates = [_milder(finding) for finding in template_findings(drawn, tokenizer)]
+        self._tell([*made.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])
+        return _described(made.rows)
+
+    def _context(self, **more: Any) -> Any:
+        from posttrain.checks.core import Context
+
+        script_args, config, model_args, _ = self.parsed
+        parts = {k: v for k, v in self.known.items() if k not in Context.__dataclass_fields__}
+        return Context(
+            trainer=train.COMMANDS[self.command].trainer.partition(":")[2].removesuffix("Trainer").lower(),
+            args=config,
+            peft_config=model_args if model_args.use_peft else None,
+            parts={**parts, "script_args": script_args, "model_args": model_args},
+            **{k: v for k, v in self.known.items() if k in Context.__dataclass_fields__},
+            **more,
+        )
+
+    def _tell(self, findings: Sequence[Finding | None]) -> None:
+        told = (finding for finding in findings if finding is not None)
+        self.findings += [finding for finding in told if self.preflight.add(finding) == "told"]
+
+
+def _milder(finding: Finding) -> Finding:
+    from dataclasses import replace
+
+    return replace(finding, severity="warning" if finding.severity == "error" else "info")
+
+
+def _parameters(config: Any) -> int:
+    """How many the model has, from its configuration alone; 0 where that cannot be told."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _described(rows: Sequence[Any]) -> str:
+    import statistics
+
+    sizes = [len(row.prompt_ids) + len(ids) for row in rows for ids in (row.completions or [[]])]
+    if not sizes:
+        return "no row is left"
+    trained = sum(sum(map(bool, mask)) for row in rows for mask in row.loss_masks)
+    share = f", {100 * trained / max(sum(sizes), 1):.1f} % trained" if trained else ""
+    return f"{len(rows):,} rows of {min(sizes)} to {max(sizes)} tokens (median {statistics.median(sizes):g}){share}"
+
+
+def run(argv: list[str]) -> int:
+    """Check as ``argv`` says.
+
+    Returns:
+        0 where the command would train, 78 where it would be refused.
+    """
+    parser = argparse.ArgumentParser(
+        prog="posttrain check",
+        usage="posttrain check COMMAND --config FILE.yaml [--json] [--examples N] [options of COMMAND]",
+        description="Everything that can be known of a training command without training: its config, versions, data, "
+        "tokenizer and template, rows, rewards, memory and server. Reads no weights and writes nothing.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("command", metavar="COMMAND", help="a training command: " + ", ".join(sorted(train.COMMANDS)))
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--examples", type=int, default=EXAMPLES, metavar="N", help=f"rows to tokenise ({EXAMPLES})")
+    options, rest = parser.parse_known_args(argv)
+    check_choice("command", options.command, sorted(train.COMMANDS))
+    checkup = Checkup(options.command, rest, max(1, options.examples))
+    checkup.make()
+    if options.json:
+        sys.stdout.write(json.dumps(checkup.to_dict(), indent=2, ensure_ascii=False, default=str) + "\n")
+    else:
+        show(checkup)
+    return REFUSED if checkup.refused else 0
+
+
+def show(checkup: Checkup) -> None:
+    """One screen: the stages, what was found, the worst last, and the verdict."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from posttrain.checks.core import REGISTRY
+
+    console = Console(highlight=False, soft_wrap=False)
+    table = Table.grid(padding=(0, 2))
+    for stage in checkup.stages:
+        mark = Text("no", style=STYLES["error"]) if stage.error else Text("ok", style="green")
+        table.add_row(mark, stage.name, Text(stage.error or stage.said))
+    console.print(table)
+    for finding in sorted(checkup.findings, key=lambda f: ("info", "warning", "error").index(f.severity)):
+        name = f" {REGISTRY[finding.code].name}" if finding.code in REGISTRY else ""
+        console.print(Text.assemble("\n", (f"{finding.severity} {finding.code}{name}", STYLES[finding.severity])))
+        console.print(Text(f"{finding.what} ({finding.where})\n{finding.why}\nDo: {finding.fix}"), soft_wrap=False)
+    failed = sum(bool(stage.error) for stage in checkup.stages)
+    counts = {level: sum(f.severity == level for f in checkup.findings) for level in ("error", "warning")}
+    said = f"{counts['error'] + failed} errors, {counts['warning']} warnings"
+    seconds = sum(stage.seconds for stage in checkup.stages)
+    verdict = "refused" if checkup.refused else "ready to train"
+    style = STYLES["error"] if checkup.refused else "bold green"
+    console.print(Text.assemble("\n", (f"{checkup.command}: {verdict}", style), f" ({said}; {seconds:.1f} s)"))

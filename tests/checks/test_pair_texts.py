@@ -1,0 +1,82 @@
+"""Pairs as text: flipped ones, those their scores contradict, and those that hardly differ."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.checks.pair_texts import PairScan, edit_distance, nearly_equal, scan_pairs, score_columns
+
+
+def pair(index, *, flipped=False, **more):
+    sides = [f"right answer {index}", f"another one {index}"]
+    chosen, rejected = reversed(sides) if flipped else sides
+    return {"prompt": f"question {index}", "chosen": chosen, "rejected": rejected, **more}
+
+
+def test_pairs_that_appear_both_ways_round_are_found_with_their_rows():
+    rows = [pair(i) for i in range(50)] + [pair(3, flipped=True), pair(7, flipped=True), pair(9)]
+    scan = scan_pairs(rows)
+    assert scan.swapped == [3, 7, 50, 51]
+    (found,) = scan.findings()
+    assert found.code == "PT-D035" and found.what.startswith(
+        "4 of 53 rows (7.55 %) appear with chosen and rejected swapped"
+    )
+    assert "suspect_pairs.jsonl" in found.fix and "label_smoothing" in found.fix
+    assert set(scan.suspects.values()) == {"the pair appears both ways round"}
+    assert scan_pairs([pair(i) for i in range(50)]).findings() == []
+
+
+def test_scores_that_say_the_opposite_are_counted():
+    rows = [pair(i, chosen_score=5, rejected_score=4 if i % 10 else 9) for i in range(100)]
+    scan = scan_pairs(rows, score_columns(rows[0]))
+    assert scan.contradicted == list(range(0, 100, 10))
+    (found,) = scan.findings()
+    assert found.code == "PT-D034" and "10 of 100 rows (10 %) contradict their own scores" in found.what
+    assert "Estimated flip rate 10 %" in found.what and "label_smoothing=0.10" in found.fix
+
+
+def test_score_columns_go_by_both_orders_of_their_names():
+    assert score_columns(["chosen_rating", "rejected_rating"]) == ("chosen_rating", "rejected_rating")
+    assert score_columns(["score_chosen", "score_rejected", "x"]) == ("score_chosen", "score_rejected")
+    assert score_columns(["chosen_score", "score_rejected"]) is None
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.2])
+def test_the_flip_rate_is_estimated_from_pairs_that_were_judged_twice(rate):
+    """Each of 4000 pairs is judged twice, each judgement flipped with the same probability."""
+    draw = random.Random(0)
+    rows = [pair(i, flipped=draw.random() < rate) for i in range(4000) for _ in range(2)]
+    low, high = scan_pairs(rows).flip_rate()
+    assert low == high == pytest.approx(rate, abs=0.02)
+    assert PairScan(total=3).flip_rate() is None
+
+
+def test_answers_that_differ_by_a_word_in_a_hundred_are_nearly_equal():
+    text = " ".join(f"word{i}" for i in range(100))
+    assert nearly_equal(text, text.replace("word50", "w0rd50").upper())
+    assert nearly_equal(text, text.replace("word3 ", "werd3 ").replace("word90", "ward90"))
+    assert not nearly_equal(text, text.replace("word5", "something"))
+    assert not nearly_equal("4", "5") and not nearly_equal("yes, I can", "no, I cannot")
+    scan = scan_pairs([{"chosen": text, "rejected": text + "."}, pair(1)])
+    assert scan.near == [0] and [f.code for f in scan.findings()] == ["PT-D033"]
+
+
+@given(st.text("abc", max_size=9), st.text("abc", max_size=9), st.integers(0, 9))
+def test_edits_are_counted_up_to_the_limit(a, b, most):
+    def plain(x, y):
+        if not x or not y:
+            return len(x) + len(y)
+        return min(plain_cached(x[1:], y) + 1, plain_cached(x, y[1:]) + 1, plain_cached(x[1:], y[1:]) + (x[0] != y[0]))
+
+    known = {}
+
+    def plain_cached(x, y):
+        if (x, y) not in known:
+            known[x, y] = plain(x, y)
+        return known[x, y]
+
+    assert edit_distance(a, b, most) == min(plain_cached(a, b), most + 1)

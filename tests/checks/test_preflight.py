@@ -1,0 +1,88 @@
+"""What one run's checks tell, how often, and what they write down."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from posttrain.checks import core
+from posttrain.checks.preflight import Preflight
+from posttrain.errors import ConfigError, PreflightError
+from posttrain.types import Finding
+
+ERROR = Finding("PT-D012", "error", "all equal", "rows 1", "no gradient.", "remove them.")
+SIGN = Finding("PT-R004", "warning", "KL 0.7", "kl", "it runs away.", "raise beta.")
+
+
+def test_errors_end_a_run_together_and_warnings_are_told_first(caplog):
+    other = Finding("PT-D001", "error", "ids", "rows 2", "y", "f")
+    with pytest.raises(PreflightError) as caught:
+        Preflight().tell([ERROR, SIGN, other])
+    assert caught.value.findings == [ERROR, other] and caught.value.exit_code == 78
+    assert "PT-D012: all equal (rows 1): no gradient. Do: remove them." in str(caught.value)
+    assert "PT-D001" in str(caught.value) and "preflight='warn'" in str(caught.value)
+    assert "PT-R004: KL 0.7" in caplog.text
+
+
+def test_warn_never_stops_and_off_says_nothing(caplog):
+    assert Preflight("warn").tell([ERROR]) == [ERROR]
+    assert caplog.records[-1].levelno == logging.WARNING
+    caplog.clear()
+    off = Preflight("off")
+    assert off.tell([ERROR, SIGN]) == [] and off.to_dict()["checks"] == [] and not caplog.text
+    with pytest.raises(ConfigError, match="preflight='of' is not known \\(did you mean 'off'"):
+        Preflight("of")
+
+
+def test_a_sign_that_lasts_is_told_first_and_every_hundredth_time(caplog):
+    preflight = Preflight()
+    for _ in range(201):
+        preflight.tell([SIGN])
+    assert caplog.text.count("PT-R004") == 3  # The 1st, the 101st and the 201st.
+    (row,) = preflight.to_dict()["checks"]
+    assert row["findings"][0]["times"] == 201 and row["findings"][0]["fix"] == "raise beta."
+    preflight.tell([Finding("PT-R004", "warning", "w", "another metric", "y", "f")])
+    assert caplog.text.count("PT-R004") == 4
+
+
+def test_a_silenced_finding_is_written_down_with_its_reason_and_stops_nothing(caplog):
+    preflight = Preflight(silence={"Pair-Identical": " a control group "})
+    assert preflight.tell([ERROR]) == [] and not caplog.text
+    (row,) = preflight.to_dict()["checks"]
+    assert row["silenced"] == "a control group" and row["findings"][0]["what"] == "all equal"
+
+
+@pytest.mark.parametrize(
+    ("silence", "message"),
+    [
+        ({"PT-D912": "x"}, "'PT-D912' is neither code nor name of a check \\(did you mean 'PT-D"),
+        ({"pair-identicle": "x"}, "did you mean 'pair-identical'"),
+        ({"PT-D012": "  "}, "silence_findings\\['PT-D012'\\]='  ': say why PT-D012"),
+        ({"PT-D012": None}, "silence_findings\\['PT-D012'\\]=None: say why"),
+    ],
+)
+def test_silencing_needs_a_known_check_and_a_reason(silence, message):
+    with pytest.raises(ConfigError, match=message):
+        Preflight(silence=silence)
+
+
+def test_a_check_that_breaks_is_noted_and_stops_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(core, "PROBES", {})
+    monkeypatch.setattr("posttrain.checks.preflight.PROBES", core.PROBES)
+
+    @core.probe("config", "PT-D001")
+    def broken(context):
+        raise KeyError("odd")
+
+    @core.probe("config", "PT-D012")
+    def fine(context):
+        yield ERROR
+
+    preflight = Preflight()
+    assert preflight.run("config", core.Context("sft", None)) == [ERROR]
+    rows = {row["code"]: row for row in preflight.to_dict()["checks"]}
+    assert rows["PT-D001"]["failed"] == "KeyError: 'odd'" and "failed" not in rows["PT-D012"]
+    assert rows["PT-D012"]["runs"] == 1 and rows["PT-D012"]["seconds"] >= 0
+    assert "the checks PT-D001 could not be made: KeyError" in caplog.text
+    assert Preflight("off").run("config", core.Context("sft", None)) == []

@@ -1,0 +1,56 @@
+"""Ranges of rewards over a run, and the columns that reward functions need."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+
+import pytest
+
+from posttrain.checks.reward_range import RunningReward, check_reward_columns, check_reward_ranges, missing_columns
+
+
+def running(*generations):
+    made = RunningReward()
+    for values in generations:
+        made.add(values)
+    return made
+
+
+def test_running_statistics_are_those_of_all_rewards():
+    values = [4.0, 18432.0, 7.0, 0.5, 120.0]
+    made = running(values[:2], [float("nan")], values[2:])
+    assert (made.count, made.missing, made.low, made.high) == (5, 1, 0.5, 18432.0)
+    assert made.mean == pytest.approx(statistics.fmean(values))
+    assert made.std == pytest.approx(statistics.pstdev(values))
+    assert RunningReward().to_dict() == {"count": 0, "missing": 0}
+
+
+def test_a_score_of_2048_beside_rewards_of_one_is_told_with_both_ranges():
+    rewards = {"game_score": running([4.0, 18432.0, 100.0]), "format": running([0.0, 1.0, 1.0])}
+    found = check_reward_ranges(rewards, {"game_score": 1.0, "format": 1.0})
+    assert (found.code, found.severity) == ("PT-R027", "warning")
+    assert found.what.startswith("`game_score` ranges 4 to 18,432 (others 0 to 1): 100 % of the weighted sum")
+    assert "reward_transform='log1p'" in found.fix and "reward_weights" in found.fix
+
+
+def test_weights_that_level_rewards_silence_it():
+    rewards = {"game_score": running([4.0, 18432.0, 100.0]), "format": running([0.0, 1.0, 1.0])}
+    assert check_reward_ranges(rewards, {"game_score": 1e-4, "format": 1.0}) is None
+    assert check_reward_ranges({"format": running([0.0, 1.0])}, {}) is None
+    assert (
+        check_reward_ranges({"a": running([0.0, 10.0]), "b": running([1.0, 1.0])}, {}) is None
+    )  # A constant is no scale.
+
+
+def test_a_reward_function_needs_its_columns():
+    def right(completions, solution, tolerance=0.1, **kwargs):
+        return []
+
+    assert missing_columns(right, ["prompt", "answer"]) == ["solution"]
+    assert missing_columns(functools.partial(right, solution="x"), ["prompt"]) == []
+    assert missing_columns(lambda prompts, completions, completion_ids, trainer_state, log_metric: [], []) == []
+    (found,) = check_reward_columns({"right": right}, ["prompt", "answer"])
+    assert found.severity == "error"
+    assert found.what == "reward function `right` needs column `solution`; the dataset has ['answer', 'prompt']."
+    assert check_reward_columns({"right": right}, ["prompt", "solution"]) == []

@@ -1,0 +1,115 @@
+"""`posttrain check`: what can be known without training, on one screen, with an exit code for CI."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli.main import main
+
+
+@pytest.fixture
+def folder(tiny_model_dir, tmp_path, monkeypatch):
+    """Configs and data of two commands; the model's folder has no weights to read."""
+    monkeypatch.chdir(tmp_path)
+    (Path(tiny_model_dir) / "model.safetensors").unlink()
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i} + 1?"},
+                {"role": "assistant", "content": f"The sum is {i + 1}"},
+            ]
+        }
+        for i in range(12)
+    ]
+    write("chats.jsonl", chats)
+    write("broken.jsonl", [*chats, {"messages": []}])
+    write("prompts.jsonl", [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in range(8)])
+    shared = f"model_name_or_path: {tiny_model_dir}\noutput_dir: out\nbf16: false\nreport_to: none\n"
+    Path("sft.yaml").write_text(shared + "dataset_name: chats.jsonl\nper_device_train_batch_size: 4\n")
+    Path("grpo.yaml").write_text(
+        shared + "dataset_name: prompts.jsonl\nnum_generations: 4\nper_device_train_batch_size: 4\n"
+        "reward_funcs: accuracy_reward\n"
+    )
+    return tmp_path
+
+
+def write(name, rows):
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def checked(capsys, *argv):
+    code = main(["check", *argv, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_command_that_would_train_is_ready_and_nothing_is_written(folder, capsys):
+    before = sorted(folder.iterdir())
+    assert main(["check", "sft", "--config", "sft.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "sft: ready to train" in out and "12 rows, split 'train'" in out and "weights not read" in out
+    assert "learning rate 2e-05" in out and "with a chat template" in out and "12 rows of" in out
+    assert sorted(folder.iterdir()) == before
+    assert len(out.splitlines()) < 40
+
+
+def test_json_holds_every_check_with_its_seconds(folder, capsys):
+    code, found = checked(capsys, "sft", "--config", "sft.yaml")
+    assert code == 0 and not found["refused"] and [stage["name"] for stage in found["stages"]] == [
+        "config", "model", "tokenizer", "data", "settings", "rows",
+    ]  # fmt: skip
+    ran = {row["code"]: row for row in found["checks"] if row["runs"]}
+    assert {"PT-D001", "PT-D030"} <= set(ran) and all(row["seconds"] >= 0 for row in ran.values())
+
+
+def test_a_refused_command_exits_with_78_and_says_why(folder, capsys):
+    assert main(["check", "sft", "--config", "sft.yaml", "--dataset_name", "broken.jsonl"]) == 78
+    out = capsys.readouterr().out
+    assert "PT-D030 bad-rows" in out and "1 empty `messages`. First rows: 12." in " ".join(out.split())
+    assert "sft: refused (1 errors" in out or "sft: refused (2 errors" in out
+    code, found = checked(capsys, "sft", "--config", "sft.yaml", "--dataset_name", "broken.jsonl", "--bad_rows", "drop",
+                          "--bad_rows_max", "0.1")  # fmt: skip
+    assert code == 0 and next(f["code"] for f in found["findings"]) == "PT-D030"
+
+
+def test_a_reward_without_its_column_refuses_grpo(folder, capsys):
+    code, found = checked(capsys, "grpo", "--config", "grpo.yaml")
+    assert code == 78
+    (finding,) = [f for f in found["findings"] if f["severity"] == "error"]
+    assert finding["code"] == "PT-R029" and "`accuracy_reward` needs column `solution`" in finding["what"]
+    code, found = checked(capsys, "grpo", "--config", "grpo.yaml", "--reward_funcs", "think_format_reward")
+    assert code == 0 and found["stages"][3]["said"] == "think_format_reward"
+
+
+def test_one_stage_that_fails_does_not_hide_the_others(folder, capsys):
+    code, found = checked(capsys, "sft", "--config", "sft.yaml", "--model_name_or_path", "nowhere/at-all")
+    stages = {stage["name"]: stage for stage in found["stages"]}
+    assert code == 78 and "nowhere/at-all" in stages["model"]["error"] and not stages["data"]["error"]
+    code, found = checked(capsys, "sft", "--config", "sft.yaml", "--silence_findings", '{"PT-X": "y"}')
+    assert code == 78 and "'PT-X' is neither code nor name" in found["stages"][0]["error"]
+
+
+def test_a_training_command_that_is_refused_exits_with_78(folder, capsys):
+    argv = ["sft", "--config", "sft.yaml", "--dataset_name", "broken.jsonl"]
+    assert main(argv) == 78
+    assert "error: PT-D030: 1 of 13 rows" in capsys.readouterr().err
+
+
+def test_an_unknown_command_names_the_closest(folder, capsys):
+    assert main(["check", "gpro", "--config", "grpo.yaml"]) == 1
+    assert "did you mean 'grpo'" in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+def test_launched_processes_hand_their_exit_code_on(folder):
+    """A launcher makes 1 of every failure; the command says 78 all the same."""
+    argv = ["sft", "--config", "sft.yaml", "--dataset_name", "broken.jsonl", "--num_processes", "2", "--cpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "posttrain.cli.main", *argv], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 78, done.stderr[-2000:]
+    assert "PT-D030: 1 of 13 rows" in done.stderr
