@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState
 
-from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers
+from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers, size
 from posttrain.checks.training import check_special_tokens
 from posttrain.data.chat import turn_end
 from posttrain.errors import CheckpointError
@@ -90,6 +91,10 @@ class CheckpointMixin:
         self._run = parallel.all_gather_objects([own or self.record.lock.run], self.accelerator)[0]
         self.record.lock.run = self._run
         parallel.run_and_share(lambda: self._look_at_machine(resumed=resume is not None), self.accelerator)
+        if not self.args.max_grad_norm and not self.is_deepspeed_enabled:  # type: ignore[attr-defined]
+            self.args.max_grad_norm = (
+                math.inf
+            )  # Nothing is clipped; but at 0 no norm is taken, and NaN reaches the weights.
         return super().train(resume, **kwargs)  # type: ignore[misc]
 
     def _look_at_machine(self, *, resumed: bool) -> None:
@@ -109,9 +114,9 @@ class CheckpointMixin:
             logger.warning("%s was left half-written by a run that was killed; it is removed.", path)
             shutil.rmtree(path, ignore_errors=True)
         yield check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
-        size = checkpoint_bytes(self.model, self.args)
+        needs = checkpoint_bytes(self.model, self.args)
         if str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) != "no":
-            yield check_disk_space(free_disk(folder), size, folder=str(folder), limit=self.args.save_total_limit)
+            yield check_disk_space(free_disk(folder), needs, folder=str(folder), limit=self.args.save_total_limit)
         if self.args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator):
             free, total = gpu_memory(self.args.device)
             needed = _state_bytes(self.model, self.args) + sum(
@@ -212,8 +217,8 @@ class CheckpointMixin:
             whole = checkpoints.last_complete_checkpoint(part.parent)
             raise CheckpointError(
                 f"the checkpoint of step {self.state.global_step} could not be written into {str(part.parent)!r}: {text} "
-                f"({free_disk(part.parent) / 2**20:.0f} MiB are free, a checkpoint needs about "
-                f"{checkpoint_bytes(self.model, self.args) / 2**20:.0f} MiB). Nothing half-written was left; "
+                f"({size(free_disk(part.parent))} are free, a checkpoint needs about "
+                f"{size(checkpoint_bytes(self.model, self.args))}). Nothing half-written was left; "
                 + (
                     f"the last whole one is {whole.name}: free some space and resume from it"
                     if whole

@@ -29,6 +29,8 @@ def size(count: float) -> str:
     >>> size(3 * 2**29), size(5 * 2**20)
     ('1.5 GiB', '5 MiB')
     """
+    if count < MIB:
+        return f"{count / 1024:.0f} KiB"
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 

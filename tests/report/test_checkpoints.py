@@ -264,12 +264,32 @@ def test_a_checkpoint_of_the_same_step_replaces_its_own_and_moves_anothers_aside
 
 
 def test_a_disk_without_room_is_found_before_training(tmp_path, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr("posttrain.algorithms.checkpoint.free_disk", lambda folder: 1000)
+    monkeypatch.setattr("posttrain.algorithms.checkpoint.free_disk", lambda folder: 1024)
     trainer = sft(tmp_path, tiny_tokenizer, save_strategy="steps", save_steps=1)
-    with pytest.raises(ConfigError, match=r"PT-L002.*0 MiB are free"):
+    with pytest.raises(ConfigError, match=r"PT-L002.* 1 KiB are free"):
         trainer.train()
     assert not (tmp_path / NAME).exists()
     sft(tmp_path, tiny_tokenizer, save_strategy="no").train()
+
+
+def test_without_clipping_a_gradient_that_is_no_number_still_never_reaches_the_weights(tmp_path, tiny_tokenizer):
+    """At ``max_grad_norm=0`` the parent takes no norm at all."""
+    import torch
+
+    trainer = sft(tmp_path, tiny_tokenizer, max_steps=2, max_grad_norm=0.0)
+    before, seen = weights(trainer), []
+
+    def spoil(gradient):
+        seen.append(1)
+        return gradient * float("nan")
+
+    next(trainer.model.parameters()).register_hook(spoil)
+    trainer.train()
+    assert seen and torch.equal(weights(trainer), before)
+    sound = [sft(tmp_path / str(norm), tiny_tokenizer, max_steps=2, max_grad_norm=norm) for norm in (0.0, 1e9)]
+    for run in sound:
+        run.train()
+    assert torch.equal(weights(sound[0]), weights(sound[1]))
 
 
 def test_the_estimate_of_a_checkpoint_is_near_what_is_written(tmp_path, tiny_tokenizer):

@@ -87,9 +87,8 @@ def _finals(runs: Sequence[Run]) -> str:
     note = "The mean of the last tenth of each curve." + (
         " In grey: the change against the first run." if len(runs) > 1 else ""
     )
-    return f"<h3>Final values</h3><p class=soft>{note}</p>" + details(
-        f"All {len(rows)} metrics", body, open_=len(runs) > 1
-    )
+    heading = "<h3>Final values</h3>" if len(runs) > 1 else ""  # The section's own name says it for one run.
+    return f"{heading}<p class=soft>{note}</p>" + details(f"All {len(rows)} metrics", body, open_=len(runs) > 1)
 
 
 def _change(first: float | None, value: float | None) -> str:

@@ -159,7 +159,9 @@ def figures(runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]) -> dict[
             for name in verdict.metrics:
                 if verdict.spans and name in of_metric:
                     spans = [[a, b] for a, b in verdict.spans]
-                    by_key[of_metric[name]]["spans"].append({"run": at, "text": verdict.title, "spans": spans})
+                    shade = {"run": at, "text": verdict.title, "spans": spans}
+                    if shade not in by_key[of_metric[name]]["spans"]:  # Two metrics of one panel shade it once.
+                        by_key[of_metric[name]]["spans"].append(shade)
     return {"runs": [{"name": run.name} for run in runs], "panels": drawn}
 
 
