@@ -32,6 +32,7 @@ class Traits:
         reference: Whether a frozen reference scores the rows: never, always, or where ``beta`` is not 0.
         needs: As `posttrain.models.forward.forward`.
         doubled: Whether batch sizes count prompts with two completions each.
+        elsewhere: Whether completions are sampled by other processes.
     """
 
     kind: str = "causal"
@@ -40,6 +41,7 @@ class Traits:
     reference: str = "never"
     needs: frozenset[str] = frozenset({"logp", "entropy"})
     doubled: bool = False
+    elsewhere: bool = False
 
 
 _TOLD = frozenset({"logp", "entropy", "correct", "mean_logit"})
@@ -59,6 +61,7 @@ TRAITS: dict[str, Traits] = {
     "grpo": _GROUPS,
     "gmpo": _GROUPS,
     "grpo-replay": _GROUPS,
+    "async_grpo": replace(_GROUPS, elsewhere=True),
     "rloo": _GROUPS,
     "a2po": Traits(group=1, reference="always"),
     "ppo": Traits(group=1, reference="always", needs=frozenset({"logp", "values", "entropy"})),
@@ -195,7 +198,7 @@ def plan(
         kept_layers=args.kept_layers,
         optimizer=str(getattr(args.optim, "value", args.optim)),
         autocast=_autocast(args, policy.dtype),
-        generating=None if traits.answers else _generating(trainer, args, lengths, device),
+        generating=None if traits.answers or traits.elsewhere else _generating(trainer, args, lengths, device),
         shards=_shards(args, processes),
         device=device,
         process=process,

@@ -82,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         f"Exit code 0 if it fits, {DOES_NOT_FIT} if it does not.",
         allow_abbrev=False,
     )
-    parser.add_argument("trainer", metavar="TRAINER", help="a training command: " + ", ".join(sorted(TRAITS)))
+    parser.add_argument(
+        "trainer", metavar="TRAINER", help="a training command: " + ", ".join(sorted(set(TRAITS) & set(train.COMMANDS)))
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a screen")
     parser.add_argument(
         "--prompt_tokens", type=int, metavar="N", help="tokens of the longest prompt; the data is not read then"
@@ -101,7 +103,7 @@ def run(argv: list[str]) -> int:
     from posttrain.checks.memory_plan import TRAITS
 
     options, rest = _parser().parse_known_args(argv)
-    check_choice("trainer", options.trainer, sorted(TRAITS))
+    check_choice("trainer", options.trainer, sorted(set(TRAITS) & set(train.COMMANDS)))
     rest, _ = train._accelerate_shortcut(rest)
     *parsed, unknown = train.parser_for(options.trainer).parse_args_and_config(rest, return_remaining_strings=True)
     train._launch_flags(unknown, options.trainer)

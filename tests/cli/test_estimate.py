@@ -1,0 +1,133 @@
+"""`posttrain estimate`: what it says about a config, its exit codes, and what it does without data."""
+
+import json
+
+import pytest
+
+from posttrain.checks.memory_plan import TRAITS, Lengths, plan
+from posttrain.cli.estimate import DOES_NOT_FIT
+from posttrain.cli.main import main
+from posttrain.cli.train import COMMANDS, parser_for
+from tests.conftest import build_model
+
+
+@pytest.fixture
+def config(tiny_model_dir, tmp_path):
+    """Writes a YAML file for a trainer; returns its path."""
+
+    def write(**settings):
+        import yaml
+
+        base = {
+            "model_name_or_path": tiny_model_dir,
+            "output_dir": str(tmp_path / "out"),
+            "report_to": "none",
+            "bf16": False,
+        }
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(base | settings))
+        return str(path)
+
+    return write
+
+
+def said(capsys, *argv):
+    code = main(["estimate", *argv, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def pairs(path, sizes):
+    rows = [{"prompt": "What is it?", "chosen": "a" * n, "rejected": "b" * (n // 2)} for n in sizes]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_every_training_command_can_be_estimated():
+    assert set(COMMANDS) <= set(TRAITS)
+
+
+def test_lengths_come_from_the_longest_row_of_the_data(config, tmp_path, capsys):
+    file = config(dataset_name=pairs(tmp_path / "pairs.jsonl", [5, 60, 9]), per_device_train_batch_size=2)
+    code, found = said(capsys, "dpo", "--config", file, "--no_timing")
+    assert code == 0 and found["fits"]
+    assert found["lengths"]["completion"] >= 50
+    assert found["lengths"]["source"] == "the longest row of the data"
+    assert found["components"]["reference"] == found["components"]["weights"]
+    assert found["peak"] == sum(found["components"].values())
+
+
+def test_without_data_the_config_says_the_lengths_and_a_note_tells(config, capsys):
+    file = config(dataset_name="nowhere.jsonl", max_length=128)
+    code, found = said(capsys, "sft", "--config", file, "--no_timing")
+    assert code == 0
+    assert found["lengths"]["prompt"] + found["lengths"]["completion"] == 128
+    assert any("the data was not read" in note for note in found["notes"])
+
+
+def test_what_does_not_fit_ends_with_78_and_says_what_would_help(config, capsys):
+    file = config(memory_limit_gib=0.001)
+    code = main(
+        ["estimate", "dpo", "--config", file, "--prompt_tokens", "20", "--completion_tokens", "30", "--no_timing"]
+    )
+    screen = capsys.readouterr().out
+    assert code == DOES_NOT_FIT == 78
+    assert "does not fit" in screen
+    for change in ("use_peft: true", "optim: adafactor", "precompute_ref_log_probs: true"):
+        assert change in screen
+
+
+def test_the_screen_names_components_batch_and_time(config, capsys):
+    file = config(max_completion_length=16, num_generations=4, per_device_train_batch_size=4, reward_funcs="x.y")
+    code = main(["estimate", "grpo", "--config", file, "--prompt_tokens", "20"])
+    screen = capsys.readouterr().out
+    assert code == 0
+    for part in (
+        "weights",
+        "optimizer states",
+        "together",
+        "largest batch that fits",
+        "time of a step",
+        "sampling",
+        "GFLOP/s",
+    ):
+        assert part in screen, part
+
+
+def test_options_of_the_trainer_change_the_answer(config, capsys):
+    file = config(max_length=64)
+    full = said(capsys, "sft", "--config", file, "--no_timing")[1]
+    sgd = said(capsys, "sft", "--config", file, "--no_timing", "--optim", "sgd")[1]
+    lora = said(capsys, "sft", "--config", file, "--no_timing", "--use_peft", "--lora_target_modules", "q_proj")[1]
+    assert full["components"]["optimizer states"] == 8 * full["trainable"]
+    assert "optimizer states" not in sgd["components"]
+    assert lora["trainable"] < full["trainable"] / 10
+
+
+def test_auto_is_taken_on_the_command_line_and_in_files(config, capsys):
+    file = config(per_device_train_batch_size="auto", max_length=64, gradient_accumulation_steps=2)
+    found = said(capsys, "sft", "--config", file, "--no_timing")[1]
+    assert found["batch_size"] * found["accumulation"] == 16
+    (_, args, *_) = parser_for("sft").parse_args_and_config(
+        ["--per_device_train_batch_size", "auto", "--output_dir", "x"]
+    )
+    assert args.auto_batch_size and args.per_device_train_batch_size == 8
+    (_, args, *_) = parser_for("sft").parse_args_and_config(["--per_device_train_batch_size", "3", "--output_dir", "x"])
+    assert not args.auto_batch_size and args.per_device_train_batch_size == 3
+
+
+@pytest.mark.parametrize("trainer", sorted(COMMANDS))
+def test_each_trainer_has_a_plan(trainer, tmp_path):
+    from posttrain.models.memory_estimate import estimate_memory
+
+    (_, args, *_) = parser_for(trainer).parse_args_and_config(["--output_dir", str(tmp_path), "--bf16", "false"])
+    found = estimate_memory(plan(trainer, args, build_model(100).config, lengths=Lengths(8, 8)))
+    assert found.traced and found.peak > 0
+    moments = set(found.moments)
+    assert ("generation" in moments) == (TRAITS[trainer].answers == 0 and not TRAITS[trainer].elsewhere)
+
+
+def test_unknown_trainers_and_missing_models_are_named(capsys):
+    assert main(["estimate", "grop"]) == 1
+    assert "grpo" in capsys.readouterr().err
+    assert main(["estimate", "sft", "--output_dir", "x"]) == 1
+    assert "--model_name_or_path is missing" in capsys.readouterr().err
