@@ -35,23 +35,24 @@ def scripted(stop=2):
     return ScriptedEngine(line)
 
 
+# What every trainer of a short test is given.
+SHORT = {
+    "max_steps": 2,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "report_to": "none",
+    "bf16": False,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "seed": 7,
+    "lr_scheduler_type": "constant",
+}
+GROUPS = SHORT | {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
+
+
 def grpo_args(folder, **settings):
     """Arguments of a run that takes a second."""
-    base = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "report_to": "none",
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 7,
-        "lr_scheduler_type": "constant",
-    }
-    return GRPOConfig(str(folder), **(base | settings))
+    return GRPOConfig(str(folder), **(GROUPS | settings))
 
 
 def grpo(folder, tokenizer, model=None, engine=None, rewards=count_a, data=None, **settings):

@@ -18,9 +18,19 @@ from posttrain.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRan
 from posttrain.rewards.pairs import PairRewards, WholeTextReward
 from posttrain.types import LossTerms, Row
 from tests import test_docs as docs
-from tests.algorithms.helpers import count_a, prompts, scripted, weights
+from tests.algorithms.helpers import SHORT, count_a, prompts, scripted, weights
 from tests.conftest import build_model
-from tests.losses.properties import Case, double, layouts, outputs, policy, step_gradient
+from tests.losses.properties import (
+    Case,
+    assert_layouts_agree,
+    assert_ranks_average,
+    dirtied,
+    double,
+    layouts,
+    outputs,
+    policy,
+    step_gradient,
+)
 
 METHODS = {
     "online_dpo": (OnlineDPOTrainer, OnlineDPOConfig),
@@ -28,20 +38,7 @@ METHODS = {
     "xpo": (XPOTrainer, XPOConfig),
 }
 everyone = pytest.mark.parametrize("method", METHODS)
-BASE = {
-    "per_device_train_batch_size": 4,
-    "max_new_tokens": 8,
-    "max_length": 256,
-    "max_steps": 2,
-    "logging_steps": 1,
-    "learning_rate": 1e-2,
-    "report_to": "none",
-    "bf16": False,
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "seed": 7,
-    "lr_scheduler_type": "constant",
-}
+BASE = SHORT | {"per_device_train_batch_size": 4, "max_new_tokens": 8, "max_length": 256}
 KEYWORDS = ("eval_dataset", "peft_config", "ref_model", "judge", "reward_processing_classes", "reference_engine")
 
 
@@ -231,34 +228,17 @@ def split(rows):
 
 @every
 def test_any_layout_and_split_gives_the_same_loss_and_gradient(case):
-    results = {name: step_gradient(case, batches) for name, batches in split(pairs_batch()).items()}
-    loss, gradient = results.pop("packed")
-    assert gradient.abs().sum() > 0
-    for name, (other, grad) in results.items():
-        assert other == pytest.approx(loss, rel=1e-9), name
-        assert torch.allclose(grad, gradient, atol=1e-12), name
+    assert_layouts_agree(case, split(pairs_batch()))
 
 
 @every
 def test_two_ranks_average_to_one_process(case):
-    batches = split(pairs_batch())["tree"]
-    _, whole = step_gradient(case, batches)
-    halves = []
-    for part in (batches[:1], batches[1:]):
-        theta = policy()
-        counts = Denominators(0, sum(b.num_sequences for b in batches), len(batches), world_size=2)
-        for batch in map(double, part):
-            reduce(case.objective(outputs(theta, batch), batch), counts).backward()
-        halves.append(theta.grad)
-    assert torch.allclose((halves[0] + halves[1]) / 2, whole, atol=1e-12)
+    assert_ranks_average(case, split(pairs_batch())["tree"])
 
 
 @every
 def test_the_content_of_padding_does_not_matter(case):
-    clean, dirty = layouts(pairs_batch())["padded"], layouts(pairs_batch())["padded"]
-    for batch in dirty:
-        batch.input_ids[batch.tree < 0] = 7
-        batch.ref_logp[batch.tree < 0] = 9.0
+    clean, dirty = layouts(pairs_batch())["padded"], dirtied(layouts(pairs_batch())["padded"], "ref_logp")
     if case.name == "nash_md":
         assert step_gradient(case, clean)[0] == step_gradient(case, dirty)[0]
         return

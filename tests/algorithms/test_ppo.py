@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from posttrain import ConfigError
 from posttrain.algorithms.ppo import PPOConfig, PPOTrainer
-from tests.algorithms.helpers import count_a, prompts, scripted, weights
+from tests.algorithms.helpers import SHORT, count_a, prompts, scripted, weights
 from tests.conftest import build_model, build_tokenizer
 from tests.ranks import assert_same_step, leave, run_ranks, step_taken
 
@@ -25,21 +25,12 @@ def tokenizer(tiny_tokenizer):
 
 
 def ppo_args(folder, **settings):
-    base = {
+    base = SHORT | {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "num_ppo_epochs": 2,
         "response_length": 8,
         "stop_token": "eos",
-        "max_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "report_to": "none",
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 7,
-        "lr_scheduler_type": "constant",
         "max_grad_norm": 0.0,
     }
     if "total_episodes" in settings or "num_train_epochs" in settings:

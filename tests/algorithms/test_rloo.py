@@ -14,19 +14,25 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.rewards.base import RewardTable
 from posttrain.rollouts.generation import Generation
 from posttrain.types import Batch, ModelOutputs, Rollout
-from tests.algorithms.helpers import count_a, grpo_args, prompts, scripted, weights
+from tests.algorithms.helpers import GROUPS, count_a, prompts, scripted, weights
 from tests.algorithms.test_two_ranks import FREE, run
 from tests.conftest import build_model
-from tests.losses.properties import Case, double, layouts, outputs, policy, step_gradient, toy_rows
+from tests.losses.properties import (
+    Case,
+    assert_layouts_agree,
+    assert_ranks_average,
+    dirtied,
+    double,
+    layouts,
+    outputs,
+    policy,
+    step_gradient,
+    toy_rows,
+)
 
 
 def rloo_args(folder, **settings):
-    base = grpo_args(folder)
-    names = (
-        "per_device_train_batch_size", "num_generations", "max_completion_length", "max_steps", "logging_steps",
-        "learning_rate", "report_to", "bf16", "save_strategy", "disable_tqdm", "seed", "lr_scheduler_type",
-    )  # fmt: skip
-    return RLOOConfig(str(folder), **({name: getattr(base, name) for name in names} | settings))
+    return RLOOConfig(str(folder), **(GROUPS | settings))
 
 
 def rloo(folder, tokenizer, model=None, engine=None, rewards=count_a, data=None, **settings):
@@ -207,34 +213,17 @@ def near_rows():
 
 @every
 def test_any_layout_and_split_gives_the_same_loss_and_gradient(case):
-    results = {name: step_gradient(case, batches) for name, batches in layouts(near_rows()).items()}
-    loss, gradient = results.pop("packed")
-    assert gradient.abs().sum() > 0
-    for name, (other, grad) in results.items():
-        assert other == pytest.approx(loss, rel=1e-9), name
-        assert torch.allclose(grad, gradient, atol=1e-12), name
+    assert_layouts_agree(case, layouts(near_rows()))
 
 
 @every
 def test_two_ranks_average_to_one_process(case):
-    batches = layouts(near_rows())["tree"]
-    _, whole = step_gradient(case, batches)
-    halves = []
-    for part in (batches[:1], batches[1:]):
-        theta = policy()
-        counts = Denominators(0, sum(b.num_sequences for b in batches), len(batches), world_size=2)
-        for batch in map(double, part):
-            reduce(case.objective(outputs(theta, batch), batch), counts).backward()
-        halves.append(theta.grad)
-    assert torch.allclose((halves[0] + halves[1]) / 2, whole, atol=1e-12)
+    assert_ranks_average(case, layouts(near_rows())["tree"])
 
 
 @every
 def test_the_content_of_padding_does_not_matter(case):
-    clean, dirty = layouts(near_rows())["padded"], layouts(near_rows())["padded"]
-    for batch in dirty:
-        batch.input_ids[batch.tree < 0] = 7
-        batch.old_logp[batch.tree < 0] = 9.0
+    clean, dirty = layouts(near_rows())["padded"], dirtied(layouts(near_rows())["padded"], "old_logp")
     assert step_gradient(case, clean)[0] == step_gradient(case, dirty)[0]
 
 

@@ -98,3 +98,37 @@ def layouts(rows: list[Row]) -> dict[str, list[Batch]]:
         "split": collate(rows, pad_token_id=0, layout=Layout("tree", row_tokens=1, max_tree_tokens=1)),
         "padded": collate(rows, pad_token_id=0, layout=Layout("padded", row_tokens=10_000)),
     }
+
+
+def assert_layouts_agree(case: Case, layouts: dict[str, list[Batch]]) -> None:
+    """However rows are laid out and split, loss and gradient are those of the packed ones, and there is a gradient."""
+    results = {name: step_gradient(case, batches) for name, batches in layouts.items()}
+    loss, gradient = results["packed"]
+    assert gradient.abs().sum() > 0
+    for name, (other, grad) in results.items():
+        assert abs(other - loss) <= 1e-9 * max(abs(loss), 1e-12), name
+        assert torch.allclose(grad, gradient, atol=1e-12), name
+
+
+def assert_ranks_average(case: Case, batches: list[Batch]) -> None:
+    """The first batch on one rank and the others on a second: the mean of their gradients is that of one process."""
+    _, whole = step_gradient(case, batches)
+    counts = Denominators(
+        sum(b.num_loss_tokens for b in batches), sum(b.num_sequences for b in batches), len(batches), world_size=2
+    )
+    halves = []
+    for part in (batches[:1], batches[1:]):
+        theta = policy()
+        for batch in map(double, part):
+            reduce(case.objective(outputs(theta, batch), batch), counts).backward()
+        halves.append(theta.grad)
+    assert torch.allclose((halves[0] + halves[1]) / 2, whole, atol=1e-12)
+
+
+def dirtied(batches: list[Batch], *columns: str) -> list[Batch]:
+    """The same batches with other tokens and other numbers where padding is."""
+    for batch in batches:
+        batch.input_ids[batch.tree < 0] = 7
+        for name in columns:
+            getattr(batch, name)[batch.tree < 0] = 9.0
+    return batches

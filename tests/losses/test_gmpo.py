@@ -8,7 +8,18 @@ import torch
 from posttrain.algorithms.grpo.gmpo import GMPOConfig, geometric_ratio, gmpo_objective
 from posttrain.errors import ConfigError
 from posttrain.losses.reduce import Denominators, reduce
-from tests.losses.properties import Case, double, layouts, outputs, policy, step_gradient, toy_rows
+from tests.losses.properties import (
+    Case,
+    assert_layouts_agree,
+    assert_ranks_average,
+    dirtied,
+    double,
+    layouts,
+    outputs,
+    policy,
+    step_gradient,
+    toy_rows,
+)
 
 
 def config(**settings):
@@ -32,34 +43,17 @@ def counts(batches, world_size=1):
 
 @every
 def test_any_layout_and_split_gives_the_same_loss_and_gradient(case):
-    results = {name: step_gradient(case, batches) for name, batches in layouts(toy_rows()).items()}
-    loss, gradient = results.pop("packed")
-    assert gradient.abs().sum() > 0
-    for name, (other, grad) in results.items():
-        assert other == pytest.approx(loss, rel=1e-9), name
-        assert torch.allclose(grad, gradient, atol=1e-12), name
+    assert_layouts_agree(case, layouts(toy_rows()))
 
 
 @every
 def test_two_ranks_average_to_one_process(case):
-    batches = layouts(toy_rows())["tree"]
-    _, whole = step_gradient(case, batches)
-    halves = []
-    for part in (batches[:1], batches[1:]):
-        theta = policy()
-        for batch in map(double, part):
-            reduce(case.objective(outputs(theta, batch), batch), counts(batches, 2)).backward()
-        halves.append(theta.grad)
-    assert torch.allclose((halves[0] + halves[1]) / 2, whole, atol=1e-12)
+    assert_ranks_average(case, layouts(toy_rows())["tree"])
 
 
 @every
 def test_the_content_of_padding_does_not_matter(case):
-    clean, dirty = layouts(toy_rows())["padded"], layouts(toy_rows())["padded"]
-    for batch in dirty:
-        batch.input_ids[batch.tree < 0] = 7
-        for name in ("old_logp", "ref_logp"):
-            getattr(batch, name)[batch.tree < 0] = 9.0
+    clean, dirty = layouts(toy_rows())["padded"], dirtied(layouts(toy_rows())["padded"], "old_logp", "ref_logp")
     assert step_gradient(case, clean)[0] == step_gradient(case, dirty)[0]
 
 
