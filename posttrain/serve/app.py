@@ -13,6 +13,8 @@ from fastapi import Depends, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import posttrain
 from posttrain.rollouts.wire import CHECKSUM_HEADER, LEASE_HEADER, SAFETENSORS, VERSION_HEADER
@@ -30,7 +32,7 @@ BUCKET_PATH = "/update_bucket/"
 LeaseToken = Annotated[str | None, Header(alias=LEASE_HEADER)]
 
 
-def _error(status: int, kind: str, message: str, retry_after: float | None = None, **extra: Any) -> JSONResponse:
+def _error(status: int, kind: str, message: str, retry_after: float | None = None, /, **extra: Any) -> JSONResponse:
     headers = {} if retry_after is None else {"Retry-After": f"{retry_after:g}"}
     return JSONResponse(extra | {"error": {"type": kind, "message": message}}, status_code=status, headers=headers)
 
@@ -59,27 +61,19 @@ class Guard:
             await self.app(scope, receive, send)
             return
         scope = dict(scope) | {"path": _canonical(scope["path"])}
-        status = [500]
-
-        async def counted(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                status[0] = message["status"]
-            await send(message)
-
-        try:
-            refusal = self._refusal(scope)
-            if refusal is not None:
-                await _refused(refusal)(scope, receive, counted)
-            elif scope["path"] == BUCKET_PATH:
-                await self.app(scope, receive, counted)  # It streams, and counts for itself.
-            else:
-                await self.app(scope, self._bounded(receive), counted)
-        except _TooLarge:
-            await _refused(self._too_large())(scope, receive, counted)
-        finally:
-            route = scope.get("route")
-            path = getattr(route, "path", None) or ("other" if status[0] in (404, 405) else scope["path"])
-            self.service.metrics.count("requests", path=path if status[0] != 401 else "refused", status=status[0])
+        answer = _Answer(send)
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await _refused(refusal)(scope, receive, answer.send)
+        elif scope["path"] == BUCKET_PATH:
+            await self.app(scope, receive, answer.send)  # It streams, and counts for itself.
+        else:
+            await self.app(scope, self._bounded(receive, answer), answer.send)
+            if answer.too_large:
+                await _refused(self._too_large())(scope, receive, send)
+        route = getattr(scope.get("route"), "path", None) or "other"
+        status = 413 if answer.too_large else answer.status
+        self.service.metrics.count("requests", path=route, status=status)
 
     def _refusal(self, scope: Any) -> Refusal | None:
         headers = dict(scope["headers"])
@@ -96,21 +90,33 @@ class Guard:
         most = self.service.config.max_body_mb
         return Refusal(413, "TooLarge", f"the body is above --max_body_mb {most:g}. Send the prompts in parts.")
 
-    def _bounded(self, receive: Any) -> Callable[[], Awaitable[Any]]:
-        seen = [0]
+    def _bounded(self, receive: Any, answer: _Answer) -> Callable[[], Awaitable[Any]]:
+        seen = 0
 
         async def bounded() -> Any:
+            nonlocal seen
             message = await receive()
-            seen[0] += len(message.get("body", b""))
-            if seen[0] > self.most:
-                raise _TooLarge
+            seen += len(message.get("body", b""))
+            if seen > self.most:
+                answer.too_large = True
+                return {"type": "http.disconnect"}
             return message
 
         return bounded
 
 
-class _TooLarge(Exception):
-    pass
+class _Answer:
+    """What the application answers, unless the body turns out to be too large."""
+
+    def __init__(self, send: Any) -> None:
+        self._send, self.status, self.too_large = send, 500, False
+
+    async def send(self, message: Any) -> None:
+        if self.too_large:
+            return
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
 
 
 def _canonical(path: str) -> str:
@@ -160,9 +166,17 @@ def _handle_errors(app: FastAPI) -> None:
     async def worker_failed(_: Request, error: WorkerFailure) -> JSONResponse:
         return _refused(failed(error.failure))
 
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: ClientDisconnect) -> JSONResponse:
+        return _error(499, "Disconnected", "the client went away.")
+
     @app.exception_handler(TimeoutError)
     async def late(_: Request, error: TimeoutError) -> JSONResponse:
         return _error(504, "DeadlineExceeded", "a worker did not answer in time.")
+
+    @app.exception_handler(HTTPException)
+    async def unknown(_: Request, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, "NotFound" if error.status_code == 404 else "BadRequest", str(error.detail))
 
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(ValidationError)
@@ -339,7 +353,7 @@ def _broadcasts(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/update_named_params/", **guarded)
     async def several(body: schema.NamedParams) -> dict[str, Any]:
-        return await updating.receive(service, body.params, body.version)
+        return await updating.receive(service, body.params, body.version, packed=body.packed)
 
     @app.post("/close_communicator/", **guarded)
     async def leave() -> dict[str, Any]:

@@ -146,15 +146,15 @@ class Backend:
         """Join the trainer's weight-update group.
 
         Raises:
-            Unsupported: The engine has no accelerator to receive on.
+            Unsupported: The engine receives none.
         """
         raise Unsupported(
-            f"the {self.name} engine on this machine receives no NCCL broadcasts: they need an accelerator on both sides. Push "
-            "weights with /begin_update/, /update_bucket/ and /end_update/."
+            f"the {self.name} engine receives no broadcasts of weights. Push them with /begin_update/, /update_bucket/ and "
+            "/end_update/."
         )
 
-    def receive(self, parts: list[dict[str, Any]]) -> list[tuple[str, Tensor]]:
-        """Tensors of one broadcast."""
+    def receive(self, parts: list[dict[str, Any]], *, packed: bool) -> list[tuple[str, Tensor]]:
+        """Tensors of one broadcast, or of one each."""
         raise Unsupported("no weight-update group was joined; call /init_communicator/ first.")
 
     def leave(self) -> None:

@@ -18,6 +18,7 @@ from posttrain.rollouts.native.kept import Kept
 from posttrain.rollouts.native.products import quick_products
 from posttrain.rollouts.native.threads import bound_threads
 from posttrain.serve.backends import Backend, failure_of
+from posttrain.serve.group import ReceivingGroup
 from posttrain.serve.jobs import Job, Score, Scored
 from posttrain.serve.live import LiveRun
 from posttrain.serve.scoring import score_sequences
@@ -55,6 +56,7 @@ class NativeBackend(Backend):
         self.engine = self._engine(model)
         self.device = next(model.parameters()).device
         self.base_valid = True
+        self.group: ReceivingGroup | None = None
         self.run: LiveRun | None = None
         self._stack: contextlib.ExitStack | None = None
         self._shapes: dict[nn.Parameter, torch.Size] = {}  # While asleep.
@@ -167,6 +169,18 @@ class NativeBackend(Backend):
         if self.run is not None:
             self.run.rebuild()
         return self.weights.missing()
+
+    def join(self, *, host: str, port: int, world_size: int, rank: int) -> None:
+        """See `Backend`; NCCL on a GPU, gloo on a CPU."""
+        self.group = ReceivingGroup(host, port, world_size, rank, self.device)
+
+    def receive(self, parts: list[dict[str, Any]], *, packed: bool) -> list[tuple[str, Tensor]]:
+        """See `Backend`."""
+        return super().receive(parts, packed=packed) if self.group is None else self.group.receive(parts, packed=packed)
+
+    def leave(self) -> None:
+        """See `Backend`."""
+        self.group = None
 
     # Other -----------------------------------------------------------------------------------------------------------
 

@@ -335,6 +335,7 @@ class RolloutService:
             "revision": config.revision,
             "max_model_len": self.limits.context,
             "logprobs_mode": "processed_logprobs",
+            "accepts_weights": True,
             "enable_prefix_caching": config.enable_prefix_caching,
             "tensor_parallel_size": config.tensor_parallel_size,
             "data_parallel_size": config.data_parallel_size,

@@ -22,7 +22,9 @@ LONGEST_LEASE_S = 3600.0
 class Refusal(Exception):
     """An answer other than 200: ``status``, what to say, and fields beside it."""
 
-    def __init__(self, status: int, kind: str, message: str, *, retry_after: float | None = None, **extra: Any) -> None:
+    def __init__(
+        self, status: int, kind: str, message: str, /, *, retry_after: float | None = None, **extra: Any
+    ) -> None:
         super().__init__(message)
         self.status, self.kind, self.retry_after, self.extra = status, kind, retry_after, extra
 

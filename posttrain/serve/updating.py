@@ -254,7 +254,9 @@ async def init_communicator(service: RolloutService, body: InitCommunicator) -> 
     return {"message": "all ranks have joined"}
 
 
-async def receive(service: RolloutService, params: list[NamedParam], version: int | None) -> dict[str, Any]:
+async def receive(
+    service: RolloutService, params: list[NamedParam], version: int | None, *, packed: bool = True
+) -> dict[str, Any]:
     """Receive one broadcast and load it; without an update on its way, one begins by itself (TRL's protocol)."""
     if service.state.update is None:
         number = service.state.weight_version + 1 if version is None else version
@@ -264,7 +266,7 @@ async def receive(service: RolloutService, params: list[NamedParam], version: in
     update = _current(service, version, "bucket")
     parts = [{"name": p.name, "dtype": p.dtype, "shape": p.shape} for p in params]
     try:
-        return await _load(service, update, "receive", parts=parts) | {"missing": []}
+        return await _load(service, update, "receive", parts=parts, packed=packed) | {"missing": []}
     except WorkerFailure as error:
         if error.failure.status == 501:  # Nobody had joined: nothing was written.
             service.state.weights_valid, service.state.update = update.was_valid, None

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import xxhash
@@ -36,10 +37,11 @@ class Worker:
         connection: To the HTTP process.
         backend: The engine.
         rank: Of this worker.
+        leave: Called when nobody is there any more and the engine does not come back from a call.
     """
 
-    def __init__(self, connection: Any, backend: Backend, rank: int) -> None:
-        self.connection, self.backend, self.rank = connection, backend, rank
+    def __init__(self, connection: Any, backend: Backend, rank: int, leave: Callable[[int], Any] = os._exit) -> None:
+        self.connection, self.backend, self.rank, self.leave = connection, backend, rank, leave
         self.inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self.frozen = False
         self.stopping = False
@@ -70,7 +72,7 @@ class Worker:
         except (EOFError, OSError):
             self.inbox.put(None)
             time.sleep(10.0)
-            os._exit(0)  # The engine did not come back to see that nobody is there.
+            self.leave(0)
 
     def _take(self, *, wait: bool) -> None:
         """Carry out the commands that came."""
@@ -167,9 +169,9 @@ class Worker:
         self.backend.rest()
         self.backend.join(**spec)
 
-    def do_receive(self, number: int, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    def do_receive(self, number: int, parts: list[dict[str, Any]], packed: bool) -> dict[str, Any]:
         self.backend.rest()
-        tensors = self.backend.receive(parts)
+        tensors = self.backend.receive(parts, packed=packed)
         loaded, unexpected = self.backend.load(tensors)
         return {"loaded": loaded, "unexpected": unexpected, "names": [name for name, _ in tensors]}
 
