@@ -176,6 +176,12 @@ COMMANDS: dict[str, Command] = {
         "GRPO that replaces groups without a signal by earlier ones",
         EpisodeScriptArguments,
     ),
+    "async-grpo": Command(
+        "posttrain.algorithms.async_grpo:AsyncGRPOTrainer",
+        "posttrain.algorithms.async_grpo:AsyncGRPOConfig",
+        "GRPO on rollouts that other processes write meanwhile",
+        EpisodeScriptArguments,
+    ),
     "a2po": Command(
         "posttrain.algorithms.a2po:A2POTrainer",
         "posttrain.algorithms.a2po:A2POConfig",

@@ -1,0 +1,251 @@
+"""`AsyncGRPOConfig`: how far ahead rollouts may be written, how old they may be, and how the loss makes up for it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from posttrain.algorithms.episode_config import EpisodeFields
+from posttrain.algorithms.online_config import OnlineConfig
+from posttrain.errors import ConfigError, check_choice
+from posttrain.losses.ratio import CORRECTIONS
+
+__all__ = ["AsyncGRPOConfig"]
+
+logger = logging.getLogger(__name__)
+
+ENGINES = ("auto", "native", "hf", "server")
+POLICIES = ("drop", "pace")
+SCALES = ("population", "group", "none")
+DEFAULT_URL = "http://localhost:8000"
+
+# Fields of synchronous training that have no meaning here, with the value that says so.
+MEANINGLESS = {
+    "num_iterations": 1,
+    "dynamic_sampling": 0,
+    "beta": 0.0,
+    "sync_ref_model": False,
+    "steps_per_generation": None,
+    "generation_batch_size": None,
+    "use_liger_kernel": False,
+}
+
+
+@dataclass
+class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
+    """Arguments of `AsyncGRPOTrainer`: GRPO whose rollouts are written in processes of their own, while it trains.
+
+    One optimiser step takes ``samples_per_step`` rollouts from a queue, in as many forward passes as their tokens need;
+    ``gradient_accumulation_steps`` only enters its default (per-device batch x accumulation x processes) and is 1 afterwards.
+    """
+
+    _least_generations: ClassVar[int] = 2
+
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "Schedule of the learning rate."})
+    logging_steps: float = field(default=1, metadata={"help": "Optimiser steps between two log lines."})
+    max_completion_length: int = field(
+        default=2048, metadata={"help": "Most tokens of a rollout beyond its prompt, over all its turns."}
+    )
+    samples_per_step: int | None = field(
+        default=None,
+        metadata={"help": "Rollouts of one optimiser step. None: per-device batch x accumulation x processes."},
+    )
+    token_budget: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most tokens of a row of one process; a longer rollout is dropped. None: the model's context; 0 or less: no "
+            "bound, rollouts are dealt to processes by length alone."
+        },
+    )
+    max_inflight_tasks: int = field(
+        default=-1,
+        metadata={
+            "help": "Rollouts written at once, rounded up to whole groups. -1: (max_staleness + 1) x samples_per_step."
+        },
+    )
+    max_staleness: int = field(
+        default=4, metadata={"help": "Weight versions a rollout may be behind when it arrives; 0: none."}
+    )
+    max_staleness_hard: int | None = field(
+        default=None,
+        metadata={"help": "Weight versions it may be behind when it is trained, never more. None: max_staleness."},
+    )
+    staleness_policy: Literal["drop", "pace"] = field(
+        default="drop",
+        metadata={
+            "help": "drop: write as much as fits, throw away what gets too old; pace: write no more than can be trained in time."
+        },
+    )
+    queue_maxsize: int = field(
+        default=1024, metadata={"help": "Most rollouts that wait to be trained, at least a group."}
+    )
+    queue_max_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most tokens that wait, those still being written counted with their limit. None: no such bound."
+        },
+    )
+    weight_sync_steps: int = field(default=1, metadata={"help": "Optimiser steps between two weight versions."})
+    num_rollout_workers: int = field(default=1, metadata={"help": "Processes that write rollouts."})
+    worker_engine: str = field(
+        default="auto",
+        metadata={
+            "help": "native or hf: workers hold a copy of the model on the CPU; server: they ask the rollout servers at "
+            "vllm_server_base_url. auto: server where that is set, else native."
+        },
+    )
+    worker_threads: int | None = field(
+        default=None, metadata={"help": "Threads of a worker. None: an equal share of the cores with the trainer."}
+    )
+    worker_segment_s: float = field(
+        default=30.0,
+        metadata={
+            "help": "Seconds after which a worker hands over what is finished and goes on with the rest and new prompts."
+        },
+    )
+    vllm_server_base_url: Any = field(
+        default=None, metadata={"help": "URL, or several, of the rollout servers for worker_engine='server'."}
+    )
+    request_timeout: int = field(default=600, metadata={"help": "Seconds one request to a server may take."})
+    heartbeat_stale_after_s: float = field(
+        default=300.0, metadata={"help": "Silence after which a worker counts as hung and is replaced."}
+    )
+    sync_timeout_s: float = field(default=720.0, metadata={"help": "Seconds new weights may take to arrive."})
+    max_worker_restarts: int = field(
+        default=8, metadata={"help": "Workers that may be replaced within ten minutes before the run stops."}
+    )
+    rollout_failure_budget: float = field(
+        default=0.05, metadata={"help": "Share of the last 200 rollouts that may fail before the run stops."}
+    )
+    reward_timeout_s: float = field(default=120.0, metadata={"help": "Seconds a reward function may take for a group."})
+    tool_timeout_s: float | None = field(
+        default=None, metadata={"help": "Seconds a tool may take; None: tool_timeout (60)."}
+    )
+    fork_threshold_tokens: int = field(
+        default=1024, metadata={"help": "Rewritten tokens of a conversation from which a new row begins."}
+    )
+    scale_rewards: Literal["population", "group", "none"] = field(
+        default="population",
+        metadata={
+            "help": "Divide advantages by the group's population std + 1e-8; group: its sample std + 1e-4, as GRPOConfig; none."
+        },
+    )
+    is_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"] | None = (
+        field(
+            default=None,
+            metadata={
+                "help": "None: the clipped ratio is that of policy to sampler. Else the policy gradient is weighted by that "
+                "ratio, bounded so."
+            },
+        )
+    )
+    is_clip_max: float | None = field(default=2.0, metadata={"help": "Upper bound of the correction's ratio."})
+    is_clip_min: float | None = field(default=None, metadata={"help": "Lower bound of it; None is 0."})
+    delta: float | None = field(default=None, metadata={"help": "Cap of the unclipped ratio; above 1 + epsilon_high."})
+    router_aux_loss_coef: float = field(default=0.001, metadata={"help": "Expert balance, mixture-of-experts only."})
+    launcher: Literal["local", "ray"] = field(
+        default="local", metadata={"help": "local: workers on this machine; ray: placed on a Ray cluster."}
+    )
+
+    def __post_init__(self) -> None:
+        self._refuse_meaningless()
+        self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
+        self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
+        super().__post_init__()
+        self._check_ranges()
+        self._check_choices()
+        if self.max_staleness_hard is None:
+            self.max_staleness_hard = self.max_staleness
+        if self.max_staleness_hard < self.max_staleness:
+            raise ConfigError(
+                f"max_staleness_hard={self.max_staleness_hard} is below max_staleness={self.max_staleness}: what is accepted "
+                "would never be trained. Raise it, or leave it None."
+            )
+        self._resolve_inflight()
+        # The live stream goes on where the checkpoint says; there are no batches to skip.
+        self.ignore_data_skip = True
+
+    def _refuse_meaningless(self) -> None:
+        if self.deepspeed is not None:
+            raise ConfigError(
+                f"deepspeed={self.deepspeed!r}: asynchronous GRPO runs on one process, DDP or FSDP2. Leave it out."
+            )
+        for name, neutral in MEANINGLESS.items():
+            value = getattr(self, name)
+            if value != neutral:
+                error = NotImplementedError if name == "use_liger_kernel" else ConfigError
+                raise error(
+                    f"{name}={value!r} has no meaning in asynchronous GRPO, where every rollout is trained once and nothing is "
+                    "compared with a reference. Leave it out, or use GRPOTrainer."
+                )
+
+    def _check_ranges(self) -> None:
+        assert self.samples_per_step is not None
+        counts = ("samples_per_step", "queue_maxsize", "weight_sync_steps", "num_rollout_workers", "request_timeout")
+        rules: list[tuple[str, bool, str]] = [(name, getattr(self, name) > 0, "must be above 0") for name in counts]
+        rules += [
+            (name, getattr(self, name) > 0, "must be above 0 seconds")
+            for name in ("worker_segment_s", "heartbeat_stale_after_s", "sync_timeout_s", "reward_timeout_s")
+        ]
+        rules += [
+            ("max_staleness", self.max_staleness >= 0, "must be 0 (on-policy) or positive"),
+            ("max_inflight_tasks", self.max_inflight_tasks == -1 or self.max_inflight_tasks > 0, "must be -1 or above 0"),
+            ("queue_maxsize", self.queue_maxsize >= self.num_generations, "must hold a group (num_generations)"),
+            ("queue_max_tokens", self.queue_max_tokens is None or self.queue_max_tokens > 0, "must be above 0, or None"),
+            ("max_worker_restarts", self.max_worker_restarts >= 0, "must be 0 or positive"),
+            ("rollout_failure_budget", 0 <= self.rollout_failure_budget <= 1, "must be in [0, 1]"),
+            ("fork_threshold_tokens", self.fork_threshold_tokens > 0, "must be above 0"),
+            ("worker_threads", self.worker_threads is None or self.worker_threads > 0, "must be above 0, or None"),
+            (
+                "samples_per_step",
+                self.samples_per_step >= self.world_size,
+                f"must give each of {self.world_size} processes a rollout",
+            ),
+        ]  # fmt: skip
+        for name, holds, rule in rules:
+            if not holds:
+                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+
+    def _check_choices(self) -> None:
+        check_choice("staleness_policy", self.staleness_policy, POLICIES)
+        check_choice("worker_engine", self.worker_engine, ENGINES)
+        check_choice("scale_rewards", self.scale_rewards, SCALES)
+        check_choice("launcher", self.launcher, ("local", "ray"))
+        if self.is_correction is None:
+            return
+        check_choice("is_correction", self.is_correction, CORRECTIONS)
+        low, high = self.is_clip_min, self.is_clip_max
+        if low is None and high is None and "truncate" in self.is_correction:
+            raise ConfigError(f"is_correction={self.is_correction!r} truncates to nothing: set is_clip_max.")
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(f"is_clip_min={low} must be below is_clip_max={high}.")
+
+    def _resolve_batches(self) -> None:
+        """Rollouts of a step, whatever its passes; what evaluation generates is checked as everywhere."""
+        if self.samples_per_step is None:
+            per_rank = self.per_device_train_batch_size * self.gradient_accumulation_steps
+            self.samples_per_step = per_rank * self.world_size
+        self.gradient_accumulation_steps = self.steps_per_generation = 1
+        self.generation_batch_size = self.num_generations
+        self._check_evaluation_groups()
+
+    def _resolve_inflight(self) -> None:
+        assert self.samples_per_step is not None
+        wanted, group = self.max_inflight_tasks, self.num_generations
+        if wanted == -1:
+            wanted = (self.max_staleness + 1) * self.samples_per_step
+        self.max_inflight_tasks = -(-wanted // group) * group
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Where rollout servers are."""
+        urls = self.vllm_server_base_url or DEFAULT_URL
+        return [urls] if isinstance(urls, str) else list(urls)
+
+    @property
+    def resolved_engine(self) -> str:
+        """What workers generate with."""
+        if self.worker_engine != "auto":
+            return self.worker_engine
+        return "server" if self.vllm_server_base_url else "native"

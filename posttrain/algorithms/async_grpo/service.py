@@ -1,0 +1,303 @@
+"""The trainer's side of asynchronous rollouts: workers started, weights pushed, everything stopped however it ends."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from posttrain.algorithms.async_grpo.config import AsyncGRPOConfig
+from posttrain.algorithms.async_grpo.episodes import EpisodeSetup
+from posttrain.algorithms.async_grpo.producer import RolloutJob
+from posttrain.metrics import mean
+from posttrain.models import parallel
+from posttrain.models.forward import causal_lm
+from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.buffer import RolloutBuffer
+from posttrain.rollouts.engine_spec import EngineSpec
+from posttrain.rollouts.harness import HarnessRolloutWorker
+from posttrain.rollouts.loop import MAX_ITERATIONS
+from posttrain.rollouts.pool import PoolSettings, WorkerPool
+from posttrain.rollouts.shared_weights import SharedWeights
+from posttrain.rollouts.staleness import Ledger
+from posttrain.rollouts.tasks import TaskSource
+from posttrain.rollouts.weights import Weights
+
+__all__ = ["EngineTransfer", "RolloutWorkerProtocol", "ServiceMixin", "WeightTransferProtocol"]
+
+logger = logging.getLogger(__name__)
+
+BIG_MODEL = 50_000_000  # Parameters of a reward model that is slow without the accelerator.
+LONGEST_PROMPT = 2  # Completions' limit times this is what a rollout reserves where the context is unknown.
+
+
+@runtime_checkable
+class RolloutWorkerProtocol(Protocol):
+    """What the trainer asks of whoever writes rollouts."""
+
+    rollout_buffer: Any  # With ``get(timeout)``, which raises `queue.Empty`; holds samples or conversations.
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def update_model_version(self, version: int) -> None: ...
+    def check_health(self, stale_after_s: float | None = None) -> None: ...
+
+
+@runtime_checkable
+class WeightTransferProtocol(Protocol):
+    """What the trainer asks of whoever takes its weights to the engines; `send_weights` must read every tensor."""
+
+    def init_weight_transfer(self) -> None: ...
+    def pause(self) -> None: ...
+    def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+    def resume(self) -> None: ...
+    def destroy(self) -> None: ...
+
+
+class EngineTransfer:
+    """Pushes weights through an engine of the trainer's own, one that speaks to servers.
+
+    Args:
+        make: Makes the engine; called on the rank that sends.
+    """
+
+    def __init__(self, make: Callable[[], RolloutEngine]) -> None:
+        self.make, self.version = make, 0
+        self.checkpoint_names = False  # Whether the engine takes weights as checkpoints name them.
+        self.engine: RolloutEngine | None = None
+
+    def init_weight_transfer(self) -> None:
+        """Connect."""
+        self.engine = self.engine or self.make()
+        self.checkpoint_names = bool(getattr(self.engine, "checkpoint_names", False))
+
+    def pause(self) -> None:
+        """The engine pauses its servers itself, and only as long as it must."""
+
+    def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Push the next version; returns when it is confirmed."""
+        assert self.engine is not None
+        self.engine.load_weights(tensors, self.version + 1)
+        self.version += 1
+
+    def resume(self) -> None:
+        """Nothing was paused from here."""
+
+    def destroy(self) -> None:
+        """Disconnect."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+
+class ServiceMixin:
+    """The part of `AsyncGRPOTrainer` that has workers and their weights in its care; only the main process has workers."""
+
+    args: AsyncGRPOConfig
+    accelerator: Any
+    model: Any
+    state: Any
+    given: dict[str, Any]
+    worker: Any = None
+    transfer: Any = None
+    version = 0
+    _serving = False
+
+    def check_reward_models(self, functions: Any) -> None:
+        """Reward models run where the workers are: on the CPU."""
+        for function in functions if isinstance(functions, list | tuple) else [functions]:
+            size = sum(p.numel() for p in function.parameters()) if isinstance(function, nn.Module) else 0
+            if size > BIG_MODEL or isinstance(function, str):
+                logger.warning(
+                    "the reward model %s runs in the rollout workers, on the CPU: slow. Serve it, and let a function ask the "
+                    "server.", function if isinstance(function, str) else f"of {size / 1e6:.0f}M parameters",
+                )  # fmt: skip
+
+    @property
+    def _harness(self) -> HarnessRolloutWorker | None:
+        given = self.given["rollout_worker"]
+        return given if isinstance(given, HarnessRolloutWorker) else None
+
+    @property
+    def owns_workers(self) -> bool:
+        """Whether the workers are ours, so that every rollout can be accounted for from its beginning."""
+        return isinstance(self.worker, WorkerPool)
+
+    # Start and stop ----------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Push the weights as they are now, then start the workers; every rank must call it."""
+        if self._serving:
+            return
+        self._serving = True
+        self.ledger.writing = self.ledger.waiting = self.ledger.held = 0
+        self.transfer = self.given["weight_transfer"] or self.make_transfer()
+        if hasattr(self.transfer, "version"):
+            self.transfer.version = self.version
+        parallel.run_and_share(self._on_main(self.transfer.init_weight_transfer), self.accelerator)
+        given = None if self._harness is not None else self.given["rollout_worker"]
+        self.worker = (given or self.make_worker()) if self._is_main else None
+        self.push_weights()
+        parallel.run_and_share(self._on_main(lambda: self.worker.start()), self.accelerator)
+
+    @property
+    def _is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def _on_main(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        return function if self._is_main else lambda: None
+
+    def close_service(self) -> None:
+        """Stop workers and remove weights; never raises over another error."""
+        if not self._serving:
+            return
+        self._serving = False
+        ends = {"workers": getattr(self.worker, "stop", None), "weights": getattr(self.transfer, "destroy", None)}
+        for name, end in ends.items() if self._is_main else ():
+            try:
+                end() if end is not None else None
+            except Exception:
+                logger.exception("the %s could not be closed", name)
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    def push_weights(self) -> None:
+        """The next version; every rank must call it, since reading sharded weights is a collective.
+
+        Raises:
+            WeightSyncError: It did not arrive; on every rank.
+        """
+        began = time.perf_counter()
+        names = getattr(self.transfer, "checkpoint_names", False)
+        tensors = Weights(self.model_wrapped, checkpoint_names=names)  # type: ignore[attr-defined]
+        parallel.run_and_share(lambda: self._send(tensors), self.accelerator)
+        self.version += 1
+        if self.worker is not None:
+            self.worker.update_model_version(self.version)
+        seconds = mean(time.perf_counter() - began)
+        self.log_metrics_now({"weight_sync_time_s": seconds})  # type: ignore[attr-defined]
+
+    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if not self._is_main:
+            for _ in tensors:
+                pass
+            return
+        self.transfer.pause()
+        try:
+            self.transfer.send_weights(tensors)
+        finally:
+            self.transfer.resume()
+
+    def make_transfer(self) -> Any:
+        """Shared memory for engines that hold a copy, the servers' own way for servers."""
+        if self._engine_kind == "server":
+            return EngineTransfer(self._server_factory())  # It alone pushes, and holds the servers' lease.
+        return SharedWeights()
+
+    # Workers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _engine_kind(self) -> str:
+        return "custom" if self.given["engine_factory"] is not None else self.args.resolved_engine
+
+    def _server_factory(self, **options: Any) -> Callable[[], RolloutEngine]:
+        from posttrain.rollouts.server import ServerEngine
+
+        args, urls = self.args, self.args.server_urls
+        timeouts = {"connection_timeout": args.vllm_server_timeout, "request_timeout": float(args.request_timeout)}
+        timeouts |= {"sync_timeout": args.sync_timeout_s, "patience": args.vllm_server_timeout}
+        options["api_key"] = getattr(args, "vllm_server_api_key", None)
+        return functools.partial(ServerEngine, urls if len(urls) > 1 else urls[0], **timeouts, **options)
+
+    def make_worker(self) -> WorkerPool:
+        """Processes as the config says."""
+        args = self.args
+        longest = self.context or LONGEST_PROMPT * args.max_completion_length  # type: ignore[attr-defined]
+        settings = PoolSettings(
+            workers=args.num_rollout_workers,
+            group_size=args.num_generations,
+            max_inflight=args.max_inflight_tasks,
+            window=(args.max_staleness + 1) * (args.samples_per_step or 1) if args.staleness_policy == "pace" else None,
+            max_staleness=args.max_staleness,
+            max_staleness_hard=args.max_staleness_hard or args.max_staleness,
+            rollout_tokens=min(longest, LONGEST_PROMPT * args.max_completion_length),
+            failure_budget=args.rollout_failure_budget,
+            max_restarts=args.max_worker_restarts,
+            stale_after_s=args.heartbeat_stale_after_s,
+            sync_timeout_s=args.sync_timeout_s,
+        )
+        return self.pool_class()(
+            self.make_job(),
+            self.source,
+            settings,
+            buffer=RolloutBuffer(args.queue_maxsize, args.queue_max_tokens),
+            ledger=self.ledger,
+            folder=Path(args.output_dir, "rollout_workers"),
+        )
+
+    def pool_class(self) -> type[WorkerPool]:
+        """Where workers are placed."""
+        return WorkerPool
+
+    def make_job(self) -> RolloutJob:
+        """What is sent to every worker."""
+        args = self.args
+        shared = args.worker_threads or max(1, (os.cpu_count() or 1) // (args.num_rollout_workers + 1))
+        return RolloutJob(
+            engine=self._engine_spec(),
+            setup=self._episode_setup(),
+            rewards={
+                "reward_funcs": self.given["reward_funcs"],
+                "reward_weights": args.reward_weights,
+                "processing_classes": self.given["reward_processing_classes"],
+                "transforms": args.reward_transform,
+                "timeout": args.reward_timeout,
+                "model_options": self._reward_model_options(args),  # type: ignore[attr-defined]
+            },
+            scale_rewards=args.scale_rewards,
+            mask_truncated=args.mask_truncated_completions,
+            threads=shared,
+            segment_s=args.worker_segment_s,
+            harness=self._harness,
+            slots=max(args.num_generations, -(-args.max_inflight_tasks // args.num_rollout_workers)),
+        )
+
+    def _engine_spec(self) -> EngineSpec:
+        kind, inner = self._engine_kind, causal_lm(self.model)
+        factory = self.given["engine_factory"]
+        if kind == "server":
+            factory = self._server_factory(holder=None)
+        return EngineSpec(
+            kind,
+            config=inner.config,
+            dtype=str(next(inner.parameters()).dtype).removeprefix("torch."),
+            pad_token_id=self.pad_token_id,  # type: ignore[attr-defined]
+            trust_remote_code=self.args.trust_remote_code,
+            weights=str(self.transfer.folder) if isinstance(self.transfer, SharedWeights) else "",
+            factory=factory,
+        )
+
+    def _episode_setup(self) -> EpisodeSetup:
+        args, rounds = self.args, self.args.max_tool_calling_iterations
+        return EpisodeSetup(
+            tokenizer=self.processing_class,  # type: ignore[attr-defined]
+            sampling=self.sampling("train"),  # type: ignore[attr-defined]
+            context=self.context,  # type: ignore[attr-defined]
+            template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
+            tools=list(self.given["tools"] or ()),
+            environment_factory=self.given["environment_factory"],
+            max_iterations=MAX_ITERATIONS if rounds is None else None if rounds == -1 else rounds,
+            max_output_tokens=args.max_tool_output_tokens,
+            tool_workers=args.tool_workers,
+            tool_timeout=args.tool_timeout,
+            environment_retries=args.environment_retries,
+        )
+
+    ledger: Ledger
+    source: TaskSource

@@ -1,0 +1,120 @@
+"""Asynchronous runs without processes: a worker and a transfer that do as they are told."""
+
+import itertools
+import queue
+
+from posttrain.algorithms.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from posttrain.rollouts.samples import RolloutSample
+from tests.algorithms.helpers import count_a, prompts
+from tests.conftest import build_model
+
+
+def sample(group, version, *, prompt=(1, 5, 9), written=(7, 8), advantage=1.0, logp=-2.0, metrics=None):
+    """One row with a prompt of three tokens."""
+    ids, context = [*prompt, *written], len(prompt)
+    mask = [0] * context + [1] * len(written)
+    logps = [0.0] * context + [logp] * len(written)
+    return RolloutSample("p", "c", ids, mask, logps, advantage, version, group, metrics or {"reward": 1.0})
+
+
+class StubWorker:
+    """Hands over what ``make(number, version)`` gives; None is an empty queue."""
+
+    def __init__(self, make):
+        self.make, self.version, self.calls = make, 0, []
+        self.numbers = itertools.count()
+        self.rollout_buffer = self
+
+    def get(self, timeout=None):
+        item = self.make(next(self.numbers), self.version)
+        if item is None:
+            raise queue.Empty
+        return item
+
+    def start(self):
+        self.calls.append("start")
+
+    def stop(self):
+        self.calls.append("stop")
+
+    def update_model_version(self, version):
+        self.version = version
+        self.calls.append(version)
+
+    def check_health(self, stale_after_s=None):
+        pass
+
+
+class StubTransfer:
+    """Counts, and reads every tensor."""
+
+    def __init__(self, fails_at=None):
+        self.calls, self.sent, self.fails_at = [], [], fails_at
+
+    def init_weight_transfer(self):
+        self.calls.append("init")
+
+    def pause(self):
+        self.calls.append("pause")
+
+    def send_weights(self, tensors):
+        self.sent.append({name: tensor.detach().clone() for name, tensor in tensors})
+        self.calls.append("send")
+        if len(self.sent) == self.fails_at:
+            raise ConnectionError("the wire broke")
+
+    def resume(self):
+        self.calls.append("resume")
+
+    def destroy(self):
+        self.calls.append("destroy")
+
+
+def settings(**changes):
+    """Of a run that takes a second."""
+    base = {
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": 8,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "bf16": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 7,
+        "worker_threads": 1,
+        "worker_segment_s": 2.0,
+    }
+    return base | changes
+
+
+def trainer(folder, tokenizer, make=None, model=None, data=None, **options):
+    """With a stub worker where ``make`` is given, else with real processes."""
+    keys = ("rollout_worker", "weight_transfer", "tools", "environment_factory", "eval_dataset", "engine_factory")
+    extra = {k: options.pop(k) for k in keys if k in options}
+    if make is not None:
+        extra = {"rollout_worker": StubWorker(make), "weight_transfer": StubTransfer()} | extra
+    return AsyncGRPOTrainer(
+        model or build_model(len(tokenizer)),
+        options.pop("rewards", count_a),
+        AsyncGRPOConfig(str(folder), **settings(**options)),
+        prompts() if data is None else data,
+        tokenizer,
+        **extra,
+    )
+
+
+def steps(run):
+    """Logged rows of training steps."""
+    return [row for row in run.state.log_history if "loss" in row]
+
+
+def assert_exact(run):
+    """Every logged row, and the end, account for every rollout."""
+    rows = [*steps(run), run.account()]
+    for row in rows:
+        assert row["async/produced"] == row["async/trained"] + row["async/dropped"] + row["async/in_flight"]
+        dropped = [v for k, v in row.items() if k.startswith("async/dropped_")]
+        assert sum(dropped) == row["async/dropped"]
+    assert run.account()["async/in_flight"] == 0

@@ -1,0 +1,162 @@
+"""Asynchronous GRPO with real workers, real weights and real faults on a two-layer model."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from posttrain.rollouts.partial import Writer
+from posttrain.rollouts.samples import GroupTask
+from tests.algorithms.async_helpers import assert_exact, steps, trainer
+from tests.algorithms.helpers import prompts, weights
+
+
+class Slowly(TrainerCallback):
+    """A trainer that takes its time, so that rollouts get old."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def on_pre_optimizer_step(self, *_, **__):
+        time.sleep(self.seconds)
+
+
+class KillAt(TrainerCallback):
+    """Kills the first worker after a step."""
+
+    def __init__(self, run, step):
+        self.run, self.step, self.killed = run, step, None
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            self.killed = self.run.worker.workers[0].process.pid
+            os.kill(self.killed, signal.SIGKILL)
+
+
+class Evidence(TrainerCallback):
+    """Ages and versions of everything that was trained."""
+
+    def __init__(self, run):
+        self.run, self.ages, self.groups, self.spans = run, [], [], []
+
+    def on_pre_optimizer_step(self, *_, **__):
+        for conversation in self.run._held:
+            self.ages.append(self.run.version - conversation.version)
+            self.groups.append(conversation.group_id)
+            self.spans += [sample.spans for sample in conversation.samples]
+            assert all(version <= self.run.version for version, _ in self.spans[-1])
+
+
+def test_on_policy_workers_sample_from_exactly_the_weights_that_are_trained(tiny_tokenizer, tmp_path):
+    run = trainer(tmp_path, tiny_tokenizer, max_steps=3, max_staleness=0)
+    before = weights(run)
+    run.train()
+    rows = steps(run)
+    assert not torch.equal(before, weights(run))
+    assert [row["async/staleness_max"] for row in rows] == [0, 0, 0]
+    for row in rows:  # A copy of other weights, or a log-prob of another token, would show here.
+        assert row["ratio/max"] == pytest.approx(1.0, abs=2e-3)
+        assert row["kl"] == pytest.approx(0.0, abs=1e-5)
+    assert_exact(run)
+    folder = run.transfer.folder
+    assert not folder.exists()
+    assert not run.worker.workers
+
+
+def test_a_slow_trainer_and_a_killed_worker_leave_the_bound_and_the_account_intact(tiny_tokenizer, tmp_path):
+    run = trainer(
+        tmp_path, tiny_tokenizer, max_steps=6, max_staleness=1, max_inflight_tasks=24, max_completion_length=24
+    )
+    evidence, kill = Evidence(run), KillAt(run, 3)
+    for callback in (evidence, kill, Slowly(0.3)):
+        run.add_callback(callback)
+    run.train()
+    assert run.state.global_step == 6
+    assert len(evidence.ages) == 24
+    assert max(evidence.ages) == 1  # Old ones were trained, and none beyond the bound.
+    assert steps(run)[-1]["async/stale_dropped"] > 0
+    assert run.worker.restarts == 1
+    assert_exact(run)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_its_counts_and_goes_on_with_the_dataset(tiny_tokenizer, tmp_path):
+    options = {"max_staleness": 1, "max_completion_length": 24, "num_rollout_workers": 2}
+    before = trainer(tmp_path, tiny_tokenizer, max_steps=6, save_strategy="steps", save_steps=4, **options)
+    before.train()
+    run = trainer(tmp_path, tiny_tokenizer, max_steps=6, **options)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    rows = {row["step"]: row for row in steps(run)}
+    at_save = next(row for row in steps(before) if row["step"] == 4)
+    assert rows[4] == at_save
+    assert rows[6]["async/trained"] == at_save["async/trained"] + 8
+    assert rows[5]["async/version"] > at_save["async/version"]
+    assert run.trained_groups == before.trained_groups
+    assert run.source.group > at_save["async/trained"] // 2
+    assert run.account()["async/dropped_unfinished"] > 0
+    assert_exact(run)
+
+
+# Episodes in a worker, without its process ---------------------------------------------------------------------------
+
+
+class Counter:
+    """Counts to a level; a bad one breaks."""
+
+    def reset(self, level=1):
+        if level == 13:
+            raise ValueError("unlucky")
+        if level == 17:
+            time.sleep(30)
+        self.level = level
+        return f" Level {level}."
+
+    def get_reward(self):
+        return float(self.level)
+
+
+def test_each_rollout_has_an_environment_of_its_own_and_one_that_breaks_harms_no_other(tiny_tokenizer):
+    from posttrain import ScriptedEngine
+    from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
+    from posttrain.algorithms.async_grpo.scoring import Scorer
+    from posttrain.rewards.base import RewardRunner
+    from posttrain.types import Sampling
+
+    setup = EpisodeSetup(
+        tiny_tokenizer, Sampling(6, stop_token_ids=(2,)), environment_factory=Counter, context=64, tool_timeout=0.5
+    )
+    runner = EpisodeRunner(setup, Writer(ScriptedEngine([[5, 2], [6, 7, 8, 2]])))
+    rewards = RewardRunner(None, environments=runner.probes)
+    rewards.functions = runner.pooled(rewards.functions)
+    score = Scorer(rewards, tiny_tokenizer, scale_rewards="population", mask_truncated=False)
+    chat = [{"role": "user", "content": "Count."}]
+    tasks = [GroupTask(i, {"prompt": chat, "level": level}, 2, seed=i) for i, level in enumerate((3, 13, 5))]
+    groups = runner.episodes(tasks, version=4)
+    assert [len(g.rollouts) for g in groups] == [2, 0, 2]
+    assert "unlucky" in groups[1].errors[1]
+    environments = [e for g in groups for e in g.environments]
+    assert len({id(e) for e in environments}) == 4
+    with runner.holding(groups):
+        scored = [score(groups[0]), score(groups[2])]
+    assert [c.samples[0].metrics["rewards/Counter"] for group in scored for c in group] == [3.0, 3.0, 5.0, 5.0]
+    assert "Level 5." in tiny_tokenizer.decode(scored[1][0].samples[0].input_ids)
+    assert len(runner._free) == 4  # The broken ones are gone.
+    began = time.monotonic()
+    (slow,) = runner.episodes([GroupTask(8, {"prompt": chat, "level": 17}, 2, seed=0)], version=4)
+    assert "did not return within tool_timeout=0.5 s" in slow.errors[0]
+    assert time.monotonic() - began < 20
+    long = GroupTask(9, {"prompt": [{"role": "user", "content": "word " * 80}], "level": 1}, 2, seed=0)
+    (group,) = runner.episodes([long], version=4)
+    assert "leaves no room for an answer in the model's context of 64 tokens" in group.errors[0]
+
+
+@pytest.mark.slow
+def test_a_run_over_several_epochs_asks_for_every_prompt(tiny_tokenizer, tmp_path):
+    run = trainer(tmp_path, tiny_tokenizer, max_steps=-1, num_train_epochs=2, data=prompts(4), staleness_policy="pace")
+    run.train()
+    assert run.trained_groups == 8
+    assert run.state.epoch == 2.0
+    assert run.source.epoch >= 1
