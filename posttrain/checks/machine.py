@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
 
-from posttrain.checks.core import finding, register
+from posttrain.checks.core import Context, Severity, finding, probe, register
+from posttrain.integrations.machine import port_is_free
 from posttrain.types import Finding
 
-__all__ = ["check_disk_space", "check_gpu_memory", "check_ports", "check_strangers"]
+__all__ = ["check_disk_space", "check_gpu_memory", "check_ports", "check_strangers", "ports_of_servers", "size"]
 
 GIB, MIB = 2**30, 2**20
 CHECKPOINTS = 2  # A new one is written before an old one is removed.
 SHOWN = 5
+HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
 
 register(
     "PT-L001", "folder-of-another-run", moment="config", title="checkpoints of another run in output_dir", page="k"
@@ -117,17 +120,18 @@ def check_gpu_memory(
     )
 
 
-def check_ports(ports: Mapping[str, int], taken: Sequence[int]) -> list[Finding]:
+def check_ports(ports: Mapping[str, int], taken: Sequence[int], *, severity: Severity = "error") -> list[Finding]:
     """Ports that a run will listen on and that a bind found taken.
 
     Args:
         ports: By what they are for, such as ``{"vllm_group_port": 51216}``.
         taken: Those on which nothing could be bound.
+        severity: ``warning`` where the port may not be needed.
     """
     return [
         finding(
             "PT-L004",
-            "error",
+            severity,
             f"{name}={port} is in use by another process.",
             name,
             "the run could not listen there, or, worse, would talk to another run's server.",
@@ -136,3 +140,17 @@ def check_ports(ports: Mapping[str, int], taken: Sequence[int]) -> list[Finding]
         for name, port in ports.items()
         if port in taken
     ]
+
+
+@probe("config", "PT-L004")
+def ports_of_servers(context: Context) -> list[Finding]:
+    """The port on which trainer and server of this machine meet to pass weights; a second run would meet the first."""
+    args = context.args
+    if not getattr(args, "use_vllm", False) or getattr(args, "vllm_mode", None) != "server":
+        return []
+    url = getattr(args, "vllm_server_base_url", None)
+    host = urlsplit(url).hostname if isinstance(url, str) else getattr(args, "vllm_server_host", None)
+    port = getattr(args, "vllm_group_port", 0)
+    if host not in HERE or not port or port_is_free(port):
+        return []
+    return check_ports({"vllm_group_port": port}, [port], severity="warning")  # Weights may go another way.

@@ -7,6 +7,7 @@ import types
 import pytest
 
 from posttrain.checks import machine
+from posttrain.checks.core import Context
 from posttrain.integrations.machine import free_disk, gpu_processes, port_is_free
 
 GIB = 2**30
@@ -52,6 +53,22 @@ def test_a_port_on_which_somebody_listens_is_found_by_a_bind_and_named():
         assert f"vllm_group_port={port}" in found.what and str(port) in found.fix
     assert port_is_free(port)
     assert machine.check_ports({"vllm_group_port": port}, []) == []
+
+
+def test_the_group_port_of_a_server_here_is_tried_and_of_one_elsewhere_is_not():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_group_port": port}
+
+        def found(**changes):
+            return machine.ports_of_servers(Context("grpo", types.SimpleNamespace(**(options | changes))))
+
+        assert [(f.code, f.severity) for f in found()] == [("PT-L004", "warning")]
+        assert found(vllm_server_base_url="http://node7:8000") == found(vllm_group_port=0) == []
+        assert found(use_vllm=False) == found(vllm_mode="colocate") == []
+    assert found() == []
 
 
 def test_free_disk_looks_at_the_first_folder_that_is_there(tmp_path):
