@@ -1,53 +1,196 @@
-"""Rollouts on the trainer's own weights against transformers' `generate`, at equal and at skewed lengths.
+"""Rollouts on the trainer's own weights against every other way: transformers' `generate` and continuous batching, vLLM.
 
-Prediction: per token the weights cost 2 x 135M operations both ways; `generate` prefills every copy of a prompt, runs until the
-longest completion is done, concatenates its cache at every step, repeats key-value heads three times and samples with a sort.
-At skewed lengths (log-normal, mean 40 % of the longest) it therefore computes about 2.5 times the tokens.
+Prediction: per token the weights cost 2 x 135M operations in every way; `generate` prefills every copy of a prompt, runs until
+the longest completion is done, concatenates its cache at every step, repeats key-value heads three times and samples with a
+sort. At skewed lengths (log-normal, mean 40 % of the longest) it therefore computes about 2.5 times the tokens. Continuous
+batching computes each token once, but gathers pages at every step. vLLM shares prompts by its prefix cache.
+
+On a GPU (`--gpu`): random weights of Qwen2.5's shapes in bfloat16, and a decoding step beside the time to read weights once.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
 
 import harness
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from posttrain.rollouts.measure import Work, lengths, measure, seconds_at_least
 
 CASES = [  # Prompt tokens, prompts, completions of each, most new tokens, shape of lengths.
-    (130, 2, 8, 48, "equal"), (130, 4, 8, 48, "equal"), (130, 4, 8, 96, "skewed"), (512, 2, 8, 64, "equal"),
-    (512, 2, 8, 96, "skewed"), (64, 16, 8, 64, "skewed"), (2048, 1, 8, 32, "equal"),
+    (130, 4, 8, 48, "equal"), (130, 8, 8, 96, "skewed"), (64, 1, 8, 64, "equal"), (512, 4, 8, 64, "equal"),
+    (512, 4, 8, 96, "skewed"), (64, 16, 8, 64, "skewed"), (64, 32, 8, 48, "skewed"), (2048, 1, 8, 32, "equal"),
 ]  # fmt: skip
+GPU_CASES = [
+    (512, 8, 8, 256, "equal"),
+    (512, 32, 8, 512, "skewed"),
+    (2048, 4, 8, 128, "equal"),
+    (64, 1, 8, 256, "equal"),
+]
+SLOW = {"continuous": 2, "generate": 8}  # Cases of the CPU that these engines run, in order: each takes minutes.
+QWEN = {  # Shapes of Qwen2.5-0.5B and 1.5B (config.json of the published checkpoints).
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+}
+H200 = 4.3e12  # Bytes a second that an H200 was measured to read.
+
+
+def works(cases: list[tuple], vocabulary: int) -> list[Work]:
+    """Random prompts, equal for all engines."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Work(
+            torch.randint(100, vocabulary, (prompts, prompt), generator=generator).tolist(),
+            group,
+            lengths(prompts * group, new, shape),
+        )
+        for prompt, prompts, group, new, shape in cases
+    ]
+
+
+def by_vllm(python: str, model: str, all_works: list[Work], repeats: int, **options: str) -> list[float]:
+    """Seconds of each work in vLLM, all in one process of its interpreter."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, out = Path(folder) / "works.json", Path(folder) / "seconds.json"
+        given.write_text(
+            json.dumps([{"prompts": w.prompts, "group": w.group, "lengths": w.lengths} for w in all_works])
+        )
+        script = str(Path(__file__).with_name("rollouts_vllm.py"))
+        flags = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
+        command = [
+            python,
+            script,
+            "--model",
+            model,
+            "--works",
+            str(given),
+            "--out",
+            str(out),
+            "--repeats",
+            str(repeats),
+        ]
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        settings = {"VLLM_CPU_OMP_THREADS_BIND": cores, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | settings
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise SystemExit(f"vLLM failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        return json.loads(out.read_text())
+
+
+def told(
+    case: tuple, work: Work, seconds: dict[str, float], gaps: dict[str, float | None], floor: tuple
+) -> dict[str, Any]:
+    """One line of the table."""
+    prompt, prompts, group, new, shape = case
+    ours = seconds["native"]
+    found = {
+        "prompt": prompt, "batch": prompts * group, "group": group, "new": new, "lengths": shape, "sampled": work.tokens,
+        "seconds": {name: round(s, 3) for name, s in seconds.items()},
+        "tokens_per_second": {name: round(work.tokens / s, 1) for name, s in seconds.items()},
+        "native_is_faster": {name: round(s / ours, 2) for name, s in seconds.items() if name != "native"},
+        "logprob_gap": {name: gap for name, gap in gaps.items() if gap is not None},
+        "floor_arithmetic": round(floor[0], 3), "floor_traffic": round(floor[1], 3),
+        "measured_over_floor": round(ours / max(floor), 2),
+    }  # fmt: skip
+    print(found, flush=True)
+    return found
+
+
+def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
+    """The real model in float32."""
+    folder = args.model or harness.default_model()
+    vocabulary = len(tokenizer := AutoTokenizer.from_pretrained(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).eval()
+    chosen = [CASES[i] for i in args.cases if i < len(CASES)]
+    all_works = works(chosen, vocabulary)
+    foreign = by_vllm(args.vllm_python, folder, all_works, args.repeats, dtype=args.dtype) if args.vllm_python else []
+    found = []
+    for number, (case, work) in enumerate(zip(chosen, all_works, strict=True)):
+        engines = tuple(name for name in args.engines if args.all or number < SLOW.get(name, len(CASES)))
+        figures = measure(model, work, pad_token_id=tokenizer.pad_token_id, engines=engines, repeats=args.repeats)
+        seconds = {f.name: f.seconds for f in figures} | ({"vllm": foreign[number]} if foreign else {})
+        floor = seconds_at_least(model, work, slots=64)
+        found.append(told(case, work, seconds, {f.name: f.gap for f in figures}, floor))
+    return {"threads": torch.get_num_threads(), "cases": found}
+
+
+def step_seconds(model: torch.nn.Module, rows: int, prompt: int) -> dict[str, float]:
+    """A decoding step by the difference of two lengths, beside the time to read weights and keys once."""
+    from posttrain import NativeEngine, Request, Sampling
+
+    engine = NativeEngine(model, pad_token_id=0)
+    request = [Request(list(range(100, 100 + prompt)), rows)]
+    spent = {}
+    for tokens in (32, 160, 32, 160):  # The first of each warms up.
+        begin = time.perf_counter()
+        engine.generate(request, Sampling(tokens, seed=0))
+        torch.cuda.synchronize()
+        spent[tokens] = time.perf_counter() - begin
+    config: Any = model.config
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    head = config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 2 * (prompt + rows * 96)
+    step = (spent[160] - spent[32]) / 128
+    floor = (weights + cache) / H200
+    return {"rows": rows, "step_ms": step * 1e3, "floor_ms": floor * 1e3, "step_over_floor": step / floor}
+
+
+def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
+    """Random weights of Qwen2.5's shapes; ends after `--minutes`, whatever is left."""
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    end = time.perf_counter() + 60 * args.minutes
+    for name, shape in QWEN.items():
+        config = Qwen2Config(vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=True, **shape)
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        result[name] = {"steps": [step_seconds(model, rows, 512) for rows in (1, 8, 64, 256)], "cases": []}
+        print(name, result[name]["steps"], flush=True)
+        for case, work in zip(GPU_CASES, works(GPU_CASES, 150_000), strict=True):
+            if time.perf_counter() > end:
+                result["left_out"] = "time was up"
+                return result
+            engines = tuple(e for e in args.engines if e != "native_bf16")
+            figures = measure(model, work, pad_token_id=0, engines=engines, repeats=args.repeats)
+            floor = seconds_at_least(model, work, slots=256)
+            seconds = {f.name: f.seconds for f in figures}
+            result[name]["cases"].append(told(case, work, seconds, {f.name: f.gap for f in figures}, floor))
+        del model
+        torch.cuda.empty_cache()
+    return result
 
 
 def main() -> None:
-    """All cases in one process, on one copy of the weights; engines in turn, the best of three each."""
+    """All cases in one process, on one copy of the weights; engines in turn, the best of the repeats each."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model")
-    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--repeats", type=int, default=2)
     options.add_argument("--dtype", default="float32")
     options.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="numbers of cases")
+    options.add_argument(
+        "--engines",
+        nargs="+",
+        default=["native", "native_bf16", "generate", "continuous"],
+        help="of posttrain and transformers",
+    )
+    options.add_argument("--all", action="store_true", help="slow engines on every case, not on the first few")
+    options.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build")
+    options.add_argument("--gpu", action="store_true", help="on the GPU, with random weights of Qwen2.5's shapes")
+    options.add_argument("--minutes", type=float, default=8.0, help="begin no further case on the GPU after this")
     args = options.parse_args()
-    folder = args.model or harness.default_model()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).eval().to(device)
-    generator, found = torch.Generator().manual_seed(0), []
-    for prompt, prompts, group, new, shape in (CASES[i] for i in args.cases):
-        ids = torch.randint(100, len(tokenizer), (prompts, prompt), generator=generator).tolist()
-        work = Work(ids, group, lengths(prompts * group, new, shape))
-        native, other = measure(model, work, pad_token_id=tokenizer.pad_token_id, repeats=args.repeats)
-        arithmetic, traffic = seconds_at_least(model, work, slots=64)
-        case = {"prompt": prompt, "prompts": prompts, "group": group, "new": new, "lengths": shape}
-        figures = {
-            "native_seconds": round(native.seconds, 3), "generate_seconds": round(other.seconds, 3),
-            "speed_up": round(other.seconds / native.seconds, 2), "logprob_gap": native.gap,
-            "floor_arithmetic": round(arithmetic, 3), "floor_traffic": round(traffic, 3),
-        }  # fmt: skip
-        print(case | figures, flush=True)
-        found.append(case | figures)
-    harness.save("rollouts", {"cases": found})
+    if args.gpu:
+        harness.save("rollouts_gpu", on_gpu(args))
+    else:
+        harness.save("rollouts", on_cpu(args))
 
 
 if __name__ == "__main__":

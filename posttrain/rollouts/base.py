@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, RolloutError, did_you_mean
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["RolloutEngine", "check_requests", "create_engine"]
+__all__ = ["RolloutEngine", "check_requests", "create_engine", "keeping"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +40,18 @@ class RolloutEngine(Protocol):
 def check_requests(
     requests: Sequence[Request], sampling: Sampling, context: int | None, vocabulary: int | None
 ) -> None:
-    """Refuse what no engine could do, naming the request.
+    """Refuse what no engine could do, naming the request; one's own sampling settings go before those of the call.
 
     Raises:
         RolloutError: No token in a prompt, an id outside the vocabulary, or a prompt that leaves no room in the context.
     """
     for index, request in enumerate(requests):
-        length = len(request.prompt_ids)
+        length, most = len(request.prompt_ids), (request.sampling or sampling).max_new_tokens
         if length == 0:
             raise RolloutError(f"request {index} has an empty prompt; give it at least one token (a bos token, say).")
-        if context is not None and length + sampling.max_new_tokens > context:
+        if context is not None and length + most > context:
             raise RolloutError(
-                f"request {index}: a prompt of {length} tokens and max_new_tokens={sampling.max_new_tokens} do not fit the "
+                f"request {index}: a prompt of {length} tokens and max_new_tokens={most} do not fit the "
                 f"model's context of {context} tokens."
             )
         if vocabulary is not None and max(request.prompt_ids) >= vocabulary:
@@ -63,6 +65,10 @@ def _native(model: nn.Module, **options: Any) -> RolloutEngine:
     from posttrain.rollouts.native.engine import NativeEngine
 
     return NativeEngine(model, **options)
+
+
+def _native_bf16(model: nn.Module, **options: Any) -> RolloutEngine:
+    return _native(model, products="bfloat16", **options)
 
 
 def _hf(model: nn.Module, **options: Any) -> RolloutEngine:
@@ -84,11 +90,16 @@ def _auto(model: nn.Module, **options: Any) -> RolloutEngine:
     return _hf(model, **options)
 
 
-ENGINES: dict[str, Callable[..., RolloutEngine]] = {"auto": _auto, "native": _native, "hf": _hf}
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {
+    "auto": _auto,
+    "native": _native,
+    "native_bf16": _native_bf16,
+    "hf": _hf,
+}
 
 
-def create_engine(name: str, model: nn.Module, *, pad_token_id: int) -> RolloutEngine:
-    """Make the engine called ``name`` on ``model``.
+def create_engine(name: str, model: nn.Module, *, pad_token_id: int, folder: str | None = None) -> RolloutEngine:
+    """Make the engine called ``name`` on ``model``; it writes the prompts of a failed call to ``folder``, if it can.
 
     Raises:
         ConfigError: An unknown name.
@@ -97,4 +108,12 @@ def create_engine(name: str, model: nn.Module, *, pad_token_id: int) -> RolloutE
         raise ConfigError(
             f"rollout_engine={name!r} is not known{did_you_mean(name, ENGINES)}. Choose one of {', '.join(ENGINES)}."
         )
-    return ENGINES[name](model, pad_token_id=pad_token_id)
+    engine = ENGINES[name](model, pad_token_id=pad_token_id)
+    if folder is not None and hasattr(engine, "folder"):
+        engine.folder = Path(folder)
+    return engine
+
+
+def keeping(engine: Any) -> AbstractContextManager[None]:
+    """Inside, an engine that can keeps keys and values from one call to the next, for the turns of an episode."""
+    return engine.keeping() if hasattr(engine, "keeping") else nullcontext()

@@ -12,7 +12,7 @@ from posttrain.data.responses import parse_response
 from posttrain.data.template_families import inner_tokenizer
 from posttrain.data.tokenize import tokenize_prompts
 from posttrain.errors import RolloutError
-from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.base import RolloutEngine, keeping
 from posttrain.rollouts.suffix import ToolSuffix, prepare_tokenizer
 from posttrain.rollouts.tools import ToolBox, ToolResult, ToolRunner
 from posttrain.types import FinishReason, Request, Rollout, Sampling
@@ -311,5 +311,6 @@ def roll_out_with_tools(
         return [engine.generate(share_prompts(p), one) for p, one in batches]
 
     loop = ToolLoop(own, generate, stop_ids=stop_ids, runner=runner, **options)
-    loop.run(episodes, replace(sampling, stop_token_ids=tuple(stop_ids)))
+    with keeping(engine):
+        loop.run(episodes, replace(sampling, stop_token_ids=tuple(stop_ids)))
     return episodes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,18 +10,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from posttrain.errors import ConfigError, check_choice
-from posttrain.models.forward import causal_lm, sequence_logps
+from posttrain.errors import ConfigError, RolloutError, check_choice
+from posttrain.models.forward import causal_lm
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.types import Request, Rollout, Row, Sampling
+from posttrain.rollouts.native.probe import logp_gaps
+from posttrain.rollouts.native.products import has_bfloat16
+from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["Figure", "Work", "lengths", "measure", "seconds_at_least"]
+__all__ = ["RUNS", "Figure", "Work", "engines_here", "lengths", "measure", "seconds_at_least"]
 
 SPREAD = 0.6  # Standard deviation of the logarithm of skewed lengths.
 SHAPES = ("equal", "skewed")
+PAGE = 32  # Tokens of a page of transformers' paged memory on a CPU, where it cannot size it by itself.
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class Figure:
         name: Of the engine.
         seconds: Of the whole work.
         tokens_per_second: Of sampled tokens.
-        gap: Largest difference of its log-probs to a forward pass of the model, in nats; None where it gives none.
+        gap: Mean difference of its log-probs to a forward pass of the model, in nats; None where it gives none.
     """
 
     name: str
@@ -88,12 +92,8 @@ def measure(
     Raises:
         ConfigError: An unknown engine.
     """
-    runs: dict[str, Callable[[], list[Rollout]]] = {
-        "native": lambda: by_native(model, work, pad_token_id),
-        "generate": lambda: by_generate(model, work, pad_token_id),
-    }
     for name in engines:
-        check_choice("engine", name, runs)
+        check_choice("engine", name, RUNS)
     if len(work.lengths) != len(work.prompts) * work.group:
         raise ConfigError(f"{len(work.lengths)} lengths for {len(work.prompts)} prompts x {work.group} completions.")
     best: dict[str, float] = {}
@@ -101,18 +101,48 @@ def measure(
     for _ in range(repeats):
         for name in engines:
             begin = time.perf_counter()
-            rollouts = runs[name]()
+            rollouts = RUNS[name](model, work, pad_token_id)
             spent = time.perf_counter() - begin
             best[name] = min(spent, best.get(name, spent))
             gaps[name] = gaps[name] if name in gaps else _gap(model, rollouts)
     return [Figure(name, best[name], work.tokens / best[name], gaps[name]) for name in engines]
 
 
-def by_native(model: nn.Module, work: Work, pad_token_id: int) -> list[Rollout]:
+def by_native(model: nn.Module, work: Work, pad_token_id: int, **options: Any) -> list[Rollout]:
     """Every completion asks for its own length; equal prompts are computed once."""
     owners = [prompt for prompt in work.prompts for _ in range(work.group)]
     requests = [Request(p, 1, Sampling(n, seed=i)) for i, (p, n) in enumerate(zip(owners, work.lengths, strict=True))]
-    return NativeEngine(model, pad_token_id=pad_token_id).generate(requests, Sampling(max(work.lengths), seed=0))
+    engine = NativeEngine(model, pad_token_id=pad_token_id, **options)
+    return engine.generate(requests, Sampling(max(work.lengths), seed=0))
+
+
+def by_continuous(model: nn.Module, work: Work, pad_token_id: int) -> list[Rollout]:
+    """Transformers' continuous batching over paged memory; every completion asks for its own length; no log-probs."""
+    inner: Any = model
+    owners = [prompt for prompt in work.prompts for _ in range(work.group)]
+    most = max(map(sum, zip(map(len, owners), work.lengths, strict=True)))
+    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": -1}
+    pages = (
+        {} if inner.device.type == "cuda" else {"num_blocks": 2 + len(owners) * (1 + most // PAGE), "page_size": PAGE}
+    )
+    found: dict[str, list[int]] = {}
+    with (
+        evaluating(model),
+        inner.continuous_batching_context_manager(
+            generation_config=GenerationConfig(max_new_tokens=max(work.lengths), pad_token_id=pad_token_id, **settings),
+            continuous_batching_config=ContinuousBatchingConfig(**pages),
+            block=True,
+        ) as manager,
+    ):
+        for index, (prompt, length) in enumerate(zip(owners, work.lengths, strict=True)):
+            manager.add_request(prompt, request_id=str(index), max_new_tokens=length)
+        while len(found) < len(owners):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                found[result.request_id] = result.generated_tokens
+            elif result is None and not manager.is_running():
+                raise RolloutError("transformers' continuous batching ended before its requests did.")
+    return [Rollout(list(p), found[str(i)], [], "length") for i, p in enumerate(owners)]
 
 
 class _EndAt(LogitsProcessor):
@@ -153,13 +183,25 @@ def by_generate(model: nn.Module, work: Work, pad_token_id: int) -> list[Rollout
     return [Rollout(list(prompt), tokens, [], "length") for prompt, tokens in zip(rows, found, strict=True)]
 
 
+RUNS: dict[str, Callable[[Any, Work, int], list[Rollout]]] = {
+    "native": by_native,
+    "native_bf16": functools.partial(by_native, products="bfloat16"),
+    "generate": by_generate,
+    "continuous": by_continuous,
+}
+
+
+def engines_here(model: nn.Module) -> tuple[str, ...]:
+    """What is worth timing on this machine with this model."""
+    weight = next(model.parameters())
+    rounded = weight.device.type == "cpu" and weight.dtype == torch.float32 and has_bfloat16()
+    return ("native", "native_bf16", "generate") if rounded else ("native", "generate")
+
+
 def _gap(model: nn.Module, rollouts: list[Rollout]) -> float | None:
-    """Largest difference of log-probs on a few completions."""
+    """Mean difference of log-probs on a few completions."""
     chosen = [r for r in rollouts if r.logp][:: max(1, len(rollouts) // 4)]
-    if not chosen:
-        return None
-    truth = sequence_logps(model, [Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)]) for r in chosen])
-    return max(float((t.cpu() - torch.tensor(r.logp)).abs().max()) for t, r in zip(truth, chosen, strict=True))
+    return float(torch.cat(logp_gaps(model, chosen)).mean()) if chosen else None
 
 
 def seconds_at_least(model: nn.Module, work: Work, *, slots: int) -> tuple[float, float]:

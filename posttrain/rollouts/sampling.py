@@ -14,6 +14,7 @@ from posttrain.types import Sampling
 __all__ = ["Drawn", "draw", "draw_tokens", "penalize_repetition", "sample", "truncate"]
 
 BLOCK = 256
+CANDIDATES = (256, 4096)  # Most likely tokens that are sorted in search of a nucleus, before all are.
 
 
 def penalize_repetition(logits: Tensor, history: list[list[int]], penalty: float) -> Tensor:
@@ -42,16 +43,21 @@ def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus_floor(logits: Tensor, top_p: float) -> Tensor:
-    """The smallest logit inside the nucleus, ``(n, 1)``; sorts a thousand candidates before it sorts the vocabulary."""
+    """The smallest logit inside the nucleus, ``(n, 1)``; rows whose nucleus is wider look at more candidates, others not."""
     log_z = logits.logsumexp(-1, keepdim=True)
-    for size in (min(1024, logits.shape[-1]), logits.shape[-1]):
-        ordered = logits.topk(size, dim=-1).values
-        mass = (ordered - log_z).exp().cumsum(-1)
-        if bool((mass[:, -1] >= top_p).all()) or size == logits.shape[-1]:
+    floor = torch.empty_like(log_z)
+    rows = torch.arange(len(logits), device=logits.device)
+    for size in (*(c for c in CANDIDATES if c < logits.shape[-1]), logits.shape[-1]):
+        ordered = logits[rows].topk(size, dim=-1).values
+        share = (ordered - log_z[rows]).exp()
+        mass = share.cumsum(-1)
+        # A token belongs to the nucleus while the mass before it is below top_p; the first one always does.
+        inside = ((mass - share) < top_p).sum(-1, keepdim=True).clamp_min(1)
+        floor[rows] = ordered.gather(1, inside - 1)
+        rows = rows[mass[:, -1] < top_p]
+        if not len(rows):
             break
-    # A token belongs to the nucleus while the mass before it is below top_p; the first one always does.
-    inside = ((mass - (ordered - log_z).exp()) < top_p).sum(-1, keepdim=True).clamp_min(1)
-    return ordered.gather(1, inside - 1)
+    return floor
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

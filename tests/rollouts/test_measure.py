@@ -3,9 +3,19 @@
 import pytest
 import torch
 
+from posttrain.cli.bench_rollouts import recommended
 from posttrain.errors import ConfigError
 from posttrain.rollouts import measure as measuring
-from posttrain.rollouts.measure import Work, by_generate, by_native, lengths, measure, seconds_at_least
+from posttrain.rollouts.measure import (
+    Figure,
+    Work,
+    by_continuous,
+    by_generate,
+    by_native,
+    lengths,
+    measure,
+    seconds_at_least,
+)
 from tests.conftest import build_model
 
 WORK = Work([[5, 6, 7], [8, 9, 10, 11]], 3, [2, 5, 3, 1, 4, 6])
@@ -19,9 +29,9 @@ def test_skewed_lengths_have_the_mean_they_are_said_to_have():
     assert sorted(found)[2000] < 72
 
 
-def test_both_engines_write_the_lengths_asked_for():
+def test_every_engine_writes_the_lengths_asked_for():
     model = build_model(50)
-    for rollouts in (by_native(model, WORK, 0), by_generate(model, WORK, 0)):
+    for rollouts in (by_native(model, WORK, 0), by_generate(model, WORK, 0), by_continuous(model, WORK, 0)):
         assert [len(r.token_ids) for r in rollouts] == WORK.lengths
         assert [r.prompt_ids for r in rollouts] == [p for p in WORK.prompts for _ in range(3)]
 
@@ -73,3 +83,22 @@ def test_the_command_shows_both_shapes_and_recommends(tiny_tokenizer, tmp_path, 
     assert "equal lengths: 2 prompts x 2, 20 tokens sampled" in out
     assert "skewed lengths" in out
     assert out.count("recommended: rollout_engine=") == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        ({"native": 2.0, "generate": 5.0}, "rollout_engine='native'"),
+        ({"native": 2.0, "generate": 1.0}, "rollout_engine='hf'"),
+        (
+            {"native": 2.0, "native_bf16": 1.0},
+            "rollout_engine='native'; 'native_bf16' is 2.00x faster, with log-probs 0.01 nats off",
+        ),
+        ({"native": 2.0, "native_bf16": 1.9}, "rollout_engine='native'"),
+        ({"continuous": 1.0}, "nothing: native, generate were not timed"),
+    ],
+)
+def test_the_fastest_exact_engine_is_recommended(seconds, text):
+    found = [Figure(name, s, 1.0, 0.0101) for name, s in seconds.items()]
+    assert recommended(found).startswith(text)
+    assert ("bf16" in recommended(found)) == ("bf16" in text)

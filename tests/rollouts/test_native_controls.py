@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError, RolloutError
-from posttrain.rollouts.native.choosing import uniforms
+from posttrain.rollouts.base import create_engine
+from posttrain.rollouts.native.choosing import Chooser, uniforms
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.guides import banned_continuations
+from posttrain.rollouts.sampling import truncate
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 
@@ -202,3 +204,70 @@ def test_only_the_requests_with_nan_logits_are_named():
     requests = [Request([5, 6], 2), Request([40, 6], 2), Request([7, 8], 1)]
     with pytest.raises(RolloutError, match=r"NaN logits.*Requests: \[1\]"):
         NativeEngine(model, pad_token_id=0).generate(requests, Sampling(3, seed=0))
+
+
+def test_the_nucleus_is_found_among_few_candidates_and_only_wide_rows_look_at_more(monkeypatch):
+    """A peaked row needs few tokens, a flat one of 10 000 more than half of them; both equal the definition by a full sort."""
+    torch.manual_seed(0)
+    peaked, flat = 6 * torch.randn(3, 10_000), 0.1 * torch.randn(2, 10_000)
+    logits, looked = torch.cat([peaked, flat]), []
+    topk = torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda x, k, **o: looked.append((len(x), k)) or topk(x, k, **o))
+    kept = truncate(logits, Sampling(1, top_p=0.6)).isfinite()
+    assert looked == [(5, 256), (2, 4096), (2, 10_000)]
+    p, order = logits.double().softmax(-1).sort(descending=True)
+    wanted = torch.zeros_like(kept).scatter(1, order, (p.cumsum(-1) - p) < 0.6)
+    assert (kept != wanted).sum() <= 2  # A token at the very edge may fall either way in float32.
+    assert kept.sum(-1)[3:].min() > 4096
+
+
+def test_prompts_of_sick_requests_are_saved_with_what_was_written(tmp_path):
+    model = build_model(VOCAB)
+    embedding = model.model.embed_tokens.weight.detach().clone()
+    embedding[40] = float("nan")
+    model.model.embed_tokens.weight = torch.nn.Parameter(embedding)
+    e = NativeEngine(model, pad_token_id=0, folder=tmp_path / "run")
+    e.load_weights([], version=3)
+    with pytest.raises(RolloutError, match=r"Requests: \[1\].*are in .*rollout_failure.json"):
+        e.generate([Request([5, 6], 2), Request([40, 6], 2)], Sampling(3, temperature=0.7, seed=0))
+    saved = json.loads((tmp_path / "run" / "rollout_failure.json").read_text())
+    assert saved["version"] == 3
+    assert saved["sampling"]["temperature"] == 0.7
+    assert [(r["request"], r["prompt_ids"]) for r in saved["requests"]] == [(1, [40, 6])]
+    assert e.generate([Request([5, 6], 1)], Sampling(3, seed=0))[0].finish_reason == "length"
+
+
+def test_the_engine_of_a_config_saves_to_the_folder_of_the_run(tmp_path):
+    assert create_engine("native", build_model(VOCAB), pad_token_id=0, folder=str(tmp_path)).folder == tmp_path
+    assert create_engine("native", build_model(VOCAB), pad_token_id=0).folder is None
+
+
+@pytest.mark.parametrize(("order", "steps"), [("groups", 14), ("longest", 11)])
+def test_the_order_of_admission_changes_when_all_is_done_and_nothing_that_is_drawn(order, steps):
+    """Two rows, limits 4 4 4 12; a first token comes with its prompt. As they come: 4 | 4, then 4 | 12, 3 + 11 steps.
+
+    Longest first: the 12 takes 11 steps, during which the other row writes the rest, 3 + 3 + 3.
+    """
+    requests = [Request([5 + i, 6], 1, Sampling(n, seed=n)) for i, n in enumerate((4, 4, 4, 12))]
+    e = engine(max_slots=2, order=order)
+    rollouts = e.generate(requests, Sampling(4, seed=0))
+    assert [len(r.token_ids) for r in rollouts] == [4, 4, 4, 12]
+    alone = [r for one in requests for r in engine().generate([one], Sampling(4, seed=0))]
+    assert [r.token_ids for r in rollouts] == [r.token_ids for r in alone]
+    assert e.counts["steps"] == steps
+
+
+def test_requests_that_draw_alike_draw_together(monkeypatch):
+    """Lengths and seeds differ, settings are of two kinds: two draws a step, not five."""
+    rows = []
+    alike = Chooser._draw_alike
+    monkeypatch.setattr(Chooser, "_draw_alike", lambda self, x, c: rows.append(len(c)) or alike(self, x, c))
+    requests = [Request([5, 6], 1, Sampling(5 + i, seed=i)) for i in range(3)]
+    requests += [Request([7], 1, Sampling(8, seed=i, top_k=3)) for i in range(2)]
+    engine().generate(requests, Sampling(4, seed=0))
+    assert sorted(rows[5:7]) == [2, 3]  # The first five drew first tokens, one request at a time.
+
+
+def test_a_request_beyond_the_context_is_named_by_its_own_limit():
+    with pytest.raises(RolloutError, match=r"request 1: a prompt of 2 tokens and max_new_tokens=511 .*512 tokens"):
+        engine().generate([Request([5]), Request([5, 6], 1, Sampling(511))], Sampling(4))

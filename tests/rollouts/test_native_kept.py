@@ -5,6 +5,9 @@ import contextlib
 import pytest
 import torch
 
+from posttrain.data.template_families import FAMILIES as TEMPLATES
+from posttrain.data.template_families import training_template, with_template
+from posttrain.rollouts.loop import roll_out_with_tools
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.kept import Kept, fingerprint, match
 from posttrain.types import Request, Sampling
@@ -139,6 +142,46 @@ def test_common_beginnings_stay_within_the_budget():
         e = engine(model, kv_tokens=tokens)
         agree(model, e.generate(requests, Sampling(4, seed=0)))
         assert e.counts["reused"] == reused
+
+
+def test_turns_with_tools_keep_what_was_computed(tiny_tokenizer):
+    """The model's turn and all before it are found again when the tools have answered, and freed when the episodes end."""
+    model = build_model(len(tiny_tokenizer), max_position_embeddings=2048)
+    e, counts, prompts = engine(model), [], []
+    generate = e.generate
+
+    def watched(requests, sampling):
+        prompts.append(sum(len(r.prompt_ids) for r in requests))
+        rollouts = generate(requests, sampling)
+        counts.append(e.counts)
+        return rollouts
+
+    e.generate = watched
+    family = next(f for f in TEMPLATES if f.name == "Qwen2.5")
+    own = with_template(tiny_tokenizer, training_template(family))
+    said = iter([[{"function": {"name": "shout", "arguments": {"text": "a"}}}], []])
+
+    def parse(tokenizer, ids, prefix, tools):
+        return {"role": "assistant", "content": "", "tool_calls": next(said)}
+
+    def shout(text: str) -> str:
+        """Say it louder.
+
+        Args:
+            text: What to say.
+        """
+        return text.upper()
+
+    stop = tuple(range(len(tiny_tokenizer)))  # Whatever is drawn ends the turn.
+    question = [{"role": "user", "content": "Say a. " * 20}]
+    (episode,) = roll_out_with_tools(
+        e, own, [question], [shout], Sampling(200, stop_token_ids=stop, seed=0), parse=parse
+    )
+    assert episode.calls == 1
+    assert counts[0]["reused"] == 0
+    assert counts[1]["reused"] == prompts[0]  # The one token that was drawn has not been read yet.
+    assert counts[1]["prefilled"] == prompts[1] - prompts[0]
+    assert e.kept is None
 
 
 # The tree ------------------------------------------------------------------------------------------------------------

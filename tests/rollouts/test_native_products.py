@@ -1,13 +1,22 @@
 """Products of a few rows: the same numbers, only while generating, only where they are plain."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from posttrain.errors import ConfigError
+from posttrain.rollouts.native import engine as engines
+from posttrain.rollouts.native import products, threads
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.native.products import MOST_ROWS, few_rows_product, quick_products
+from posttrain.rollouts.native.probe import logp_gaps
+from posttrain.rollouts.native.products import MOST_ROWS, PACK_FROM, Packed, few_rows_product, quick_products
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
+
+packs = pytest.mark.skipif(not products.can_pack(), reason="this torch packs no weights")
+REAL = Path.home() / ".cache" / "posttrain" / "SmolLM2-135M-Instruct"
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 7), (16, 1, 7), (3, 5, 7)])
@@ -53,3 +62,132 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it():
     with quick_products(nn.Sequential(layer)):
         assert layer.forward is own
     assert layer.forward is own
+
+
+# Packed weights ------------------------------------------------------------------------------------------------------
+
+
+def generate(model, count=8, tokens=16, **options):
+    engine = NativeEngine(model, pad_token_id=0, **options)
+    return engine, engine.generate([Request([5, 6, 7], count), Request([8, 9], count)], Sampling(tokens, seed=0))
+
+
+@packs
+@pytest.mark.parametrize("rows", [1, 5, 16, 130])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_product_is_that_of_the_layer(rows, bias):
+    torch.manual_seed(0)
+    layer, packed = nn.Linear(48, 33, bias=bias), Packed()
+    x = torch.randn(rows, 1, 48)
+    with torch.no_grad(), quick_products(nn.Sequential(layer), packed):
+        packed.pack()
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@packs
+def test_long_calls_read_packed_weights_and_short_ones_do_not(monkeypatch):
+    packed = []
+    pack = Packed.pack
+    monkeypatch.setattr(Packed, "pack", lambda self, head=None: packed.append(len(self.layers)) or pack(self, head))
+    model = build_model(50)
+    generate(model, tokens=PACK_FROM)
+    assert packed == []
+    _, rollouts = generate(model, tokens=PACK_FROM + 1)
+    assert packed == [2 * 7 + 1]
+    assert float(torch.cat(logp_gaps(model, rollouts)).max()) < 1e-4
+    generate(model, tokens=PACK_FROM + 1, products="plain")
+    monkeypatch.setattr(products, "free_bytes", lambda: 1000.0)
+    generate(model, tokens=PACK_FROM + 1)
+    assert len(packed) == 1
+
+
+@packs
+def test_copies_follow_the_weights():
+    """Two turns with an optimiser step between them: copies of the first are not read by the second."""
+    model = build_model(50)
+    engine = NativeEngine(model, pad_token_id=0)
+    with engine.keeping():
+        for _ in range(2):
+            rollouts = engine.generate([Request([5, 6, 7], 2)], Sampling(PACK_FROM + 8, seed=0))
+            assert float(torch.cat(logp_gaps(model, rollouts)).max()) < 1e-4
+            held = engine._held
+            engine.generate([Request([5, 6], 2)], Sampling(3, seed=0))
+            assert engine._held is held
+            model(torch.tensor([[5, 6]])).logits.logsumexp(-1).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert engine._held is None
+
+
+@packs
+def test_rounded_copies_leave_the_weights_alone_and_are_told_apart(monkeypatch):
+    model = build_model(50)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    engine, rollouts = generate(model, products="bfloat16", count=32)
+    assert not engine.in_process
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    gap = torch.cat(logp_gaps(model, rollouts))
+    assert len(rollouts) == 64
+    assert 0 < float(gap.mean()) <= 0.02
+    exact, rollouts = generate(model, count=32)
+    assert exact.in_process
+    assert float(torch.cat(logp_gaps(model, rollouts)).mean()) <= 1e-4
+
+
+@packs
+def test_auto_rounds_only_where_the_cpu_is_made_for_it_and_the_gap_is_small(monkeypatch):
+    model = build_model(50)
+    for has, close, chosen in ((True, 0.02, "bfloat16"), (False, 0.02, "exact"), (True, 1e-9, "exact")):
+        monkeypatch.setattr(engines, "has_bfloat16", lambda has=has: has)
+        monkeypatch.setattr(engines, "CLOSE", close)
+        assert NativeEngine(model, pad_token_id=0, products="auto").products == chosen
+
+
+def test_a_wrong_kind_of_products_is_named(monkeypatch):
+    with pytest.raises(ConfigError, match="did you mean 'bfloat16'"):
+        NativeEngine(build_model(50), pad_token_id=0, products="bfloat")
+    monkeypatch.setattr(engines, "can_pack", lambda: False)
+    with pytest.raises(ConfigError, match=r"needs a torch with oneDNN.*'exact'"):
+        NativeEngine(build_model(50), pad_token_id=0, products="bfloat16")
+
+
+@packs
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.exists(), reason="needs the demo model")
+@pytest.mark.parametrize(("kind", "most"), [("exact", 1e-4), ("bfloat16", 0.02)])
+def test_a_real_model_says_what_its_training_forward_says(kind, most):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(REAL)
+    model = AutoModelForCausalLM.from_pretrained(REAL, dtype=torch.float32)
+    asked = [[{"role": "user", "content": f"Tell me about the {w}."}] for w in ("sea", "moon", "bread", "Roman roads")]
+    prompts = [tokenizer.apply_chat_template(a, add_generation_prompt=True)["input_ids"] for a in asked]
+    engine = NativeEngine(model, pad_token_id=0, products=kind)
+    rollouts = engine.generate([Request(p, 16) for p in prompts], Sampling(24, seed=0))
+    gaps = torch.cat(logp_gaps(model, rollouts))
+    assert len(rollouts) == 64
+    assert float(gaps.mean()) <= most
+
+
+# Threads -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "most"), [("150000 100000", 2), ("max 100000", 10**6), ("50000 100000", 1), ("?", 10**6)]
+)
+def test_a_container_quota_bounds_the_processors(tmp_path, text, most):
+    quota = tmp_path / "cpu.max"
+    quota.write_text(text)
+    import os
+
+    assert threads.processors(quota) == min(most, len(os.sched_getaffinity(0)))
+
+
+def test_threads_are_bound_while_generating_and_restored(monkeypatch):
+    monkeypatch.setattr(threads, "processors", lambda: 1)
+    before, seen = torch.get_num_threads(), []
+    model = build_model(50)
+    model.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    for asked in (None, before + 1):
+        NativeEngine(model, pad_token_id=0, threads=asked).generate([Request([5])], Sampling(1, seed=0))
+    assert seen == [1, before + 1]
+    assert torch.get_num_threads() == before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class Asked:
         seed: Of its draws.
         number: Of its first completion among all of the call.
         draws: Number of its first completion as the seed counts them.
+        kind: What of the settings decides how one token is drawn: requests that share it are drawn together.
     """
 
     index: int
@@ -65,6 +66,10 @@ class Asked:
     seed: int
     number: int
     draws: int
+    kind: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kind = repr(replace(self.sampling, max_new_tokens=1, seed=None, stop_strings=()))
 
 
 @dataclass(slots=True)
@@ -136,9 +141,9 @@ class Chooser:
 
     def draw(self, logits: Tensor, completions: list[Completion]) -> Tensor:
         """The next token of each, by its own request's sampling."""
-        parts: dict[int, list[int]] = {}
+        parts: dict[str, list[int]] = {}
         for row, completion in enumerate(completions):
-            parts.setdefault(id(completion.asked.sampling), []).append(row)
+            parts.setdefault(completion.asked.kind, []).append(row)
         if len(parts) == 1:
             return self._draw_alike(logits, completions)
         tokens = torch.empty(len(completions), dtype=torch.long, device=logits.device)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posttrain.models.forward import causal_lm, sequence_logps
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.types import Request, Row, Sampling
+from posttrain.types import Request, Rollout, Row, Sampling
 
-__all__ = ["native_is_exact"]
+__all__ = ["bfloat16_gap", "logp_gaps", "native_is_exact"]
 
 VERDICTS: dict[tuple[str, str], str | None] = {}
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}  # 0.05 in half precision.
@@ -28,10 +29,31 @@ def native_is_exact(model: nn.Module) -> str | None:
     return VERDICTS[key]
 
 
+def bfloat16_gap(model: nn.Module, *, completions: int = 8, tokens: int = 16) -> float:
+    """Mean absolute difference, in nats, of log-probs under weights rounded to bfloat16 and under the weights as they are."""
+    vocabulary = causal_lm(model).config.get_text_config().vocab_size
+    prompts = _random_prompts(vocabulary, (24, 16))
+    engine = NativeEngine(model, pad_token_id=0, products="bfloat16")
+    requests = [Request(prompt, completions // 2) for prompt in prompts]
+    return float(torch.cat(logp_gaps(model, engine.generate(requests, Sampling(tokens, seed=0)))).mean())
+
+
+def logp_gaps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """How far each completion's log-probs are from those of the model's own forward pass, one ``(T,)`` a rollout."""
+    with evaluating(model), torch.autocast(next(model.parameters()).device.type, enabled=False):
+        rows = [Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)]) for r in rollouts]
+        truth = sequence_logps(model, rows)
+    return [(t.cpu() - torch.tensor(r.logp)).abs() for t, r in zip(truth, rollouts, strict=True)]
+
+
+def _random_prompts(vocabulary: int, sizes: tuple[int, ...]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in sizes]
+
+
 def _compare(model: nn.Module, inner: Any, dtype: torch.dtype) -> str | None:
     vocabulary = inner.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in (7, 3)]
+    prompts = _random_prompts(vocabulary, (7, 3))
     sampling = Sampling(max_new_tokens=6, seed=0)
     try:
         # The trainer may be inside autocast; both sides are compared in the weights' own precision.
@@ -39,10 +61,8 @@ def _compare(model: nn.Module, inner: Any, dtype: torch.dtype) -> str | None:
             rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate(
                 [Request(p, 2) for p in prompts], sampling
             )
-            rows = [Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)]) for r in rollouts]
-            truth = sequence_logps(model, rows)
+        gap = float(torch.cat(logp_gaps(model, rollouts)).max())
     except Exception as error:  # Any failure means the same: this model is not for this engine.
         return f"{type(error).__name__}: {error}"
-    gap = max(float((t.cpu() - torch.tensor(r.logp)).abs().max()) for t, r in zip(truth, rollouts, strict=True))
     allowed = TOLERANCE.get(dtype, 0.05)
     return None if gap <= allowed else f"log-probs differ by {gap:.2g}, allowed {allowed:g}"

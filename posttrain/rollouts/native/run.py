@@ -14,6 +14,7 @@ from posttrain.rollouts.native.attention import Block, Group, Store, grown
 from posttrain.rollouts.native.choosing import Asked, Chooser, Completion, Prompt
 from posttrain.rollouts.native.filling import Filler, mark_stems
 from posttrain.rollouts.native.kept import Kept, match
+from posttrain.rollouts.native.products import PACK_FROM, PACK_TOKENS, Packed
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Run:
         self.filler = self._filler()
         self.store.slots = self._slots(0)
         self.cursor = self.steps = 0
+        self.packed: Packed | None = None
         self.chooser = Chooser(engine.tokenizer, engine.inner.get_output_embeddings().weight.shape[0])
         for one in {id(a.sampling): a.sampling for a in self.asked}.values():
             self.chooser.check(one)
@@ -215,6 +217,8 @@ class Run:
     def _step(self) -> None:
         """One token for every live completion."""
         self.steps += 1
+        if self.steps == PACK_FROM and self.packed is not None and not self.packed.weights:
+            self._pack()
         self._make_room(max(len(c.tokens) for c in self.live))
         self.store.longest = max(len(c.tokens) for c in self.live) - 1
         self.store.hidden = {}
@@ -225,6 +229,18 @@ class Run:
         self.positions = self.positions + 1
         self.store.lengths = self.store.lengths + 1
         self._finish()
+
+    def read_from(self, packed: Packed) -> None:
+        """Let products read copies of the weights: from the start where much is asked for, else once the call grows long."""
+        self.packed = packed
+        asked = sum(len(prompt.ids) for prompt in self.prompts)
+        asked += sum(one.request.n * one.sampling.max_new_tokens for one in self.asked)
+        if not packed.weights and (packed.bfloat16 or asked >= PACK_TOKENS):
+            self._pack()
+
+    def _pack(self) -> None:
+        assert self.packed is not None
+        self.packed.pack(self.engine.inner.get_output_embeddings())
 
     # Ends --------------------------------------------------------------------------------------------------------
 

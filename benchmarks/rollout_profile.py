@@ -1,0 +1,129 @@
+"""Where a decoding step on a CPU goes: products, attention, norms and activations, sampling, scheduling, Python.
+
+Prediction, SmolLM2-135M, 16 rows, float32: the step reads 540 MB of weights, so products are most of it; the rest is 30 layers
+of about ten small operations each. Times are wall time inside each part, without the parts inside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import harness
+import torch
+from transformers import AutoModelForCausalLM
+
+from posttrain import NativeEngine, Request, Sampling
+from posttrain.rollouts.native import attention, products, run
+from posttrain.rollouts.native.choosing import Chooser
+
+
+class Clock:
+    """Adds up wall time by part; a part inside another is taken from the outer one."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+        self.open: list[float] = []
+        self.running = False
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its time noted while a step runs."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not self.running:
+                return function(*args, **kwargs)
+            begin = time.perf_counter()
+            self.open.append(0.0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                whole = time.perf_counter() - begin
+                self.spent[name] += whole - self.open.pop()
+                if self.open:
+                    self.open[-1] += whole
+
+        return wrapped
+
+    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The whole step: what no other part claims is the scheduler's and the model's Python."""
+        inner = self.timed("Python of model and scheduler", function)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.running = True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.running = False
+
+        return wrapped
+
+
+@contextmanager
+def watched(model: torch.nn.Module, clock: Clock) -> Iterator[None]:
+    """Time the parts of every decoding step."""
+    small = [m for m in model.modules() if not list(m.children()) and not isinstance(m, torch.nn.Linear)]
+    for module in small:
+        module.forward = clock.timed("norms, activations, rotary, embedding", module.forward)
+    patches = [
+        mock.patch.object(products, "_forward", clock.timed("products", products._forward)),
+        mock.patch.object(attention, "native_attention", clock.timed("attention", attention.native_attention)),
+        mock.patch.object(Chooser, "draw", clock.timed("sampling", Chooser.draw)),
+        mock.patch.object(run.Run, "_step", clock.step(run.Run._step)),
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+        for module in small:
+            del module.forward
+
+
+def profile(model: Any, rows: int, prompt: int, tokens: int, kind: str) -> dict[str, Any]:
+    """Shares of a decoding step."""
+    engine = NativeEngine(model, pad_token_id=0, products=kind)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(100, 40_000, (max(1, rows // 8), prompt), generator=generator).tolist()
+    requests = [Request(p, min(8, rows)) for p in ids]
+    clock = Clock()
+    with engine.keeping():  # Copies of the weights that the first call makes serve the second.
+        engine.generate(requests, Sampling(12, seed=0))
+        with watched(model, clock):
+            engine.generate(requests, Sampling(tokens, seed=0))
+    whole = sum(clock.spent.values())
+    shares = {name: round(100 * s / whole, 1) for name, s in sorted(clock.spent.items(), key=lambda x: -x[1])}
+    return {
+        "rows": rows,
+        "products": kind,
+        "step_ms": round(1e3 * whole / engine.counts["steps"], 1),
+        "percent": shares,
+    }
+
+
+def main() -> None:
+    """One line for each number of rows and kind of products."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model")
+    options.add_argument("--rows", type=int, nargs="+", default=[16, 64])
+    options.add_argument("--prompt", type=int, default=130)
+    options.add_argument("--tokens", type=int, default=40)
+    options.add_argument("--kinds", nargs="+", default=["plain", "exact", "bfloat16"])
+    args = options.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(args.model or harness.default_model(), dtype=torch.float32).eval()
+    found = []
+    for rows in args.rows:
+        for kind in args.kinds:
+            found.append(profile(model, rows, args.prompt, args.tokens, kind))
+            print(found[-1], flush=True)
+    harness.save("rollout_profile", {"threads": torch.get_num_threads(), "steps": found})
+
+
+if __name__ == "__main__":
+    main()
