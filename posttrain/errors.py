@@ -106,6 +106,15 @@ class RolloutServerError(RolloutError):
         super().__init__(f"{message}\nThe end of the server's log:\n{log_tail}" if log_tail else message)
         self.url, self.log_tail = url, log_tail
 
+    def __reduce__(self) -> Any:  # Ranks send their errors to each other, and arguments by name would be lost.
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[RolloutServerError], args: tuple, state: dict[str, Any]) -> RolloutServerError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 class ServerUnreachable(RolloutServerError, ConnectionError):
     """No answer from a rollout server, or half of one.

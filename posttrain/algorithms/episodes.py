@@ -204,9 +204,7 @@ class EpisodeMixin:
         args, limit = self.args, self.args.max_tool_calling_iterations
 
         def generate(batches: Batches) -> list[list[Rollout]]:
-            whole = parallel.whole_parameters(self.model_wrapped, self.accelerator)  # type: ignore[attr-defined]
-            with self.inference(), whole:  # type: ignore[attr-defined]
-                return [self.engine.generate(share_prompts(prompts), sampling) for prompts, sampling in batches]
+            return self.ask_engine([(share_prompts(prompts), sampling) for prompts, sampling in batches])  # type: ignore[attr-defined]
 
         def any_process(here: bool) -> bool:
             return parallel.all_reduce_sum([float(here)], self.accelerator)[0] > 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.base import PostTrainer
 from posttrain.algorithms.dynamic_sampling import DynamicSamplingMixin
+from posttrain.algorithms.far_rollouts import FarRolloutMixin
 from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.algorithms.prompts import PromptMixin
 from posttrain.algorithms.rank_balance import BalanceMixin
@@ -29,7 +30,7 @@ from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference
 from posttrain.rewards.base import RewardRunner, RewardTable
-from posttrain.rollouts.base import RolloutEngine, create_engine
+from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.generation import Generation
 from posttrain.rollouts.spool import Spool
 from posttrain.types import Batch, Request, Rollout, Row, Sampling
@@ -39,7 +40,9 @@ __all__ = ["Generation", "OnlineConfig", "OnlineTrainer"]
 SUFFIX_TOKENS = 32  # Prompt tokens shown to format rewards: an opening tag that a template prefills lies among them.
 
 
-class OnlineTrainer(PromptMixin, ScheduleMixin, DynamicSamplingMixin, BalanceMixin, RolloutLogMixin, PostTrainer):
+class OnlineTrainer(
+    FarRolloutMixin, PromptMixin, ScheduleMixin, DynamicSamplingMixin, BalanceMixin, RolloutLogMixin, PostTrainer
+):
     """Adds generation, scoring and the buffer of scored rollouts to the training loop.
 
     One generation goes through four methods, each of which a subclass may replace: `roll_out` (prompts to completions),
@@ -77,13 +80,12 @@ class OnlineTrainer(PromptMixin, ScheduleMixin, DynamicSamplingMixin, BalanceMix
         self._buffer_born = 0
         super().__init__(model, args, **kwargs)
         self.stop_ids = terminal_token_ids(self.processing_class, getattr(self.model, "generation_config", None))
-        self.engine = rollout_engine or create_engine(
-            self.args.rollout_engine, self.accelerator.unwrap_model(self.model), pad_token_id=self.pad_token_id
-        )
+        self.engine = self.make_engine(rollout_engine)
         self.reference = self.make_reference()
         if self.reference is not None and self.reference.copy is not None:
             self.reference.copy.to(self.args.device)
         self.check_context()
+        self.check_engine()
         self.announce()
 
     @staticmethod
@@ -198,8 +200,7 @@ class OnlineTrainer(PromptMixin, ScheduleMixin, DynamicSamplingMixin, BalanceMix
         """One call to the engine, one completion a prompt; equal neighbours are one request and share their prompt."""
         requests = [Request(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
         self.check_lengths(requests, sampling.max_new_tokens)
-        with self.inference(), parallel.whole_parameters(self.model_wrapped, self.accelerator):
-            return self.engine.generate(requests, sampling)
+        return self.ask_engine([(requests, sampling)])[0]
 
     def sampling(self, mode: str) -> Sampling:
         """Sampling settings of the next call; the seed is a function of the run's seed, the rank and the call's number."""

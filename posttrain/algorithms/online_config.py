@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from posttrain.algorithms.config import GenerationFields, PostTrainingConfig, ReferenceFields, VllmFields
+from posttrain.algorithms.vllm_fields import VllmSyncFields
 from posttrain.errors import ConfigError, check_choice
 
 __all__ = ["OnlineConfig"]
 
 ENGINES = ("auto", "native", "hf")
+FAR_ENGINES = {"server": "server", "vllm": "colocate"}  # rollout_engine -> vllm_mode of use_vllm=True.
 
 
 @dataclass
-class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingConfig):
+class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields, PostTrainingConfig):
     """Arguments of the trainers that sample completions from the policy they train."""
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012
@@ -144,10 +146,13 @@ class OnlineConfig(VllmFields, GenerationFields, ReferenceFields, PostTrainingCo
             )
 
     def _check_engine(self) -> None:
-        check_choice("rollout_engine", self.rollout_engine, ENGINES)
+        check_choice("rollout_engine", self.rollout_engine, (*ENGINES, *FAR_ENGINES))
         check_choice("vllm_mode", self.vllm_mode, ("server", "colocate"))
+        if self.rollout_engine in FAR_ENGINES:
+            # Two spellings of one choice; engines for other models (a reference that generates) stay in process.
+            self.use_vllm, self.vllm_mode, self.rollout_engine = True, FAR_ENGINES[self.rollout_engine], "auto"
+        self.check_far_engine()
         later = {
-            "use_vllm": "vLLM rollouts come with a later release; rollout_engine='native' generates in process",
             "use_transformers_continuous_batching": "paged generation comes with a later release; use rollout_engine='native'",
         }
         for name, reason in later.items():

@@ -157,8 +157,17 @@ def _plus_delta(layer: Any, base: Any) -> Tensor:
         total = weight.to(torch.float32, copy=True)
         names = [] if layer.disable_adapters else [n for n in layer.active_adapters if n in layer.lora_A]
         for name in names:
-            total += layer.get_delta_weight(name).to(total)
+            total += _delta(layer, name).to(total)
         return total.to(weight.dtype)
+
+
+def _delta(layer: Any, name: str) -> Tensor:
+    """``scale B A``; peft rounds it to the adapter's dtype, which a sum in float32 has no need of."""
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    if type(a) is not nn.Linear or type(b) is not nn.Linear:
+        return layer.get_delta_weight(name)
+    delta = layer.scaling[name] * (b.weight.detach().float() @ a.weight.detach().float())
+    return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
 def adapter_weights(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]] | None:

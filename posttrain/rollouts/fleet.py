@@ -116,7 +116,12 @@ class Fleet:
         if not self.urls():
             raise ConfigError("no rollout server is named. Set vllm_server_base_url, or vllm_server_host and _port.")
         if not self.servers:
-            raise next(iter(waiting.values()))
+            url, error = next(iter(waiting.items()))
+            raise ServerUnreachable(
+                f"no healthy rollout server at {', '.join(waiting)} within {timeout:g} s. The last answer: "
+                f"{error.__cause__ or error} Start one with 'posttrain serve --model MODEL', or correct vllm_server_base_url.",
+                url=url,
+            )
         for url, error in waiting.items():
             logger.warning("%s is not there and is left out until it is: %s", url, error)
 

@@ -12,6 +12,7 @@ from posttrain.types import Rollout, Sampling
 
 __all__ = ["Chunk", "derived_seed", "read_reply", "sampling_fields"]
 
+SAME = 1e-6  # Log-probs this close are one.
 SEEDS = 2**62  # Seeds stay within the signed integers of every engine.
 
 
@@ -47,7 +48,9 @@ class Chunk:
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     """A `Sampling` as the server's request has it: named fields, and the rest under vLLM's names."""
-    rest: dict[str, Any] = {}
+    rest: dict[str, Any] = {
+        "ignore_eos": True
+    }  # The trainer's stop tokens alone count, not those of the server's tokenizer.
     if sampling.stop_token_ids:
         rest["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.min_new_tokens:
@@ -94,19 +97,35 @@ def read_reply(reply: dict[str, Any], chunk: Chunk, *, url: str, vocabulary: int
     if not isinstance(logps, list) or len(logps) != len(owners):
         raise refuse("sent no log-probs of its completions")
     tops = reply.get("logprob_token_ids") or [None] * len(owners)
-    reasons = reply.get("finish_reasons") or [None] * len(owners)
+    raws = reply.get("raw_logprobs") or [None] * len(owners)
+    reasons = _flat(reply.get("finish_reasons") or [None] * len(owners))
     rollouts = []
     for i, (prompt, ids) in enumerate(zip(owners, completions, strict=True)):
-        if not ids or len(ids) > chunk.sampling.max_new_tokens:
+        if len(ids) > chunk.sampling.max_new_tokens or not (ids or reasons[i] == "abort"):
             raise refuse(
                 f"sent a completion of {len(ids)} tokens, and 1 to {chunk.sampling.max_new_tokens} were asked for"
             )
-        if len(logps[i]) != len(ids):
+        if len(logps[i]) != len(ids) or (raws[i] is not None and len(raws[i]) != len(ids)):
             raise refuse(f"sent {len(logps[i])} log-probs for a completion of {len(ids)} tokens")
-        if vocabulary and not 0 <= min(ids) <= max(ids) < vocabulary:
+        if ids and vocabulary and not 0 <= min(ids) <= max(ids) < vocabulary:
             raise refuse(f"sent token id {max(ids)}, and its vocabulary has {vocabulary}")
-        rollouts.append(_rollout(prompt, ids, logps[i], tops[i], reasons[i], chunk.sampling))
+        rollout = _rollout(prompt, ids, logps[i], tops[i], reasons[i], chunk.sampling)
+        rollouts.append(rollout if raws[i] is None else _with_raw(rollout, raws[i]))
     return rollouts
+
+
+def _flat(reasons: list[Any]) -> list[Any]:
+    """Finish reasons one after the other; servers group them by prompt."""
+    return [r for group in reasons for r in (group if isinstance(group, list) else [group])]
+
+
+def _with_raw(rollout: Rollout, raw: list[float | None]) -> Rollout:
+    """What was read are log-probs of the distribution that was drawn from; those before truncation came beside them."""
+    drawn = rollout.logp
+    rollout.logp = [math.nan if value is None else float(value) for value in raw]
+    if any(abs(a - b) > SAME for a, b in zip(drawn, rollout.logp, strict=True)):
+        rollout.processed_logp = drawn
+    return rollout
 
 
 def _rollout(
@@ -115,7 +134,7 @@ def _rollout(
     """One completion; the log-prob is that of the sampled token, found by its id and not by its rank."""
     by_token = [_by_token(ids[t], logps[t], None if tops is None else tops[t]) for t in range(len(ids))]
     if reason not in ("stop", "length", "abort"):
-        reason = "stop" if ids[-1] in sampling.stop_token_ids else "length"
+        reason = "stop" if ids and ids[-1] in sampling.stop_token_ids else "length"
     most = None
     if sampling.top_logps and tops is not None:
         most = [

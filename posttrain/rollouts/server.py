@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +25,10 @@ from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["ServerEngine", "VLLMClient"]
 
+logger = logging.getLogger(__name__)
+
 RETRIES = 3
+WAIT = 2.0  # Seconds between two looks for a server that is gone.
 
 
 class ServerEngine:
@@ -41,6 +48,7 @@ class ServerEngine:
         api_key: Bearer token of the servers.
         shared_memory: Whether weights go to servers on this machine through shared memory; None: where there is any.
         chunks_per_server: Requests into which a server's share of a call is cut.
+        patience: Seconds to wait for a server to come back when none is left, before a call fails.
 
     Raises:
         ServerUnreachable: No server in time.
@@ -67,16 +75,18 @@ class ServerEngine:
         api_key: str | None = None,
         shared_memory: bool | None = None,
         chunks_per_server: int = 1,
+        patience: float = 0.0,
     ) -> None:
         def connect(url: str) -> VLLMClient:
             return VLLMClient(url, request_timeout=request_timeout, sync_timeout=sync_timeout, api_key=api_key)
 
         holder = default_holder() if holder == "" else holder
-        self.chunks_per_server = chunks_per_server
+        self.chunks_per_server, self.patience = chunks_per_server, patience
         self.version = 0
         self.pushed = False
         self.pusher = Pusher(bucket_mb * 2**20, sync_timeout, shared_memory)
         self.fleet = Fleet(urls, connect, timeout=connection_timeout, holder=holder)
+        self._ending = weakref.finalize(self, _end, self.fleet, self.pusher)  # Also when the process ends.
 
     # What it is --------------------------------------------------------------------------------------------------------
 
@@ -107,6 +117,30 @@ class ServerEngine:
         ]
         return min(ranks, default=0)
 
+    @property
+    def pristine(self) -> bool:
+        """Whether every server still has the weights it loaded when it started."""
+        return all(weight_version(server.info) == 0 for server in self.fleet.live)
+
+    @property
+    def can_score(self) -> bool:
+        """Whether the servers tell log-probs of given sequences."""
+        return all(server.info.get("scores", True) for server in self.fleet.live)
+
+    def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
+        """Log-probs of given tokens behind their prompts, by every server that has weights: one list a sequence."""
+        found: dict[str, list[list[float]]] = {}
+        for server in self.fleet.live:
+            reply = server.client.get_sequence_logprobs(sequences, prompt_lengths, top_logprobs=1)
+            lines = reply.get("actual_logprobs") or reply["logprobs"]
+            found[server.url] = [[math.nan if at[0] is None else float(at[0]) for at in line] for line in lines]
+        return found
+
+    def forget(self) -> None:
+        """Let the next push reach every server, whatever it is thought to have."""
+        for server in self.fleet.servers.values():
+            server.pushed = None
+
     def needs_weights(self) -> bool:
         """Whether a server that could work lacks the version that was pushed last."""
         self.fleet.refresh()
@@ -125,7 +159,18 @@ class ServerEngine:
         for given in {id(r.sampling): r.sampling or sampling for r in requests}.values():
             served = [r for r in requests if (r.sampling or sampling) is given]
             check_requests(served, given, self.context, self._least("vocab_size"))
-        self.fleet.refresh()
+        deadline = time.monotonic() + self.patience
+        while True:
+            self.fleet.refresh()
+            try:
+                return self._generate(requests, sampling)
+            except ServerUnreachable as error:
+                if time.monotonic() >= deadline:
+                    raise
+                logger.warning("%s Waiting for a server to come back.", error)
+                time.sleep(WAIT)
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         chunks = self._chunks(requests, sampling)
         if not chunks:
             return []
@@ -232,7 +277,7 @@ class ServerEngine:
         """
         self.fleet.refresh(force=True)
         lacking = [s for s in self.fleet.live if not (self.pushed and s.pushed == version == self.version)]
-        wires = {s.client: max(version, (self._held(s) or 0) + 1) for s in lacking}
+        wires = {s.client: max(version, (self._held(s) or 0) + 1, 1) for s in lacking}
         for server in lacking:
             server.pushed = server.wire = None
         dtype, names = self.dtype, getattr(named_tensors, "names", None)
@@ -261,5 +306,9 @@ class ServerEngine:
 
     def close(self) -> None:
         """Give the servers back and remove what lies in shared memory."""
-        self.fleet.close()
-        self.pusher.close()
+        self._ending()
+
+
+def _end(fleet: Fleet, pusher: Pusher) -> None:
+    fleet.close()
+    pusher.close()

@@ -399,7 +399,6 @@ def test_an_unwritable_output_dir_is_refused(unloadable, tmp_path):
         ({"loss_type": "luspo"}, "importance_sampling_level='token'"),
         ({"generation_batch_size": 12}, "must be a multiple of .* = 8. Nearest: 8 or 16"),
         ({"generation_batch_size": 16, "steps_per_generation": 4}, "both set"),
-        ({"use_vllm": True}, "use_vllm=True is not available"),
         ({"generation_kwargs": {"do_sample": False}}, "do_sample"),
         ({"sync_ref_model": True}, "no reference model"),
         ({"rollout_engine": "natve"}, "did you mean 'native'"),

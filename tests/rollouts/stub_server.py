@@ -38,7 +38,7 @@ class StubServer:
     def __init__(self, model, port=0):
         self.model = copy.deepcopy(model)
         self.engine = NativeEngine(self.model, pad_token_id=0)
-        self.lies, self.version, self.valid, self.lease = {}, -1, True, None
+        self.lies, self.version, self.valid, self.lease = {}, 0, True, None
         self.calls, self.seen, self.cache, self.lock = [], set(), {}, ONE_AT_A_TIME
         self.updating = None
         self.started = time.time()
@@ -209,9 +209,10 @@ class StubServer:
         return {
             "prompt_ids": asked["prompts"],
             "completion_ids": [r.token_ids for r in rollouts],
-            "logprobs": [[[x] for x in r.logp] for r in rollouts],
+            "logprobs": [[[x] for x in r.processed_logp or r.logp] for r in rollouts],
             "logprob_token_ids": [[[t] for t in r.token_ids] for r in rollouts],
-            "finish_reasons": [r.finish_reason for r in rollouts],
+            "raw_logprobs": [r.logp for r in rollouts],
+            "finish_reasons": _grouped([r.finish_reason for r in rollouts], asked["n"]),
             "weight_version": self.version,
         }
 
@@ -266,3 +267,7 @@ class StubServer:
     def on_abort_update(self, asked, headers, body):
         self.updating = None
         return {}
+
+
+def _grouped(flat, n):
+    return [flat[i : i + n] for i in range(0, len(flat), n)]

@@ -154,6 +154,7 @@ def test_the_log_prob_of_a_token_is_found_by_its_id_and_a_missing_one_is_nan(eng
     truth = [r.logp for r in engine.generate(REQUESTS, SAMPLING)]
 
     def likely_first(reply):
+        del reply["raw_logprobs"]
         ids = [[[36 if t != 36 else 35, t] for t in line] for line in reply["completion_ids"]]
         logps = [[[-0.01, x[0]] for x in line] for line in reply["logprobs"]]
         logps[0][0][1] = None
@@ -164,6 +165,15 @@ def test_the_log_prob_of_a_token_is_found_by_its_id_and_a_missing_one_is_nan(eng
     assert math.isnan(seen[0][0])
     assert seen[0][1:] == truth[0][1:]
     assert seen[1:] == truth[1:]
+
+
+def test_raw_and_processed_log_probs_are_told_apart(engine):
+    plain = engine.generate(REQUESTS, SAMPLING)
+    assert all(r.processed_logp is None for r in plain)
+    cut = engine.generate(REQUESTS, Sampling(6, top_k=3, seed=3))
+    gains = [p - raw for r in cut for p, raw in zip(r.processed_logp or r.logp, r.logp, strict=True)]
+    assert min(gains) >= -1e-5
+    assert max(gains) > 0.01
 
 
 # Weights
@@ -276,7 +286,7 @@ def test_the_client_updates_a_whole_model_and_one_parameter(made, stub, model):
     client = VLLMClient(stub.url, connection_timeout=5)
     made.append(client)
     assert client.get_world_size() == 1
-    assert client.update_model_params(model)["version"] == 0
+    assert client.update_model_params(model)["version"] == 1
     assert torch.equal(stub.model.model.embed_tokens.weight, model.model.embed_tokens.weight)
     client.update_named_param("model.norm.weight", torch.full((32,), 7.0))
     assert stub.model.model.norm.weight.tolist() == [7.0] * 32

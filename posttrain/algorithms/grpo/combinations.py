@@ -73,11 +73,12 @@ def check_correction(cfg: GRPOConfig) -> None:
             f"loss_type='vespo' multiplies the engine's correction up over tokens, and vllm_importance_sampling_mode="
             f"{mode!r} has one value a sequence. Set vllm_importance_sampling_mode='token_truncate'."
         )
-    if truncated := _truncated_sampling(cfg):
+    truncated = _truncated_sampling(cfg)
+    if truncated and not cfg.allow_biased_is:
         raise ConfigError(
             f"{truncated} with vllm_importance_sampling_correction=True: the engine draws from a truncated distribution and "
             "the trainer's log-probs are of the whole one, so every ratio is off by the mass that was cut. Turn the "
-            "truncation or the correction off."
+            "truncation or the correction off, or set allow_biased_is=True."
         )
 
 

@@ -1,0 +1,268 @@
+"""Whether a rollout server serves the model that is trained, with its weights, and is set up as the trainer needs it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.checks.core import finding, register
+from posttrain.types import Finding
+
+__all__ = [
+    "MEAN_GAPS",
+    "Needs",
+    "check_info",
+    "check_negative_control",
+    "check_parity",
+    "needs_of",
+    "probe_logprobs",
+    "probe_sequences",
+]
+
+SEQUENCES, LENGTH = 4, 64  # Of the parity probe.
+MEAN_GAPS = {"float32": 0.02, "bfloat16": 0.05, "float16": 0.05}  # Nats a token; narrower formats get the last.
+MEAN_GAP_QUANTISED, FAR_GAP, FAR_SHARE = 0.15, 0.5, 0.99
+SAME_MODE = (
+    1e-3  # Log-probs at two temperatures that differ by less are of one distribution: the temperature is not in them.
+)
+PROBE_TOP = 5
+
+register(
+    "PT-S001", "server-other-model", moment="config", title="The server's architecture is not the trainer's", page="a"
+)
+register("PT-S002", "server-small-vocabulary", moment="config", title="The server's vocabulary is smaller", page="a")
+register("PT-S003", "server-other-revision", moment="config", title="The server loaded another revision", page="a")
+register(
+    "PT-S004",
+    "server-weights-differ",
+    moment="first_batch",
+    title="Log-probs differ after the weights were pushed",
+    page="a",
+)
+register(
+    "PT-S005",
+    "server-push-unproved",
+    moment="first_batch",
+    title="The server had the weights before they were pushed",
+    page="a",
+)
+register(
+    "PT-S010", "server-short-context", moment="config", title="Completions do not fit the server's context", page="h"
+)
+register(
+    "PT-S011", "server-raw-logprobs", moment="config", title="The server's log-probs ignore the temperature", page="h"
+)
+register("PT-S012", "server-takes-no-weights", moment="config", title="The server cannot be given weights", page="h")
+register("PT-S013", "server-on-this-device", moment="config", title="Server and trainer share an accelerator", page="h")
+register("PT-S014", "server-few-slots", moment="config", title="The server writes few completions at once", page="h")
+register("PT-S015", "server-quantised", moment="config", title="The server runs quantised weights", page="h")
+register("PT-S016", "server-no-adapter", moment="config", title="The server does not take this adapter", page="h")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a run needs of a server; None or 0 where it does not matter.
+
+    Attributes:
+        shape: Architecture, hidden size, layers and key-value heads of the policy, by the names that servers use.
+        completion: Most tokens of a completion.
+        at_once: Completions of one generation.
+        truncated: Whether sampling leaves tokens out or penalises them.
+        devices: UUIDs of the trainer's accelerators.
+        lora_rank: Of an adapter that must be sent alone.
+    """
+
+    model: str
+    revision: str | None
+    shape: Mapping[str, Any]
+    vocabulary: int
+    completion: int
+    at_once: int
+    temperature: float
+    truncated: bool
+    devices: tuple[str, ...] = ()
+    lora_rank: int = 0
+
+
+def needs_of(model: Any, args: Any) -> Needs:
+    """What a trainer with this model and these arguments needs."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    text = base.config.get_text_config()
+    adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
+    alone = getattr(args, "vllm_lora_sync", "auto") == "adapter" and adapter is not None
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    truncated = args.top_p < 1 or args.top_k > 0 or bool(args.min_p) or args.repetition_penalty != 1
+    return Needs(
+        model=str(base.config.name_or_path),
+        revision=(getattr(args, "model_init_kwargs", None) or {}).get("revision"),
+        shape={
+            "architectures": [type(base).__name__],
+            "hidden_size": text.hidden_size,
+            "num_hidden_layers": text.num_hidden_layers,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None),
+        },
+        vocabulary=text.vocab_size,
+        completion=args.max_completion_length,
+        at_once=args.generation_batch_size or 0,
+        temperature=args.temperature,
+        truncated=truncated,
+        devices=tuple(uuids),
+        lora_rank=getattr(adapter, "r", 0) if alone else 0,
+    )
+
+
+def check_info(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
+    """What a server says of itself against what the run needs."""
+    yield from _model(url, info, needs)
+    yield from _flags(url, info, needs)
+
+
+def _model(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
+    differing = {
+        name: (info.get(name), value)
+        for name, value in needs.shape.items()
+        if value is not None and info.get(name) is not None and info[name] != value
+    }
+    if differing:
+        theirs = ", ".join(f"{name}={pair[0]}" for name, pair in differing.items())
+        ours = ", ".join(f"{name}={pair[1]}" for name, pair in differing.items())
+        yield finding(
+            "PT-S001", "error", f"the server serves {info.get('model')} with {theirs}, and the trainer has {ours}.", url,
+            "weights of one cannot be loaded into the other, and completions would come from another policy.",
+            f"start the server with the model that is trained: posttrain serve --model {needs.model or 'MODEL'}.",
+        )  # fmt: skip
+    vocabulary = info.get("vocab_size")
+    if vocabulary is not None and vocabulary < needs.vocabulary:
+        yield finding(
+            "PT-S002", "error", f"the server's vocabulary has {vocabulary} tokens, the trainer's {needs.vocabulary}.", url,
+            "prompts with tokens that were added for training cannot be sent, and the embeddings do not fit.",
+            "save the trained model with its new tokens and serve that.",
+        )  # fmt: skip
+    revision = info.get("revision")
+    if revision and needs.revision and revision != needs.revision:
+        yield finding(
+            "PT-S003", "warning", f"the server loaded revision {revision}, the trainer {needs.revision}.", url,
+            "their tokenizers and configs may differ; the weights are pushed in any case.",
+            f"start the server with --revision {needs.revision}.",
+        )  # fmt: skip
+
+
+def _flags(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
+    length = info.get("max_model_len")
+    if length is not None and length <= needs.completion:
+        yield finding(
+            "PT-S010", "error",
+            f"max_model_len={length} of the server holds no prompt beside max_completion_length={needs.completion}.", url,
+            "every request would be refused, or every completion cut.",
+            f"restart it: posttrain serve --model {needs.model} --max_model_len {needs.completion + 512}.",
+        )  # fmt: skip
+    if info.get("accepts_weights") is False:
+        yield finding(
+            "PT-S012", "error", "the server has no endpoint that takes weights.", url,
+            "it would sample from the weights it started with for the whole run.",
+            f"serve with 'posttrain serve --model {needs.model}', or a vLLM server in dev mode with our worker extension.",
+        )  # fmt: skip
+    shared = sorted(set(info.get("device_uuids") or ()) & set(needs.devices))
+    if shared:
+        yield finding(
+            "PT-S013", "error", f"server and trainer both use accelerator {', '.join(shared)}.", url,
+            "they cannot form a group to send weights, and share its memory.",
+            "give each its own with CUDA_VISIBLE_DEVICES, or set vllm_mode='colocate'.",
+        )  # fmt: skip
+    slots = info.get("max_num_seqs")
+    if slots and needs.at_once > 4 * slots:
+        yield finding(
+            "PT-S014", "info", f"the server writes {slots} completions at once, and a generation has {needs.at_once}.", url,
+            "most of them wait for most of the time.", "raise --max_num_seqs, or add servers.",
+        )  # fmt: skip
+    quantised = info.get("quantization") or info.get("quantisation")
+    if quantised:
+        yield finding(
+            "PT-S015", "warning", f"the server runs {quantised} weights.", url,
+            "rollouts come from a rounded policy; the correction for it costs effective samples.",
+            "serve full weights, or watch sampling/sampling_logp_difference.",
+        )  # fmt: skip
+    if needs.lora_rank and not (
+        info.get("accepts_lora") and needs.lora_rank <= (info.get("max_lora_rank") or needs.lora_rank)
+    ):
+        yield finding(
+            "PT-S016", "error",
+            f"vllm_lora_sync='adapter' with rank {needs.lora_rank}; the server takes adapters: {bool(info.get('accepts_lora'))}, "
+            f"up to rank {info.get('max_lora_rank')}.", url,
+            "the adapter could not be sent.", "set vllm_lora_sync='merge', or restart the server with a higher --max_lora_rank.",
+        )  # fmt: skip
+
+
+def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
+    """One prompt at two temperatures: whether log-probs are of the distribution that is sampled from (two tiny requests)."""
+    if needs.temperature == 1.0 and not needs.truncated:
+        return
+    prompt = [min(7, needs.vocabulary - 1)]
+    cold, warm = (
+        client.generate([prompt], max_tokens=1, logprobs=PROBE_TOP, temperature=t, seed=0, raw_logprobs=False)
+        for t in (0.5, 1.0)
+    )
+    pairs = [
+        {i: v for i, v in zip(r["logprob_token_ids"][0][0], r["logprobs"][0][0], strict=True) if v is not None}
+        for r in (cold, warm)
+    ]
+    common = pairs[0].keys() & pairs[1].keys()
+    if not common or max(abs(pairs[0][i] - pairs[1][i]) for i in common) >= SAME_MODE:
+        return
+    url = str(getattr(client, "base_url", "server"))
+    yield finding(
+        "PT-S011", "error" if needs.temperature != 1.0 else "warning",
+        f"the server's log-probs are the same at temperatures 0.5 and 1.0, and this run samples at {needs.temperature}.", url,
+        "importance ratios would compare log-probs of two distributions.",
+        f"restart with processed log-probs: vllm serve {needs.model} --logprobs-mode processed_logprobs, or posttrain serve.",
+    )  # fmt: skip
+
+
+def probe_sequences(vocabulary: int, context: int | None) -> list[list[int]]:
+    """The token ids of the parity probe, the same in every run: 4 sequences of at most 64 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(LENGTH, context or LENGTH)
+    return torch.randint(0, vocabulary, (SEQUENCES, length), generator=generator).tolist()
+
+
+def check_parity(
+    where: str, ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], *, dtype: Any, version: int
+) -> Finding | None:
+    """Log-probs of the same tokens on both sides.
+
+    Args:
+        where: The server.
+        ours: One list of log-probs a sequence, by the trainer.
+        theirs: By the server.
+        dtype: Of the server's weights; None is held to the widest bound.
+        version: Of the weights.
+    """
+    gaps = [abs(a - b) for mine, its in zip(ours, theirs, strict=True) for a, b in zip(mine, its, strict=True)]
+    limit = MEAN_GAPS.get(str(dtype).removeprefix("torch."), MEAN_GAP_QUANTISED)
+    average = statistics.fmean(gaps)
+    far = sorted(gaps)[min(int(FAR_SHARE * len(gaps)), len(gaps) - 1)]
+    if average <= limit and far <= FAR_GAP:  # False for NaN.
+        return None
+    return finding(
+        "PT-S004", "error",
+        f"the server's weights differ from the trainer's after version {version} was pushed: mean log-prob gap {average:.3g} "
+        f"over {len(gaps)} tokens (limit {limit}), 99th percentile {far:.3g} (limit {FAR_GAP}).", where,
+        "rollouts would come from another policy. Causes: weights that are read from disk again after sleeping, names that the "
+        "engine ignores, an adapter that is not merged, another trainer that pushes to this server.",
+        "restart the server with the model that is trained, and give every trainer its own.",
+    )  # fmt: skip
+
+
+def check_negative_control(where: str, before: Finding | None) -> Finding | None:
+    """A resumed run's server should not have its weights before they are pushed: otherwise a push proves nothing."""
+    if before is not None:
+        return None
+    return finding(
+        "PT-S005", "warning", "the server's log-probs equalled the trainer's before the weights of this resumed run were pushed.",
+        where, "either it has them already, or training has hardly moved them: that a push arrives cannot be seen from here.",
+        "look at reward and sampling/sampling_logp_difference over the next steps.",
+    )  # fmt: skip

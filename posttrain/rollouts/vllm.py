@@ -1,0 +1,289 @@
+"""`VLLMEngine`: vLLM in the trainer's process, on a copy of its weights that every push replaces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import ConfigError, RolloutError
+from posttrain.integrations import require
+from posttrain.rollouts.base import check_requests
+from posttrain.rollouts.replies import derived_seed
+from posttrain.rollouts.sleep import Sleeper, choose_level
+from posttrain.rollouts.weights import as_dtype
+from posttrain.types import Request, Rollout, Sampling
+
+__all__ = ["VLLMEngine"]
+
+BATCHED_TOKENS = 4096  # vLLM measures its memory with a batch of so many; its own default takes most of a shared GPU.
+GUIDES = {"regex": "regex", "json": "json", "grammar": "grammar", "choices": "choice"}
+
+
+class VLLMEngine:
+    """Samples with an engine object of vLLM.
+
+    Its log-probs are those of the distribution that was sampled from (``processed_logprobs``); where sampling is
+    truncated, those before truncation are not known, and `Rollout.logp` holds the processed ones.
+
+    Args:
+        llm: ``vllm.LLM``, made with ``logprobs_mode="processed_logprobs"``; see `create`.
+        context: Most tokens of prompt and completion.
+        vocabulary: Token ids are below it.
+        dtype: Of its weights.
+        sleep_level: Of its sleep between generations; None: it stays awake.
+
+    >>> engine = VLLMEngine.create("model-folder", dtype="float32")  # doctest: +SKIP
+    >>> engine.load_weights(Weights(model, checkpoint_names=True), version=1)  # doctest: +SKIP
+    """
+
+    name = "vllm"
+    in_process = False
+    holds_copy = True
+    collective = False
+    can_score = True
+    checkpoint_names = True
+
+    def __init__(
+        self, llm: Any, *, context: int | None, vocabulary: int, dtype: Any = None, sleep_level: int | None = None
+    ) -> None:
+        self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
+        self.sleeper = Sleeper(llm, sleep_level)
+        self.version = 0
+        self._calls = 0
+
+    @classmethod
+    def create(cls, model: str, *, sleep_level: int | None = None, **options: Any) -> VLLMEngine:
+        """Load vLLM in this process.
+
+        Args:
+            model: Folder or id.
+            sleep_level: See the class.
+            options: Of ``vllm.LLM``: ``revision``, ``dtype``, ``max_model_len``, ``gpu_memory_utilization``,
+                ``tensor_parallel_size``, ``max_num_seqs``, ``seed``, ``quantization``, ``model_impl``.
+
+        Raises:
+            MissingDependencyError: vLLM is not installed.
+        """
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # Weights are handed over without a copy.
+        vllm = require("vllm", "rollouts by vLLM in this process (vllm_mode='colocate')")
+        fixed = {
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",  # Not the sampling settings of the checkpoint's folder.
+            "max_num_batched_tokens": BATCHED_TOKENS,
+            "enable_sleep_mode": sleep_level is not None,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        llm = vllm.LLM(model=model, **(fixed | given))
+        config = llm.llm_engine.model_config
+        return cls(
+            llm,
+            context=config.max_model_len,
+            vocabulary=config.get_vocab_size(),
+            dtype=config.dtype,
+            sleep_level=sleep_level,
+        )
+
+    @classmethod
+    def for_training(cls, model: nn.Module, args: Any, accelerator: Any) -> VLLMEngine:
+        """As a trainer's config says; every process has its own, or ``vllm_tensor_parallel_size`` of them share one.
+
+        Raises:
+            ConfigError: Processes that do not divide into engines; a model that was loaded in 8 bits, or has no folder.
+        """
+        shards, world = args.vllm_tensor_parallel_size, accelerator.num_processes
+        if world % shards:
+            raise ConfigError(
+                f"vllm_tensor_parallel_size={shards} does not divide the {world} processes. Set it to one of "
+                f"{[n for n in range(1, world + 1) if world % n == 0]}."
+            )
+        if shards > 1:
+            raise ConfigError(
+                f"vllm_tensor_parallel_size={shards}: with vllm_mode='colocate' each process runs its whole engine. Serve a "
+                "model that one accelerator cannot hold (vllm_mode='server')."
+            )
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        path = base.config.name_or_path
+        if not path:
+            raise ConfigError(
+                "vllm_mode='colocate' loads the model's architecture by its name, and this model has none. Load it with "
+                "from_pretrained, or save it first."
+            )
+        level = None
+        if args.vllm_enable_sleep_mode:
+            level = _level(base, args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        init = args.model_init_kwargs or {}
+        engine = cls.create(
+            path,
+            sleep_level=level,
+            revision=init.get("revision"),
+            trust_remote_code=args.trust_remote_code,
+            dtype=str(_engine_dtype(base, accelerator)).removeprefix("torch."),
+            max_model_len=args.vllm_max_model_length,
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            max_num_seqs=args.train_batch_size * (args.steps_per_generation or 1),
+            model_impl=args.vllm_model_impl,
+            quantization=_quantisation(base),
+            seed=accelerator.process_index,
+            distributed_executor_backend="external_launcher" if world > 1 else None,
+            enforce_eager=None if accelerator.device.type == "cuda" else True,
+        )
+        engine.sleeper.valid = False  # What it loaded from disk is not the policy, or not for long.
+        return engine
+
+    # The contract ------------------------------------------------------------------------------------------------------
+
+    def needs_weights(self) -> bool:
+        """Whether it slept its weights away, or never had any."""
+        return not self.sleeper.valid
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        """See `posttrain.rollouts.base.RolloutEngine.generate`."""
+        for request in requests:
+            own = request.sampling or sampling
+            check_requests([request], own, self.context, self.vocabulary)
+            _check_supported(own)
+        self.sleeper.before_generate()
+        self._calls += 1
+        prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
+        settings = [self._settings(r, sampling, index) for index, r in enumerate(requests)]
+        outputs = self.llm.generate(prompts, settings, use_tqdm=False) if prompts else []
+        if len(outputs) != len(requests):
+            raise RolloutError(f"vLLM answered {len(outputs)} of {len(requests)} requests.")
+        return [
+            self._rollout(request, completion, request.sampling or sampling)
+            for request, output in zip(requests, outputs, strict=True)
+            for completion in sorted(_whole(output, request), key=lambda one: one.index)
+        ]
+
+    def _settings(self, request: Request, call: Sampling, index: int) -> Any:
+        vllm = require("vllm", "sampling")
+        own = request.sampling or call
+        seed = own.seed if request.sampling is not None else derived_seed(call.seed, index)
+        guide: dict[str, Any] = {}
+        if own.guide is not None:
+            kind, text = own.guide
+            value = text.split("\n") if kind == "choices" else text
+            guide["structured_outputs"] = vllm.sampling_params.StructuredOutputsParams(**{GUIDES[kind]: value})
+        return vllm.SamplingParams(
+            n=request.n,
+            max_tokens=own.max_new_tokens,
+            temperature=own.temperature,
+            top_p=own.top_p,
+            top_k=own.top_k,
+            min_p=own.min_p or 0.0,
+            repetition_penalty=own.repetition_penalty,
+            stop_token_ids=list(own.stop_token_ids),
+            ignore_eos=True,  # The trainer's stop tokens alone count.
+            min_tokens=own.min_new_tokens,
+            logit_bias=dict(own.logit_bias) or None,
+            logprobs=own.top_logps,
+            seed=None if seed is None else int(seed),
+            detokenize=bool(own.stop_strings),
+            stop=list(own.stop_strings) or None,
+            **guide,
+        )
+
+    def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
+        ids = list(completion.token_ids)
+        # By id: the first entry is the most likely token, not the sampled one.
+        logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
+        reason = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
+        most = None
+        if sampling.top_logps:
+            most = [[(i, float(x.logprob)) for i, x in at.items()][: sampling.top_logps] for at in completion.logprobs]
+        drawn = list(logps) if _truncates(sampling) else None
+        return Rollout(list(request.prompt_ids), ids, logps, reason, self.version, processed_logp=drawn, top_logps=most)
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights, as vLLM loads a checkpoint, repacked for its kernels; then forget keys and values.
+
+        An empty iterable only renames what is there.
+        """
+        iterator = iter(named_tensors)
+        first = next(iterator, None)
+        if first is not None:
+            self.sleeper.before_push()
+            self._reload(_chained(first, iterator))
+            self.sleeper.pushed()
+        self.llm.reset_prefix_cache()
+        self.version = version
+
+    def _reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        pairs = ((n, t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t) for n, t in tensors)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+
+    def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
+        """Log-probs of given tokens behind their prompts: one list a sequence."""
+        vllm = require("vllm", "scoring")
+        self.sleeper.before_generate()
+        # One token is generated too, and must fit.
+        settings = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
+        prompts = [{"prompt_token_ids": list(ids)[: (self.context or 10**9) - 1]} for ids in sequences]
+        outputs = self.llm.generate(prompts, settings, use_tqdm=False)
+        lines = []
+        for ids, begin, output in zip(sequences, prompt_lengths, outputs, strict=True):
+            known = output.prompt_logprobs
+            lines.append([float(known[t][ids[t]].logprob) for t in range(begin, len(known))])
+        return {"vllm": lines}
+
+    def rest(self) -> None:
+        """No generation until the next push or call: give memory back where sleep is on."""
+        self.sleeper.rest()
+
+    def close(self) -> None:
+        """Free what vLLM holds."""
+        self.llm = None
+
+
+def _chained(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
+    yield first
+    yield from rest
+
+
+def _whole(output: Any, request: Request) -> list[Any]:
+    """All completions of a request, or an error that names it."""
+    if list(output.prompt_token_ids) != list(request.prompt_ids) or len(output.outputs) != request.n:
+        raise RolloutError(
+            f"vLLM answered a prompt of {len(output.prompt_token_ids)} tokens with {len(output.outputs)} completions where one "
+            f"of {len(request.prompt_ids)} tokens was to get {request.n}."
+        )
+    return output.outputs
+
+
+def _check_supported(sampling: Sampling) -> None:
+    if sampling.no_repeat_ngram:
+        raise RolloutError(f"no_repeat_ngram={sampling.no_repeat_ngram}: vLLM has no such rule. Use the native engine.")
+
+
+def _truncates(sampling: Sampling) -> bool:
+    """Whether tokens are drawn from another distribution than the one at the temperature."""
+    cut = sampling.top_k > 0 or sampling.top_p < 1 or bool(sampling.min_p) or sampling.repetition_penalty != 1
+    return bool(cut or sampling.logit_bias or sampling.guide or sampling.min_new_tokens)
+
+
+def _engine_dtype(model: Any, accelerator: Any) -> torch.dtype:
+    """What the forward pass of training computes in."""
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    return mixed or next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def _quantisation(model: Any) -> str | None:
+    """Engine setting for 4-bit linear layers; it is imported nowhere else, for it disturbs vLLM (vllm#32793)."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    if "Linear8bitLt" in kinds:
+        raise ConfigError("the model was loaded in 8 bits, which vLLM cannot take over. Load it in 4 bits, or whole.")
+    return "bitsandbytes" if "Linear4bit" in kinds else None
+
+
+def _level(model: Any, args: Any, ranks: int) -> int:
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    window = (args.steps_per_generation or 1) * args.num_iterations
+    per_push = max(args.gradient_accumulation_steps / window, 2.0 if args.do_eval else 1.0)
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return choose_level(
+        str(args.vllm_sleep_level), generations_per_push=per_push, model_bytes=size, ranks=ranks, free_bytes=pages
+    )

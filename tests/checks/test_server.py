@@ -1,0 +1,141 @@
+"""A server of another model, with other weights or flags: found before anything is trained, and no word about a good one."""
+
+import math
+import types
+
+import pytest
+
+from posttrain.checks import core
+from posttrain.checks import server as checks
+from posttrain.checks.server import Needs, check_info, check_negative_control, check_parity, needs_of, probe_logprobs
+from tests.conftest import build_model
+
+SHAPE = {"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2}
+GOOD = {"model": "m", "vocab_size": 37, "max_model_len": 512, "max_num_seqs": 64, "weight_version": 0, **SHAPE}
+
+
+def needs(**changed):
+    base = {
+        "model": "folder", "revision": None, "shape": SHAPE, "vocabulary": 37, "completion": 128, "at_once": 64,
+        "temperature": 1.0, "truncated": False,
+    }  # fmt: skip
+    return Needs(**(base | changed))
+
+
+def codes(info, **changed):
+    return [f.code for f in check_info("http://x", info, needs(**changed))]
+
+
+def test_a_server_that_fits_is_not_mentioned():
+    assert codes(GOOD) == []
+    assert codes({"model": "m"}) == []  # What it does not say is not held against it.
+
+
+@pytest.mark.parametrize(
+    ("lie", "changed", "code", "severity", "values"),
+    [
+        ({"hidden_size": 64}, {}, "PT-S001", "error", "hidden_size=64, and the trainer has hidden_size=32"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, {}, "PT-S001", "error", "Qwen2ForCausalLM"),
+        ({"num_key_value_heads": 4}, {}, "PT-S001", "error", "num_key_value_heads=4"),
+        ({"vocab_size": 36}, {}, "PT-S002", "error", "36 tokens, the trainer's 37"),
+        ({"revision": "a"}, {"revision": "b"}, "PT-S003", "warning", "revision a, the trainer b"),
+        ({"max_model_len": 128}, {}, "PT-S010", "error", "max_model_len=128 .* max_completion_length=128"),
+        ({"accepts_weights": False}, {}, "PT-S012", "error", "no endpoint"),
+        ({"device_uuids": ["GPU-1"]}, {"devices": ("GPU-1", "GPU-2")}, "PT-S013", "error", "GPU-1"),
+        ({"max_num_seqs": 8}, {"at_once": 64}, "PT-S014", "info", "8 completions at once, and a generation has 64"),
+        ({"quantization": "fp8"}, {}, "PT-S015", "warning", "fp8"),
+        ({"accepts_lora": False}, {"lora_rank": 8}, "PT-S016", "error", "rank 8"),
+        ({"accepts_lora": True, "max_lora_rank": 4}, {"lora_rank": 8}, "PT-S016", "error", "up to rank 4"),
+    ],
+)
+def test_each_difference_is_found_with_both_values_and_what_to_do(lie, changed, code, severity, values):
+    (found,) = check_info("http://x", GOOD | lie, needs(**changed))
+    assert (found.code, found.severity, found.where) == (code, severity, "http://x")
+    assert __import__("re").search(values, found.what)
+    assert found.fix
+
+
+def test_a_larger_vocabulary_and_another_name_of_the_same_model_are_fine():
+    assert codes(GOOD | {"vocab_size": 64, "model": "elsewhere"}) == []
+
+
+class Client:
+    """Log-probs of one step, with or without the temperature in them."""
+
+    base_url = "http://x"
+
+    def __init__(self, raw):
+        self.raw, self.asked = raw, 0
+
+    def generate(self, prompts, *, max_tokens, logprobs, temperature, **_):
+        self.asked += 1
+        logits = [2.0, 1.0, 0.5, 0.0, -1.0]
+        scaled = [x / (1.0 if self.raw else temperature) for x in logits]
+        norm = math.log(sum(map(math.exp, scaled)))
+        return {"logprob_token_ids": [[[0, 1, 2, 3, 4]]], "logprobs": [[[x - norm for x in scaled]]]}
+
+
+def test_log_probs_without_the_temperature_are_an_error_unless_it_is_one():
+    (found,) = probe_logprobs(Client(raw=True), needs(temperature=0.7))
+    assert (found.code, found.severity) == ("PT-S011", "error")
+    assert "0.7" in found.what
+    assert "--logprobs-mode processed_logprobs" in found.fix
+    (found,) = probe_logprobs(Client(raw=True), needs(truncated=True))
+    assert found.severity == "warning"
+    assert list(probe_logprobs(Client(raw=False), needs(temperature=0.7))) == []
+    plain = Client(raw=True)
+    assert list(probe_logprobs(plain, needs())) == []
+    assert plain.asked == 0
+
+
+def test_parity_has_a_limit_for_each_dtype_and_one_for_the_worst_percent():
+    ours = [[-1.0] * 63] * 4
+
+    def said(gap, dtype, **far):
+        theirs = [[x + gap for x in line] for line in ours]
+        for place, value in far.items():
+            theirs[0][int(place[1:])] += value
+        return check_parity("http://x", ours, theirs, dtype=dtype, version=12)
+
+    assert said(0.019, "torch.float32") is None
+    assert said(0.021, "torch.float32").code == "PT-S004"
+    assert said(0.049, "bfloat16") is None
+    assert said(0.051, "bfloat16").severity == "error"
+    assert said(0.14, "fp8") is None
+    assert said(0.16, None) is not None
+    assert said(0.0, "bfloat16", x0=0.9, x1=0.9) is None  # Two of 252 are below one percent.
+    assert "99th percentile 0.9" in said(0.0, "bfloat16", x0=0.9, x1=0.9, x2=0.9).what
+    assert said(float("nan"), "float32") is not None
+    found = said(0.41, "bfloat16")
+    assert "mean log-prob gap 0.41 over 252 tokens (limit 0.05)" in found.what and "version 12" in found.what
+
+
+def test_a_push_that_changed_nothing_proves_nothing():
+    assert check_negative_control("http://x", None).code == "PT-S005"
+    differing = check_parity("http://x", [[0.0]], [[1.0]], dtype="float32", version=0)
+    assert check_negative_control("http://x", differing) is None
+
+
+def test_needs_are_read_from_model_and_config():
+    args = types.SimpleNamespace(
+        top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, temperature=0.9, max_completion_length=7,
+        generation_batch_size=16, model_init_kwargs={"revision": "main"}, vllm_lora_sync="auto",
+    )  # fmt: skip
+    found = needs_of(build_model(37), args)
+    assert dict(found.shape) == SHAPE
+    assert (found.vocabulary, found.completion, found.at_once, found.revision) == (37, 7, 16, "main")
+    assert not found.truncated
+    args.top_k = 5
+    assert needs_of(build_model(37), args).truncated
+
+
+def test_probe_sequences_are_the_same_in_every_run_and_fit_the_context():
+    assert checks.probe_sequences(37, None) == checks.probe_sequences(37, None)
+    assert [len(s) for s in checks.probe_sequences(37, 20)] == [20] * 4
+    assert max(max(s) for s in checks.probe_sequences(37, None)) < 37
+
+
+def test_all_codes_are_registered_with_their_page():
+    pages = {code: check.page for code, check in core.load().items() if code.startswith("PT-S")}
+    assert {c for c, page in pages.items() if page == "a"} >= {f"PT-S00{i}" for i in range(1, 6)}
+    assert {c for c, page in pages.items() if page == "h"} >= {f"PT-S01{i}" for i in range(7)}

@@ -1,0 +1,179 @@
+"""An engine that sleeps beside training never samples from weights that were not pushed, and never reads them from disk."""
+
+import doctest
+import types
+
+import pytest
+import torch
+
+import posttrain.rollouts.sleep
+from posttrain.errors import ConfigError, RolloutError, WeightSyncError
+from posttrain.rollouts.sleep import Sleeper, choose_level
+from posttrain.rollouts.vllm import VLLMEngine
+from posttrain.types import Request, Sampling
+from tests.conftest import build_model
+
+
+class StubLLM:
+    """What vLLM's object does, as far as memory and weights go; generating says which weights it holds."""
+
+    def __init__(self):
+        self.disk, self.weights, self.cache, self.calls = {"w": 0.0}, {"w": 0.0}, True, []
+
+    def sleep(self, level):
+        self.calls.append(f"sleep{level}")
+        self.cache = False
+        self.weights = dict(self.weights) if level == 1 else None
+
+    def wake_up(self, tags=None):
+        self.calls.append(f"wake{','.join(tags or ['all'])}")
+        self.cache = self.cache or tags is None or "kv_cache" in tags
+        if self.weights is None:
+            self.weights = {"w": float("nan")}  # Memory without content.
+
+    def reload_weights(self, weights_iterator):
+        self.calls.append("load")
+        self.weights = {name: float(tensor) for name, tensor in weights_iterator}
+
+    def collective_rpc(self, name, kwargs):
+        assert kwargs.get("weights_iterator") is not None  # Without it vLLM reads the checkpoint again.
+        getattr(self, name)(**kwargs)
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset")
+
+    def generate(self, prompts, settings, use_tqdm):
+        assert self.cache and self.weights is not None
+        self.calls.append("generate")
+        token = int(self.weights["w"])
+        out = types.SimpleNamespace(
+            index=0, token_ids=[token], finish_reason="length", logprobs=[{9: logprob(-0.1), token: logprob(-2.0)}]
+        )
+        return [types.SimpleNamespace(prompt_token_ids=p["prompt_token_ids"], outputs=[out]) for p in prompts]
+
+
+def logprob(value):
+    return types.SimpleNamespace(logprob=value, rank=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_vllm(monkeypatch):
+    fake = types.SimpleNamespace(SamplingParams=lambda **settings: settings)
+    monkeypatch.setattr("posttrain.rollouts.vllm.require", lambda name, purpose: fake)
+
+
+def engine(level):
+    made = VLLMEngine(StubLLM(), context=64, vocabulary=37, dtype="float32", sleep_level=level)
+    made.sleeper.valid = False
+    return made
+
+
+def push(made, value):
+    made.load_weights([("w", torch.tensor(float(value)))], version=value)
+
+
+def sampled(made):
+    (rollout,) = made.generate([Request([5])], Sampling(1, seed=0))
+    return rollout.token_ids[0]
+
+
+@pytest.mark.parametrize("level", [None, 1, 2])
+def test_generate_train_generate_uses_what_was_pushed_and_never_the_disk(level):
+    made = engine(level)
+    for value in (3, 4, 5):
+        push(made, value)
+        assert sampled(made) == sampled(made) == value
+        made.rest()
+    assert made.llm.calls.count("load") == 3
+    if level == 2:
+        assert made.llm.calls[:6] == ["load", "reset", "generate", "generate", "sleep2", "wakeweights"]
+        assert made.llm.calls[6:9] == ["load", "reset", "wakekv_cache"]
+
+
+def test_from_the_deeper_sleep_only_a_push_leads_to_generation_and_from_the_other_waking_does():
+    light, deep = engine(1), engine(2)
+    for made in (light, deep):
+        push(made, 3)
+        made.rest()
+    assert sampled(light) == 3
+    assert not light.needs_weights()
+    assert deep.needs_weights()
+    with pytest.raises(WeightSyncError, match=r"asleep2 without the trainer's weights.*never reads them from disk"):
+        sampled(deep)
+    push(deep, 4)
+    assert sampled(deep) == 4
+
+
+def test_before_the_first_push_a_trainer_s_engine_does_not_generate():
+    with pytest.raises(WeightSyncError, match="awake without the trainer's weights"):
+        sampled(engine(None))
+
+
+def test_resting_twice_sleeps_once_and_an_engine_without_a_level_never():
+    made = engine(1)
+    push(made, 3)
+    made.rest()
+    made.rest()
+    assert made.llm.calls.count("sleep1") == 1
+    assert Sleeper(StubLLM(), None).rest() is None
+    assert Sleeper(StubLLM(), None).state == "awake"
+
+
+def test_a_push_that_breaks_off_leaves_no_weights_to_sample_from():
+    made = engine(None)
+    push(made, 3)
+
+    def broken():
+        yield "w", torch.tensor(4.0)
+        raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError):
+        made.load_weights(broken(), 4)
+    with pytest.raises(WeightSyncError):
+        sampled(made)
+
+
+def test_the_level_follows_how_often_a_push_is_used_and_what_fits():
+    assert doctest.testmod(posttrain.rollouts.sleep).failed == 0
+    roomy = {"model_bytes": 100, "ranks": 2, "free_bytes": 240}
+    assert choose_level("auto", generations_per_push=3.0, **roomy) == 1
+    assert choose_level("auto", generations_per_push=3.0, **(roomy | {"free_bytes": 239})) == 2
+    assert choose_level("auto", generations_per_push=1.0, **roomy) == 2
+    assert choose_level("1", generations_per_push=1.0, **roomy) == 1
+
+
+def test_the_log_prob_is_of_the_sampled_token_whatever_comes_first():
+    made = engine(None)
+    push(made, 7)
+    (rollout,) = made.generate([Request([5])], Sampling(1))
+    assert rollout.logp == [-2.0]
+    assert rollout.processed_logp is None
+    (rollout,) = made.generate([Request([5])], Sampling(1, top_k=3))
+    assert rollout.processed_logp == [-2.0]
+
+
+def test_what_vllm_cannot_do_is_said_before_it_is_asked():
+    made = engine(None)
+    push(made, 3)
+    with pytest.raises(RolloutError, match="no_repeat_ngram=2"):
+        made.generate([Request([5])], Sampling(1, no_repeat_ngram=2))
+    with pytest.raises(RolloutError, match="empty prompt"):
+        made.generate([Request([])], Sampling(1))
+
+
+def test_processes_that_make_no_whole_engines_and_models_without_a_name_are_refused():
+    model = build_model(37)
+    accelerator = types.SimpleNamespace(num_processes=6, mixed_precision="no", process_index=0)
+    args = types.SimpleNamespace(vllm_tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match=r"does not divide the 6 processes. Set it to one of \[1, 2, 3, 6\]"):
+        VLLMEngine.for_training(model, args, accelerator)
+    args.vllm_tensor_parallel_size = 1
+    model.config.name_or_path = ""
+    with pytest.raises(ConfigError, match="loads the model's architecture by its name"):
+        VLLMEngine.for_training(model, args, accelerator)
+    model.model.layers[0].mlp.up_proj = type("Linear8bitLt", (torch.nn.Identity,), {})()
+    model.config.name_or_path = "here"
+    with pytest.raises(ConfigError, match="8 bits"):
+        from posttrain.rollouts.vllm import _quantisation
+
+        _quantisation(model)

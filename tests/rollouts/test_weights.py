@@ -1,0 +1,234 @@
+"""What is sent to an engine that holds a copy: whole, under the checkpoint's names, merged without touching the base."""
+
+import doctest
+import hashlib
+import threading
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load
+
+import posttrain.rollouts.weights
+from posttrain.errors import ConfigError, ModelError
+from posttrain.models import merged
+from posttrain.models.merged import adapter_weights, merged_weights
+from posttrain.rollouts.weights import SharedFile, Weights, as_dtype, buckets, safetensors_bytes
+from tests.conftest import build_model
+
+
+def adapted(model, seed=1, **settings):
+    """An adapter whose B is not zero."""
+    base = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**(base | settings)))
+    torch.manual_seed(seed)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name or "magnitude" in name:
+            parameter.data.normal_(0, 0.1)
+    return wrapped.eval()
+
+
+def fingerprint(model):
+    return {
+        n: hashlib.sha256(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for n, p in model.named_parameters()
+    }
+
+
+def same_as_trainer(trainer_model, sent, vocabulary=37, **config):
+    """A fresh model with the sent weights computes what the trainer's computes."""
+    copy = build_model(vocabulary, seed=5, **config)
+    left = copy.load_state_dict(sent, strict=False)
+    assert not left.unexpected_keys
+    assert set(left.missing_keys) <= set(copy.all_tied_weights_keys)
+    ids = torch.randint(0, vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(copy(ids).logits, trainer_model(ids).logits, atol=2e-5, rtol=1e-4)
+
+
+def test_examples_in_docstrings_run():
+    for module in (merged, posttrain.rollouts.weights):
+        assert doctest.testmod(module).attempted > 0
+        assert doctest.testmod(module).failed == 0
+
+
+def test_a_tied_weight_is_sent_once_and_an_untied_one_too():
+    assert "lm_head.weight" not in Weights(build_model(37)).names
+    assert len(Weights(build_model(37)).names) == len(set(Weights(build_model(37)).names))
+    assert "lm_head.weight" in Weights(build_model(37, tie_word_embeddings=False)).names
+
+
+def test_names_lose_what_wrappers_put_into_them():
+    model = build_model(37)
+    layers = model.model.layers
+    layers[0].mlp = torch.nn.ModuleDict({"_checkpoint_wrapped_module": layers[0].mlp})
+    outer = torch.nn.Module()
+    outer.module = model
+    assert Weights(outer).names == Weights(build_model(37)).names
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"trainable_token_indices": [3, 4]},
+        {"fan_in_fan_out": False, "rank_pattern": {"q_proj": 2}},
+    ],
+    ids=lambda s: next(iter(s), "plain"),
+)
+def test_merged_adapters_compute_what_the_trainer_computes(settings):
+    untied = {"tie_word_embeddings": False} if {"modules_to_save", "trainable_token_indices"} & set(settings) else {}
+    untied |= {"tie_word_embeddings": False} if "embed_tokens" in settings.get("target_modules", ()) else {}
+    model = adapted(build_model(37, attention_bias=True, **untied), **settings)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name or "trainable_tokens_delta" in name or name.endswith("bias"):
+            parameter.data += 0.05
+    weights = Weights(model)
+    sent = dict(weights)
+    assert list(sent) == weights.names
+    assert not any("lora" in name or "base_layer" in name or "default" in name for name in sent)
+    same_as_trainer(model, sent, attention_bias=True, **untied)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_thousand_merges_leave_every_byte_of_the_base_as_it_was(dtype):
+    model = adapted(build_model(37, hidden_size=16, num_hidden_layers=1)).to(dtype)
+    before = fingerprint(model)
+    first = {name: tensor.clone() for name, tensor in Weights(model)}
+    for _ in range(1000):
+        for name, read in merged_weights(model):
+            if "q_proj" in name or "down_proj" in name:
+                read()
+    assert fingerprint(model) == before
+    assert all(torch.equal(first[name], tensor) for name, tensor in Weights(model))
+
+
+def test_merging_in_half_precision_rounds_once():
+    model = adapted(build_model(37)).to(torch.bfloat16)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    exact = layer.base_layer.weight.double() + 2.0 * (
+        layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+    )
+    sent = dict(Weights(model))["model.layers.0.self_attn.q_proj.weight"]
+    step = exact.abs() * 2.0**-8 + 1e-6
+    assert ((sent.double() - exact).abs() <= step).all()
+
+
+def test_weights_are_those_of_the_moment_they_are_read():
+    model = build_model(37)
+    weights = Weights(model, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3.0)
+    assert dict(weights)["model.norm.weight"].eq(3.0).all()
+    assert {tensor.dtype for _, tensor in weights} == {torch.bfloat16}
+
+
+def test_an_adapter_goes_alone_only_where_it_is_nothing_but_lora():
+    model = adapted(build_model(37))
+    alone = Weights(model, adapter_only=True)
+    assert alone.adapter == {"r": 4, "alpha": 8, "target_modules": ["down_proj", "q_proj", "v_proj"]}
+    assert sum(t.numel() for _, t in alone) < sum(t.numel() for _, t in Weights(model)) / 4
+    assert all(".lora_" in name for name in alone.names)
+    for settings in ({"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"use_rslora": True}):
+        assert adapter_weights(adapted(build_model(37, tie_word_embeddings=False), **settings)) is None
+    with pytest.raises(ModelError, match="vllm_lora_sync='merge'"):
+        Weights(build_model(37), adapter_only=True)
+
+
+def test_buckets_hold_one_dtype_and_every_tensor_once():
+    pairs = [
+        (str(i), torch.full((5 + i,), float(i), dtype=torch.float32 if i % 7 else torch.bfloat16)) for i in range(40)
+    ]
+    made = list(buckets(pairs, 200))
+    assert [name for bucket in made for name, _ in bucket] == [name for name, _ in pairs]
+    for bucket in made:
+        assert len({t.dtype for _, t in bucket}) == 1
+        assert len(bucket) == 1 or sum(t.numel() * t.element_size() for _, t in bucket) <= 200
+    with pytest.raises(ConfigError, match="vllm_weight_bucket_mb"):
+        list(buckets(pairs, 0))
+
+
+def test_a_bucket_is_a_safetensors_file_in_memory_and_in_shared_memory():
+    pairs = [
+        ("a", torch.randn(3, 4)),
+        ("empty", torch.zeros(0, 2)),
+        ("scalar", torch.tensor(2.5)),
+        ("b", torch.randn(4, 3).T),
+    ]
+    file = SharedFile()
+    for count in (4, 2, 4):
+        bucket = pairs[:count]
+        body = bytes(safetensors_bytes(bucket))
+        assert bytes(file.write(bucket)) == body == file.path.read_bytes()
+        found = load(body)
+        assert list(found) == [n for n, _ in bucket] or set(found) == {n for n, _ in bucket}
+        assert all(torch.equal(found[name], tensor) for name, tensor in bucket)
+    half = [("h", torch.randn(5).bfloat16())]
+    assert torch.equal(load(bytes(file.write(half)))["h"], half[0][1])
+    file.close()
+    assert not file.path.exists()
+
+
+def test_files_of_processes_that_ended_are_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(posttrain.rollouts.weights, "SHARED_FOLDER", tmp_path)
+    orphan = tmp_path / "posttrain-4194999-1.safetensors"
+    orphan.touch()
+    file = SharedFile()
+    assert not orphan.exists()
+    assert file.path.exists()
+    file.close()
+
+
+def test_a_dtype_is_known_by_either_of_its_names():
+    assert as_dtype("float16") is as_dtype("torch.float16") is torch.float16
+    assert as_dtype("auto") is as_dtype(None) is None
+
+
+def test_a_bucket_over_the_network_group_reaches_the_other_rank(monkeypatch):
+    """Two ranks in two threads over gloo: what NCCL does between accelerators, without them."""
+    from datetime import timedelta
+
+    from posttrain.rollouts import nccl
+
+    port, received, sizes = nccl._free_port(), {}, {}
+
+    class Client:
+        base_url, host, group_port, sync_timeout = "http://stub", "127.0.0.1", port, 20.0
+
+        def get_world_size(self):
+            return 1
+
+        def call(self, method, path, body=None, **_):
+            if path == "/init_communicator/":
+                sizes.update(body)
+                limit = timedelta(seconds=20)
+                store = torch.distributed.TCPStore("127.0.0.1", body["port"], 2, is_master=True, timeout=limit)
+                prefixed = torch.distributed.PrefixStore("posttrain-weights", store)
+                self.group = torch.distributed.ProcessGroupGloo(prefixed, 0, 2, timeout=limit)
+            if path == "/update_named_params/":
+                count = sum(torch.Size(p["shape"]).numel() for p in body["params"])
+                flat = torch.empty(count, dtype=as_dtype(body["params"][0]["dtype"]))
+                options = torch.distributed.BroadcastOptions()
+                options.rootRank, options.rootTensor = 1, 0
+                self.group.broadcast([flat], options).wait()
+                for entry in body["params"]:
+                    size = torch.Size(entry["shape"]).numel()
+                    received[entry["name"]] = flat[:size].reshape(entry["shape"])
+                    flat = flat[size:]
+            return {"loaded": len(received), "unexpected": []}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    group = nccl.Communicator.join(Client(), "cpu")
+    bucket = [("a", torch.randn(3, 4)), ("b", torch.randn(5))]
+    thread = threading.Thread(target=group.send, args=(bucket, 1))
+    thread.start()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert sizes["world_size"] == 2
+    assert all(torch.equal(received[name], tensor) for name, tensor in bucket)
+    group.close()
