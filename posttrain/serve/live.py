@@ -30,6 +30,8 @@ class LiveRun(Run):
     def __init__(self, engine: NativeEngine, finished: Callable[[Job, int, int, Rollout], None]) -> None:
         super().__init__(engine, [], Sampling(max_new_tokens=1))
         self.finished = finished
+        # What prompts have in common is remembered for the whole run, which may be long.
+        self.filler.kept.most_bytes = min(self.filler.kept.most_bytes, engine.keep_bytes)
         # As if so many had been asked for: rows are laid out for what may still come.
         self.done = [None] * engine.max_slots
         self.number = engine.max_slots

@@ -344,6 +344,7 @@ class RolloutService:
             "posttrain_version": posttrain.__version__,
             "weight_version": state.weight_version,
             "weights_valid": state.weights_valid,
+            "needs_weights": not state.weights_valid and not state.draining and self.ranks.trouble() is None,
             "updating": state.update is not None,
             "paused": state.paused is not None,
             "asleep": state.asleep,
