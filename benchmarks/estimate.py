@@ -30,7 +30,7 @@ NEOX = {
     "num_attention_heads": 10, "tie_word_embeddings": False,
 }  # fmt: skip
 RANDOM = {"llama-58m": ("llama", LLAMA), "qwen2-95m": ("qwen2", QWEN2), "neox-65m": ("gpt_neox", NEOX)}
-PROMPT, ANSWER = 120, 60
+PROMPT, ANSWER, SAMPLED = 120, 60, 32
 CASES = {
     "sft": ("sft", {}),
     "sft, nothing recomputed": ("sft", {"gradient_checkpointing": False}),
@@ -99,9 +99,10 @@ def settings_of(method: str, given: dict[str, Any], folder: str) -> dict[str, An
     base = harness.settings(2) | {"output_dir": folder, "per_device_train_batch_size": 4, "learning_rate": 1e-6}
     base |= {"gradient_accumulation_steps": 2}
     if method == "grpo":
-        base |= {"per_device_train_batch_size": 8, "num_generations": 8, "beta": 0.04, "max_completion_length": 48}
+        base |= {"per_device_train_batch_size": 8, "num_generations": 8, "beta": 0.04, "max_completion_length": SAMPLED}
+        base |= {"gradient_accumulation_steps": 1}
     if method == "ppo":
-        base |= {"response_length": 48, "num_ppo_epochs": 1}
+        base |= {"response_length": SAMPLED, "num_ppo_epochs": 1}
     return base | given
 
 
@@ -112,7 +113,7 @@ def lengths_of(method: str, args: Any, tokenizer: Any) -> Any:
     prompt = len(tokenizer(" ".join(harness.WORDS[:1] * PROMPT)).input_ids)
     if method == "sft":
         return Lengths(0, prompt + ANSWER)
-    return Lengths(prompt, 48 if method in ("grpo", "ppo") else ANSWER)
+    return Lengths(prompt, SAMPLED if method in ("grpo", "ppo") else ANSWER)
 
 
 def prepare(method: str, model: Any, tokenizer: Any, given: dict[str, Any], folder: str) -> tuple[Any, Any, Any]:
