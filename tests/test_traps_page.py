@@ -12,12 +12,15 @@ KNOWN = [str(number) for number in range(1, 49)] + [f"T{number}" for number in r
 KNOWN += [f"R{number}" for number in range(1, 51)] + [f"O{number}" for number in range(1, 18)]  # Online training.
 KNOWN += ["P39", "P40", "P41"]  # Preference data: those of methods that generate.
 
+SERVERS = ["2", "5", "7", "11", "13", "28", "52", "53"]  # Those of the system layer that a server alone can meet.
+KNOWN += [f"S{number}" for number in SERVERS]  # Rollout servers.
+
 
 def rows():
     """Trap number to the cells of its row."""
     found = {}
     for line in (ROOT / "docs" / "traps.md").read_text(encoding="utf-8").splitlines():
-        match = re.match(r"\| ([TROP]?\d+) \|", line)
+        match = re.match(r"\| ([TROPS]?\d+) \|", line)
         if match:
             assert match[1] not in found, f"trap {match[1]} has two rows"
             found[match[1]] = [cell.strip() for cell in line.strip("|").split("|")]

@@ -100,7 +100,6 @@ async def _serve(config: ServeConfig, name: str, listening: socket.socket) -> in
     server.service = service
     try:
         await service.start()
-        logger.info("ready on http://%s:%d", config.host, _port(listening))
         await server.serve(sockets=[listening])
     except RolloutServerError as error:
         if codes:
@@ -140,6 +139,11 @@ def _draining_server(base: type) -> type:
         async def serve(self, sockets: Any = None) -> None:
             self.loop = asyncio.get_running_loop()
             await super().serve(sockets)
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            if sockets:
+                logger.info("ready on http://%s:%d", *sockets[0].getsockname()[:2])
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             self.signals += 1
