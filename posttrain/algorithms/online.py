@@ -155,6 +155,7 @@ class OnlineTrainer(
         table = self.score(generation, mode)
         if mode == "train":
             self.replace_flat_groups(generation, table)
+        self.rest_engine()
         self.attach_logps(generation, mode)
         advantages = self.advantages(generation, table, mode)
         mine = advantages[table.start : table.start + len(generation.rollouts)]
@@ -216,6 +217,7 @@ class OnlineTrainer(
             "repetition_penalty": args.repetition_penalty,
             "stop_token_ids": self.stop_ids,
             "seed": (args.seed * 1_000_003 + number * world + rank) % 2**63,
+            "guide": ("regex", regex) if (regex := getattr(args, "vllm_structured_outputs_regex", None)) else None,
         }
         overrides = dict(args.generation_kwargs or {})
         overrides.pop("do_sample", None)

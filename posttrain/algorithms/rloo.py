@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.online import OnlineTrainer
 from posttrain.algorithms.online_config import OnlineConfig
+from posttrain.algorithms.vllm_fields import refuse_truncated
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import group_advantages, leave_one_out_advantages, standardized
 from posttrain.losses.kl import k1
@@ -51,6 +52,8 @@ class RLOOConfig(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_clip_range()
+        if self.use_vllm:
+            refuse_truncated(self)
         if self.use_liger_kernel:
             raise ConfigError("use_liger_kernel=True: RLOO has no such option. Leave it at False, or use GRPO.")
         if self.vllm_importance_sampling_mode.startswith("token"):

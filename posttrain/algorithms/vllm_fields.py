@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.errors import ConfigError, check_choice
 
-__all__ = ["VllmSyncFields"]
+__all__ = ["VllmSyncFields", "refuse_truncated", "truncated_sampling"]
 
 
 @dataclass
@@ -67,3 +67,30 @@ class VllmSyncFields:
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+
+
+def truncated_sampling(cfg: Any) -> str:
+    """The settings that draw from another distribution than the one whose log-probs are computed; empty where none does."""
+    off = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    given = {name: getattr(cfg, name) for name in off} | dict(cfg.generation_kwargs or {})
+    changed = [
+        f"{name}={given[name]}" for name, default in off.items() if given[name] not in (default, default or None)
+    ]
+    if cfg.vllm_structured_outputs_regex:
+        changed.append(f"vllm_structured_outputs_regex={cfg.vllm_structured_outputs_regex!r}")
+    return ", ".join(changed)
+
+
+def refuse_truncated(cfg: Any) -> None:
+    """Refuse a correction that would divide by the mass that was cut.
+
+    Raises:
+        ConfigError: Truncated sampling with the correction, unless ``allow_biased_is``.
+    """
+    truncated = truncated_sampling(cfg)
+    if truncated and cfg.vllm_importance_sampling_correction and not cfg.allow_biased_is:
+        raise ConfigError(
+            f"{truncated} with vllm_importance_sampling_correction=True: the engine draws from a truncated distribution and "
+            "the trainer's log-probs are of the whole one, so every ratio is off by the mass that was cut. Turn the "
+            "truncation or the correction off, or set allow_biased_is=True."
+        )

@@ -215,6 +215,7 @@ class VLLMEngine:
     def _reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         pairs = ((n, t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t) for n, t in tensors)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+        self.llm.apply_model(_repack_head)
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
         """Log-probs of given tokens behind their prompts: one list a sequence."""
@@ -237,6 +238,13 @@ class VLLMEngine:
     def close(self) -> None:
         """Free what vLLM holds."""
         self.llm = None
+
+
+def _repack_head(model: nn.Module) -> None:
+    """A tied output layer is sent no weights of its own, so that vLLM's CPU kernels would keep their packed copy of the old."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and type(module).__name__ == "ParallelLMHead":
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
 
 
 def _chained(first: Any, rest: Iterable[Any]) -> Iterable[Any]:

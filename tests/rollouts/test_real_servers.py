@@ -14,7 +14,7 @@ from posttrain.rollouts.server import ServerEngine
 from posttrain.rollouts.weights import Weights
 from posttrain.types import Request, Row, Sampling
 from tests.algorithms.helpers import grpo, grpo_args, losses, weights
-from tests.algorithms.test_far_rollouts import Seeded
+from tests.algorithms.test_far_rollouts import PLAIN, Seeded
 from tests.conftest import build_model, build_tokenizer
 from tests.rollouts import test_contract as contract
 from tests.rollouts.test_weights import adapted
@@ -103,9 +103,9 @@ def test_a_second_trainer_is_kept_out(engine, url):
 
 def test_grpo_over_it_equals_grpo_in_process(url, tmp_path, tiny_tokenizer):
     model = build_model(len(tiny_tokenizer))
-    here = grpo(tmp_path / "a", tiny_tokenizer, model=model, engine=Seeded(model, pad_token_id=0), max_steps=3)
+    here = grpo(tmp_path / "a", tiny_tokenizer, model=model, engine=Seeded(model, pad_token_id=0), **PLAIN)
     here.train()
-    far = {"rollout_engine": "server", "vllm_server_base_url": url, "max_steps": 3}
+    far = {"rollout_engine": "server", "vllm_server_base_url": url} | PLAIN
     there = grpo(tmp_path / "b", tiny_tokenizer, engine="native", **far)
     there.train()
     there.engine.close()

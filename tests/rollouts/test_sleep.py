@@ -39,6 +39,9 @@ class StubLLM:
         assert kwargs.get("weights_iterator") is not None  # Without it vLLM reads the checkpoint again.
         getattr(self, name)(**kwargs)
 
+    def apply_model(self, function):
+        return [function(torch.nn.Identity())]
+
     def reset_prefix_cache(self):
         self.calls.append("reset")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from posttrain.algorithms.vllm_fields import refuse_truncated, truncated_sampling
 from posttrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,22 +74,7 @@ def check_correction(cfg: GRPOConfig) -> None:
             f"loss_type='vespo' multiplies the engine's correction up over tokens, and vllm_importance_sampling_mode="
             f"{mode!r} has one value a sequence. Set vllm_importance_sampling_mode='token_truncate'."
         )
-    truncated = _truncated_sampling(cfg)
-    if truncated and not cfg.allow_biased_is:
-        raise ConfigError(
-            f"{truncated} with vllm_importance_sampling_correction=True: the engine draws from a truncated distribution and "
-            "the trainer's log-probs are of the whole one, so every ratio is off by the mass that was cut. Turn the "
-            "truncation or the correction off, or set allow_biased_is=True."
-        )
-
-
-def _truncated_sampling(cfg: GRPOConfig) -> str:
-    off = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    given = {name: getattr(cfg, name) for name in off} | dict(cfg.generation_kwargs or {})  # type: ignore[arg-type]
-    changed = [
-        f"{name}={given[name]}" for name, default in off.items() if given[name] not in (default, default or None)
-    ]
-    return ", ".join(changed)
+    refuse_truncated(cfg)
 
 
 def warn_of_odd_choices(cfg: GRPOConfig) -> None:
@@ -103,7 +89,7 @@ def warn_of_odd_choices(cfg: GRPOConfig) -> None:
             "temperature=%s is so low that completions of a group will hardly differ; log-probs are divided by it too.",
             cfg.temperature,
         )
-    if truncated := _truncated_sampling(cfg):
+    if truncated := truncated_sampling(cfg):
         logger.warning(
             "%s: completions are drawn from a truncated distribution; log-probs, ratios and the KL are of the whole one and "
             "ignore it.", truncated,
