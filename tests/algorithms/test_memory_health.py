@@ -232,6 +232,24 @@ def test_far_too_large_steps_are_not_tried(tiny_tokenizer, tmp_path, monkeypatch
     assert max(tried) * 20 <= 1.5 * 20 * 2
 
 
+# Before a weight is loaded --------------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_weights_exceed_the_memory_is_refused(tiny_tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match=r"PT-M001.*weights, optimizer states and reference alone need"):
+        sft(tmp_path, tiny_tokenizer, memory_limit_gib=0.0002)
+
+
+def test_a_run_that_is_likely_not_to_fit_is_warned_of_and_can_be_silenced(tiny_tokenizer, tmp_path, caplog):
+    sft(tmp_path / "a", tiny_tokenizer, memory_limit_gib=0.01)  # The interpreter alone takes more.
+    assert "PT-M002" in caplog.text and "posttrain estimate sft" in caplog.text
+    caplog.clear()
+    silence = {"estimate-exceeds-memory": "a test"}
+    sft(tmp_path / "b", tiny_tokenizer, memory_limit_gib=0.01, silence_findings=silence)
+    sft(tmp_path / "c", tiny_tokenizer)
+    assert "PT-M" not in caplog.text
+
+
 # Profiles -------------------------------------------------------------------------------------------------------------
 
 
