@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import logging
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, RolloutServerError, ServerUnreachable
+from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable
 from posttrain.rollouts.connection import GENERATE_TIMEOUT, PAUSE_TIMEOUT, QUICK, Connection
 
 __all__ = ["VLLMClient"]
@@ -86,8 +87,17 @@ class VLLMClient(Connection):
             time.sleep(min(retry_interval, left))
 
     def health(self, deep: bool = False) -> dict[str, Any]:
-        """What the server says of itself; an error where it is not healthy."""
-        return self.call("GET", "/health/?deep=1" if deep else "/health/", timeout=(3.0, 30.0) if deep else QUICK)
+        """What the server says of itself; an error where it is not healthy.
+
+        One that lacks nothing but whole weights (an update failed, or its last trainer died in one) is there to be pushed to.
+        """
+        try:
+            return self.call("GET", "/health/?deep=1" if deep else "/health/", timeout=(3.0, 30.0) if deep else QUICK)
+        except ServerBusy:
+            with contextlib.suppress(RolloutServerError):
+                if self.call("GET", "/info/", timeout=QUICK).get("needs_weights"):
+                    return {"status": "needs weights"}
+            raise
 
     def info(self) -> dict[str, Any]:
         """Model, limits, weight version and counters."""
