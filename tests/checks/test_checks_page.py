@@ -36,5 +36,5 @@ def test_every_assumption_has_a_page_of_five_parts_that_names_its_codes():
         for first, last in re.findall(r"`(PT-[A-Z]\d{3})` to `(PT-[A-Z]\d{3})`", text):
             named |= {f"{first[:4]}{number:03}" for number in range(int(first[4:]), int(last[4:]) + 1)}
         known = {check.code for check in checks if check.page == letter}
-        assert known - named - {"PT-D014", "PT-D015"} == set(), letter
+        assert known <= named, letter
         assert named <= {check.code for check in checks} | {f"PT-D{n:03}" for n in range(1, 12)}, letter
