@@ -74,6 +74,9 @@ class AnswerConfig(PostTrainingConfig):
     truncation_mode: Literal["keep_start", "keep_end"] = field(
         default="keep_start", metadata={"help": "Which end of a long answer is kept."}
     )
+    mask_inner_turns: bool = field(
+        default=False, metadata={"help": "Turns of the user or of tools within an answer have no loss."}
+    )
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the dataset."})
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
     beta: float = field(default=0.1, metadata={"help": "Strength of the tie to the reference, above 0."})
@@ -267,7 +270,7 @@ class PreferenceTrainer(PostTrainer):
 
     def answer_options(self) -> AnswerOptions:
         """How rows become ids."""
-        return AnswerOptions(self.branches, self.args.max_length, self.args.truncation_mode)
+        return AnswerOptions(self.branches, self.args.max_length, self.args.truncation_mode, self.args.mask_inner_turns)
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """Tokenise one set, as `prepare_answers` does, and look at what came of it."""
@@ -307,7 +310,8 @@ class PreferenceTrainer(PostTrainer):
 
     def reference_key(self) -> dict[str, Any]:
         """Settings beyond data, weights and precision that move the reference's log-probs."""
-        return {"max_length": self.args.max_length, "truncation_mode": self.args.truncation_mode}
+        names = ("max_length", "truncation_mode", "mask_inner_turns")
+        return {name: getattr(self.args, name) for name in names}
 
     def with_reference(self, batch: Batch) -> Batch:
         """Add ``ref_logp``, from the reference in eval mode and under the training precision."""

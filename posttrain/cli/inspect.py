@@ -133,7 +133,7 @@ def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
 
         if branches == ("completion",):
             examples = extract_and_unpair(examples)
-        options = AnswerOptions(branches, config.max_length, config.truncation_mode)
+        options = AnswerOptions(branches, config.max_length, config.truncation_mode, config.mask_inner_turns)
         prepared, report = prepare_answers(examples, tokenizer, options, keep=(ROW,))
         made = answer_rows(prepared, branches)
         stops = terminal_token_ids(tokenizer)

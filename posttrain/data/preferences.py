@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 
-from posttrain.data.chat import common_prefix, render
+from posttrain.data.chat import AssistantSpans, common_prefix, has_generation_markers, render
 from posttrain.data.formats import get_dataset_column_names, is_messages, strip_none
 from posttrain.data.labels import one_eos
 from posttrain.data.pairs import maybe_extract_prompt
@@ -39,15 +39,22 @@ class AnswerOptions:
         branches: Columns of the answers: ``("chosen", "rejected")``, with ``"reference"``, or ``("completion",)``.
         max_length: Tokens of prompt and answer; None never cuts.
         truncation_mode: ``keep_start`` or ``keep_end``.
+        mask_inner_turns: Leave turns within an answer that are not the assistant's, and what the template writes around
+            them, without loss.
     """
 
     branches: tuple[str, ...] = ("chosen", "rejected")
     max_length: int | None = 1024
     truncation_mode: str = "keep_start"
+    mask_inner_turns: bool = False
 
     def ids(self, branch: str) -> str:
         """The column of a branch's ids."""
         return f"{branch}_ids"
+
+    def mask(self, branch: str) -> str:
+        """The column of where a branch has loss, with ``mask_inner_turns``."""
+        return f"{branch}_mask"
 
 
 @dataclass
@@ -60,6 +67,7 @@ class AnswerReport:
     dropped: dict[str, int] = field(default_factory=dict)
     cut: int = 0
     repaired: int = 0
+    inner: int = 0  # Rows with an answer that holds turns of others than the assistant.
 
 
 # One map batch -------------------------------------------------------------------------------------------------------
@@ -70,26 +78,37 @@ def _answer_batch(
 ) -> dict[str, list]:
     """Ids of prompts and answers, tokenised in two calls: plain texts with special tokens, rendered ones without."""
     plans: list[tuple[bool, str, list[str]]] = []
+    rows = []
     for position, index in enumerate(indices):
         row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
         try:
-            plans.append(_texts(row, tokenizer, options.branches))
+            rows.append(_parted(row, options.branches))
+            plans.append(_texts(rows[-1], tokenizer, options.branches))
         except DataError as error:
             raise DataError(f"row {index}: {error}") from error
-    names = ["prompt_ids", *map(options.ids, options.branches), "_verdict", "_cut", "_repaired"]
+    names = ["prompt_ids", *map(options.ids, options.branches), "_verdict", "_cut", "_repaired", "_inner"]
+    names += map(options.mask, options.branches if options.mask_inner_turns else ())
     out: dict[str, list] = {name: [] for name in names}
     found = _tokenize(plans, tokenizer)
-    for (plain, _, _), (prompt, wholes) in zip(plans, found, strict=True):
+    for row, (plain, _, _), (prompt, wholes) in zip(rows, plans, found, strict=True):
         if plain:
             prompt = one_bos(prompt, tokenizer.bos_token_id)
             wholes = [one_eos(one_bos(ids, tokenizer.bos_token_id), tokenizer) for ids in wholes]
         _write(out, prompt, wholes, options)
+        inner = [branch for branch in options.branches if not plain and _has_inner_turns(row[branch])]
+        out["_inner"].append(int(bool(inner)))
+        if options.mask_inner_turns:
+            boundary = min(common_prefix(prompt, ids) for ids in wholes)
+            for branch, whole in zip(options.branches, wholes, strict=True):
+                told = _spoken(row, branch, tokenizer) if branch in inner else [1] * len(whole)
+                count = len(out[options.ids(branch)][-1])
+                start = boundary if options.truncation_mode == "keep_start" else len(whole) - count
+                out[options.mask(branch)].append(told[start : start + count])
     return out | {name: batch[name] for name in keep}
 
 
 def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tuple[bool, str, list[str]]:
-    """Whether a row is plain text, its prompt, and its prompt with each answer."""
-    row = _parted(row, branches)
+    """Whether a row (whose prompt stands apart) is plain text, its prompt, and its prompt with each answer."""
     prompt, answers = row.get("prompt"), [row.get(branch) for branch in branches]
     for branch, answer in zip(branches, answers, strict=True):
         if answer is None:
@@ -141,6 +160,19 @@ def _check_messages(branch: str, answer: Any) -> None:
             f"column {branch!r} ends with a message of role {answer[-1].get('role')!r}; an answer's last message must be the "
             "assistant's."
         )
+
+
+def _has_inner_turns(answer: Any) -> bool:
+    return any(message.get("role") != "assistant" for message in answer)
+
+
+def _spoken(row: dict[str, Any], branch: str, tokenizer: Any) -> list[int]:
+    """1 on the tokens of prompt and answer that the assistant says, 0 on everybody else's."""
+    finder, messages, kwargs = AssistantSpans(tokenizer), row["prompt"] + row[branch], template_arguments(row)
+    if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
+        return finder.by_markers(messages, **kwargs)[1]
+    text, spans = finder.by_rendering(messages, **kwargs)
+    return finder.mask(tokenizer, text, encode(tokenizer, [text], special=False)[0], spans)
 
 
 def _tokenize(plans: list[tuple[bool, str, list[str]]], tokenizer: Any) -> list[tuple[list[int], list[list[int]]]]:
@@ -236,7 +268,7 @@ def prepare_answers(
     if not streaming:
         _count(report, mapped, kept)
         _tell(report, options)
-    return kept.remove_columns(["_verdict", "_cut", "_repaired"]), report
+    return kept.remove_columns(["_verdict", "_cut", "_repaired", "_inner"]), report
 
 
 def _is_used(verdicts: list[int]) -> list[bool]:
@@ -247,7 +279,7 @@ def _count(report: AnswerReport, mapped: Any, kept: Any) -> None:
     verdicts = mapped["_verdict"][:]
     report.rows_in, report.rows_out = len(mapped), len(kept)
     report.dropped = {r: n for code, r in enumerate(REASONS, 1) if (n := verdicts.count(code))}
-    report.cut, report.repaired = sum(mapped["_cut"][:]), sum(mapped["_repaired"][:])
+    report.cut, report.repaired, report.inner = (sum(mapped[name][:]) for name in ("_cut", "_repaired", "_inner"))
 
 
 def _tell(report: AnswerReport, options: AnswerOptions) -> None:
@@ -270,6 +302,12 @@ def _tell(report: AnswerReport, options: AnswerOptions) -> None:
             "%s dataset: in %d of %d rows the end of the prompt tokenises differently with its answers; the boundary is where "
             "the tokens part.",
             report.name, report.repaired, n,
+        )  # fmt: skip
+    if report.inner and not options.mask_inner_turns:
+        logger.warning(
+            "%s dataset: in %d of %d rows an answer holds turns of the user or of tools, which are trained on as if the model "
+            "had said them. mask_inner_turns=True leaves them without loss.",
+            report.name, report.inner, n,
         )  # fmt: skip
     if report.cut > 0.1 * n:
         logger.warning(
@@ -300,7 +338,9 @@ def answer_rows(
         for branch, answer in zip(branches, answers, strict=True):
             if not answer:
                 raise DataError(f"row {index} of a batch: {branch}_ids is empty; an answer needs at least one token.")
-        row = Row(list(example["prompt_ids"]), answers, [[1] * len(answer) for answer in answers])
+        masks = [example.get(f"{branch}_mask") for branch in branches]
+        masks = [list(mask or [1] * len(answer)) for mask, answer in zip(masks, answers, strict=True)]
+        row = Row(list(example["prompt_ids"]), answers, masks)
         for name, sources in (columns or {}).items():
             if all(example.get(source) is not None for source in sources):
                 row.sequence_columns[name] = [float(example[source]) for source in sources]

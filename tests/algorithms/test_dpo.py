@@ -165,7 +165,7 @@ def test_num_tokens_counts_a_shared_prompt_with_each_answer(tiny_tokenizer, tmp_
     assert trainer.state.log_history[0]["num_tokens"] == whole
 
 
-def test_t5_the_reference_is_the_model_that_was_given(tiny_tokenizer, tiny_model_dir, tmp_path, caplog):
+def test_p5_the_reference_is_the_model_that_was_given(tiny_tokenizer, tiny_model_dir, tmp_path, caplog):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
@@ -274,7 +274,7 @@ def test_lora_has_no_second_model_and_starts_at_ln_2(tiny_tokenizer, tmp_path):
     assert losses(trainer)[2] < losses(trainer)[0]
 
 
-def test_t6_an_adapter_whose_biases_move_cannot_be_its_own_reference(tiny_tokenizer, tmp_path):
+def test_p6_an_adapter_whose_biases_move_cannot_be_its_own_reference(tiny_tokenizer, tmp_path):
     from peft import LoraConfig
 
     with pytest.raises(ModelError, match="bias='all'"):
@@ -368,7 +368,7 @@ class Sink(TrainerCallback):
             model.model.embed_tokens.weight.mul_(0.9)
 
 
-def test_t12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
+def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
     trainer = dpo(tmp_path, tiny_tokenizer, max_steps=12, learning_rate=1e-3)
     trainer.health.history = [
         {"rewards/chosen": -0.1 * i, "rewards/rejected": -0.3 * i, "rewards/accuracies": 0.9} for i in range(5)
@@ -437,13 +437,13 @@ def test_a_bema_callback_moves_the_reference_of_the_trainer(tiny_tokenizer, tmp_
     assert any(not torch.equal(p, before[n]) for n, p in trainer.reference.copy.named_parameters())
 
 
-def test_t4_a_reference_that_prefers_the_rejected_answers_is_told(tiny_tokenizer, tmp_path, caplog):
+def test_p4_a_reference_that_prefers_the_rejected_answers_is_told(tiny_tokenizer, tmp_path, caplog):
     rows = [{"prompt": f"{i} ", "chosen": "a number is a number", "rejected": "a"} for i in range(24)]
     dpo(tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows), precompute_ref_log_probs=True)
     assert "PT-P002: the reference finds the rejected answer likelier in 100%" in caplog.text
 
 
-def test_t35_the_default_rate_with_an_adapter_is_told(tiny_tokenizer, tmp_path, caplog):
+def test_p35_the_default_rate_with_an_adapter_is_told(tiny_tokenizer, tmp_path, caplog):
     from peft import LoraConfig
 
     dpo(tmp_path, tiny_tokenizer, peft_config=LoraConfig(r=4, target_modules=["q_proj"]), learning_rate=1e-6)

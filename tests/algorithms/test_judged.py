@@ -108,7 +108,7 @@ def test_accumulation_does_not_change_the_update_where_partners_are_the_same(tin
     assert found[0] == pytest.approx(found[2], rel=1e-4)
 
 
-def test_t18_partners_never_share_the_prompt():
+def test_p18_partners_never_share_the_prompt():
     rows = [Row([p], [[i]], [[1]]) for i, p in enumerate([1, 1, 2, 2, 3])]
     for row, partner in zip(rows, partners(rows), strict=True):
         assert rows[partner].prompt_ids != row.prompt_ids
@@ -252,7 +252,7 @@ def test_evaluation_reports_margins(tiny_tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("label", ["False", 0.5, 2])
-def test_t19_labels_that_are_no_bool_are_refused(tiny_tokenizer, tmp_path, label):
+def test_p19_labels_that_are_no_bool_are_refused(tiny_tokenizer, tmp_path, label):
     rows = [{"prompt": "q ", "completion": "a", "label": label}, {"prompt": "r ", "completion": "b", "label": label}]
     with pytest.raises(DataError, match=r"row 0, column 'label': .* must be True or False"):
         make("kto", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows))

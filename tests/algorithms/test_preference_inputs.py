@@ -76,7 +76,7 @@ def test_an_answer_judged_both_ways_is_told_with_its_rows(tiny_tokenizer, tmp_pa
 
 
 @pytest.mark.parametrize("method", ["kto", "bco"])
-def test_t19_labels_that_are_strings_are_refused_by_row_and_value(
+def test_p19_labels_that_are_strings_are_refused_by_row_and_value(
     tiny_tokenizer, tiny_model_dir, tmp_path, capsys, method
 ):
     data = [{"prompt": f"{i} ", "completion": "a number", "label": "False" if i == 2 else "True"} for i in range(4)]
@@ -89,7 +89,7 @@ def test_t19_labels_that_are_strings_are_refused_by_row_and_value(
 
 
 @pytest.mark.parametrize("method", COMPARED)
-def test_t44_a_reference_with_another_vocabulary_is_refused_with_both_sizes(tiny_tokenizer, tmp_path, method):
+def test_p44_a_reference_with_another_vocabulary_is_refused_with_both_sizes(tiny_tokenizer, tmp_path, method):
     size = len(tiny_tokenizer)
     with pytest.raises(ModelError, match=f"vocabulary of {size + 8} and the model one of {size}.*Resize"):
         make(method, tiny_tokenizer, tmp_path, ref_model=build_model(size + 8))
@@ -116,7 +116,7 @@ LOSSES = [
 
 @pytest.mark.parametrize(("method", "settings"), LOSSES)
 @pytest.mark.parametrize("beta", [0.0, -1.0, float("nan"), "0.1"])
-def test_t13_a_beta_that_is_not_above_zero_is_refused_in_the_config(tmp_path, method, settings, beta):
+def test_p13_a_beta_that_is_not_above_zero_is_refused_in_the_config(tmp_path, method, settings, beta):
     with pytest.raises(ConfigError, match=f"beta={beta!r} must be above 0, as a number: with 0 the loss is constant"):
         METHODS[method][1](str(tmp_path), beta=beta, **settings)
 
@@ -128,7 +128,7 @@ def test_beta_zero_on_the_command_line_is_one_line(tiny_model_dir, tmp_path, cap
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_t9_a_prompt_that_fills_max_length_leaves_no_answer_and_is_dropped_and_counted(
+def test_p9_a_prompt_that_fills_max_length_leaves_no_answer_and_is_dropped_and_counted(
     tiny_tokenizer, tmp_path, method, caplog
 ):
     """All such rows: refused. Some: dropped with their number; every row that is left trains at least a token."""
@@ -214,7 +214,7 @@ def test_a_pad_token_outside_the_vocabulary_is_refused(tiny_tokenizer, tmp_path)
         make("dpo", tiny_tokenizer, tmp_path, settings={"pad_token": "<nope>"})
 
 
-def test_t37_rows_of_mixed_form_and_wrong_roles_are_refused_by_row(tiny_tokenizer, tmp_path):
+def test_p37_rows_of_mixed_form_and_wrong_roles_are_refused_by_row(tiny_tokenizer, tmp_path):
     user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     good = {"prompt": [user], "chosen": [answer], "rejected": [answer | {"content": "b"}]}
     with pytest.raises(DataError, match="row 3: column 'rejected' ends with a message of role 'user'"):
@@ -231,7 +231,7 @@ def test_a_loss_that_is_not_known_on_the_command_line_names_the_nearest(tiny_mod
     assert "did you mean 'sigmoid'" in message
 
 
-def test_t42_a_checkpoint_that_would_become_its_own_reference_is_told(tiny_tokenizer, tmp_path, caplog):
+def test_p42_a_checkpoint_that_would_become_its_own_reference_is_told(tiny_tokenizer, tmp_path, caplog):
     make("dpo", tiny_tokenizer, tmp_path, settings={"save_strategy": "steps", "save_steps": 1}).train()
     checkpoint = str(tmp_path / "checkpoint-1")
     caplog.clear()
@@ -243,7 +243,7 @@ def test_t42_a_checkpoint_that_would_become_its_own_reference_is_told(tiny_token
     assert "a training checkpoint" not in caplog.text
 
 
-def test_t43_new_data_cannot_be_evaluated_when_the_reference_is_gone(tiny_tokenizer, tmp_path):
+def test_p43_new_data_cannot_be_evaluated_when_the_reference_is_gone(tiny_tokenizer, tmp_path):
     trainer = make("dpo", tiny_tokenizer, tmp_path, settings={"precompute_ref_log_probs": True})
     trainer.train()
     with pytest.raises(ConfigError, match=r"the reference is gone.*Give this set at construction, as eval_dataset"):
@@ -251,7 +251,7 @@ def test_t43_new_data_cannot_be_evaluated_when_the_reference_is_gone(tiny_tokeni
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "random"])
-def test_t16_rows_sorted_by_label_are_told_where_their_order_is_kept(tiny_tokenizer, tmp_path, caplog, strategy):
+def test_p16_rows_sorted_by_label_are_told_where_their_order_is_kept(tiny_tokenizer, tmp_path, caplog, strategy):
     data = [{"prompt": f"{i} ", "completion": "a number", "label": i < 30} for i in range(60)]
     settings = {"train_sampling_strategy": strategy, "per_device_train_batch_size": 2}
     make("kto", tiny_tokenizer, tmp_path, data, settings=settings)
@@ -259,7 +259,7 @@ def test_t16_rows_sorted_by_label_are_told_where_their_order_is_kept(tiny_tokeni
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_t22_answers_that_a_template_leaves_open_are_told(tiny_tokenizer, tmp_path, caplog, method):
+def test_p22_answers_that_a_template_leaves_open_are_told(tiny_tokenizer, tmp_path, caplog, method):
     user = [{"role": "user", "content": "q"}]
     said = [[{"role": "assistant", "content": text}] for text in ("two", "three")]
     data = [{"prompt": user, "chosen": said[0], "rejected": said[1]}] * 4
@@ -275,22 +275,35 @@ def test_t22_answers_that_a_template_leaves_open_are_told(tiny_tokenizer, tmp_pa
     assert "PT-D025: 8 of 8 answers do not end with an end-of-turn token" in caplog.text
 
 
-def test_t8_answers_cut_at_max_length_are_told_above_ten_percent(tiny_tokenizer, tmp_path, caplog):
+def test_p8_answers_cut_at_max_length_are_told_above_ten_percent(tiny_tokenizer, tmp_path, caplog):
     data = rows(9) + rows(3, chosen="a number " * 20)
     make("dpo", tiny_tokenizer, tmp_path, data, settings={"max_length": 30})
     assert "3 of 12 rows have an answer cut at max_length=30" in caplog.text
 
 
-def test_t33_the_reference_has_the_policy_s_dtype(tiny_tokenizer, tmp_path):
+def test_p33_the_reference_has_the_policy_s_dtype(tiny_tokenizer, tmp_path):
     trainer = make("dpo", tiny_tokenizer, tmp_path, model=build_model(len(tiny_tokenizer)).bfloat16())
     assert {p.dtype for p in trainer.reference.copy.parameters()} == {torch.bfloat16}
 
 
-def test_t6_an_adapter_of_any_name_is_its_own_reference(tiny_tokenizer, tmp_path):
+def test_p6_an_adapter_of_any_name_is_its_own_reference(tiny_tokenizer, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     model = get_peft_model(build_model(len(tiny_tokenizer)), lora, adapter_name="mine")
+    trainer = make("dpo", tiny_tokenizer, tmp_path, model=model, settings={"logging_steps": 1})
+    trainer.train()
+    assert trainer.reference.adapter == "ref"
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
+def test_p6_an_adapter_on_parameters_is_copied_like_any_other(tiny_tokenizer, tmp_path):
+    """`target_parameters` wrap a weight and not a module; with random adapter weights, adapters off would be another model."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"], init_lora_weights=False)
+    model = get_peft_model(build_model(len(tiny_tokenizer)), lora)
     trainer = make("dpo", tiny_tokenizer, tmp_path, model=model, settings={"logging_steps": 1})
     trainer.train()
     assert trainer.reference.adapter == "ref"

@@ -154,7 +154,7 @@ def test_evaluation_is_the_training_loss_whatever_its_batch_size(tiny_tokenizer,
     assert found[0] == pytest.approx(logged(trainer)["loss"], rel=1e-5)
 
 
-def test_t10_each_answer_is_cut_to_its_own_room(tiny_tokenizer, tmp_path):
+def test_p10_each_answer_is_cut_to_its_own_room(tiny_tokenizer, tmp_path):
     rows = datasets.Dataset.from_dict({"prompt": ["0 1 2 3 "], "chosen": ["4 5 6 7 8 9 " * 4], "rejected": ["1 "]})
     trainer = make("cpo", tmp_path, tiny_tokenizer, data=rows, max_length=24)
     (row,) = trainer.train_dataset
@@ -178,7 +178,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path, config, settings, match
         config(str(tmp_path), **settings)
 
 
-def test_t28_simpo_at_the_defaults_of_cpo_is_told(tmp_path, caplog):
+def test_p28_simpo_at_the_defaults_of_cpo_is_told(tmp_path, caplog):
     CPOConfig(str(tmp_path), loss_type="simpo")
     assert "asks for 5.0 nats a token" in caplog.text
     assert "is CPO-SimPO" in caplog.text
@@ -189,7 +189,7 @@ def test_tpo_needs_its_gold_answers(tiny_tokenizer, tmp_path):
         make("tpo", tmp_path, tiny_tokenizer, data=pairs())
 
 
-def test_t21_a_memorised_answer_gives_no_nan(tiny_tokenizer, tmp_path):
+def test_p21_a_memorised_answer_gives_no_nan(tiny_tokenizer, tmp_path):
     trainer = make("orpo", tmp_path, tiny_tokenizer, data=pairs(2), max_steps=30, learning_rate=3e-2)
     trainer.train()
     assert all(math.isfinite(e["grad_norm"]) for e in trainer.state.log_history if "grad_norm" in e)

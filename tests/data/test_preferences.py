@@ -9,6 +9,13 @@ from posttrain.errors import DataError
 U = [{"role": "user", "content": "What is 2?"}]
 
 
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def say(text):
     return [{"role": "assistant", "content": text}]
 
@@ -50,7 +57,7 @@ def test_conversations_share_the_generation_prompt(tiny_tokenizer):
         {"prompt": "What is 2?", "chosen": U + say("two"), "rejected": U + say("three")},
     ],
 )
-def test_t15_t24_a_prompt_that_is_implicit_or_repeated_is_read_once(tiny_tokenizer, row):
+def test_p24_p26_a_prompt_that_is_implicit_or_repeated_is_read_once(tiny_tokenizer, row):
     (got,), _ = prepared([row], tiny_tokenizer)
     (explicit,), _ = prepared([{"prompt": U, "chosen": say("two"), "rejected": say("three")}], tiny_tokenizer)
     assert got == explicit
@@ -70,7 +77,7 @@ def test_the_end_of_answers_is_cut_or_the_beginning_of_the_shared_prompt(tiny_to
     assert end["chosen_ids"] == whole["chosen_ids"]
 
 
-def test_t2_t9_equal_and_full_rows_are_dropped_and_counted(tiny_tokenizer, caplog):
+def test_p2_p9_equal_and_full_rows_are_dropped_and_counted(tiny_tokenizer, caplog):
     good = {"prompt": "q ", "chosen": "a", "rejected": "b"}
     equal = {"prompt": "q ", "chosen": "c", "rejected": "c"}
     full = {"prompt": "long " * 30, "chosen": "a", "rejected": "b"}
@@ -84,11 +91,65 @@ def test_t2_t9_equal_and_full_rows_are_dropped_and_counted(tiny_tokenizer, caplo
         prepared([full], tiny_tokenizer, max_length=20)
 
 
-def test_t1_rows_whose_prompt_is_lost_are_refused(tiny_tokenizer):
+def test_p1_rows_whose_prompt_is_lost_are_refused(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{% if add_generation_prompt %}now think {% endif %}" + tiny_tokenizer.chat_template
     rows = [{"prompt": U, "chosen": say("two"), "rejected": say("three")}] * 3
     with pytest.raises(DataError, match=r"no row of the train dataset is left of 3 .*tokenises differently"):
         prepared(rows, tiny_tokenizer)
+
+
+def test_p1_a_prompt_that_the_assistant_began_is_continued_and_opens_no_turn_of_its_own(tiny_tokenizer):
+    """With a generation header after the begun turn, the prompt would be no prefix of prompt and answer."""
+    begun = [*U, *say("The number is")]
+    rows = [{"prompt": begun, "chosen": say("two"), "rejected": say("three")}]
+    (row,), report = prepared(rows, tiny_tokenizer)
+    assert report.repaired == 0
+    assert tiny_tokenizer.decode(row["prompt_ids"]).endswith("<|im_start|>assistant\nThe number is")
+    whole = tiny_tokenizer.apply_chat_template(begun + say("two"), tokenize=False)
+    assert tiny_tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == whole
+
+
+CALLED = [
+    {"role": "assistant", "content": "I ask."},
+    {"role": "user", "content": "It is two."},
+    {"role": "assistant", "content": "So two."},
+]
+
+
+@pytest.mark.parametrize("markers", [False, True])
+def test_p25_turns_of_others_within_an_answer_are_told_and_masked_where_asked(tiny_tokenizer, caplog, markers):
+    if markers:
+        tiny_tokenizer.chat_template = MARKED
+    rows = [
+        {"prompt": U, "chosen": CALLED, "rejected": say("three")},
+        {"prompt": U, "chosen": say("two"), "rejected": say("one")},
+    ]
+    data, report = prepared(rows, tiny_tokenizer)
+    assert report.inner == 1
+    assert "in 1 of 2 rows an answer holds turns of the user or of tools" in caplog.text
+    assert "chosen_mask" not in data.column_names
+    caplog.clear()
+    data, _ = prepared(rows, tiny_tokenizer, mask_inner_turns=True)
+    assert not caplog.text
+    called, plain = answer_rows(data, ("chosen", "rejected"))
+    said = [i for i, kept in zip(called.completions[0], called.loss_masks[0], strict=True) if kept]
+    assert tiny_tokenizer.decode(said) == "I ask.<|im_end|>So two.<|im_end|>"
+    assert all(all(mask) for mask in (called.loss_masks[1], *plain.loss_masks))
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_p25_the_mask_is_cut_as_the_answer_is(tiny_tokenizer, mode):
+    options = {"mask_inner_turns": True, "truncation_mode": mode}
+    whole = answer_rows(
+        prepared([{"prompt": U, "chosen": CALLED, "rejected": say("three")}], tiny_tokenizer, **options)[0], ("chosen",)
+    )[0]
+    size = len(whole.prompt_ids) + len(whole.completions[0])
+    (row,), _ = prepared(
+        [{"prompt": U, "chosen": CALLED, "rejected": say("three")}], tiny_tokenizer, max_length=size - 3, **options
+    )
+    kept = slice(None, -3) if mode == "keep_start" else slice(-len(row["chosen_ids"]), None)
+    assert row["chosen_ids"] == whole.completions[0][kept]
+    assert row["chosen_mask"] == whole.loss_masks[0][kept]
 
 
 @pytest.mark.parametrize(
