@@ -5,7 +5,7 @@ the longest completion is done, concatenates its cache at every step, repeats ke
 sort. At skewed lengths (log-normal, mean 40 % of the longest) it therefore computes about 2.5 times the tokens. Continuous
 batching computes each token once, but gathers pages at every step. vLLM shares prompts by its prefix cache.
 
-On a GPU (`--gpu`): random weights of Qwen2.5's shapes in bfloat16, and a decoding step beside the time to read weights once.
+A GPU has a script of its own, rollouts_gpu.py. Here every engine has both cores; run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -15,32 +15,20 @@ import json
 import os
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.rollouts.measure import Work, lengths, measure, seconds_at_least
 
 CASES = [  # Prompt tokens, prompts, completions of each, most new tokens, shape of lengths.
-    (130, 4, 8, 48, "equal"), (130, 8, 8, 96, "skewed"), (64, 1, 8, 64, "equal"), (512, 4, 8, 64, "equal"),
-    (512, 4, 8, 96, "skewed"), (64, 16, 8, 64, "skewed"), (64, 32, 8, 48, "skewed"), (2048, 1, 8, 32, "equal"),
+    (130, 4, 8, 48, "equal"), (130, 8, 8, 96, "skewed"), (64, 1, 8, 64, "equal"), (2048, 1, 8, 32, "equal"),
+    (512, 4, 8, 96, "skewed"), (512, 4, 8, 64, "equal"), (64, 16, 8, 64, "skewed"), (64, 32, 8, 48, "skewed"),
 ]  # fmt: skip
-GPU_CASES = [
-    (512, 8, 8, 256, "equal"),
-    (512, 32, 8, 512, "skewed"),
-    (2048, 4, 8, 128, "equal"),
-    (64, 1, 8, 256, "equal"),
-]
-SLOW = {"continuous": 2, "generate": 8}  # Cases of the CPU that these engines run, in order: each takes minutes.
-QWEN = {  # Shapes of Qwen2.5-0.5B and 1.5B (config.json of the published checkpoints).
-    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
-    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-}
-H200 = 4.3e12  # Bytes a second that an H200 was measured to read.
+SLOW = {"continuous": 2, "generate": 5}  # Cases that these engines run, from the first: each takes minutes.
 
 
 def works(cases: list[tuple], vocabulary: int) -> list[Work]:
@@ -105,7 +93,7 @@ def told(
     return found
 
 
-def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
+def measured(args: argparse.Namespace) -> dict[str, Any]:
     """The real model in float32."""
     folder = args.model or harness.default_model()
     vocabulary = len(tokenizer := AutoTokenizer.from_pretrained(folder))
@@ -123,52 +111,6 @@ def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), "cases": found}
 
 
-def step_seconds(model: torch.nn.Module, rows: int, prompt: int) -> dict[str, float]:
-    """A decoding step by the difference of two lengths, beside the time to read weights and keys once."""
-    from posttrain import NativeEngine, Request, Sampling
-
-    engine = NativeEngine(model, pad_token_id=0)
-    request = [Request(list(range(100, 100 + prompt)), rows)]
-    spent = {}
-    for tokens in (32, 160, 32, 160):  # The first of each warms up.
-        begin = time.perf_counter()
-        engine.generate(request, Sampling(tokens, seed=0))
-        torch.cuda.synchronize()
-        spent[tokens] = time.perf_counter() - begin
-    config: Any = model.config
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    head = config.hidden_size // config.num_attention_heads
-    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 2 * (prompt + rows * 96)
-    step = (spent[160] - spent[32]) / 128
-    floor = (weights + cache) / H200
-    return {"rows": rows, "step_ms": step * 1e3, "floor_ms": floor * 1e3, "step_over_floor": step / floor}
-
-
-def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
-    """Random weights of Qwen2.5's shapes; ends after `--minutes`, whatever is left."""
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name()}
-    end = time.perf_counter() + 60 * args.minutes
-    for name, shape in QWEN.items():
-        config = Qwen2Config(vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=True, **shape)
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        result[name] = {"steps": [step_seconds(model, rows, 512) for rows in (1, 8, 64, 256)], "cases": []}
-        print(name, result[name]["steps"], flush=True)
-        for case, work in zip(GPU_CASES, works(GPU_CASES, 150_000), strict=True):
-            if time.perf_counter() > end:
-                result["left_out"] = "time was up"
-                return result
-            engines = tuple(e for e in args.engines if e != "native_bf16")
-            figures = measure(model, work, pad_token_id=0, engines=engines, repeats=args.repeats)
-            floor = seconds_at_least(model, work, slots=256)
-            seconds = {f.name: f.seconds for f in figures}
-            result[name]["cases"].append(told(case, work, seconds, {f.name: f.gap for f in figures}, floor))
-        del model
-        torch.cuda.empty_cache()
-    return result
-
-
 def main() -> None:
     """All cases in one process, on one copy of the weights; engines in turn, the best of the repeats each."""
     options = argparse.ArgumentParser(description=__doc__)
@@ -182,15 +124,10 @@ def main() -> None:
         default=["native", "native_bf16", "generate", "continuous"],
         help="of posttrain and transformers",
     )
-    options.add_argument("--all", action="store_true", help="slow engines on every case, not on the first few")
+    options.add_argument("--all", action="store_true", help="slow engines on every case, not on the first ones alone")
     options.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build")
-    options.add_argument("--gpu", action="store_true", help="on the GPU, with random weights of Qwen2.5's shapes")
-    options.add_argument("--minutes", type=float, default=8.0, help="begin no further case on the GPU after this")
     args = options.parse_args()
-    if args.gpu:
-        harness.save("rollouts_gpu", on_gpu(args))
-    else:
-        harness.save("rollouts", on_cpu(args))
+    harness.save("rollouts", measured(args))
 
 
 if __name__ == "__main__":

@@ -98,6 +98,8 @@ def test_long_calls_read_packed_weights_and_short_ones_do_not(monkeypatch):
     generate(model, tokens=PACK_FROM + 1, products="plain")
     monkeypatch.setattr(products, "free_bytes", lambda: 1000.0)
     generate(model, tokens=PACK_FROM + 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        NativeEngine(model, pad_token_id=0).generate([Request([5], 8)], Sampling(PACK_FROM + 1, seed=0))
     assert len(packed) == 1
 
 

@@ -168,6 +168,8 @@ class NativeEngine:
 
     def _packed(self) -> Packed | None:
         """Copies of the weights for this call, or those of an earlier one since which they have not changed."""
+        if torch.is_autocast_enabled("cpu"):
+            return None  # Autocast rounds by itself.
         if self._held is not None:
             return self._held
         lower = self.products == "bfloat16"
