@@ -194,8 +194,13 @@ class Preflight:
         checks = load()
         rows = []
         for code in sorted({*self.results, *self.silenced}):
-            check, result = checks[code], self.results.get(code, Result())
-            row: dict[str, Any] = {"code": code, "name": check.name, "moment": check.moment, "runs": result.runs}
+            check, result = checks.get(code), self.results.get(code, Result())  # A user's own code is not registered.
+            row: dict[str, Any] = {
+                "code": code,
+                "name": check and check.name,
+                "moment": check and check.moment,
+                "runs": result.runs,
+            }
             row["seconds"] = round(result.seconds, 6)
             row["findings"] = [asdict(finding) | {"times": count} for finding, count in result.findings.values()]
             if code in self.silenced:

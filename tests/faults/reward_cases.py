@@ -213,7 +213,7 @@ CASES = (
     Case("reward", "reward needs a missing column", missing_argument, r"solution", "data"),
     Case("reward", "reward never varies", constant, r"PT-R0(02|15|22)", "step 20"),
     Case("reward", "reward never applies", never_applies, r"None|PT-R014", "step 1"),
-    Case("training", "empty completions", says_nothing, r"PT-R0\d\d|empty", "step 10"),
+    Case("training", "a policy that says nothing", says_nothing, r"PT-R0\d\d|empty", "step 10"),
     Case("training", "completions never stop", never_stops, r"PT-R008", "step 10"),
     Case("training", "groups of copies", copies, r"PT-R009", "step 1"),
     Case("data", "prompt and completion longer than the context", long_prompt, r"context of 32", "first batch"),
