@@ -76,6 +76,7 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
     whole_rows: ClassVar[bool] = False  # Whether the objective compares the completions of a row.
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
+    _window_start: float | None = None
     together = False  # Whether it compares all rows of a micro-batch, which must then be one forward pass.
 
     def __init__(
@@ -110,7 +111,6 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self.counters: dict[str, float] = {"num_tokens": 0.0}
-        self._window_start: float | None = None
         self.router_coefficient = router_coefficient(model, args)
         super().__init__(
             model=model,
