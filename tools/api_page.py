@@ -17,6 +17,7 @@ SECTIONS = {
     "rollouts": "Rollouts",
     "rewards": "Rewards",
     "checks": "Checks",
+    "serve": "Rollout server",
     "report": "Reports and callbacks",
     "integrations": "Integrations",
     "cli": "Command line",
