@@ -19,6 +19,8 @@ from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
 from posttrain.rollouts.native.choosing import SickRequests
+from posttrain.rollouts.native.gpu import decoder_of
+from posttrain.rollouts.native.gpu_run import GraphRun
 from posttrain.rollouts.native.kept import Kept, fingerprint
 from posttrain.rollouts.native.products import Packed, Products, can_pack, has_bfloat16, quick_products, worth_packing
 from posttrain.rollouts.native.run import Run
@@ -54,6 +56,8 @@ class NativeEngine:
         keep_bytes: Most memory that `keeping` may use.
         threads: Of products on a CPU; None is what torch was told, at most one a processor this process may use.
         folder: Where the prompts of a failed call are written; None writes nothing.
+        decode: ``graph`` captures the decoding step as a CUDA graph (uncaptured on a CPU), ``eager`` calls it; ``auto`` is
+            ``graph`` on a GPU and ``eager`` on a CPU.
         products: On a CPU. ``exact``: with the weights as they are, copied into the order that is read fastest for calls of
             many steps where a quarter of the free memory holds the copy. ``plain``: never copied. ``bfloat16``: with
             copies rounded to half the size, the trained weights untouched; log-probs differ by about 0.01 nats, so a
@@ -80,6 +84,7 @@ class NativeEngine:
         keep_bytes: int = KEEP_BYTES,
         threads: int | None = None,
         folder: str | Path | None = None,
+        decode: str = "auto",
         products: Products = "exact",
     ) -> None:
         self.model: Any = model
@@ -103,6 +108,7 @@ class NativeEngine:
         self._held: Packed | None = None
         self.products = self._resolved(products, device)
         self.in_process = self.products != "bfloat16" or next(self.inner.parameters()).dtype == torch.bfloat16
+        self.decoder = decoder_of(self, decode)
         self.version = 0
         self.interrupted = threading.Event()
         self._stream = torch.Generator().manual_seed(0)
@@ -119,11 +125,11 @@ class NativeEngine:
         self.interrupted.clear()
         if self.kept is not None:
             self._forget_old_weights()
-        run = Run(self, requests, sampling)
-        packed = self._packed()
+        run = (Run if self.decoder is None else GraphRun)(self, requests, sampling)
+        packed = self._packed() if isinstance(run, Run) else None
         plugged, quick = plugged_in(self.inner, run.store), quick_products(self.inner, packed)
         with evaluating(self.model), plugged, quick, bound_threads(self.threads):
-            if packed is not None:
+            if isinstance(run, Run) and packed is not None:
                 run.read_from(packed)
             try:
                 return run.to_the_end()
@@ -209,6 +215,8 @@ class NativeEngine:
         """Free what is kept."""
         if self.kept is not None:
             self.kept.clear()
+        if self.decoder is not None:
+            self.decoder.release()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``(n, H)`` final hidden states to ``(n, V)`` logits, by the architecture's own rule."""
