@@ -61,7 +61,7 @@ TRAITS: dict[str, Traits] = {
     "grpo": _GROUPS,
     "gmpo": _GROUPS,
     "grpo-replay": _GROUPS,
-    "async_grpo": replace(_GROUPS, elsewhere=True),
+    "async-grpo": replace(_GROUPS, elsewhere=True),
     "rloo": _GROUPS,
     "a2po": Traits(group=1, reference="always"),
     "ppo": Traits(group=1, reference="always", needs=frozenset({"logp", "values", "entropy"})),
