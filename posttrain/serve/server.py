@@ -8,7 +8,7 @@ import socket
 from types import FrameType
 from typing import Any
 
-from posttrain.errors import ConfigError, RolloutServerError
+from posttrain.errors import ConfigError, ModelError, RolloutServerError
 from posttrain.integrations import require
 from posttrain.serve.config import ServeConfig
 
@@ -31,7 +31,7 @@ def run_server(config: ServeConfig) -> int:
     Raises:
         MissingDependencyError: fastapi, uvicorn or pydantic is not installed.
         ConfigError: Options that cannot work, or a port that is taken.
-        RolloutServerError: A worker could not load its engine.
+        ModelError: A worker could not load its engine; ends with its traceback.
 
     >>> run_server(ServeConfig("HuggingFaceTB/SmolLM2-135M-Instruct"))  # doctest: +SKIP
     """
@@ -106,7 +106,8 @@ async def _serve(config: ServeConfig, name: str, listening: socket.socket) -> in
             return 1
         failure = getattr(error, "failure", None)
         tail = failure.extra.get("log_tail", "") if failure is not None else ""
-        raise RolloutServerError(f"the {name} engine could not be started: {error}", log_tail=tail) from error
+        # Not the error of a server that was lost: starting this one again would end alike.
+        raise ModelError(f"the {name} engine could not be started: {error}\n{tail}".rstrip()) from error
     finally:
         await service.close()
     return codes[0] if codes else 0

@@ -46,8 +46,8 @@ def process(tmp_path, *options):
         if running.poll() is None:
             running.terminate()
             try:
-                running.wait(30)
-            except subprocess.TimeoutExpired:
+                assert running.wait(30) == 0  # A shutdown that was asked for.
+            finally:
                 running.kill()
                 running.wait(10)
 
@@ -68,6 +68,7 @@ def test_a_killed_worker_is_told_at_once_and_the_process_ends_with_1(tmp_path, t
         assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow  # Two processes that import everything.
 @pytest.mark.distributed
 def test_sigterm_lets_requests_end_and_exits_with_0(tmp_path, tiny_model_dir):
     options = ["--model", tiny_model_dir, "--engine", "tests.serve.engines:create"]
@@ -179,6 +180,7 @@ def test_an_open_address_without_a_token_is_warned_of(caplog):
     assert not ServeConfig("m", host="0.0.0.0").is_loopback
 
 
+@pytest.mark.slow  # Two processes that import everything.
 @pytest.mark.distributed
 def test_an_engine_that_cannot_be_started_is_one_error_line_and_exit_1(tmp_path, tiny_model_dir):
     command = [sys.executable, "-m", "posttrain.cli.main", "serve", "--port", "0", "--model", tiny_model_dir]
