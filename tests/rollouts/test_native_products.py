@@ -13,6 +13,7 @@ from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.probe import logp_gaps
 from posttrain.rollouts.native.products import MOST_ROWS, PACK_FROM, Packed, few_rows_product, quick_products
 from posttrain.types import Request, Sampling
+from tests.algorithms.helpers import grpo
 from tests.conftest import build_model
 
 packs = pytest.mark.skipif(not products.can_pack(), reason="this torch packs no weights")
@@ -133,6 +134,17 @@ def test_rounded_copies_leave_the_weights_alone_and_are_told_apart(monkeypatch):
     exact, rollouts = generate(model, count=32)
     assert exact.in_process
     assert float(torch.cat(logp_gaps(model, rollouts)).mean()) <= 1e-4
+
+
+@packs
+def test_a_run_that_samples_from_rounded_weights_logs_and_corrects_the_difference(tmp_path, tiny_tokenizer):
+    trainer = grpo(tmp_path, tiny_tokenizer, engine="native", rollout_engine="native_bf16")
+    trainer.train()
+    assert trainer.engine.products == "bfloat16"
+    assert trainer.engine.folder == tmp_path
+    logged = [e["sampling/sampling_logp_difference/mean"] for e in trainer.state.log_history if "loss" in e]
+    assert len(logged) == 2
+    assert all(0 < gap <= 0.02 for gap in logged)
 
 
 @packs
