@@ -108,7 +108,7 @@ def create_engine(name: str, model: nn.Module, *, pad_token_id: int, folder: str
         raise ConfigError(
             f"rollout_engine={name!r} is not known{did_you_mean(name, ENGINES)}. Choose one of {', '.join(ENGINES)}."
         )
-    engine = ENGINES[name](model, pad_token_id=pad_token_id)
+    engine: Any = ENGINES[name](model, pad_token_id=pad_token_id)
     if folder is not None and hasattr(engine, "folder"):
         engine.folder = Path(folder)
     return engine
