@@ -299,7 +299,7 @@ def test_the_pages_of_preference_methods_name_every_finding_and_metric():
     from posttrain.checks import pairs, preference
 
     source = inspect.getsource(pairs) + inspect.getsource(preference)
-    codes = re.findall(r'^ +"([A-Z]+(?:-[A-Z]+)+)",$', source, re.M)
+    codes = re.findall(r'^ +"(PT-[DP]\d{3})",$', source, re.M)
     assert sorted(names("dpo.md", "code")) == sorted(set(codes)) and len(codes) > 10
     logged = re.compile(r'"([a-z_]+(?:/[a-z_]+)?)": mean|metrics\["([a-z_/]+)"\] = mean')
     for page, modules in (("dpo.md", [dpo, shared]), ("reference_free.md", [orpo, reference_free])):
@@ -368,7 +368,7 @@ def test_the_tables_of_commands_are_those_of_the_code():
 def test_the_table_of_findings_names_every_check_of_rows():
     from posttrain.checks import rows
 
-    codes = re.findall(r'"(DATA-[A-Z-]+)"', inspect.getsource(rows))
+    codes = re.findall(r'^ +"(PT-D\d{3})",$', inspect.getsource(rows), re.M)
     assert sorted(names("inspect.md", "code")) == sorted(set(codes))
 
 

@@ -1,0 +1,21 @@
+"""Policy and reference before the first update: what rounding explains and what it does not."""
+
+from __future__ import annotations
+
+from posttrain.checks.preference import PreferenceHealth, reference_mismatch
+
+
+def test_half_precision_moves_the_first_loss_by_more_than_float32():
+    """Seen on a healthy run in bfloat16: 0.0071 nats a token and a first loss of 0.656."""
+    assert reference_mismatch(0.0071, half=True, loss=0.656) is None
+    assert reference_mismatch(0.0001, half=False, loss=0.656).code == "PT-P001"
+    assert reference_mismatch(0.0071, half=True, loss=0.5).code == "PT-P001"
+    assert reference_mismatch(0.03, half=True, loss=0.693).code == "PT-P001"
+
+
+def test_three_evaluations_below_one_half_say_that_labels_may_be_inverted():
+    health = PreferenceHealth()
+    assert [health.read({"eval_rewards/accuracies": value}) for value in (0.4, 0.3)] == [[], []]
+    (found,) = health.read({"eval_rewards/accuracies": 0.2})
+    assert found.code == "PT-P007" and "0.40, 0.30, 0.20" in found.what and "labels may be inverted" in found.why
+    assert health.read({"eval_rewards/accuracies": 0.5}) == []
