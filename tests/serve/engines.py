@@ -132,3 +132,11 @@ def create_cold(config, rank):
 
 def create_broken(config, rank):
     raise ModelError("there is no model here")
+
+
+def create_native(config, rank):
+    """A tiny model on the native engine."""
+    from posttrain.serve.native import NativeBackend
+    from tests.conftest import build_model
+
+    return NativeBackend(build_model(37))

@@ -251,3 +251,22 @@ def test_weights_that_are_not_numbers_fail_the_jobs_that_run_and_none_after():
         model.model.norm.weight.copy_(good)
     backend.submit(job(2, PROMPTS, 1, SAMPLING))
     same(flat(finish(backend)[2]), alone(model, PROMPTS, 1, SAMPLING))
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_trap_s28_sampling_is_the_request_s_and_never_the_checkpoint_s(engine, tmp_path, tiny_tokenizer):
+    from posttrain.serve.config import ServeConfig
+    from posttrain.serve.engines import create_backend
+
+    found = []
+    for settings in ({}, {"do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.1, "repetition_penalty": 5.0}):
+        folder = tmp_path / str(len(found))
+        model = build_model(len(tiny_tokenizer))
+        model.generation_config.update(**settings)
+        model.save_pretrained(folder)
+        tiny_tokenizer.save_pretrained(folder)
+        backend = create_backend(engine, ServeConfig(str(folder), dtype="float32"), 0)
+        backend.submit(job(1, [[5, 6, 7]], 4, Sampling(6, seed=3)))
+        found.append([r.token_ids for r in flat(finish(backend)[1])])
+    assert found[0] == found[1]
+    assert len(set(map(tuple, found[0]))) > 1  # It was sampled, not argmax.

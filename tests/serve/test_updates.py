@@ -306,3 +306,25 @@ def test_adapters_are_described_whole_and_refused_by_engines_that_take_none(serv
     assert response.status_code == 501 and "merge" in response.text
     assert server.get("/info/").json()["accepts_lora"] is False
     assert generates(server).status_code == 200
+
+
+def test_a_group_of_server_and_client_carries_weights_on_cpus_too():
+    """The client broadcasts over gloo what it would over NCCL; the server then says what the new weights say."""
+    from posttrain.rollouts.client import VLLMClient
+    from posttrain.rollouts.native.engine import NativeEngine
+    from posttrain.rollouts.push import push as send_all
+    from posttrain.types import Request, Sampling
+    from tests.conftest import build_model
+
+    new = build_model(37, seed=1)
+    with serving("tests.serve.engines:create_native") as server:
+        client = VLLMClient(server.url, group_port=0)
+        client.init_communicator()
+        pairs = [(name, p.detach()) for name, p in new.named_parameters()]
+        assert send_all(client, pairs, 1)["missing"] == []
+        client.close_communicator()
+        reply = client.generate([[5, 6, 7]], n=3, max_tokens=6, seed=2)
+        client.close()
+    wanted = NativeEngine(new, pad_token_id=0).generate([Request([5, 6, 7], 3)], Sampling(6, seed=2))
+    assert reply["completion_ids"] == [r.token_ids for r in wanted]
+    assert reply["weight_version"] == 1
