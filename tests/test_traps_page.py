@@ -12,7 +12,28 @@ KNOWN = [str(number) for number in range(1, 49)] + [f"T{number}" for number in r
 KNOWN += [f"R{number}" for number in range(1, 51)] + [f"O{number}" for number in range(1, 18)]  # Online training.
 KNOWN += ["P39", "P40", "P41"]  # Preference data: those of methods that generate.
 
-SERVERS = ["2", "5", "7", "11", "13", "28", "52", "53"]  # Those of the system layer that a server alone can meet.
+SERVERS = [
+    "1",
+    "2",
+    "5",
+    "6",
+    "7",
+    "10",
+    "11",
+    "12",
+    "13",
+    "14",
+    "16",
+    "19",
+    "26",
+    "27",
+    "28",
+    "29",
+    "44",
+    "48",
+    "52",
+    "53",
+]  # Those of the system layer.
 KNOWN += [f"S{number}" for number in SERVERS]  # Rollout servers.
 
 

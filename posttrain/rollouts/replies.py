@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import RolloutServerError
-from posttrain.types import Rollout, Sampling
+from posttrain.rollouts.base import check_requests
+from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["Chunk", "derived_seed", "read_reply", "sampling_fields"]
+__all__ = ["Chunk", "check_each", "derived_seed", "read_reply", "sampling_fields"]
 
 SAME = 1e-6  # Log-probs this close are one.
 SEEDS = 2**62  # Seeds stay within the signed integers of every engine.
@@ -22,6 +24,12 @@ def derived_seed(seed: int | None, index: int) -> int | None:
     Multiplier and increment are Knuth's of MMIX, so that seeds of neighbours lie far apart (engines count on from them).
     """
     return None if seed is None else (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % SEEDS
+
+
+def check_each(requests: Sequence[Request], sampling: Sampling, context: int | None, vocabulary: int | None) -> None:
+    """`posttrain.rollouts.base.check_requests` where requests may bring their own sampling."""
+    for own in {id(r.sampling): r.sampling or sampling for r in requests}.values():
+        check_requests([r for r in requests if (r.sampling or sampling) is own], own, context, vocabulary)
 
 
 @dataclass(eq=False)

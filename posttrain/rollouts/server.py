@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import BadRequest, RolloutServerError, ServerBusy, ServerUnreachable, WeightSyncError
-from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.client import VLLMClient
 from posttrain.rollouts.fleet import Fleet, Server, Urls, default_holder, weight_version
 from posttrain.rollouts.push import Pusher
-from posttrain.rollouts.replies import Chunk, derived_seed, read_reply, sampling_fields
+from posttrain.rollouts.replies import Chunk, check_each, derived_seed, read_reply, sampling_fields
 from posttrain.rollouts.weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
@@ -156,9 +155,7 @@ class ServerEngine:
             WeightSyncError: The servers hold other weights than were pushed.
             RolloutServerError: No server is left that could answer; its cause is the last one's error.
         """
-        for given in {id(r.sampling): r.sampling or sampling for r in requests}.values():
-            served = [r for r in requests if (r.sampling or sampling) is given]
-            check_requests(served, given, self.context, self._least("vocab_size"))
+        check_each(requests, sampling, self.context, self._least("vocab_size"))
         deadline = time.monotonic() + self.patience
         while True:
             self.fleet.refresh()

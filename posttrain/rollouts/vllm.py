@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError
 from posttrain.integrations import require
-from posttrain.rollouts.base import check_requests
-from posttrain.rollouts.replies import derived_seed
+from posttrain.rollouts.replies import check_each, derived_seed
 from posttrain.rollouts.sleep import Sleeper, choose_level
 from posttrain.rollouts.weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
@@ -143,9 +142,8 @@ class VLLMEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """See `posttrain.rollouts.base.RolloutEngine.generate`."""
         for request in requests:
-            own = request.sampling or sampling
-            check_requests([request], own, self.context, self.vocabulary)
-            _check_supported(own)
+            _check_supported(request.sampling or sampling)
+        check_each(requests, sampling, self.context, self.vocabulary)
         self.sleeper.before_generate()
         self._calls += 1
         prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]

@@ -209,12 +209,12 @@ class SharedFile:
         """Replace the content; the view is of the whole file."""
         header, size = _header(bucket)
         total = len(header) + size
-        if self._map is None or len(self._map) != total:
+        self._file.truncate(total)  # Readers want no byte behind the last tensor.
+        if self._map is None or len(self._map) < total:
             self._unmap()
-            self._file.truncate(total)
-            self._map = mmap.mmap(self._file.fileno(), total)
+            self._map = mmap.mmap(self._file.fileno(), total)  # A smaller bucket leaves it as it is.
         _write(bucket, self._map)
-        return memoryview(self._map)
+        return memoryview(self._map)[:total]
 
     def _unmap(self) -> None:
         self._map = None  # Tensors over it may still be collected: the map goes with the last of them.

@@ -241,7 +241,9 @@ def work(folder, rank):
 
 
 @pytest.mark.distributed
-def test_two_ranks_share_one_server_and_one_may_have_nothing_to_ask(tmp_path, tiny_tokenizer, stub):
+def test_trap_s16_s19_two_ranks_share_one_server_its_errors_too_and_one_may_have_nothing_to_ask(
+    tmp_path, tiny_tokenizer, stub
+):
     (tmp_path / "url").write_text(stub.url)
     code = f"from tests.algorithms.test_far_rollouts import work; import os; work({str(tmp_path)!r}, int(os.environ['RANK']))"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--no-python"]

@@ -75,7 +75,7 @@ class Client:
         return {"logprob_token_ids": [[[0, 1, 2, 3, 4]]], "logprobs": [[[x - norm for x in scaled]]]}
 
 
-def test_log_probs_without_the_temperature_are_an_error_unless_it_is_one():
+def test_trap_s27_log_probs_without_the_temperature_are_an_error_unless_it_is_one():
     (found,) = probe_logprobs(Client(raw=True), needs(temperature=0.7))
     assert (found.code, found.severity) == ("PT-S011", "error")
     assert "0.7" in found.what

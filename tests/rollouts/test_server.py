@@ -108,7 +108,7 @@ def test_a_500_is_not_sent_again(engine, stub):
     assert generations(stub) == before + 1
 
 
-def test_a_bad_request_names_the_prompt_and_is_not_sent_again(engine, stub):
+def test_trap_s48_a_bad_request_names_the_prompt_and_is_not_sent_again(engine, stub):
     stub.lies["info"] = {"max_model_len": 10**6}
     engine.fleet.servers[stub.url].info["max_model_len"] = 10**6
     before = generations(stub)
@@ -150,7 +150,7 @@ def test_an_answer_that_does_not_answer_is_refused(engine, stub, change, text):
         engine.generate(REQUESTS, SAMPLING)
 
 
-def test_the_log_prob_of_a_token_is_found_by_its_id_and_a_missing_one_is_nan(engine, stub):
+def test_trap_s29_the_log_prob_of_a_token_is_found_by_its_id_and_a_missing_one_is_nan(engine, stub):
     truth = [r.logp for r in engine.generate(REQUESTS, SAMPLING)]
 
     def likely_first(reply):
@@ -234,11 +234,16 @@ def test_a_reply_of_another_version_never_reaches_the_trainer(engine, stub):
         ({"end": lambda r: r | {"unexpected": ["visual.x"]}}, "end", "does not know 1 weights: visual.x"),
     ],
 )
-def test_a_push_that_fails_names_its_phase_and_the_next_one_cures_it(engine, stub, model, lie, phase, text):
+def test_trap_s6_s12_a_push_that_fails_names_its_phase_is_not_repeated_and_the_next_one_cures_it(
+    engine, stub, model, lie, phase, text
+):
     stub.lies.update(lie)
+    stub.calls.clear()
     with pytest.raises(WeightSyncError, match=text) as caught:
         engine.load_weights(Weights(model), 2)
     assert caught.value.phase == phase
+    sent = [path for _, path in stub.calls if path.endswith(("_update", "_bucket"))]
+    assert len(sent) == len(set(sent))  # A second receive would never complete.
     for name in lie:
         stub.lies.pop(name)
     with pytest.raises(RolloutServerError):
@@ -298,7 +303,7 @@ def test_the_client_updates_a_whole_model_and_one_parameter(made, stub, model):
 # Who is there
 
 
-def test_a_server_that_is_never_healthy_is_given_up_in_time(made, stub):
+def test_trap_s14_a_server_that_is_never_healthy_is_given_up_in_time(made, stub):
     stub.lies["sick"] = "rank 0 is dead"
     begin = time.monotonic()
     with pytest.raises(ServerUnreachable, match=r"no healthy rollout server .* rank 0 is dead"):
@@ -411,7 +416,7 @@ def test_a_list_of_servers_in_a_file_is_read_again(made, model, tmp_path):
     assert stubs[0].lease is None
 
 
-def test_concurrent_calls_keep_every_prompt_with_its_own_completions(made, model):
+def test_trap_s26_concurrent_calls_keep_every_prompt_with_its_own_completions(made, model):
     stubs = [StubServer(model) for _ in range(2)]
     made += stubs
     engine = connect(made, *stubs)

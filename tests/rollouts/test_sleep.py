@@ -81,7 +81,7 @@ def sampled(made):
 
 
 @pytest.mark.parametrize("level", [None, 1, 2])
-def test_generate_train_generate_uses_what_was_pushed_and_never_the_disk(level):
+def test_trap_s1_generate_train_generate_uses_what_was_pushed_and_never_the_disk(level):
     made = engine(level)
     for value in (3, 4, 5):
         push(made, value)

@@ -96,7 +96,7 @@ def test_merged_adapters_compute_what_the_trainer_computes(settings):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_thousand_merges_leave_every_byte_of_the_base_as_it_was(dtype):
+def test_trap_s2_a_thousand_merges_leave_every_byte_of_the_base_as_it_was(dtype):
     model = adapted(build_model(37, hidden_size=16, num_hidden_layers=1)).to(dtype)
     before = fingerprint(model)
     first = {name: tensor.clone() for name, tensor in Weights(model)}
@@ -140,7 +140,7 @@ def test_an_adapter_goes_alone_only_where_it_is_nothing_but_lora():
         Weights(build_model(37), adapter_only=True)
 
 
-def test_buckets_hold_one_dtype_and_every_tensor_once():
+def test_trap_s10_s44_buckets_hold_one_dtype_and_every_tensor_once():
     pairs = [
         (str(i), torch.full((5 + i,), float(i), dtype=torch.float32 if i % 7 else torch.bfloat16)) for i in range(40)
     ]
