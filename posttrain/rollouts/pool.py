@@ -58,7 +58,7 @@ class PoolSettings:
         workers: Processes.
         group_size: G.
         max_inflight: Rollouts that workers write at once.
-        window: Most rollouts that are written or wait (``staleness_policy="pace"``); None: no such bound.
+        window: Most rollouts that are written, wait or are in the current step (``staleness_policy="pace"``); None: no bound.
         max_staleness: Of a rollout when it arrives.
         max_staleness_hard: Of one under way, beyond which it is cancelled.
         rollout_tokens: Most tokens of one rollout, prompt included, reserved in the queue while it is written.
@@ -336,5 +336,6 @@ class WorkerPool:
         if not writing and not waiting:
             return True  # However narrow the bounds, something must be under way.
         reserved = (writing + size) * self.settings.rollout_tokens
-        paced = self.settings.window is None or writing + waiting + size <= self.settings.window
+        ahead = writing + waiting + self.ledger.held + size
+        paced = self.settings.window is None or ahead <= self.settings.window
         return paced and writing + size <= self.max_inflight and self.rollout_buffer.room(writing + size, reserved)

@@ -288,3 +288,15 @@ def test_a_worker_s_engine_has_exactly_the_trainer_s_weights(tmp_path, tiny_toke
     copy = handle.engine.model
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters(), strict=True))
     assert handle.engine.version == handle.version == 1
+
+
+def test_pacing_counts_what_the_current_step_holds(tmp_path, running):
+    given = running(pool(tmp_path, Echo(), inflight=64, window=8))
+    until(lambda: len(given.rollout_buffer) == 8)
+    for _ in range(4):
+        given.rollout_buffer.get(timeout=5)
+        given.ledger.hold(1)
+    time.sleep(0.3)
+    assert (len(given.rollout_buffer), given.writing) == (4, 0)  # Four are held: the step is not over.
+    given.ledger.train()
+    until(lambda: len(given.rollout_buffer) == 8)

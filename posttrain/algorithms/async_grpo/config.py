@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from posttrain.algorithms.episode_config import EpisodeFields
 from posttrain.algorithms.online_config import OnlineConfig
@@ -29,6 +29,7 @@ MEANINGLESS = {
     "steps_per_generation": None,
     "generation_batch_size": None,
     "use_liger_kernel": False,
+    "use_vllm": False,
 }
 
 
@@ -104,8 +105,11 @@ class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
             "help": "Seconds after which a worker hands over what is finished and goes on with the rest and new prompts."
         },
     )
-    vllm_server_base_url: Any = field(
-        default=None, metadata={"help": "URL, or several, of the rollout servers for worker_engine='server'."}
+    vllm_server_base_url: list[str] | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "URL, or several, of the rollout servers for worker_engine='server'; None: http://localhost:8000."
+        },
     )
     request_timeout: int = field(default=600, metadata={"help": "Seconds one request to a server may take."})
     heartbeat_stale_after_s: float = field(
@@ -144,12 +148,11 @@ class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
     is_clip_min: float | None = field(default=None, metadata={"help": "Lower bound of it; None is 0."})
     delta: float | None = field(default=None, metadata={"help": "Cap of the unclipped ratio; above 1 + epsilon_high."})
     router_aux_loss_coef: float = field(default=0.001, metadata={"help": "Expert balance, mixture-of-experts only."})
-    launcher: Literal["local", "ray"] = field(
-        default="local", metadata={"help": "local: workers on this machine; ray: placed on a Ray cluster."}
-    )
 
     def __post_init__(self) -> None:
         self._refuse_meaningless()
+        if self.rollout_engine == "server":  # Of the trainer's own process, which only evaluates.
+            self.rollout_engine, self.worker_engine = "auto", "server"
         self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
         self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
         super().__post_init__()
@@ -177,7 +180,7 @@ class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
                 error = NotImplementedError if name == "use_liger_kernel" else ConfigError
                 raise error(
                     f"{name}={value!r} has no meaning in asynchronous GRPO, where every rollout is trained once and nothing is "
-                    "compared with a reference. Leave it out, or use GRPOTrainer."
+                    "compared with a reference; engines are chosen by worker_engine. Leave it out, or use GRPOTrainer."
                 )
 
     def _check_ranges(self) -> None:
@@ -211,7 +214,6 @@ class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
         check_choice("staleness_policy", self.staleness_policy, POLICIES)
         check_choice("worker_engine", self.worker_engine, ENGINES)
         check_choice("scale_rewards", self.scale_rewards, SCALES)
-        check_choice("launcher", self.launcher, ("local", "ray"))
         if self.is_correction is None:
             return
         check_choice("is_correction", self.is_correction, CORRECTIONS)

@@ -185,10 +185,10 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
                 parameter.grad = None
 
     def after_update(self, control: Any) -> None:
-        """Book what was trained, push weights when they are due, and stop when enough was trained."""
+        """Push weights when they are due, book what was trained, and stop when enough was."""
         main = self.accelerator.is_main_process
-        if main:
-            self._book({conversation.group_id for conversation in self._held})
+        if main and not self._skipping:
+            self._count_groups({conversation.group_id for conversation in self._held})
         (trained,) = parallel.all_reduce_sum([float(self.trained_groups) if main else 0.0], self.accelerator)
         self.trained_groups = int(trained)
         if math.isfinite(self._target):
@@ -199,22 +199,28 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
             control.should_training_stop or self.state.global_step >= self.args.max_steps,
         )
         if (step % self.args.weight_sync_steps == 0 or self._skipping) and not last:
-            self.push_weights()
-        if self._skipping and main and self.owns_workers:
-            with self.worker.lock:
-                self.ledger.drop(len(self.worker.rollout_buffer.drain()), "skipped", "waiting")
+            self.push_weights()  # Before the step is booked: what is written in its place gets the new version.
+        if main:
+            self._book()
         self._skipping = False
 
-    def _book(self, groups: set[int]) -> None:
+    def _count_groups(self, groups: set[int]) -> None:
+        """The rest of a group may come with a later step: it counts once."""
+        self.trained_groups += len(groups - self._new_groups)
+        self._new_groups = {g for g in self._new_groups | groups if g > max(groups) - self._remembered}
+
+    def _book(self) -> None:
         if self._skipping:
             self.ledger.drop(self.ledger.held, "skipped", "held")
+            if self.owns_workers:
+                with self.worker.lock:
+                    drained = self.worker.rollout_buffer.drain()
+                    self.ledger.drop(len(drained), "skipped", "waiting")
+                self._held += drained
         else:
             self.ledger.train()
-            # The rest of a group may come with a later step: it counts once.
-            self.trained_groups += len(groups - self._new_groups)
-            self._new_groups = {g for g in self._new_groups | groups if g > max(groups) - self._remembered}
-        for group in groups:
-            self._close_group(group)
+        for conversation in self._held:
+            self._close_group(conversation.group_id)
         self._held = []
         self.worker.audit() if self.owns_workers else self.ledger.audit()
 
