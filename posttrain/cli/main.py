@@ -25,6 +25,7 @@ training commands (all take --config file.yaml; COMMAND --help lists every optio
   grpo    group-relative policy optimisation
   gmpo    GRPO with geometric means of clipped ratios
   grpo-replay GRPO that replaces groups without a signal by earlier ones
+  async-grpo  GRPO on rollouts that other processes write while it trains
   a2po    regression on optimal advantages, one completion a prompt
   rloo    policy gradients against the mean of a prompt's other completions
   ppo     clipped policy gradients with a value function
@@ -123,6 +124,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "prm": _train("prm"),
     **{name: _train(name) for name in ("dpo", "kto", "bco", "cpo", "orpo", "tpo", "grpo")},
     **{name: _train(name) for name in ("rloo", "ppo", "online-dpo", "nash-md", "xpo", "gmpo", "grpo-replay", "a2po")},
+    "async-grpo": _train("async-grpo"),
     "check": _check,
     "estimate": _estimate,
     "inspect": _inspect,
