@@ -20,6 +20,7 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.rewards.base import RewardRunner
 from posttrain.rewards.environments import EnvironmentReward
+from posttrain.rollouts.base import keeping
 from posttrain.rollouts.custom import custom_rollouts
 from posttrain.rollouts.environments import EMPTY_PROMPT, EnvironmentPool, PooledReward
 from posttrain.rollouts.generation import Generation
@@ -191,7 +192,8 @@ class EpisodeMixin:
         prompts = tokenize_prompts(rows, self.tool_tokenizer, chat_template_kwargs=kwargs)
         self.check_lengths(share_prompts(prompts), self.args.max_completion_length)  # type: ignore[attr-defined]
         episodes = [Episode(ids, box, e) for ids, box, e in zip(prompts, boxes, environments, strict=True)]
-        self._loop(kwargs).run(episodes, self.sampling(mode))  # type: ignore[attr-defined]
+        with keeping(self.engine):
+            self._loop(kwargs).run(episodes, self.sampling(mode))  # type: ignore[attr-defined]
         for episode in episodes:
             if episode.tools.lost and pool is not None:
                 pool.discard(episode.environment)

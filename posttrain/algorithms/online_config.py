@@ -14,6 +14,7 @@ from posttrain.errors import ConfigError, check_choice
 __all__ = ["OnlineConfig"]
 
 ENGINES = ("auto", "native", "hf")
+ROUNDED = "native_bf16"  # Samples from weights rounded to bfloat16: for methods that correct log-probs of foreign engines.
 FAR_ENGINES = {"server": "server", "vllm": "colocate"}  # rollout_engine -> vllm_mode of use_vllm=True.
 
 
@@ -146,7 +147,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             )
 
     def _check_engine(self) -> None:
-        check_choice("rollout_engine", self.rollout_engine, (*ENGINES, *FAR_ENGINES))
+        check_choice("rollout_engine", self.rollout_engine, (*ENGINES, ROUNDED, *FAR_ENGINES))
         check_choice("vllm_mode", self.vllm_mode, ("server", "colocate"))
         if self.rollout_engine in FAR_ENGINES:
             # Two spellings of one choice; engines for other models (a reference that generates) stay in process.
