@@ -260,3 +260,18 @@ def test_a_stopwatch_counts_the_calls_after_three_warm_ones():
     seconds = ways.stopwatch(torch.device("cpu"), repeats=4)(lambda: calls.append(1))
     assert len(calls) == 7
     assert 0 <= seconds < 1
+
+
+def test_a_compiled_way_may_be_compiled_for_every_batch_size():
+    seen = []
+
+    def function(x):
+        seen.append(torch._dynamo.config.recompile_limit)
+        return x + 1
+
+    before = torch._dynamo.config.recompile_limit
+    with torch.compiler.set_stance("force_eager"):
+        assert ways._compiled(function)(torch.ones(1)) == 2
+    assert ways._compiled(function) is ways._compiled(function)
+    assert seen == [ways.COMPILATIONS]
+    assert torch._dynamo.config.recompile_limit == before

@@ -342,7 +342,7 @@ class Decoder:
         host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
         host.copy_(told, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return Told(host, event)
 
     # Choice of the product ---------------------------------------------------------------------------------------

@@ -73,12 +73,19 @@ def flex(query: Tensor, keys: Tensor, values: Tensor, view: StepView, rule: Rule
     return out[:, :, 0]
 
 
+COMPILATIONS = 128  # One for each batch size and kind of layer; torch gives up after 8 and would run it uncompiled.
 _kernels: dict[Any, Any] = {}
 
 
 def _compiled(function: Any) -> Any:
     if function not in _kernels:
-        _kernels[function] = torch.compile(function, dynamic=False)
+        compiled = torch.compile(function, dynamic=False)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+                return compiled(*args, **kwargs)
+
+        _kernels[function] = call
     return _kernels[function]
 
 
