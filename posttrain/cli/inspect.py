@@ -155,7 +155,7 @@ for _name, _branches in {
 register("sft", sft_rows)
 register("reward", reward_rows)
 register("prm", prm_rows)
-for _name in ("grpo", "grpo-replay", "gmpo", "a2po", "rloo", "online-dpo", "nash-md", "xpo"):
+for _name in ("grpo", "async-grpo", "grpo-replay", "gmpo", "a2po", "rloo", "online-dpo", "nash-md", "xpo"):
     register(_name, prompt_rows)
 
 
