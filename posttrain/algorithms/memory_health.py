@@ -95,12 +95,21 @@ class MemoryHealthMixin(MemoryMixin):
             return
         wanted = getattr(self.args, "dry_step", None)
         if wanted if wanted is not None else self.args.device.type == "cuda":
-            self._check_dry(self.dry_step())
+            try:
+                step = self.dry_step()
+            except Exception as error:
+                if wanted or self.accelerator.num_processes > 1:
+                    raise
+                logger.warning(
+                    "the dry step could not be taken (%s: %s); training begins without.", type(error).__name__, error
+                )
+                return
+            self._check_dry(step)
 
     # The dry step ------------------------------------------------------------------------------------------------
 
     def dry_step(self, batch_size: int | None = None) -> DryStep:
-        """Forward and backward of the longest rows with random tokens; no update, and nothing that stays.
+        """Forward and backward of the longest rows; no update, and nothing that stays.
 
         Gradients, random numbers, metrics, dropout and the training mode are as they were, so that training after it is
         the training it would have been.
@@ -207,29 +216,27 @@ class MemoryHealthMixin(MemoryMixin):
         return max(batches, key=lambda batch: (batch.input_ids.numel(), int(batch.loss_mask.sum())))
 
     def longest_rows(self, batch_size: int) -> list[Row]:
-        """The longest micro-batch that the data can give, with random tokens.
+        """The longest micro-batch that the data can give.
 
         Given answers: the longest rows of the training set. Sampled ones: as many completions of the longest prompt as
-        a micro-batch has, each of ``max_completion_length``.
+        a micro-batch has, each of ``max_completion_length`` random tokens.
         """
         examples = longest_examples(self.train_dataset, batch_size)
         try:
             rows = self.rows(examples)  # type: ignore[attr-defined]
         except NotImplementedError:
             prompts = self._rows_of(examples)  # type: ignore[attr-defined]
-            longest = max((len(row.prompt_ids) for row in prompts), default=1)
+            longest = max((row.prompt_ids for row in prompts), key=len, default=[0]) or [0]
             doubled = int(self.args.train_batch_size) // max(int(self.args.per_device_train_batch_size), 1)
             total = batch_size * max(doubled // max(self.args.n_gpu, 1), 1)
             group = min(int(getattr(self.args, "num_generations", 1) or 1), total)
             counts = [group] * (total // group) + ([total % group] if total % group else [])
             length = int(self.args.max_completion_length)
-            rows = [Row([0] * longest, [[0] * length] * n, [[1] * length] * n) for n in counts]
+            draw = random.Random(0)  # Of the prompt's own tokens: none stands for an image that is not there.
+            rows = [
+                Row(longest, [draw.choices(longest, k=length) for _ in range(n)], [[1] * length] * n) for n in counts
+            ]
         self.longest_of_data = max(len(row.prompt_ids) + max(map(len, row.completions), default=0) for row in rows)
-        draw = random.Random(0)
-        size = int(causal_lm(self.model).config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-        for row in rows:
-            row.prompt_ids = [draw.randrange(size) for _ in row.prompt_ids]
-            row.completions = [[draw.randrange(size) for _ in ids] for ids in row.completions]
         return rows
 
     # per_device_train_batch_size="auto" --------------------------------------------------------------------------

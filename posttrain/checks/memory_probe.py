@@ -43,10 +43,10 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
         return []
     from posttrain.models.memory_estimate import estimate_memory
 
-    process = in_use("cpu") if device.type == "cpu" else 0
+    process = in_use("cpu") - _loaded(context.model) if device.type == "cpu" else 0
     work = plan(
         name, context.args, config, lengths=_lengths(name, context), peft_config=context.peft_config,
-        device=device.type, process=process, processes=context.processes,
+        device=device.type, process=max(process, 0), processes=context.processes,
     )  # fmt: skip
     found = estimate_memory(work)
     fixes = [f"posttrain estimate {name} tells what each of its settings saves (here {gib(found.peak)})"]
@@ -56,6 +56,11 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
         fixes.append("kept_layers=0")
     fixes.append("lower max_row_tokens, max_length or max_completion_length")
     return [check_estimate(found.components, has.free, total=has.total, where=has.where, fixes=fixes)]
+
+
+def _loaded(model: Any) -> int:
+    """Bytes of weights that are in memory already, which the estimate counts by themselves."""
+    return 0 if model is None else sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _bound(config: Any) -> float:
