@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.rollouts.native.choosing import Asked, Completion, Prompt
 from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.native.filling import STEM_LEAST
 from posttrain.rollouts.native.kept import match
 from posttrain.rollouts.native.run import Run
 from posttrain.serve.jobs import Job
@@ -40,6 +41,7 @@ class LiveRun(Run):
         self.version = engine.version
         self._known: dict[tuple[int, ...], Prompt] = {}
         self._ordered: list[tuple[int, ...]] = []
+        self._stems: list[tuple[int, ...]] = []
         self._samplings: dict[Sampling, Sampling] = {}
 
     @property
@@ -86,8 +88,12 @@ class LiveRun(Run):
         if not known:
             at = bisect.bisect_left(self._ordered, ids)
             beside = self._ordered[max(at - 1, 0) : at + 1]
-            prompt.shares = max((min(match(ids, x), len(ids) - 1) for x in beside), default=0)
             self._ordered.insert(at, ids)
+            shares = max((min(match(ids, x), len(ids) - 1) for x in beside), default=0)
+            # Once for all that begin so: prompts that wait for a stem of their own are not computed together.
+            if shares >= STEM_LEAST and all(match(ids, stem) < STEM_LEAST for stem in self._stems):
+                prompt.shares = shares
+                self._stems.append(ids[:shares])
         return prompt
 
     def drop(self, job: Job, reason: str | None = None) -> None:
@@ -127,6 +133,7 @@ class LiveRun(Run):
         self.paused.extendleft(reversed(written))
         self.filler.work = None
         self.filler.kept.clear()
+        self._stems.clear()
         for prompt in self.prompts:
             prompt.block = prompt.logits = None
         self.version = self.engine.version
