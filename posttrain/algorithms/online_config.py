@@ -14,7 +14,9 @@ from posttrain.errors import ConfigError, check_choice
 __all__ = ["OnlineConfig"]
 
 ENGINES = ("auto", "native", "hf")
-ROUNDED = "native_bf16"  # Samples from weights rounded to bfloat16: for methods that correct log-probs of foreign engines.
+ROUNDED = (
+    "native_bf16"  # Samples from weights rounded to bfloat16: for methods that correct log-probs of foreign engines.
+)
 FAR_ENGINES = {"server": "server", "vllm": "colocate"}  # rollout_engine -> vllm_mode of use_vllm=True.
 
 

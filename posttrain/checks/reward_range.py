@@ -30,6 +30,7 @@ RATIO = 20.0  # Of two spreads.
 SUPPLIED = frozenset(
     {
         "prompts",
+        "prompt_ids",
         "completions",
         "completion_ids",
         "trainer_state",

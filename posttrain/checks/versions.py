@@ -45,7 +45,9 @@ def features_in_use(args: Any, *, peft: bool = False, parts: Mapping[str, Any] |
     init = init if isinstance(init, Mapping) else {}
     deepspeed, fsdp = bool(getattr(args, "deepspeed", None)), bool(getattr(args, "fsdp", None))
     server = getattr(args, "vllm_mode", "") == "server"
-    vllm = bool(getattr(args, "use_vllm", False)) and not server  # Servers are asked over HTTP: vLLM is installed there.
+    vllm = (
+        bool(getattr(args, "use_vllm", False)) and not server
+    )  # Servers are asked over HTTP: vLLM is installed there.
     reports = getattr(args, "report_to", None) or ()
     optimiser = str(getattr(getattr(args, "optim", ""), "value", getattr(args, "optim", "")))
     return {

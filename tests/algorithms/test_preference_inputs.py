@@ -69,9 +69,8 @@ def test_answers_that_are_equal_everywhere_are_refused(tiny_tokenizer, tmp_path,
 def test_an_answer_judged_both_ways_is_told_with_its_rows(tiny_tokenizer, tmp_path, caplog):
     data = [{"prompt": f"{i} ", "completion": "a number", "label": i % 2 == 0} for i in range(6)]
     make("kto", tiny_tokenizer, tmp_path, [*data, data[1] | {"label": True}])
-    assert (
-        "PT-D026: the same answer to the same prompt is labelled good and bad (2 of 7 rows (rows 1, 6))"
-        in (caplog.text)
+    assert "PT-D026: the same answer to the same prompt is labelled good and bad (2 of 7 rows (rows 1, 6))" in (
+        caplog.text
     )
 
 
