@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, RewardError
+from posttrain.errors import PreflightError
 from posttrain.types import Sampling
 from tests.algorithms.helpers import count_a, grpo, grpo_args, losses, prompts, scripted, weights
 from tests.conftest import build_model
@@ -330,7 +331,8 @@ def test_bad_prompts_are_refused_before_the_model_loads(unloadable, tmp_path):
         (datasets.Dataset.from_list([]), "train_dataset is empty"),
     ]
     for data, match in cases:
-        refused(DataError, match, unloadable, tmp_path, data=data)
+        refused(DataError, match, unloadable, tmp_path, data=data, preflight="off")
+    refused(PreflightError, r"PT-D030: 1 of 3 rows .* First rows: 1\.", unloadable, tmp_path, data=cases[1][0])
 
 
 @pytest.mark.parametrize(
