@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.compute
 
 from posttrain.checks.pair_texts import PairScan, scan_pairs, score_columns
-from posttrain.checks.samples import answers_of, bad_rows, columns_of, doubt, doubtful_rows, fault, too_many
+from posttrain.checks.samples import WHOLE, answers_of, bad_rows, columns_of, doubt, doubtful_rows, fault, too_many
 from posttrain.data.formats import get_dataset_column_names
 from posttrain.types import Finding
 
@@ -95,13 +95,14 @@ def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, 
     """What Arrow alone can tell of all rows: what is missing, and lists without an item."""
     found: dict[int, str] = {}
     pair = {"chosen", "rejected"} <= set(columns)
+    several = len(columns) > 1 and bool(set(columns) & set(WHOLE))  # Forms, of which a row needs one.
     for name in columns:
         if name == "prompt" and pair:
             continue
         start = 0
         for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=BATCH):
             column = table.column(name)
-            if column.null_count and not (name in ("messages", "conversations") and len(columns) > 1):
+            if column.null_count and not several:
                 _note(found, pyarrow.compute.is_null(column), start, f"no `{name}`")
             if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
                 empty = pyarrow.compute.equal(pyarrow.compute.list_value_length(column), 0)

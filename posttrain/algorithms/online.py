@@ -113,7 +113,8 @@ class OnlineTrainer(
         slices = args.steps_per_generation or 1
         if self._buffer is None or self._step % (slices * args.num_iterations) == 0:
             generation = self.generate_and_score(inputs, "train")
-            self._buffer = None  # Its files go first.
+            if self._buffer is not None:
+                self._buffer.close()
             self._buffer = self.spooled(self.balanced(self._slices(generation, slices)))
             self._buffer_born = self.state.global_step
         rows = self._buffer[self._step % slices]

@@ -159,11 +159,12 @@ def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[st
 
 @probe("data", "PT-R029")
 def columns_of_rewards(context: Context) -> Iterable[Finding]:
-    """What reward functions need, against the columns there are; environments and rollout functions may add others."""
+    """What reward functions need, against the columns there are, where nothing else may add some."""
     rewards: Any = context.parts.get("rewards")
     trainer = context.parts.get("trainer")
     names = getattr(context.train_dataset, "column_names", None)
     adds = any(getattr(trainer, name, None) for name in ("rollout_func", "environment_factory", "environments"))
+    adds = adds or (trainer is not None and not type(trainer).__module__.startswith("posttrain."))  # A user's subclass.
     if rewards is None or not names or adds:
         return []
     return check_reward_columns(dict(zip(rewards.names, rewards.functions, strict=True)), names)

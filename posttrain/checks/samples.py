@@ -17,6 +17,7 @@ register("PT-D031", "doubtful-rows", moment="data", title="rows without an answe
 register("PT-D032", "too-many-bad-rows", moment="data", title="more bad rows than may be dropped", page="b")
 
 CONVERSATIONS = ("messages", "conversations")
+WHOLE = (*CONVERSATIONS, "text")  # Each is a row by itself.
 ANSWERS = ("completion", "chosen", "rejected", "reference")
 TOKENISED = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 SHOWN = 5
@@ -40,13 +41,18 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
     >>> fault({"messages": []}, ["messages"]), fault({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
     ('empty `messages`', '')
+    >>> fault({"messages": None, "text": "a"}, ["messages", "text"]), fault({"text": None}, ["text"])
+    ('', 'no `text`')
     """
     pair = bool(row.get("chosen")) and bool(row.get("rejected"))
+    whole = any(row.get(name) is not None for name in WHOLE if name in columns)
     for name in columns:
         value = row.get(name)
-        if value is None and name == "prompt" and pair:
-            continue  # A prompt that both answers begin with is taken from them.
-        if value is None and not (name in CONVERSATIONS and len(columns) > 1):
+        if value is None and (
+            (name == "prompt" and pair) or whole or (name in WHOLE and row.get("prompt") is not None)
+        ):
+            continue  # A prompt that both answers begin with is taken from them; a row needs one form, not all.
+        if value is None:
             return f"no `{name}`"
         if isinstance(value, list):
             if not value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -60,7 +61,8 @@ class Spool(Sequence[list[Row]]):
             if most is None or used <= most:
                 self._slices.append(rows)
             else:
-                self._slices.append(_write(rows, folder / f"{rank}-{index}.pt"))
+                # A name that no earlier spool had: one that is still referred to deletes its files later.
+                self._slices.append(_write(rows, folder / f"{rank}-{uuid.uuid4().hex[:12]}-{index}.pt"))
         self.files = [item for item in self._slices if isinstance(item, Path)]
         self._end = weakref.finalize(self, _delete, self.files, folder)
         if self.files:
