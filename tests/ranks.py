@@ -37,7 +37,20 @@ def run_ranks(module: str, *arguments: object, processes: int, folder: Path, tim
 
 def leave(found: Any) -> None:
     """Called by one process alone."""
-    Path(os.environ["POSTTRAIN_TEST_RESULT"]).write_text(json.dumps(found), encoding="utf-8")
+    result = Path(os.environ["POSTTRAIN_TEST_RESULT"])
+    result.with_suffix(".part").write_text(json.dumps(found), encoding="utf-8")
+    result.with_suffix(".part").replace(result)
+
+
+def part() -> None:
+    """The last call of every process: all are done, and nobody's threads are left to abort at the interpreter's end.
+
+    An abort of one makes the launcher end the others, the one that writes its result among them.
+    """
+    from accelerate import PartialState
+
+    PartialState().wait_for_everyone()
+    PartialState().destroy_process_group()
 
 
 def weights(trainer: Any) -> torch.Tensor:

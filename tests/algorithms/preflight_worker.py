@@ -10,7 +10,7 @@ from posttrain.checks import core
 from posttrain.models import parallel
 from tests.algorithms.helpers import sft
 from tests.conftest import build_tokenizer
-from tests.ranks import leave
+from tests.ranks import leave, part
 
 looked = []
 
@@ -39,3 +39,4 @@ def main(kind, folder):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    part()

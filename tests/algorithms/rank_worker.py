@@ -5,7 +5,7 @@ import sys
 from posttrain import Rollout  # noqa: F401 - the public package must import in a worker too
 from tests.algorithms.helpers import chats, grpo, prompts, sft
 from tests.conftest import build_tokenizer
-from tests.ranks import leave, step_taken, weights
+from tests.ranks import leave, part, step_taken, weights
 
 
 def main(kind, folder, batch, accumulation):
@@ -65,3 +65,4 @@ def evaluate(folder, tokenizer, batch):
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    part()

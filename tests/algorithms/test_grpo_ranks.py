@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import assert_same_step, leave, run_ranks, step_taken, weights
+from tests.ranks import assert_same_step, leave, part, run_ranks, step_taken, weights
 
 SCENARIOS = {  # Settings of one step on 2 processes x 4 rows or 1 x 8.
     "filter": {"top_entropy_quantile": 0.3, "beta": 0.05},
@@ -112,3 +112,4 @@ if __name__ == "__main__":
     result, main = work(sys.argv[1], int(sys.argv[2]))
     if main:
         leave(result)
+    part()

@@ -22,7 +22,7 @@ from posttrain.types import ModelOutputs
 from tests.algorithms.helpers import SHORT, count_a, prompts, scripted, weights
 from tests.conftest import build_model, build_tokenizer
 from tests.losses.properties import TABLE, layouts, outputs, policy
-from tests.ranks import assert_same_step, leave, run_ranks, step_taken
+from tests.ranks import assert_same_step, leave, part, run_ranks, step_taken
 
 UNREAD = {"chat_template_path"}  # Read only in methods that PPO replaces.
 FREE = ("seconds", "per_second", "runtime", "step_time", "epoch", "eps", "flos")
@@ -1072,3 +1072,4 @@ def test_the_page_s_table_is_the_config():
 
 if __name__ == "__main__":
     worker(sys.argv[1], int(sys.argv[2]))
+    part()

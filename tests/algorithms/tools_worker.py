@@ -8,7 +8,7 @@ from posttrain import GRPOTrainer, ScriptedEngine
 from tests.algorithms.helpers import grpo_args, prompts
 from tests.algorithms.test_tools import CALL, EOS, Walk, double, letters, qwen
 from tests.conftest import build_model, build_tokenizer
-from tests.ranks import leave, step_taken, weights
+from tests.ranks import leave, part, step_taken, weights
 
 
 def main(folder, batch):
@@ -50,3 +50,4 @@ def main(folder, batch):
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
+    part()
