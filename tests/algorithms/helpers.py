@@ -91,17 +91,7 @@ def chats(count=12):
 
 def sft(folder, tokenizer, model=None, data=None, **settings):
     """An SFT trainer on a two-layer model."""
-    base = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "report_to": "none",
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "lr_scheduler_type": "constant",
-    }
+    base = SHORT | {"per_device_train_batch_size": 4, "seed": 42}
     keys = {k: settings.pop(k) for k in KEYWORDS if k in settings}
     args = SFTConfig(str(folder), **(base | settings))
     return SFTTrainer(

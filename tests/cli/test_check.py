@@ -13,23 +13,12 @@ from posttrain.cli.main import main
 
 
 @pytest.fixture
-def folder(tiny_model_dir, tmp_path, monkeypatch):
+def folder(unread_model, tmp_path, sums):
     """Configs and data of two commands; the model's folder has no weights to read."""
-    monkeypatch.chdir(tmp_path)
-    (Path(tiny_model_dir) / "model.safetensors").unlink()
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{i} + 1?"},
-                {"role": "assistant", "content": f"The sum is {i + 1}"},
-            ]
-        }
-        for i in range(12)
-    ]
-    write("chats.jsonl", chats)
-    write("broken.jsonl", [*chats, {"messages": []}])
+    write("chats.jsonl", sums)
+    write("broken.jsonl", [*sums, {"messages": []}])
     write("prompts.jsonl", [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in range(8)])
-    shared = f"model_name_or_path: {tiny_model_dir}\noutput_dir: out\nbf16: false\nreport_to: none\n"
+    shared = f"model_name_or_path: {unread_model}\noutput_dir: out\nbf16: false\nreport_to: none\n"
     Path("sft.yaml").write_text(shared + "dataset_name: chats.jsonl\nper_device_train_batch_size: 4\n")
     Path("grpo.yaml").write_text(
         shared + "dataset_name: prompts.jsonl\nnum_generations: 4\nper_device_train_batch_size: 4\n"

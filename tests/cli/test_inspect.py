@@ -1,7 +1,6 @@
 """`posttrain inspect`: the rows it shows are the rows that training makes, from the same file, without a weight read."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,22 +18,11 @@ def write_jsonl(path, rows):
 
 
 @pytest.fixture
-def folder(tiny_model_dir, tmp_path, monkeypatch):
+def folder(unread_model, tmp_path, sums):
     """A working directory with data, configs, and a model folder that has no weights to read."""
-    monkeypatch.chdir(tmp_path)
-    (Path(tiny_model_dir) / "model.safetensors").unlink()
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{i} + 1?"},
-                {"role": "assistant", "content": f"The sum is {i + 1}"},
-            ]
-        }
-        for i in range(12)
-    ]
-    write_jsonl(tmp_path / "chats.jsonl", chats)
+    write_jsonl(tmp_path / "chats.jsonl", sums)
     write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(8)])
-    shared = f"model_name_or_path: {tiny_model_dir}\noutput_dir: out\nbf16: false\nreport_to: none\n"
+    shared = f"model_name_or_path: {unread_model}\noutput_dir: out\nbf16: false\nreport_to: none\n"
     (tmp_path / "sft.yaml").write_text(
         shared + "dataset_name: chats.jsonl\nassistant_only_loss: true\nper_device_train_batch_size: 4\n"
     )
