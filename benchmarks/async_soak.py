@@ -13,7 +13,6 @@ import statistics
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 FLAG = "POSTTRAIN_SOAK_FLAG"  # A file whose presence makes the reward raise, once.
 STOPPED_S = 6.0  # How long a stopped worker stands still.
+GAP_S = 30.0  # Longer ones between two looks are a machine that stood still, which is no part of the soak.
 GROWTH, SLACK_MB = 0.05, 24.0  # What counts as flat: the last third of a run against its second.
 
 
@@ -48,15 +48,16 @@ def build(folder: str, workers: int, seconds: float):
     from transformers import TrainerCallback
 
     from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer
+    from posttrain.rollouts.clock import AwakeClock
     from tests.conftest import build_model, build_tokenizer
 
     class UntilThen(TrainerCallback):
         """Ends training when the time is over."""
 
-        limit = time.monotonic() + seconds
+        clock = AwakeClock(GAP_S)
 
         def on_step_end(self, args, state, control, **_):
-            control.should_training_stop = control.should_training_stop or time.monotonic() > self.limit
+            control.should_training_stop = control.should_training_stop or self.clock.look() > seconds
 
     rows = [{"prompt": [{"role": "user", "content": f"What is {i} {'and ' * (i % 5)}?"}]} for i in range(64)]
     tokenizer = build_tokenizer()
@@ -104,18 +105,21 @@ class Faults(threading.Thread):
 
     def run(self) -> None:
         """Until the run is over."""
-        began, next_fault, number = time.monotonic(), time.monotonic() + self.every, 0
+        from posttrain.rollouts.clock import AwakeClock
+
+        clock, next_fault, number = AwakeClock(GAP_S), self.every, 0
         while not self.over.wait(1.0):
             worker = getattr(self.trainer, "worker", None)
             workers = list(getattr(worker, "workers", []))
-            if not workers:
+            if not workers or not self.trainer.state.global_step:  # One that dies before it was ever ready ends a run.
+                next_fault = clock.look() + self.every
                 continue
             pids = [w.process.pid for w in workers]
             largest = max(resident_mb(pid) for pid in pids)
-            self.memory.append((time.monotonic() - began, resident_mb(os.getpid()), largest))
-            if time.monotonic() < next_fault:
+            self.memory.append((clock.look(), resident_mb(os.getpid()), largest))
+            if clock.now < next_fault:
                 continue
-            next_fault += self.every
+            next_fault = clock.now + self.every
             self.harm(("kill", "stop", "raise")[number % 3], pids[number % len(pids)])
             number += 1
 
@@ -155,17 +159,15 @@ def main() -> int:
         trainer = build(folder, options.workers, 60 * options.minutes)
         faults = Faults(trainer, options.every)
         faults.start()
-        began = time.monotonic()
         trainer.train()
         faults.over.set()
-        seconds = time.monotonic() - began
     rows = [row for row in trainer.state.log_history if "loss" in row]
     exact = all(
         row["async/produced"] == row["async/trained"] + row["async/dropped"] + row["async/in_flight"] for row in rows
     )
     account = {name.removeprefix("async/"): value for name, value in trainer.account().items() if value}
     result = {
-        "seconds": round(seconds, 1),
+        "seconds": round(faults.memory[-1][0], 1),
         "steps": trainer.state.global_step,
         "faults": faults.done,
         "account": account,

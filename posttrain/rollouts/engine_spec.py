@@ -26,14 +26,20 @@ class EngineHandle:
         engine: Any rollout engine.
         load: Takes the least version wanted, returns that of the weights it has now.
         version: Of the weights it has; 0 before the first.
+        holders: Which servers hold them, where it asks servers.
     """
 
     engine: RolloutEngine
     load: Callable[[int], int]
     version: int = 0
+    holders: Any = None
 
-    def refresh(self, wanted: int) -> bool:
+    def refresh(self, wanted: int, holders: Any = None) -> bool:
         """Newer weights, where they are wanted; whether any were loaded."""
+        follow = getattr(self.engine, "follow", None)
+        if follow is not None and holders is not None and holders is not self.holders:
+            follow(holders)  # Also without a newer version: servers may have come.
+            self.holders = holders
         if self.version >= wanted:
             return False
         self.version = self.load(wanted)

@@ -66,7 +66,7 @@ class Fleet:
         urls: An address, several (in a list, or in one text with commas), a file with one a line, or a function that returns
             them. Files and functions are asked again, so that servers may join and leave.
         connect: Makes a client of an address.
-        timeout: Seconds in which the first servers must be there.
+        timeout: Seconds in which the first servers must be there; None: they may come later, or there be none yet.
         holder: The name on the lease; None takes none.
 
     Raises:
@@ -79,17 +79,18 @@ class Fleet:
         urls: Urls,
         connect: Callable[[str], VLLMClient],
         *,
-        timeout: float = 240.0,
+        timeout: float | None = 240.0,
         holder: str | None = None,
     ) -> None:
         self.source, self.connect, self.holder = urls, connect, holder
         self.servers: dict[str, Server] = {}
         self.joined: Callable[[Server], None] = lambda server: None  # Called with each server that is admitted.
-        self._lock = threading.Lock()
+        self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._looked = 0.0
         self._stop = threading.Event()
         self._renewer: threading.Thread | None = None
-        self._meet(timeout)
+        if timeout is not None:
+            self._meet(timeout)
         if holder is not None:
             self._renewer = threading.Thread(target=self._renew, name="rollout-lease", daemon=True)
             self._renewer.start()
@@ -139,21 +140,43 @@ class Fleet:
 
     def _admit(self, url: str) -> Server:
         client = self.connect(url)
-        if self.holder is not None:
-            client.lease(self.holder, LEASE_TTL_S)
-        server = Server(client, client.info())
+        server = Server(client, self._taken(client))
         self.joined(server)
         logger.info(
             "rollout server %s: %s, weights of version %s.", url, server.info.get("model"), weight_version(server.info)
         )
         return server
 
+    def _taken(self, client: VLLMClient) -> dict[str, Any]:
+        """Take a server's lease, where we take any, and end a pause that its last holder left; what it says of itself."""
+        if self.holder is not None:
+            client.lease_id = None
+            client.lease(self.holder, LEASE_TTL_S)
+        info = client.info()
+        if self.holder is not None and info.get("paused"):
+            client.resume()
+        return info
+
     def refresh(self, force: bool = False) -> None:
-        """Take in who has come, let go who was taken off the list, and look again at who was down."""
-        now = time.monotonic()
-        if not force and now - self._looked < REFRESH_SECONDS:
+        """Take in who has come, let go who was taken off the list, and look again at who was down.
+
+        While one thread does it the others go on with what is known, unless they insist.
+        """
+        if not force and time.monotonic() - self._looked < REFRESH_SECONDS:
             return
-        self._looked = now
+        if not self._refreshing.acquire(blocking=force):
+            return
+        try:
+            self._looked = time.monotonic()
+            self._refresh()
+        finally:
+            self._refreshing.release()
+
+    def look_soon(self) -> None:
+        """Let the next `refresh` look, however short ago the last one was."""
+        self._looked = -REFRESH_SECONDS
+
+    def _refresh(self) -> None:
         wanted = self.urls()
         for url in [u for u in self.servers if u not in wanted]:
             logger.warning("rollout server %s was taken off the list.", url)
@@ -169,10 +192,7 @@ class Fleet:
         """A server that is back gets requests again; its weights must be pushed unless they are still those it had."""
         try:
             server.client.health()
-            info = server.client.info()
-            if self.holder is not None:
-                server.client.lease_id = None
-                server.client.lease(self.holder, LEASE_TTL_S)
+            info = self._taken(server.client)
         except RolloutServerError as error:
             server.down = error
             return
@@ -187,7 +207,7 @@ class Fleet:
     @property
     def live(self) -> list[Server]:
         """Those that are up."""
-        return [server for server in self.servers.values() if server.down is None]
+        return [server for server in list(self.servers.values()) if server.down is None]
 
     def pick(self, tokens: int, version: int | None, without: Collection[Server]) -> Server | None:
         """The server with the least to do among those that hold ``version`` (None: any), with ``tokens`` added to its work."""

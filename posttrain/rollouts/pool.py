@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
 
 from posttrain.errors import RolloutError
 from posttrain.rollouts.buffer import RolloutBuffer
+from posttrain.rollouts.clock import AwakeClock
 from posttrain.rollouts.samples import Conversation, GroupTask
 from posttrain.rollouts.staleness import FailureBudget, Ledger
 from posttrain.rollouts.tasks import TaskSource
-from posttrain.rollouts.worker import JOIN_S, WorkerJob, WorkerProcess
+from posttrain.rollouts.worker import GAP_S, JOIN_S, WorkerJob, WorkerProcess
 
 __all__ = ["GroupResult", "PoolSettings", "WorkerPool"]
 
@@ -121,7 +123,9 @@ class WorkerPool:
         self.rollout_buffer, self.ledger = buffer, ledger
         self.budget = FailureBudget(settings.failure_budget)
         self.max_inflight = settings.max_inflight
-        self.version, self._announced = 0, time.monotonic()
+        self.version, self._announced = 0, 0.0
+        self.holders: Any = None  # Which servers hold the version, where workers ask servers.
+        self.clock = AwakeClock(GAP_S)  # Workers are not to blame for time in which this process stood still.
         self.workers: list[WorkerProcess] = []
         self.under_way: dict[int, _UnderWay] = {}
         self.loaded: dict[int, int] = {}
@@ -166,9 +170,9 @@ class WorkerPool:
     def update_model_version(self, version: int) -> None:
         """Announce weights that are there to be loaded; rollouts that are now too old are cancelled, their prompts kept."""
         with self.lock:
-            self.version, self._announced = version, time.monotonic()
+            self.version, self._announced = version, self.clock.look()
             for worker in self.workers:
-                worker.send("weights", version)
+                worker.send("weights", (version, self.holders))
             limit = version - self.settings.max_staleness_hard
             old = [k for k, u in self.under_way.items() if u.version is not None and u.version < limit]
             for worker in self.workers:
@@ -224,11 +228,13 @@ class WorkerPool:
             self.error = error
 
     def _spawn(self, index: int) -> WorkerProcess:
-        worker = WorkerProcess(index, self.payload, self.folder, keep_device=self.settings.keep_device)
+        worker = WorkerProcess(
+            index, self.payload, self.folder, keep_device=self.settings.keep_device, clock=self.clock
+        )
         worker.start()
         self.loaded[index] = 0
         if self.version:
-            worker.send("weights", self.version)
+            worker.send("weights", (self.version, self.holders))
         return worker
 
     def _receive(self) -> None:
@@ -290,7 +296,7 @@ class WorkerPool:
         for position, worker in enumerate(self.workers):
             settings = self.settings
             problem = worker.problem(settings.stale_after_s, settings.ready_within_s)
-            late = time.monotonic() - max(self._announced, worker.ready_at) if worker.is_ready else 0.0
+            late = self.clock.look() - max(self._announced, worker.ready_at) if worker.is_ready else 0.0
             if problem is None and self.loaded[worker.index] < self.version and late > settings.sync_timeout_s:
                 problem = f"did not load weights version {self.version} within {settings.sync_timeout_s:g} s"
             if problem is not None:

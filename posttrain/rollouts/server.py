@@ -39,7 +39,7 @@ class ServerEngine:
 
     Args:
         urls: See `Fleet`.
-        connection_timeout: Seconds in which a first server must be healthy.
+        connection_timeout: Seconds in which a first server must be healthy; None: they may come later.
         request_timeout: Seconds of one request; see `VLLMClient`.
         sync_timeout: Seconds of one call of a weight update.
         bucket_mb: MiB of one bucket of weights.
@@ -66,7 +66,7 @@ class ServerEngine:
         self,
         urls: Urls,
         *,
-        connection_timeout: float = 240.0,
+        connection_timeout: float | None = 240.0,
         request_timeout: float | None = None,
         sync_timeout: float = 720.0,
         bucket_mb: int = 512,
@@ -246,9 +246,13 @@ class ServerEngine:
         self._check_version(server, reply)
         rollouts = read_reply(reply, chunk, url=server.url, vocabulary=server.info.get("vocab_size"))
         server.served += len(rollouts)
+        self._stamp(server, reply, rollouts)
+        return rollouts
+
+    def _stamp(self, server: Server, reply: dict[str, Any], rollouts: list[Rollout]) -> None:
+        """Note the version of the weights on what they wrote."""
         for rollout in rollouts:
             rollout.version = self.version if self.pushed else (weight_version(reply) or 0)
-        return rollouts
 
     def _check_version(self, server: Server, reply: dict[str, Any]) -> None:
         told = weight_version(reply)

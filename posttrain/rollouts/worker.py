@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.errors import ArgumentTypeError, RolloutError
+from posttrain.rollouts.clock import AwakeClock
 
 __all__ = ["Link", "WorkerJob", "WorkerProcess", "check_picklable", "without_device"]
 
 BEAT_S = 1.0
+GAP_S = 3.0  # Of a look at the clock; longer ones are time in which nobody was there to look.
 TAIL_LINES, TAIL_BYTES = 20, 16_384
 JOIN_S, TERMINATE_S = 15.0, 5.0  # How long a worker may take to stop when asked, and when told.
 
@@ -106,6 +108,7 @@ class Link:
         tasks: Sent and not taken yet.
         cancelled: Keys of tasks that are not wanted any more.
         version: Newest weights version that was announced.
+        holders: Which servers hold it, where there are servers.
         stopping: Set when there is nothing more to do.
         on_news: Called on the reading thread when a version is announced, tasks are cancelled, or all is to stop.
     """
@@ -115,10 +118,11 @@ class Link:
         self.tasks: deque[Any] = deque()
         self.cancelled: set[Any] = set()
         self.version = 0
+        self.holders: Any = None
         self.stopping = threading.Event()
         self.on_news: Callable[[], None] = lambda: None
         self._news, self._sending = threading.Event(), threading.Lock()
-        self._alive = time.monotonic()
+        self._clock, self._alive = AwakeClock(GAP_S), 0.0
         for work in (self._read, self._beat):
             threading.Thread(target=work, daemon=True, name=f"link{work.__name__}").start()
 
@@ -134,7 +138,7 @@ class Link:
 
     def progress(self) -> None:
         """The working thread is alive."""
-        self._alive = time.monotonic()
+        self._alive = self._clock.look()
 
     def wait(self, seconds: float) -> None:
         """Until there is news, or this long."""
@@ -150,7 +154,8 @@ class Link:
             if kind == "task":
                 self.tasks.append(content)
             elif kind == "weights":
-                self.version = max(self.version, content)
+                version, self.holders = content
+                self.version = max(self.version, version)
             elif kind == "cancel":
                 self.cancelled.update(content)
             elif kind == "stop":
@@ -162,7 +167,7 @@ class Link:
     def _beat(self) -> None:
         while True:
             with contextlib.suppress(OSError):
-                self.send("beat", idle=time.monotonic() - self._alive)
+                self.send("beat", idle=self._clock.look() - self._alive)
             time.sleep(BEAT_S)
 
 
@@ -199,14 +204,24 @@ class WorkerProcess:
         payload: A pickled `WorkerJob`.
         folder: For its log, ``worker-<index>.log``.
         keep_device: Let it see the accelerator.
+        clock: By which it is waited for; whoever waits looks at it.
     """
 
-    def __init__(self, index: int, payload: bytes, folder: str | Path, *, keep_device: bool = False) -> None:
+    def __init__(
+        self,
+        index: int,
+        payload: bytes,
+        folder: str | Path,
+        *,
+        keep_device: bool = False,
+        clock: AwakeClock | None = None,
+    ) -> None:
         self.index, self.payload, self.keep_device = index, payload, keep_device
+        self.clock = AwakeClock(GAP_S) if clock is None else clock
         self.log = Path(folder, f"worker-{index}.log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.is_ready = False
-        self.began = self.heard = self.ready_at = time.monotonic()
+        self.began = self.heard = self.ready_at = self.clock.now
         self.idle = 0.0
         self.failure: str | None = None
 
@@ -224,7 +239,7 @@ class WorkerProcess:
         with without_device(self.keep_device):
             self.process.start()
         theirs.close()
-        self.began = self.heard = time.monotonic()
+        self.began = self.heard = self.clock.look()
 
     def send(self, kind: str, content: Any = None) -> None:
         """A command; a process that died is noticed elsewhere."""
@@ -236,7 +251,7 @@ class WorkerProcess:
         try:
             while self.connection.poll():
                 kind, content = self.connection.recv()
-                self.heard = time.monotonic()
+                self.heard = self.clock.now
                 if kind == "beat":
                     self.idle = content["idle"]
                     continue
@@ -254,7 +269,7 @@ class WorkerProcess:
 
     def problem(self, stale_after_s: float, ready_within_s: float) -> str | None:
         """What is wrong with it, in words; None while all is well."""
-        now = time.monotonic()
+        now = self.clock.look()
         if not self.alive:
             code = self.process.exitcode
             name = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""

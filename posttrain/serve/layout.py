@@ -29,7 +29,7 @@ def generation_reply(
     Args:
         wanted: What was asked.
         rollouts: ``n`` for each of its asks.
-        spans: By (ask, completion): runs of (version, tokens), where a completion was written under several versions.
+        spans: By (ask, completion): runs of (version, tokens); told where they are not all of ``version``.
         version: Of the weights at the end.
         raw: Also the log-probs before truncation and penalties.
     """
@@ -51,6 +51,7 @@ def generation_reply(
         reply["logprob_token_ids"] = [[[token for token, _ in at] for at in line] for line in pairs]
     if raw:
         reply["raw_logprobs"] = [[clean(value) for value in r.logp] for r in lines]
+    spans = {place: runs for place, runs in spans.items() if any(own != version for own, _ in runs)}
     if spans:
         places = {(wanted.places[ask] * wanted.n + index): found for (ask, index), found in spans.items()}
         reply["version_spans"] = [places.get(i) for i in range(len(lines))]

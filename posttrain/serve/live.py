@@ -160,11 +160,7 @@ class LiveRun(Run):
         rollout = super()._rollout(completion, reason)
         job, place = self.owners[completion.asked.index]
         index = completion.number - completion.asked.number
-        spans = self.spans.pop(completion.number, [])
-        if spans:
-            rest = len(completion.tokens) - sum(count for _, count in spans)
-            spans = spans + [(self.version, rest)] * (rest > 0)
-            if len({version for version, _ in spans}) > 1:
-                job.spans[place, index] = spans
+        self._note_span(completion)
+        job.spans[place, index] = self.spans.pop(completion.number)
         self.finished(job, place, index, rollout)
         return rollout

@@ -3,9 +3,11 @@
 import itertools
 import queue
 
+from transformers import TrainerCallback
+
 from posttrain.algorithms.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from posttrain.rollouts.samples import RolloutSample
-from tests.algorithms.helpers import count_a, prompts
+from tests.algorithms.helpers import GROUPS, count_a, prompts
 from tests.conftest import build_model
 
 
@@ -70,23 +72,30 @@ class StubTransfer:
         self.calls.append("destroy")
 
 
-def settings(**changes):
-    """Of a run that takes a second."""
-    base = {
-        "per_device_train_batch_size": 4,
-        "num_generations": 2,
-        "max_completion_length": 8,
-        "max_steps": 3,
-        "learning_rate": 1e-2,
-        "report_to": "none",
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 7,
-        "worker_threads": 1,
-        "worker_segment_s": 2.0,
-    }
-    return base | changes
+class Recovering(StubTransfer):
+    """Says once that servers lack the weights."""
+
+    def __init__(self, lacks):
+        super().__init__()
+        self.lacks, self.version = lacks, 0
+
+    def lacking(self):
+        self.lacks -= 1
+        return self.lacks >= 0
+
+    def send_again(self, tensors):
+        dict(tensors)
+        self.calls.append("again")
+
+
+# Of a run that takes a second.
+ASYNC = GROUPS | {
+    "per_device_train_batch_size": 4,
+    "num_generations": 2,
+    "max_steps": 3,
+    "worker_threads": 1,
+    "worker_segment_s": 2.0,
+}
 
 
 def trainer(folder, tokenizer, make=None, model=None, data=None, **options):
@@ -98,11 +107,35 @@ def trainer(folder, tokenizer, make=None, model=None, data=None, **options):
     return AsyncGRPOTrainer(
         model or build_model(len(tokenizer)),
         options.pop("rewards", count_a),
-        AsyncGRPOConfig(str(folder), **settings(**options)),
+        AsyncGRPOConfig(str(folder), **(ASYNC | options)),
         prompts() if data is None else data,
         tokenizer,
         **extra,
     )
+
+
+class Evidence(TrainerCallback):
+    """Ages and versions of everything that was trained."""
+
+    def __init__(self, run):
+        self.run, self.ages, self.samples = run, [], []
+
+    def on_pre_optimizer_step(self, *_, **__):
+        for conversation in self.run._held:
+            self.ages.append(self.run.version - conversation.version)
+            self.samples += conversation.samples
+            assert all(version <= self.run.version for s in conversation.samples for version, _ in s.spans)
+
+
+class At(TrainerCallback):
+    """Does something once, after a step."""
+
+    def __init__(self, step, what):
+        self.step, self.what = step, what
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            self.what()
 
 
 def steps(run):

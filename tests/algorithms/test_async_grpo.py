@@ -100,7 +100,7 @@ def test_a_rollout_longer_than_the_budget_is_dropped_and_the_others_fill_rows(ti
     assert_exact(run)
 
 
-def test_a_budget_that_nothing_fits_ends_the_run_instead_of_waiting(tiny_tokenizer, tmp_path):
+def test_trap_s21_a_budget_that_nothing_fits_ends_the_run_instead_of_waiting(tiny_tokenizer, tmp_path):
     run = trainer(tmp_path, tiny_tokenizer, fresh, token_budget=4)
     with pytest.raises(
         RolloutError, match=r"100 rollouts in a row were longer than token_budget=4 \(the last: 5 tokens\)"
@@ -110,7 +110,7 @@ def test_a_budget_that_nothing_fits_ends_the_run_instead_of_waiting(tiny_tokeniz
     assert run.transfer.calls[-1] == "destroy"
 
 
-def test_a_step_weighs_tokens_alike_however_its_rows_are_cut(tiny_tokenizer, tmp_path):
+def test_trap_s35_a_step_weighs_tokens_alike_however_its_rows_are_cut(tiny_tokenizer, tmp_path):
     def make(number, version):
         return sample(
             number, version, prompt=(1, 5, 9 + number), written=range(7, 9 + number % 4), advantage=0.5 - number % 2
@@ -126,16 +126,20 @@ def test_a_step_weighs_tokens_alike_however_its_rows_are_cut(tiny_tokenizer, tmp
         assert torch.allclose(after, results[0][1], atol=1e-6)
 
 
-def test_accumulation_only_enters_the_number_of_samples_of_a_step(tiny_tokenizer, tmp_path):
+def test_trap_s35_accumulation_only_enters_the_number_of_samples_of_a_step(tiny_tokenizer, tmp_path):
     args = AsyncGRPOConfig(
         str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=3, num_generations=8
     )
     assert (args.samples_per_step, args.gradient_accumulation_steps) == (12, 1)
     assert args.max_inflight_tasks == 64  # (4 + 1) x 12 = 60, in whole groups of 8.
-    assert AsyncGRPOConfig(str(tmp_path), max_staleness=0, num_generations=8).max_inflight_tasks == 8
 
 
-def test_a_metric_that_some_rollouts_lack_is_averaged_over_those_that_have_it(tiny_tokenizer, tmp_path):
+def test_trap_s20_without_staleness_there_are_slots_for_a_step(tmp_path):
+    args = AsyncGRPOConfig(str(tmp_path), max_staleness=0, num_generations=4, samples_per_step=10)
+    assert args.max_inflight_tasks == 12  # A step's rollouts, in whole groups.
+
+
+def test_trap_s34_a_metric_that_some_rollouts_lack_is_averaged_over_those_that_have_it(tiny_tokenizer, tmp_path):
     def make(number, version):
         own = {"reward": float(number % 4), "rewards/count_a": math.nan if number % 2 else 3.0}
         return sample(number, version, metrics=own | ({"tools/failure_frequency": 0.5} if number % 4 == 3 else {}))
@@ -147,13 +151,13 @@ def test_a_metric_that_some_rollouts_lack_is_averaged_over_those_that_have_it(ti
     assert row["tools/failure_frequency"] == 0.5
 
 
-def test_a_trained_token_without_a_log_prob_ends_the_run(tiny_tokenizer, tmp_path):
+def test_trap_s31_a_trained_token_without_a_log_prob_ends_the_run(tiny_tokenizer, tmp_path):
     run = trainer(tmp_path, tiny_tokenizer, lambda n, v: sample(n, v, logp=math.nan))
     with pytest.raises(RolloutError, match=r"group 0: 2 trained tokens have no log-prob"):
         run.train()
 
 
-def test_a_push_that_fails_ends_the_run_with_the_server_resumed(tiny_tokenizer, tmp_path):
+def test_trap_s6_a_push_that_fails_ends_the_run_with_the_server_resumed(tiny_tokenizer, tmp_path):
     transfer = StubTransfer(fails_at=2)
     run = trainer(tmp_path, tiny_tokenizer, fresh, weight_transfer=transfer)
     with pytest.raises(ConnectionError, match="the wire broke"):
@@ -425,12 +429,12 @@ def test_without_a_dataset_an_environment_and_max_steps_are_needed(tiny_tokenize
     assert len(start(environment_factory=Maze, rewards=None).train_dataset) == 1
 
 
-def test_what_workers_cannot_be_sent_is_told_before_the_model_loads(tmp_path):
+def test_trap_s54_what_workers_cannot_be_sent_is_told_before_the_model_loads(tmp_path):
     with pytest.raises(TypeError, match=r"reward_funcs\[1\] \(.*<lambda>\)"):
         AsyncGRPOTrainer("no/such-model", [count_a, lambda **_: []], AsyncGRPOConfig(str(tmp_path)), prompts())
 
 
-def test_big_reward_models_in_workers_are_told_of(caplog):
+def test_trap_s42_big_reward_models_in_workers_are_told_of(caplog):
     AsyncGRPOTrainer.check_reward_models(None, [count_a, "some/reward-model", torch.nn.Linear(10_000, 6_000)])
     assert "some/reward-model runs in the rollout workers, on the CPU" in caplog.text
     assert "of 60M parameters" in caplog.text
@@ -448,7 +452,7 @@ def test_rows_of_a_dataset_without_a_prompt_column_get_one_from_the_environment(
     assert run.train_dataset[0]["prompt"] == [{"role": "user", "content": ""}]
 
 
-def test_a_checkpoint_s_state_restores_prompts_counts_and_version(tiny_tokenizer, tmp_path):
+def test_trap_s9_a_checkpoint_s_state_restores_prompts_counts_and_version(tiny_tokenizer, tmp_path):
     run, again = (trainer(tmp_path / name, tiny_tokenizer, fresh) for name in ("a", "b"))
     tasks = [run.source.next() for _ in range(5)]
     for task in tasks[:3]:

@@ -2,15 +2,21 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
+from posttrain import ScriptedEngine
+from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
+from posttrain.algorithms.async_grpo.scoring import Scorer
+from posttrain.rewards.base import RewardRunner
 from posttrain.rollouts.partial import Writer
 from posttrain.rollouts.samples import GroupTask
-from tests.algorithms.async_helpers import assert_exact, steps, trainer
+from posttrain.types import Sampling
+from tests.algorithms.async_helpers import At, Evidence, assert_exact, steps, trainer
 from tests.algorithms.helpers import prompts, weights
 
 
@@ -24,33 +30,7 @@ class Slowly(TrainerCallback):
         time.sleep(self.seconds)
 
 
-class KillAt(TrainerCallback):
-    """Kills the first worker after a step."""
-
-    def __init__(self, run, step):
-        self.run, self.step, self.killed = run, step, None
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == self.step:
-            self.killed = self.run.worker.workers[0].process.pid
-            os.kill(self.killed, signal.SIGKILL)
-
-
-class Evidence(TrainerCallback):
-    """Ages and versions of everything that was trained."""
-
-    def __init__(self, run):
-        self.run, self.ages, self.groups, self.spans = run, [], [], []
-
-    def on_pre_optimizer_step(self, *_, **__):
-        for conversation in self.run._held:
-            self.ages.append(self.run.version - conversation.version)
-            self.groups.append(conversation.group_id)
-            self.spans += [sample.spans for sample in conversation.samples]
-            assert all(version <= self.run.version for version, _ in self.spans[-1])
-
-
-def test_on_policy_workers_sample_from_exactly_the_weights_that_are_trained(tiny_tokenizer, tmp_path):
+def test_trap_s20_on_policy_workers_sample_from_exactly_the_weights_that_are_trained(tiny_tokenizer, tmp_path):
     run = trainer(tmp_path, tiny_tokenizer, max_steps=3, max_staleness=0)
     before = weights(run)
     run.train()
@@ -70,7 +50,8 @@ def test_a_slow_trainer_and_a_killed_worker_leave_the_bound_and_the_account_inta
     run = trainer(
         tmp_path, tiny_tokenizer, max_steps=6, max_staleness=1, max_inflight_tasks=24, max_completion_length=24
     )
-    evidence, kill = Evidence(run), KillAt(run, 3)
+    evidence = Evidence(run)
+    kill = At(3, lambda: os.kill(run.worker.workers[0].process.pid, signal.SIGKILL))
     for callback in (evidence, kill, Slowly(0.3)):
         run.add_callback(callback)
     run.train()
@@ -83,7 +64,7 @@ def test_a_slow_trainer_and_a_killed_worker_leave_the_bound_and_the_account_inta
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_its_counts_and_goes_on_with_the_dataset(tiny_tokenizer, tmp_path):
+def test_trap_s9_a_resumed_run_has_its_counts_and_goes_on_with_the_dataset(tiny_tokenizer, tmp_path):
     options = {"max_staleness": 1, "max_completion_length": 24, "num_rollout_workers": 2}
     before = trainer(tmp_path, tiny_tokenizer, max_steps=6, save_strategy="steps", save_steps=4, **options)
     before.train()
@@ -119,12 +100,6 @@ class Counter:
 
 
 def test_each_rollout_has_an_environment_of_its_own_and_one_that_breaks_harms_no_other(tiny_tokenizer):
-    from posttrain import ScriptedEngine
-    from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
-    from posttrain.algorithms.async_grpo.scoring import Scorer
-    from posttrain.rewards.base import RewardRunner
-    from posttrain.types import Sampling
-
     setup = EpisodeSetup(
         tiny_tokenizer, Sampling(6, stop_token_ids=(2,)), environment_factory=Counter, context=64, tool_timeout=0.5
     )
@@ -151,6 +126,25 @@ def test_each_rollout_has_an_environment_of_its_own_and_one_that_breaks_harms_no
     long = GroupTask(9, {"prompt": [{"role": "user", "content": "word " * 80}], "level": 1}, 2, seed=0)
     (group,) = runner.episodes([long], version=4)
     assert "leaves no room for an answer in the model's context of 64 tokens" in group.errors[0]
+
+
+class Meeting:
+    """Begins only when four begin at once."""
+
+    barrier = threading.Barrier(4, timeout=60)
+
+    def reset(self):
+        self.barrier.wait()
+
+    def get_reward(self):
+        return 1.0
+
+
+def test_trap_s47_resets_of_rollouts_run_side_by_side(tiny_tokenizer):
+    setup = EpisodeSetup(tiny_tokenizer, Sampling(4), environment_factory=Meeting, tool_workers=4, tool_timeout=90)
+    runner = EpisodeRunner(setup, Writer(ScriptedEngine([[5, 6, 2]])))
+    (group,) = runner.episodes([GroupTask(0, {"prompt": [{"role": "user", "content": "Go."}]}, 4, seed=1)], version=1)
+    assert (group.errors, len(group.rollouts)) == ([], 4)
 
 
 @pytest.mark.slow

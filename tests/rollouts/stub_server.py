@@ -38,7 +38,7 @@ class StubServer:
     def __init__(self, model, port=0):
         self.model = copy.deepcopy(model)
         self.engine = NativeEngine(self.model, pad_token_id=0)
-        self.lies, self.version, self.valid, self.lease = {}, 0, True, None
+        self.lies, self.version, self.valid, self.lease, self.paused = {}, 0, True, None, None
         self.calls, self.seen, self.cache, self.lock = [], set(), {}, ONE_AT_A_TIME
         self.updating = None
         self.started = time.time()
@@ -151,6 +151,7 @@ class StubServer:
             "max_model_len": config.max_position_embeddings,
             "weight_version": self.version,
             "start_time": self.started,
+            "paused": self.paused is not None,
         } | self.lies.get("info", {})
 
     def on_get_world_size(self, asked, headers, body):
@@ -263,6 +264,14 @@ class StubServer:
         self.version, self.updating, self.valid = asked["version"], None, True
         reply = {"version": self.version, "loaded": len(self.came), "missing": missing, "unexpected": []}
         return self.lies["end"](reply) if self.lies.get("end") else reply
+
+    def on_pause(self, asked, headers, body):
+        self.paused = asked["mode"]
+        return {"paused": True}
+
+    def on_resume(self, asked, headers, body):
+        self.paused = None
+        return {"paused": False}
 
     def on_abort_update(self, asked, headers, body):
         self.updating = None

@@ -96,7 +96,7 @@ def test_a_session_that_hangs_is_closed_when_its_time_is_over(tiny_tokenizer):
     assert time.monotonic() - began < 20
 
 
-def test_the_token_budget_is_one_of_the_whole_conversation(tiny_tokenizer):
+def test_trap_s40_the_token_budget_is_one_of_the_whole_conversation(tiny_tokenizer):
     answer = [*tiny_tokenizer.encode("The sum"), 2]
     (group,) = run(tiny_tokenizer, [task(1)], budget=2 * len(answer))
     assert sum(group.rollouts[0].tool_mask) == 2 * len(answer)

@@ -54,7 +54,7 @@ def test_rows_that_train_nothing_are_dropped():
 
 
 @pytest.mark.parametrize("logp", [[], [-1.0], [-1.0, math.nan], [-1.0, None]])
-def test_a_written_token_without_a_log_prob_is_an_error(logp):
+def test_trap_s31_a_written_token_without_a_log_prob_is_an_error(logp):
     with pytest.raises(RolloutError, match=r"turn 0: 2 tokens were written and [01] have a log-prob"):
         reconcile([Turn([1], [2, 3], logp)])
 

@@ -113,7 +113,7 @@ def test_prompts_given_back_come_next_as_new_groups_with_other_seeds():
     assert source.next().row["prompt"] == "2"
 
 
-def test_a_resumed_source_asks_again_for_what_was_under_way_and_goes_on_from_there():
+def test_trap_s9_a_resumed_source_asks_again_for_what_was_under_way_and_goes_on_from_there():
     source, again = TaskSource(rows(), 2, seed=5), TaskSource(rows(), 2, seed=5)
     tasks = [source.next() for _ in range(7)]  # The second epoch has begun.
     for task in tasks[:5]:
@@ -164,7 +164,7 @@ def test_failures_long_ago_are_forgotten():
         budget.add(199, ["x"] * 9)
 
 
-def test_drops_are_told_with_three_remedies_and_then_halve_what_is_under_way(caplog):
+def test_trap_s49_drops_are_told_with_three_remedies_and_then_halve_what_is_under_way(caplog):
     watch = DropWatch(max_staleness=4)
     with caplog.at_level(logging.WARNING):
         assert watch.add(63, 37, limit=512) == 512

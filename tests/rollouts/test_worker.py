@@ -77,7 +77,7 @@ def unlisted(x):
     return x
 
 
-def test_what_cannot_be_pickled_is_named():
+def test_trap_s54_what_cannot_be_pickled_is_named():
     def inner():
         pass
 
@@ -86,8 +86,8 @@ def test_what_cannot_be_pickled_is_named():
             {"reward_funcs": [unlisted, lambda x: x], "tools": (inner,), "environment_factory": {"a": open}}
         )
     said = str(caught.value)
-    assert "reward_funcs[1] (test_what_cannot_be_pickled_is_named.<locals>.<lambda>)" in said
-    assert "tools[0] (test_what_cannot_be_pickled_is_named.<locals>.inner)" in said
+    assert "reward_funcs[1] (test_trap_s54_what_cannot_be_pickled_is_named.<locals>.<lambda>)" in said
+    assert "tools[0] (test_trap_s54_what_cannot_be_pickled_is_named.<locals>.inner)" in said
     assert "reward_funcs[0]" not in said
     assert "environment_factory" not in said
     assert "top level of a module" in said
@@ -134,7 +134,7 @@ def test_rollouts_come_back_and_are_accounted_for(tmp_path, running):
     assert all(c.version == 1 for c in found)
 
 
-def test_a_killed_worker_is_replaced_and_its_prompts_are_asked_again(tmp_path, running, caplog):
+def test_trap_s22_a_killed_worker_is_replaced_and_its_prompts_are_asked_again(tmp_path, running, caplog):
     with caplog.at_level(logging.WARNING):
         given = running(pool(tmp_path, Echo(dies_at=2), prompts=8))
         found = take(given, 4 * 12)

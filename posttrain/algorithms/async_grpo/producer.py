@@ -103,7 +103,7 @@ class Producer:
         )
         self.active: list[_Group] = []
         self._calling: float | None = None
-        self._loading = threading.Lock()
+        self._loading, self._judging = threading.Lock(), threading.Lock()
         workers = max(1, job.slots) if self.parallel else 1
         self._calls = concurrent.futures.ThreadPoolExecutor(min(workers, 256), thread_name_prefix="rollouts")
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rewards")
@@ -115,7 +115,8 @@ class Producer:
         """Load the newest weights, where they are newer than ours."""
         with self._loading:
             began = time.perf_counter()
-            if self.handle.refresh(self.link.version):
+            version, holders = self.link.version, self.link.holders
+            if self.handle.refresh(version, holders):
                 self.link.send("loaded", version=self.handle.version, seconds=time.perf_counter() - began)
 
     def work(self) -> None:
@@ -212,7 +213,7 @@ class Producer:
 
     def _episodes(self, tasks: list[GroupTask]) -> None:
         """Whole episodes of some prompts, and their rewards, before anything else happens to their environments."""
-        if not tasks:
+        if not tasks or (self.parallel and tasks[0].group_id in self.link.cancelled):
             return
         version = self.handle.version
         began = self._calling = time.perf_counter()
@@ -245,7 +246,8 @@ class Producer:
         conversations, alone = [], 0
         if len(group.rollouts) >= min(2, size):
             try:
-                conversations = self.scorer(group)
+                with self._judging:  # Calls to servers end on many threads.
+                    conversations = self.scorer(group)
             except Exception as error:
                 logger.warning("scoring failed: %s", error, exc_info=True)
                 errors += [_text(error)] * len(group.rollouts)

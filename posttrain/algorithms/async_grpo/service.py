@@ -29,7 +29,7 @@ from posttrain.rollouts.staleness import Ledger
 from posttrain.rollouts.tasks import TaskSource
 from posttrain.rollouts.weights import Weights
 
-__all__ = ["EngineTransfer", "RolloutWorkerProtocol", "ServiceMixin", "WeightTransferProtocol"]
+__all__ = ["RolloutWorkerProtocol", "ServiceMixin", "WeightTransferProtocol"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,42 +60,6 @@ class WeightTransferProtocol(Protocol):
     def destroy(self) -> None: ...
 
 
-class EngineTransfer:
-    """Pushes weights through an engine of the trainer's own, one that speaks to servers.
-
-    Args:
-        make: Makes the engine; called on the rank that sends.
-    """
-
-    def __init__(self, make: Callable[[], RolloutEngine]) -> None:
-        self.make, self.version = make, 0
-        self.checkpoint_names = False  # Whether the engine takes weights as checkpoints name them.
-        self.engine: RolloutEngine | None = None
-
-    def init_weight_transfer(self) -> None:
-        """Connect."""
-        self.engine = self.engine or self.make()
-        self.checkpoint_names = bool(getattr(self.engine, "checkpoint_names", False))
-
-    def pause(self) -> None:
-        """The engine pauses its servers itself, and only as long as it must."""
-
-    def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Push the next version; returns when it is confirmed."""
-        assert self.engine is not None
-        self.engine.load_weights(tensors, self.version + 1)
-        self.version += 1
-
-    def resume(self) -> None:
-        """Nothing was paused from here."""
-
-    def destroy(self) -> None:
-        """Disconnect."""
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
-
-
 class ServiceMixin:
     """The part of `AsyncGRPOTrainer` that has workers and their weights in its care; only the main process has workers."""
 
@@ -107,7 +71,9 @@ class ServiceMixin:
     worker: Any = None
     transfer: Any = None
     version = 0
+    _held: list[Any]
     _serving = False
+    _sent_at = -1  # Step after which weights were pushed last.
 
     def check_reward_models(self, functions: Any) -> None:
         """Reward models run where the workers are: on the CPU."""
@@ -136,7 +102,6 @@ class ServiceMixin:
         if self._serving:
             return
         self._serving = True
-        self.ledger.writing = self.ledger.waiting = self.ledger.held = 0
         self.transfer = self.given["weight_transfer"] or self.make_transfer()
         if hasattr(self.transfer, "version"):
             self.transfer.version = self.version
@@ -164,11 +129,17 @@ class ServiceMixin:
                 end() if end is not None else None
             except Exception:
                 logger.exception("the %s could not be closed", name)
+        for place in ("writing", "waiting", "held"):  # Nothing is left there unless an error ended the run.
+            self.ledger.drop(getattr(self.ledger, place), "unfinished", place)
+        self._held = []
 
     # Weights -----------------------------------------------------------------------------------------------------
 
-    def push_weights(self) -> None:
+    def push_weights(self, again: bool = False) -> None:
         """The next version; every rank must call it, since reading sharded weights is a collective.
+
+        Args:
+            again: The same version, to servers that lack it; the weights must not have moved since.
 
         Raises:
             WeightSyncError: It did not arrive; on every rank.
@@ -176,29 +147,43 @@ class ServiceMixin:
         began = time.perf_counter()
         names = getattr(self.transfer, "checkpoint_names", False)
         tensors = Weights(self.model_wrapped, checkpoint_names=names)  # type: ignore[attr-defined]
-        parallel.run_and_share(lambda: self._send(tensors), self.accelerator)
-        self.version += 1
+        parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator)
+        self.version += not again
+        self._sent_at = self.state.global_step
         if self.worker is not None:
+            if self.owns_workers:
+                self.worker.holders = getattr(self.transfer, "holders", None)
             self.worker.update_model_version(self.version)
         seconds = mean(time.perf_counter() - began)
         self.log_metrics_now({"weight_sync_time_s": seconds})  # type: ignore[attr-defined]
 
-    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _send(self, tensors: Iterable[tuple[str, Tensor]], again: bool) -> None:
         if not self._is_main:
             for _ in tensors:
                 pass
-            return
-        self.transfer.pause()
-        try:
-            self.transfer.send_weights(tensors)
-        finally:
-            self.transfer.resume()
+        elif again:
+            self.transfer.send_again(tensors)  # Nobody asks those servers yet: nothing is to be paused.
+        else:
+            self.transfer.pause()
+            try:
+                self.transfer.send_weights(tensors)
+            finally:
+                self.transfer.resume()
+
+    def serve_again(self) -> None:
+        """Give servers that lack the weights what the others have; every rank must call it."""
+        self.push_weights(again=self._sent_at == self.state.global_step)
 
     def make_transfer(self) -> Any:
         """Shared memory for engines that hold a copy, the servers' own way for servers."""
-        if self._engine_kind == "server":
-            return EngineTransfer(self._server_factory())  # It alone pushes, and holds the servers' lease.
-        return SharedWeights()
+        if self._engine_kind != "server":
+            return SharedWeights()
+        from posttrain.rollouts.remote import ServerEngine, ServerTransfer
+
+        args, urls = self.args, self.args.server_urls
+        options = self._server_options() | {"connection_timeout": args.vllm_server_timeout}
+        make = functools.partial(ServerEngine, urls if len(urls) > 1 else urls[0], **options)
+        return ServerTransfer(make, patience=args.vllm_server_timeout)
 
     # Workers -----------------------------------------------------------------------------------------------------
 
@@ -206,14 +191,16 @@ class ServiceMixin:
     def _engine_kind(self) -> str:
         return "custom" if self.given["engine_factory"] is not None else self.args.resolved_engine
 
-    def _server_factory(self, **options: Any) -> Callable[[], RolloutEngine]:
-        from posttrain.rollouts.server import ServerEngine
+    def _server_options(self) -> dict[str, Any]:
+        args = self.args
+        key = getattr(args, "vllm_server_api_key", None)
+        return {"request_timeout": float(args.request_timeout), "sync_timeout": args.sync_timeout_s, "api_key": key}
 
-        args, urls = self.args, self.args.server_urls
-        timeouts = {"connection_timeout": args.vllm_server_timeout, "request_timeout": float(args.request_timeout)}
-        timeouts |= {"sync_timeout": args.sync_timeout_s, "patience": args.vllm_server_timeout}
-        options["api_key"] = getattr(args, "vllm_server_api_key", None)
-        return functools.partial(ServerEngine, urls if len(urls) > 1 else urls[0], **timeouts, **options)
+    def _following(self) -> Callable[[], RolloutEngine]:
+        from posttrain.rollouts.remote import FollowingEngine
+
+        waits = {"patience": self.args.vllm_server_timeout, "news_timeout": self.args.sync_timeout_s}
+        return functools.partial(FollowingEngine, **self._server_options(), **waits)
 
     def make_worker(self) -> WorkerPool:
         """Processes as the config says."""
@@ -270,9 +257,7 @@ class ServiceMixin:
 
     def _engine_spec(self) -> EngineSpec:
         kind, inner = self._engine_kind, causal_lm(self.model)
-        factory = self.given["engine_factory"]
-        if kind == "server":
-            factory = self._server_factory(holder=None)
+        factory = self._following() if kind == "server" else self.given["engine_factory"]
         return EngineSpec(
             kind,
             config=inner.config,
@@ -285,10 +270,11 @@ class ServiceMixin:
 
     def _episode_setup(self) -> EpisodeSetup:
         args, rounds = self.args, self.args.max_tool_calling_iterations
+        contexts = [self.context, getattr(self.transfer, "context", None)]  # type: ignore[attr-defined]
         return EpisodeSetup(
             tokenizer=self.processing_class,  # type: ignore[attr-defined]
             sampling=self.sampling("train"),  # type: ignore[attr-defined]
-            context=self.context,  # type: ignore[attr-defined]
+            context=min((c for c in contexts if c), default=None),
             template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
             tools=list(self.given["tools"] or ()),
             environment_factory=self.given["environment_factory"],

@@ -17,6 +17,7 @@ from posttrain.errors import RolloutError
 from posttrain.metrics import Metric, maximum, mean
 from posttrain.models import parallel
 from posttrain.rewards.base import RewardTable
+from posttrain.rollouts.clock import AwakeClock
 from posttrain.rollouts.planner import plan_step
 from posttrain.rollouts.samples import Conversation, RolloutSample, sample_rows
 from posttrain.rollouts.staleness import DROP_REASONS, DropWatch, Ledger
@@ -36,6 +37,7 @@ class StepMixin:
     args: AsyncGRPOConfig
     accelerator: Any
     worker: Any
+    transfer: Any
     ledger: Ledger
     drops: DropWatch
     version: int
@@ -48,8 +50,12 @@ class StepMixin:
     def next_step(self) -> list[Batch]:
         """The batches of the next step that are for this process; every rank must call it."""
         main = self.accelerator.is_main_process
-        dealt = parallel.run_and_share(lambda: self._deal() if main else None, self.accelerator)
-        shares = parallel.all_gather_objects([dealt] if main else [], self.accelerator)[0]
+        while True:
+            dealt = parallel.run_and_share(lambda: self._deal() if main else None, self.accelerator)
+            shares = parallel.all_gather_objects([dealt] if main else [], self.accelerator)[0]
+            if shares is not None:
+                break
+            self.serve_again()  # type: ignore[attr-defined]
         self.counters["num_tokens"] += sum(len(s) for share in shares for s in share)  # type: ignore[attr-defined]
         rows = sample_rows(shares[self.accelerator.process_index])
         layout, budget = self.layout, self.token_budget  # type: ignore[attr-defined]
@@ -57,10 +63,11 @@ class StepMixin:
             layout = replace(layout, row_tokens=min(layout.row_tokens, budget))
         return collate(rows, pad_token_id=self.pad_token_id, layout=layout)  # type: ignore[attr-defined]
 
-    def _deal(self) -> list[list[RolloutSample]]:
-        """The step's samples, one list a process."""
+    def _deal(self) -> list[list[RolloutSample]] | None:
+        """The step's samples, one list a process; None: servers are to be given their weights first."""
         began = time.perf_counter()
-        self._held = self.take(self.args.samples_per_step or 1)
+        if not self.take(self.args.samples_per_step or 1):
+            return None
         self._log_step(time.perf_counter() - began)
         samples = [sample for conversation in self._held for sample in conversation.samples]
         for sample in samples:
@@ -75,29 +82,43 @@ class StepMixin:
         given = self.args.token_budget
         return max(0, given) if given is not None else (self.context or 0)  # type: ignore[attr-defined]
 
-    def take(self, count: int) -> list[Conversation]:
-        """So many rollouts, none further behind the weights than ``max_staleness_hard`` as this step trains it.
+    def take(self, count: int) -> bool:
+        """Hold so many rollouts, none further behind the weights than ``max_staleness_hard`` as this step trains it.
+
+        Returns:
+            False: not yet, since servers lack the weights and nothing arrives; what is held stays held.
 
         Raises:
             RolloutError: Nothing came for too long, or 100 in a row were too long for a row.
         """
-        taken: list[Conversation] = []
-        while len(taken) < count:
+        held, self._held = self._held, []
+        for conversation in held:  # Of a call that was broken off to push weights.
+            self._hold(conversation, "held")
+        while len(self._held) < count:
             conversation = self._wait()
-            reason = self._refused(conversation)
-            if reason is None:
-                self.ledger.hold(1)
-                taken.append(conversation)
-            else:
-                self.ledger.drop(1, reason, "waiting")
-                self._close_group(conversation.group_id)
+            if conversation is None:
+                return False
+            self._hold(conversation, "waiting")
+        self._watch_drops(count)
+        return True
+
+    def _hold(self, conversation: Conversation, place: str) -> None:
+        reason = self._refused(conversation)
+        if reason is not None:
+            self.ledger.drop(1, reason, place)
+            self._close_group(conversation.group_id)
+            return
+        if place == "waiting":
+            self.ledger.hold(1)
+        self._held.append(conversation)
+
+    def _watch_drops(self, count: int) -> None:
         stale = self.ledger.dropped["stale_in_flight"] + self.ledger.dropped["stale_in_queue"]
         limit = getattr(self.worker, "max_inflight", 0)
         lower = self.drops.add(count, stale - self._seen_stale, limit)
         self._seen_stale = stale
         if lower != limit and self.owns_workers:  # type: ignore[attr-defined]
             self.worker.limit(lower)
-        return taken
 
     def _refused(self, conversation: Conversation) -> str | None:
         bound = self.args.max_staleness_hard
@@ -117,22 +138,22 @@ class StepMixin:
         self._straight = 0
         return None
 
-    def _wait(self) -> Conversation:
-        """The next rollout from the queue; while there is none, whoever should bring it is looked at."""
-        began, stale = time.monotonic(), self.args.heartbeat_stale_after_s
+    def _wait(self) -> Conversation | None:
+        """The next rollout from the queue; while there is none, whoever should bring it is looked at.
+
+        Returns:
+            None where servers lack the weights.
+        """
+        stale, clock = self.args.heartbeat_stale_after_s, AwakeClock(2 * LOOK_S)
         while True:
             self.worker.check_health(stale)
             try:
                 item = self.worker.rollout_buffer.get(timeout=min(LOOK_S, stale))
             except queue.Empty:
-                waited = time.monotonic() - began
-                if waited > 2 * stale:
-                    dropped = dict(self.ledger.dropped)
-                    raise RolloutError(
-                        f"no fresh rollout arrived for {waited:.0f} s (2 x heartbeat_stale_after_s), and the workers say that "
-                        f"they are well: {self.ledger.writing} rollouts are under way, {dropped} were dropped. If one rollout "
-                        "takes that long, raise heartbeat_stale_after_s or lower max_completion_length."
-                    ) from None
+                if clock.look() > 2 * stale:
+                    raise self._nothing(clock.now) from None
+                if getattr(self.transfer, "lacking", bool)():
+                    return None
                 continue
             if isinstance(item, Conversation):
                 return item
@@ -140,6 +161,16 @@ class StepMixin:
             self.ledger.dispatch(1)
             self.ledger.arrive(1)
             return Conversation(samples, arrived=self.version)
+
+    def _nothing(self, waited: float) -> RolloutError:
+        dropped = dict(self.ledger.dropped)
+        servers = getattr(self.transfer, "trouble", str)()
+        return RolloutError(
+            f"no fresh rollout arrived for {waited:.0f} s (2 x heartbeat_stale_after_s), and the workers say that they are "
+            f"well: {self.ledger.writing} rollouts are under way, {dropped} were dropped. "
+            + (f"Rollout servers that are not: {servers}. " if servers else "")
+            + "If one rollout takes that long, raise heartbeat_stale_after_s or lower max_completion_length."
+        )
 
     def _close_group(self, group_id: int) -> None:
         if self.owns_workers:  # type: ignore[attr-defined]

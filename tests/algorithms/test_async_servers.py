@@ -1,0 +1,206 @@
+"""Asynchronous GRPO over rollout servers: weights pushed under running completions, servers that die, join and forget."""
+
+import contextlib
+import re
+import time
+
+import pytest
+import requests
+
+from posttrain.algorithms.async_grpo import steps as steps_module
+from tests.algorithms.async_helpers import At, Evidence, Recovering, assert_exact, sample, steps, trainer
+from tests.algorithms.helpers import prompts
+from tests.conftest import build_model, build_tokenizer
+from tests.rollouts.stub_server import Refused, StubServer
+from tests.serve.test_process import process
+
+FIRST = 10  # Token of version 0.
+
+
+class Scripted(StubServer):
+    """Writes a token a step, which tells the version of the weights it is written under; waits while it is paused or updated."""
+
+    def __init__(self, held=0, token_s=0.02):
+        super().__init__(build_model(len(build_tokenizer())))
+        self.held = self.version = held  # What it calls the weights it begins with.
+        self.token_s = token_s
+
+    def on_generate(self, asked, headers, body):
+        count = asked["max_tokens"]
+        wires = []
+        for _ in range(count):
+            while self.paused or self.updating is not None:
+                time.sleep(0.005)
+            if not self.valid:
+                raise Refused(409, "the weights are not whole")
+            time.sleep(self.token_s)
+            wires.append(self.version)
+        ids = [[FIRST + wire - self.held for wire in wires] for _ in asked["prompts"] for _ in range(asked["n"])]
+        runs = [[wire, wires.count(wire)] for wire in sorted(set(wires))]
+        reply = {
+            "prompt_ids": asked["prompts"],
+            "completion_ids": ids,
+            "logprobs": [[[-1.0]] * count for _ in ids],
+            "finish_reasons": [["length"] * asked["n"] for _ in asked["prompts"]],
+            "weight_version": self.version,
+        }
+        return reply | ({"version_spans": [runs] * len(ids)} if [run[0] for run in runs] != [self.version] else {})
+
+
+@pytest.fixture
+def scripted():
+    """Makes servers and closes them."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**options):
+            return stack.enter_context(contextlib.closing(Scripted(**options)))
+
+        yield make
+
+
+def generations(stub):
+    return sum(path == "generate" for _, path in stub.calls)
+
+
+def test_trap_s6_s45_every_trained_token_has_the_version_that_wrote_it_while_servers_die_join_and_forget(
+    tiny_tokenizer, tmp_path, scripted
+):
+    stubs, listed = [scripted(), scripted(), scripted(held=40)], tmp_path / "servers.txt"
+    listed.write_text("\n".join(stub.url for stub in stubs))
+
+    def join():
+        stubs.append(scripted())
+        listed.write_text("\n".join(stub.url for stub in stubs))
+
+    def forget():
+        stubs[0].version = 0  # As if it had been started anew.
+
+    run = trainer(
+        tmp_path,
+        tiny_tokenizer,
+        max_steps=10,
+        max_staleness=2,
+        max_inflight_tasks=24,
+        vllm_server_base_url=[str(listed)],
+        vllm_server_timeout=30,
+    )
+    evidence = Evidence(run)
+    for callback in (evidence, At(3, stubs[1].die), At(4, join), At(6, forget)):
+        run.add_callback(callback)
+    run.train()
+    assert run.state.global_step == 10
+    assert_exact(run)
+    assert max(evidence.ages) <= 2
+    last = steps(run)[-1]
+    assert last["async/dropped_failed"] == 0  # What one could not answer was asked of the others.
+    assert last["async/worker_restarts"] == 0
+    for one in evidence.samples:
+        written = [token for token, kept in zip(one.input_ids, one.completion_mask, strict=True) if kept]
+        assert written == [FIRST + version for version, count in one.spans for _ in range(count)]
+    assert any(len(one.spans) > 1 for one in evidence.samples)  # Completions went on under new weights.
+    first, _, second, newcomer = stubs
+    assert generations(newcomer) > 0
+    for stub in (first, second, newcomer):
+        assert (stub.paused, stub.lease) == (None, None)
+        assert stub.version - stub.held == 10  # One push at the start, and one after each step but the last.
+
+
+@pytest.mark.parametrize(("every", "wanted"), [(1, "again"), (2, "send")])
+def test_servers_that_lack_the_weights_get_them_while_the_trainer_waits(
+    tiny_tokenizer, tmp_path, monkeypatch, every, wanted
+):
+    """The same version where the weights are those of the last push, and the next one where they have moved since."""
+    monkeypatch.setattr(steps_module, "LOOK_S", 0.01)
+    taken = []
+
+    def make(number, version):
+        taken.append(version)
+        # In the middle of the second step nothing comes any more, and then what is as old as may be.
+        return None if len(taken) == 7 else sample(number // 2, version - (len(taken) > 4))
+
+    transfer = Recovering(lacks=1)
+    run = trainer(
+        tmp_path, tiny_tokenizer, make, weight_transfer=transfer, weight_sync_steps=every, max_steps=2, max_staleness=1
+    )
+    run.train()
+    first = ["init", "pause", "send", "resume"]
+    if every == 1:
+        assert transfer.calls == [*first, "pause", "send", "resume", "again", "destroy"]
+        assert (run.version, run.account()["async/dropped_stale_in_queue"]) == (2, 0)
+    else:
+        assert transfer.calls == [*first, "pause", "send", "resume", "destroy"]
+        # The two that were held already were one version old: under the next one they are too old to be trained.
+        assert (run.version, run.account()["async/dropped_stale_in_queue"]) == (2, 2)
+    assert run.account()["async/trained"] == 8
+    assert_exact(run)
+
+
+def test_an_error_in_the_middle_of_a_step_leaves_an_account_that_adds_up_and_a_run_that_can_go_on(
+    tiny_tokenizer, tmp_path
+):
+    ill = [True]
+
+    def make(number, version):
+        if number == 6 and ill:
+            raise ill.pop() and OSError("the queue broke")
+        return sample(number // 2, version)
+
+    run = trainer(tmp_path, tiny_tokenizer, make, max_steps=2)
+    with pytest.raises(OSError, match="the queue broke"):
+        run.train()
+    assert run.account()["async/dropped_unfinished"] == 2
+    assert_exact(run)
+    run.train()
+    assert_exact(run)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_trap_s5_three_real_servers_of_which_one_is_killed_and_one_joins(tiny_tokenizer, tmp_path):
+    """Real completions under real weights: what servers said of their tokens is what the trained weights say of them."""
+    served = tmp_path / "served"
+    build_model(len(tiny_tokenizer), seed=9).save_pretrained(served)
+    tiny_tokenizer.save_pretrained(served)
+    listed = tmp_path / "servers.txt"
+    with contextlib.ExitStack() as stack:
+
+        def start(name):
+            (tmp_path / name).mkdir()
+            options = ("--model", str(served), "--engine", "native", "--dtype", "float32")
+            return stack.enter_context(process(tmp_path / name, *options))
+
+        servers = [start(f"s{i}") for i in range(3)]
+        urls = [made[0] for made in servers]
+        listed.write_text("\n".join(urls))
+
+        def kill():
+            servers[1][1].kill()
+            servers[1][1].wait()
+
+        def join():
+            urls.append(start("s3")[0])
+            listed.write_text("\n".join(urls))
+
+        run = trainer(
+            tmp_path / "run", tiny_tokenizer, max_steps=12, max_staleness=1, max_inflight_tasks=16, max_completion_length=40,
+            vllm_server_base_url=[str(listed)], vllm_server_timeout=60, staleness_policy="pace", data=prompts(32),
+            learning_rate=1e-3,
+        )  # fmt: skip
+        evidence, asked = Evidence(run), {}
+
+        def count():
+            for url in urls:
+                with contextlib.suppress(requests.ConnectionError):
+                    said = requests.get(url + "/metrics", timeout=20).text
+                    asked[url] = float(re.search(r"posttrain_completions_total (\S+)", said)[1])
+
+        for callback in (evidence, At(3, kill), At(6, join), At(11, count)):
+            run.add_callback(callback)
+        run.train()
+    assert run.state.global_step == 12
+    assert_exact(run)
+    rows = steps(run)
+    assert max(evidence.ages) <= 1
+    assert rows[-1]["async/dropped_failed"] == 0
+    assert max(row["kl"] for row in rows) < 0.05  # Of another model's tokens it would be above 1.
+    assert set(asked) == {urls[0], urls[2], urls[3]} and min(asked.values()) > 0

@@ -1,0 +1,39 @@
+"""Time in which nobody was there to look is nobody's silence."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from posttrain.rollouts import clock
+from posttrain.rollouts.worker import WorkerProcess
+
+
+@pytest.fixture
+def jump(monkeypatch):
+    """Moves the wall clock on."""
+    now = [100.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def by(seconds):
+        now[0] += seconds
+
+    return by
+
+
+def test_a_gap_counts_at_most_so_much_and_looks_in_between_count_in_full(jump):
+    awake = clock.AwakeClock(2.0)
+    for seconds in (0.5, 1.5, 600.0):
+        jump(seconds)
+        awake.look()
+    assert awake.now == 0.5 + 1.5 + 2.0
+
+
+def test_a_worker_is_not_blamed_for_an_hour_in_which_the_trainer_stood_still(jump, tmp_path):
+    worker = WorkerProcess(0, b"", tmp_path, clock=clock.AwakeClock(3.0))
+    worker.process, worker.is_ready = SimpleNamespace(is_alive=lambda: True), True
+    jump(3600.0)
+    assert worker.problem(60.0, 60.0) is None
+    for _ in range(60):
+        jump(1.0)
+        said = worker.problem(60.0, 60.0)
+    assert said == "gave no sign of work for 63 s"

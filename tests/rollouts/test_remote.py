@@ -1,0 +1,224 @@
+"""Servers that are given weights by one process and asked by another: every token has its version, and nobody else's weights count."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from posttrain.errors import RolloutServerError, ServerBusy, WeightSyncError
+from posttrain.rollouts import connection, fleet, remote, server
+from posttrain.rollouts.remote import FollowingEngine, Holders, ServerTransfer
+from posttrain.rollouts.server import ServerEngine
+from posttrain.rollouts.weights import Weights
+from posttrain.types import Request, Sampling
+from tests.conftest import build_model
+from tests.rollouts.stub_server import StubServer
+
+VOCAB = 37
+REQUESTS = [Request([5, 6, 7, 8], 2), Request([9, 10], 2)]
+SAMPLING = Sampling(6, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(connection, "BACK_OFF", 0.01)
+    monkeypatch.setattr(fleet, "REFRESH_SECONDS", 0.0)
+    for module in (server, remote):
+        monkeypatch.setattr(module, "WAIT", 0.05)
+
+
+@pytest.fixture
+def made():
+    """What is to be closed."""
+    things = []
+    yield things
+    for thing in reversed(things):
+        thing.close()
+
+
+def stub_of(made, version=0, **options):
+    made.append(StubServer(build_model(VOCAB, seed=9), **options))
+    made[-1].version = version
+    return made[-1]
+
+
+def following(made, *holders, **options):
+    made.append(FollowingEngine(**({"request_timeout": 20, "news_timeout": 0.3} | options)))
+    for one in holders:
+        made[-1].follow(one)
+    return made[-1]
+
+
+def transfer_to(made, *stubs, **options):
+    urls = [s.url for s in stubs]
+    found = ServerTransfer(lambda: ServerEngine(urls, connection_timeout=5, request_timeout=20), **options)
+    found.init_weight_transfer()
+    found.close = found.destroy
+    made.append(found)
+    return found
+
+
+def push(transfer, model):
+    transfer.pause()
+    try:
+        transfer.send_weights(Weights(model))
+    finally:
+        transfer.resume()
+
+
+def paths(stub, *wanted):
+    return [path for _, path in stub.calls if path in wanted]
+
+
+# Workers -------------------------------------------------------------------------------------------------------------
+
+
+def test_versions_are_the_trainer_s_whatever_servers_call_them(made):
+    stub = stub_of(made, version=41)
+    engine = following(made, Holders(1, {stub.url: 40}), Holders(2, {stub.url: 41}))
+    assert [(r.version, r.spans) for r in engine.generate(REQUESTS, SAMPLING)] == [(2, None)] * 4
+    assert stub.lease is None  # The trainer's to take.
+    stub.lies["edit"] = lambda r: r | {"version_spans": [[[40, 2], [41, 4]], None, [[40, 6]], None]}
+    found = engine.generate(REQUESTS, SAMPLING)
+    assert [(r.version, r.spans) for r in found] == [(1, [(1, 2), (2, 4)]), (2, None), (1, None), (2, None)]
+
+
+def test_spans_that_do_not_cover_a_completion_are_refused(made):
+    stub = stub_of(made, version=1)
+    stub.lies["edit"] = lambda r: r | {"version_spans": [[[1, 5]], None, None, None]}
+    with pytest.raises(RolloutServerError, match="which weights wrote 5 tokens of a completion of 6"):
+        following(made, Holders(1, {stub.url: 1})).generate(REQUESTS, SAMPLING)
+
+
+def test_trap_s6_weights_that_this_run_never_gave_write_nothing_for_it(made):
+    stub, other = stub_of(made, version=7), stub_of(made, version=7)
+    engine = following(made, Holders(3, {stub.url: 7, other.url: 7}))
+    assert len(engine.generate(REQUESTS, SAMPLING)) == 4
+    stub.version = 0  # It was restarted.
+    for _ in range(2):
+        assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {3}
+    assert engine.fleet.servers[stub.url].pushed is None
+    other.version = 0
+    with pytest.raises(
+        WeightSyncError, match=r"sampled from weights of version 0, which this run never gave it \(the last was 7\)"
+    ):
+        engine.generate(REQUESTS[:1], SAMPLING)
+
+
+def test_news_that_is_still_on_its_way_is_waited_for(made):
+    stub = stub_of(made, version=8)  # The push is done, and told a little later.
+    engine = following(made, Holders(1, {stub.url: 7}), news_timeout=20)
+    news = threading.Timer(0.2, engine.follow, [Holders(2, {stub.url: 8})])
+    news.start()
+    assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {2}
+    news.join()
+
+
+def test_while_nobody_holds_the_weights_a_worker_waits_for_news(made):
+    stub, newcomer = stub_of(made, version=0), stub_of(made, version=1)
+    engine = following(made, Holders(1, {stub.url: 1}), patience=20.0)
+    news = threading.Timer(0.3, engine.follow, [Holders(1, {newcomer.url: 1})])
+    news.start()
+    assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {1}
+    assert list(engine.fleet.servers) == [newcomer.url]
+    news.join()
+
+
+def test_many_threads_ask_while_servers_come_and_go(made):
+    stubs = [stub_of(made, version=1) for _ in range(3)]
+    engine = following(made, Holders(1, {stubs[0].url: 1}), patience=20.0)
+    failures = []
+
+    def ask():
+        for _ in range(4):
+            try:
+                assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {1}
+            except Exception as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for chosen in ([0, 1], [1, 2], [2], [0, 1, 2]):
+        engine.follow(Holders(1, {stubs[i].url: 1 for i in chosen}))
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_a_worker_pushes_no_weights(made):
+    with pytest.raises(WeightSyncError, match="the trainer does"):
+        following(made).load_weights([], 1)
+
+
+# The trainer ---------------------------------------------------------------------------------------------------------
+
+
+def test_servers_that_can_be_held_are_paused_around_a_push_and_the_others_are_not(made):
+    stub, other = stub_of(made, version=5), stub_of(made)
+    other.lies["info"] = {"engine": "batches"}
+    transfer, model = transfer_to(made, stub, other), build_model(VOCAB)
+    push(transfer, model)
+    sent = ("pause", "begin_update", "end_update", "resume")
+    assert paths(stub, *sent) == list(sent)
+    assert paths(other, *sent) == ["begin_update", "end_update"]
+    assert transfer.holders == Holders(1, {stub.url: 6, other.url: 1})
+    assert torch.equal(stub.model.model.norm.weight, model.model.norm.weight)
+
+
+def test_a_server_that_is_gone_is_left_out_until_it_is_back_and_has_the_weights(made):
+    stub, other = stub_of(made), stub_of(made)
+    transfer, model = transfer_to(made, stub, other), build_model(VOCAB)
+    stub.die()
+    push(transfer, model)
+    assert list(transfer.holders.wires) == [other.url]
+    assert stub.url in transfer.trouble() and other.url not in transfer.trouble()
+    assert not transfer.lacking()
+    stub_of(made, port=stub.http.server_port)
+    assert transfer.lacking()
+    push(transfer, model)
+    assert sorted(transfer.holders.wires) == sorted([stub.url, other.url])
+    assert transfer.trouble() == ""
+
+
+def test_a_push_that_fails_leaves_no_server_paused_and_the_version_as_it_was(made):
+    stub = stub_of(made)
+    transfer = transfer_to(made, stub)
+    stub.lies["fail"] = "end_update"
+    with pytest.raises(WeightSyncError):
+        push(transfer, build_model(VOCAB))
+    assert (stub.paused, transfer.version, transfer.holders.wires) == (None, 0, {})
+
+
+def test_servers_that_lost_their_weights_get_the_same_version_again_and_nobody_else_is_sent_anything(made):
+    stub, other = stub_of(made), stub_of(made)
+    transfer, model = transfer_to(made, stub, other), build_model(VOCAB)
+    push(transfer, model)
+    assert not transfer.lacking()
+    stub.version = 0
+    assert transfer.lacking()
+    transfer.send_again(Weights(model))
+    assert transfer.holders == Holders(1, {stub.url: 1, other.url: 1})
+    assert not transfer.lacking()
+    assert (len(paths(stub, "begin_update")), len(paths(other, "begin_update"))) == (2, 1)
+
+
+def test_trap_s53_a_pause_that_somebody_left_is_ended_and_so_is_one_s_own(made):
+    stub = stub_of(made)
+    stub.paused = "keep"
+    transfer = transfer_to(made, stub)
+    assert stub.paused is None
+    transfer.pause()
+    assert stub.paused == "keep"
+    transfer.destroy()
+    assert (stub.paused, stub.lease) == (None, None)
+
+
+def test_a_second_trainer_is_kept_out(made):
+    stub = stub_of(made)
+    transfer_to(made, stub)
+    stub.lease = (stub.lease[0], "somebody else")
+    with pytest.raises(ServerBusy, match="held by somebody else"):
+        transfer_to(made, stub)
