@@ -33,8 +33,8 @@ def main() -> None:
     for work in works:
         prompts = [{"prompt_token_ids": p} for p in work["prompts"] for _ in range(work["group"])]
         sampling = [
-            SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False, seed=i, logprobs=0)
-            for i, n in enumerate(work["lengths"])
+            SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False, logprobs=0)
+            for n in work["lengths"]
         ]
         times = []
         for _ in range(args.repeats):

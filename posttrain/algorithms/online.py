@@ -25,6 +25,7 @@ from posttrain.data.forest import collate, split_by_sequence
 from posttrain.data.formats import is_conversational
 from posttrain.data.tokenize import tokenize_prompts
 from posttrain.errors import ConfigError
+from posttrain.losses.ratio import engine_gap
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
@@ -33,7 +34,7 @@ from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.generation import Generation
 from posttrain.rollouts.spool import Spool
-from posttrain.types import Batch, Request, Rollout, Row, Sampling
+from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Row, Sampling
 
 __all__ = ["Generation", "OnlineConfig", "OnlineTrainer"]
 
@@ -263,6 +264,25 @@ class OnlineTrainer(
         """Whether completions are sampled with the very weights that are trained, so that nothing is to be corrected."""
         return getattr(self.engine, "in_process", False)
 
+    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+        """Forward and objective; and how far the engine is from this forward, which for the own engine is rounding."""
+        terms, outputs = super().terms(model, batch)
+        said, trained = batch.columns.get("engine_logp"), batch.old_logp
+        if trained is None or self.old_logp_is_engines:
+            moved = model.training and self._buffer_born != self.state.global_step
+            trained = None if moved and batch.old_logp is not None else outputs.logp
+        if said is not None and trained is not None:
+            terms.metrics |= engine_gap(trained, said, batch.loss_mask)
+        return terms, outputs
+
+    @property
+    def old_logp_is_engines(self) -> bool:
+        """Whether the engine's log-probs are the trainer's to rounding, so that no pass computes them again.
+
+        In half precision the two round differently (0.01 nats a token), and ratios would begin away from 1.
+        """
+        return getattr(self.engine, "as_trained", False) and not (self.args.bf16 or self.args.fp16)
+
     def needs_old_logp(self, mode: str) -> bool:
         """Whether a slice may outlive the weights that sampled it."""
         args = self.args
@@ -272,22 +292,40 @@ class OnlineTrainer(
     def attach_logps(self, generation: Generation, mode: str) -> None:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
         rows = generation.rows(range(len(generation.rollouts)), skip_truncated=False)
-        if not self.engine_is_policy and all(len(r.logp) == len(r.token_ids) for r in generation.rollouts):
-            generation.token_columns["rollout_logp"] = [list(rollout.logp) for rollout in generation.rollouts]
-        if self.needs_old_logp(mode):
+        known = all(len(r.logp) == len(r.token_ids) for r in generation.rollouts)
+        said = [list(rollout.logp) for rollout in generation.rollouts]
+        if known and not self.engine_is_policy:
+            generation.token_columns["rollout_logp"] = said
+        elif known and getattr(self.engine, "tells_logp", True):
+            generation.token_columns["engine_logp"] = said
+        if self.needs_old_logp(mode) and known and self.old_logp_is_engines:
+            generation.token_columns["old_logp"] = said
+        elif self.needs_old_logp(mode):
             with self.inference() as policy:
                 generation.token_columns["old_logp"] = self.logps(policy, rows)
         if self.reference is not None:
             with self.inference() as policy, self.reference.active(policy) as reference:
                 generation.token_columns["ref_logp"] = self.logps(reference, rows)
 
+    def log_engine_gap(self, rollouts: list[Rollout], trained: list[list[float]], mode: str) -> None:
+        """How far the engine's log-probs are from ``trained``, those of the same completions by this trainer's forward."""
+        pairs = [
+            (torch.tensor(own[: len(r.logp)]), torch.tensor(r.logp))
+            for r, own in zip(rollouts, trained, strict=True)
+            if len(r.logp) == len(r.token_ids) > 0
+        ]
+        if pairs and getattr(self.engine, "tells_logp", True):
+            logp, said = (torch.cat(side) for side in zip(*pairs, strict=True))
+            self.log_metrics_now(engine_gap(logp, said, torch.ones_like(said, dtype=torch.bool)), mode)
+
     @torch.no_grad()
-    def logps(self, model: nn.Module, rows: list[Row]) -> list[list[float]]:
-        """Per-token log-probs of every completion, by the same forward that trains."""
+    def logps(self, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
+        """Per-token log-probs of every completion, by the same forward that trains; at the loss's temperature or another."""
         device, result = self.args.device, {}
+        temperature = self.temperature if temperature is None else temperature
         for batch in collate(rows, pad_token_id=self.pad_token_id, layout=self.layout):
             batch = batch.to(device)
-            logp = forward(model, batch, temperature=self.temperature).logp
+            logp = forward(model, batch, temperature=temperature).logp
             for origin, values in zip(batch.origin, split_by_sequence(logp, batch), strict=True):
                 result[origin] = values.tolist()
         return [result[i] for i in range(len(result))]

@@ -16,7 +16,7 @@ from posttrain.errors import ConfigError
 from posttrain.losses.advantages import group_advantages, leave_one_out_advantages, standardized
 from posttrain.losses.kl import k1
 from posttrain.losses.policy import clip_metrics, clipped
-from posttrain.losses.ratio import rollout_correction
+from posttrain.losses.ratio import engine_gap, rollout_correction
 from posttrain.losses.reduce import sequence_mean, sequence_sum
 from posttrain.metrics import maximum, mean
 from posttrain.models import parallel
@@ -99,6 +99,8 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
     metrics = clip_metrics(log_ratio, batch.advantages, whole, one_each, batch.num_sequences, **bounds)
     metrics["ratio/max"] = maximum(log_ratio.exp())
     metrics["entropy"] = mean(out.entropy, batch.loss_mask)
+    if batch.rollout_logp is not None:
+        metrics |= engine_gap(old, batch.rollout_logp, batch.loss_mask)
     if batch.rollout_logp is not None and cfg.vllm_importance_sampling_correction:
         weight = rollout_correction(
             old,

@@ -9,8 +9,17 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses.reduce import sequence_mean, sequence_sum, spread
+from posttrain.metrics import Metric, maximum, mean
 
-__all__ = ["CORRECTIONS", "LEVELS", "entropy_mask", "importance_log_ratio", "off_policy_mask", "rollout_correction"]
+__all__ = [
+    "CORRECTIONS",
+    "LEVELS",
+    "engine_gap",
+    "entropy_mask",
+    "importance_log_ratio",
+    "off_policy_mask",
+    "rollout_correction",
+]
 
 LEVELS = ("token", "sequence", "sequence_token")
 
@@ -90,6 +99,28 @@ def rollout_correction(
         gap = spread(pool(gap, mask, sequence, num_sequences), sequence)
     weight = bound(gap.exp(), clip_min or 0.0, float("inf") if clip_max is None else clip_max)
     return weight.masked_fill(unknown, 0.0)
+
+
+def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """How far what an engine said of its tokens is from what the trainer says of them, under the same weights.
+
+    Args:
+        logp: Log-probs of the trainer, any shape, nats.
+        sampled_logp: Those of the engine; NaN where it gave none.
+        mask: Loss tokens.
+
+    Returns:
+        Mean and largest ``|logp - sampled_logp|``, the KL estimate ``mean(rho - 1 - log rho)``, and the share of NaN.
+    """
+    known = mask & ~sampled_logp.isnan()
+    difference = torch.where(known, logp.detach() - sampled_logp, 0.0)
+    gap = difference.abs()
+    return {
+        "sampling/sampling_logp_difference/mean": mean(gap, known),
+        "sampling/sampling_logp_difference/max": maximum(gap[known]),
+        "sampling/kl": mean(torch.expm1(difference) - difference, known),
+        "sampling/nan_logprobs": mean((~known).float(), mask),
+    }
 
 
 def off_policy_mask(

@@ -30,6 +30,7 @@ class ScriptedEngine:
 
     name = "scripted"
     in_process = True  # Samples with the weights that are trained: its log-probs need no correction.
+    tells_logp = False  # And are nobody's: no run is to compare them with its own.
 
     def __init__(
         self, script: Sequence[Sequence[int]] | Callable[[Sequence[int], int], Sequence[int]], logp: float = -1.0

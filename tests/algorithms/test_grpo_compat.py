@@ -96,7 +96,7 @@ def test_an_overridden_turn_is_what_is_trained(tiny_tokenizer, tmp_path):
     row = first(trainer)
     assert row["completions/mean_length"] == 4.0
     assert row["completions/clipped_ratio"] == 0.0
-    assert "sampling/sampling_logp_difference/mean" not in row
+    assert "sampling/sampling_logp_difference/mean" not in row  # Nothing is known of who sampled it.
 
 
 def test_log_probs_of_an_overridden_turn_are_corrected_for(tiny_tokenizer, tmp_path):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from posttrain.losses.kl import k3
 from posttrain.losses.policy import LOSS_TYPES, cispo, clip_metrics, clipped, sapo, vespo, vespo_weight
-from posttrain.losses.ratio import entropy_mask, importance_log_ratio, off_policy_mask, rollout_correction
+from posttrain.losses.ratio import engine_gap, entropy_mask, importance_log_ratio, off_policy_mask, rollout_correction
 from posttrain.losses.reduce import spread
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.types import Batch, LossTerms, ModelOutputs
@@ -124,15 +123,7 @@ def _rollout_weight(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor
     if sampled is None:
         return None, {}
     trained = logp.detach() if batch.old_logp is None else batch.old_logp
-    known = batch.loss_mask & ~sampled.isnan()
-    difference = torch.where(known, trained - sampled, 0.0)
-    gap = difference.abs()
-    metrics = {
-        "sampling/sampling_logp_difference/mean": mean(gap, known),
-        "sampling/sampling_logp_difference/max": maximum(gap[known]),
-        "sampling/kl": mean(torch.expm1(difference) - difference, known),
-        "sampling/nan_logprobs": mean((~known).float(), batch.loss_mask),
-    }
+    metrics = engine_gap(trained, sampled, batch.loss_mask)
     if not cfg.vllm_importance_sampling_correction:
         return None, metrics
     weight = rollout_correction(

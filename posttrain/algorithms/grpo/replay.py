@@ -137,6 +137,11 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         """Always in training: what is replayed was sampled by other weights."""
         return super().needs_old_logp(mode) or (mode == "train" and self.args.replay_buffer_size > 0)
 
+    @property
+    def old_logp_is_engines(self) -> bool:
+        """No: what is replayed has old log-probs of older weights, to which alone the engine's can be compared."""
+        return super().old_logp_is_engines and not self.args.replay_buffer_size
+
     def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
         """As GRPO's; remembers the spread of each of this process's groups."""
         args, size = self.args, self.group_size(mode)

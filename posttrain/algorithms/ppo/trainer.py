@@ -167,6 +167,7 @@ class PPOTrainer(PartsMixin, OnlineTrainer):
             found = self.measure(policy, rows, frozenset({"logp", "values"}))
         with self.inference() as policy, self.reference.active(policy) as reference:
             found["ref_logp"] = self.measure(reference, rows, frozenset({"logp"}))["logp"]
+        self.log_engine_gap(generation.rollouts, found["logp"], mode)
         names = {"logp": "old_logp", "values": "old_values"}
         generation.token_columns |= {names.get(name, name): column for name, column in found.items()}
 

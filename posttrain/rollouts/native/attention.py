@@ -18,73 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["NAME", "Block", "Fill", "Group", "Store", "grown", "native_attention", "plugged_in"]
+from posttrain.rollouts.native.blocks import Block, Group
+
+__all__ = ["NAME", "Fill", "Store", "grown", "native_attention", "plugged_in"]
 
 NAME = "posttrain_native"
 FIRST_BLOCK = 64  # Suffix positions allocated at first; doubled when they are used up.
-
-
-@dataclass(slots=True)
-class Block:
-    """Keys and values of prompts that were prefilled together, right-padded to the longest.
-
-    Attributes:
-        prompts: Numbers of the prompts, in batch order.
-        lengths: ``(P,)`` tokens of each.
-        keys, values: Per layer ``(P, KV heads, width, head size)``.
-    """
-
-    prompts: list[int]
-    lengths: Tensor
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)
-
-    def append(self, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
-        """Add the next positions of all prompts."""
-        for memory, new in ((self.keys, keys), (self.values, values)):
-            for layer, tensor in new.items():
-                memory[layer] = torch.cat([memory[layer], tensor], 2) if layer in memory else tensor
-
-    def close_gaps(self, known: Tensor, room: int) -> None:
-        """Move what was computed, from column ``room`` on, behind each prompt's ``known (P,)`` first positions."""
-        width = int(self.lengths.max())
-        columns = torch.arange(width, device=known.device).expand(len(known), -1)
-        source = torch.where(columns < known[:, None], columns, columns - known[:, None] + room)
-        for memory in (self.keys, self.values):
-            for layer, tensor in memory.items():
-                last = tensor.shape[2] - 1  # Columns behind a short prompt's end are never looked at.
-                index = source.clamp_max(last)[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
-                memory[layer] = tensor.gather(2, index)
-
-    def row(self, prompt: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Per layer keys and values ``(1, KV heads, length, head size)`` of one prompt."""
-        i = self.prompts.index(prompt)
-        return {n: (self.keys[n][i : i + 1, :, :length], self.values[n][i : i + 1, :, :length]) for n in self.keys}
-
-    def keep(self, prompts: list[int]) -> None:
-        """Free the memory of all other prompts."""
-        index = torch.tensor([self.prompts.index(p) for p in prompts], device=self.lengths.device)
-        self.prompts, self.lengths = prompts, self.lengths[index]
-        width = int(self.lengths.max())
-        for memory in (self.keys, self.values):
-            for layer, tensor in memory.items():
-                memory[layer] = tensor[index, :, :width]
-
-
-@dataclass(slots=True)
-class Group:
-    """The live rows of one block.
-
-    Attributes:
-        rows: ``(m,)`` live rows, prompt by prompt.
-        grid: ``(P, g)`` the same rows by prompt, g the most that one prompt has, gaps filled with a repeated row.
-        place: ``(m,)`` where each of ``rows`` stands in the flattened grid.
-    """
-
-    block: Block
-    rows: Tensor
-    grid: Tensor
-    place: Tensor
 
 
 @dataclass(slots=True)
@@ -149,7 +88,8 @@ class Store:
         lengths: ``(n,)`` suffix tokens stored so far by each live row, the current one not included.
         longest: The largest of them, on the host.
         keys, values: Per layer ``(slots, KV heads, capacity, head size)``.
-        hidden: By sliding window, what each row may not see in this step; computed once for all layers.
+        unseen: By sliding window, what each row may not see in this step; computed once for all layers.
+        places: By key-value heads and capacity, where this step's keys go in a layer's memory; computed once too.
     """
 
     slots: int
@@ -161,7 +101,12 @@ class Store:
     longest: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
-    hidden: dict[int | None, Tensor] = field(default_factory=dict)
+    unseen: dict[int | None, Tensor] = field(default_factory=dict)
+    places: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def begin_step(self, longest: int) -> None:
+        """One position more for every live row; ``longest`` of them are the most that one has so far."""
+        self.longest, self.unseen, self.places = longest, {}, {}
 
     @property
     def shared(self) -> int:
@@ -178,9 +123,9 @@ class Store:
         """Suffix positions allocated for each slot."""
         return next(iter(self.keys.values())).shape[2] if self.keys else 0
 
-    def unseen(self, window: int | None, columns: int) -> Tensor:
-        """``(n, 1, 1, shared + width + columns)`` true where a row may not look."""
-        if window not in self.hidden:
+    def bias(self, window: int | None, columns: int) -> Tensor:
+        """``(n, 1, 1, shared + width + columns)``, minus infinity where a row may not look and 0 elsewhere."""
+        if window not in self.unseen:
             device = self.lengths.device
             first, prompt, own = (torch.arange(n, device=device)[None] for n in (self.shared, self.width, columns))
             prefix, lengths = self.prefix[:, None], self.lengths[:, None]
@@ -189,18 +134,24 @@ class Store:
                 now = self.shared + prefix + lengths  # The position of the token that looks.
                 places = (first, self.shared + prompt, self.shared + prefix + own)
                 hidden = [h | (now - place >= window) for h, place in zip(hidden, places, strict=True)]
-            self.hidden[window] = torch.cat(hidden, 1)[:, None, None]
-        return self.hidden[window]
+            whole = torch.cat(hidden, 1)
+            self.unseen[window] = torch.zeros(whole.shape, device=device).masked_fill_(whole, -torch.inf)[:, None, None]
+        return self.unseen[window]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append one position to each live row; returns the used part of this layer's memory."""
-        n, used = key.shape[0], self.longest + 1
+        n, kv, _, size = key.shape
+        used = self.longest + 1
         if layer not in self.keys or self.keys[layer].shape[2] < used:
             self._grow(layer, key, value)
         keys, values = self.keys[layer], self.values[layer]
-        rows = torch.arange(n, device=key.device)
-        keys[rows, :, self.lengths] = key[:, :, 0]
-        values[rows, :, self.lengths] = value[:, :, 0]
+        capacity = keys.shape[2]
+        if (kv, capacity) not in self.places:
+            lines = torch.arange(n * kv, device=key.device).view(n, kv) * capacity
+            self.places[kv, capacity] = (lines + self.lengths[:, None]).flatten()
+        places = self.places[kv, capacity]
+        keys.view(-1, size).index_copy_(0, places, key.reshape(-1, size))
+        values.view(-1, value.shape[3]).index_copy_(0, places, value.reshape(-1, value.shape[3]))
         return keys[:n, :, :used], values[:n, :, :used]
 
     def _grow(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -320,24 +271,32 @@ def _decode(
     n, heads, _, size = query.shape
     kv, used, first, width = keys.shape[1], keys.shape[2], store.shared, store.width
     q = query.view(n, kv, heads // kv, size) * scale
-    scores = torch.empty(n, kv, heads // kv, first + width + used, dtype=torch.float32, device=q.device)
-    scores[..., first + width :] = q @ keys.transpose(2, 3)
+    parts = [_prompt_scores(store.groups, layer, q, width), q @ keys.transpose(2, 3)]
     if store.common is not None:
-        scores[..., :first] = _by_all(_of_all(q) @ store.common.keys[layer][0].transpose(1, 2), n)
-    for group in store.groups:
-        block = group.block.keys[layer]
-        part = _by_prompt(q, group) @ block.transpose(2, 3)  # (P, kv, g r, block width)
-        scores[group.rows, :, :, first : first + block.shape[2]] = _by_row(part, group, q.shape[2]).float()
-    scores = _cap(scores, softcap).masked_fill_(store.unseen(window, used), -torch.inf)
+        parts.insert(0, _by_all(_of_all(q) @ store.common.keys[layer][0].transpose(1, 2), n))
+    scores = _cap(torch.cat(parts, -1).float(), softcap).add_(store.bias(window, used))
     weights = scores.softmax(-1).to(values.dtype)
     out = weights[..., first + width :] @ values
     if store.common is not None:
         out += _by_all(_of_all(weights[..., :first]) @ store.common.values[layer][0], n)
     for group in store.groups:
         block = group.block.values[layer]
-        part = _by_prompt(weights[..., first : first + block.shape[2]], group) @ block
-        out[group.rows] += _by_row(part, group, q.shape[2])
+        part = group.by_row(group.by_prompt(weights[..., first : first + block.shape[2]]) @ block, q.shape[2])
+        out = out.add_(part) if group.alone else out.index_add_(0, group.rows, part)
     return out.to(query.dtype).reshape(n, 1, heads, size)
+
+
+def _prompt_scores(groups: list[Group], layer: int, q: Tensor, width: int) -> Tensor:
+    """``(n, kv, r, width)``: every row's queries with the keys of its prompt."""
+    scores = q.new_zeros(0)
+    for group in groups:
+        block = group.block.keys[layer]
+        part = group.by_row(group.by_prompt(q) @ block.transpose(2, 3), q.shape[2])
+        if group.alone:
+            return part
+        scores = scores if len(scores) else q.new_zeros(*q.shape[:3], width)
+        scores[..., : block.shape[2]].index_copy_(0, group.rows, part)
+    return scores
 
 
 def _of_all(x: Tensor) -> Tensor:
@@ -348,19 +307,6 @@ def _of_all(x: Tensor) -> Tensor:
 def _by_all(x: Tensor, n: int) -> Tensor:
     """``(kv, n r, c)`` back to ``(n, kv, r, c)``."""
     return x.view(x.shape[0], n, -1, x.shape[2]).transpose(0, 1)
-
-
-def _by_prompt(x: Tensor, group: Group) -> Tensor:
-    """``(n, kv, r, c)`` to ``(P, kv, g r, c)``: all queries of a prompt side by side, for one product with it."""
-    prompts, g = group.grid.shape
-    return x[group.grid].transpose(1, 2).reshape(prompts, x.shape[1], g * x.shape[2], x.shape[3])
-
-
-def _by_row(x: Tensor, group: Group, r: int) -> Tensor:
-    """``(P, kv, g r, c)`` back to ``(m, kv, r, c)`` in the order of ``group.rows``."""
-    prompts, g = group.grid.shape
-    spread = x.view(prompts, x.shape[1], g, r, x.shape[3]).transpose(1, 2)
-    return spread.reshape(prompts * g, x.shape[1], r, x.shape[3])[group.place]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, RolloutError
-from posttrain.rollouts.native.attention import Block
+from posttrain.rollouts.native.blocks import Block
 from posttrain.rollouts.native.guides import Guide, Guides, banned_continuations, forbid
 from posttrain.rollouts.sampling import Drawn, draw_tokens
 from posttrain.types import Request, Sampling

@@ -156,6 +156,14 @@ class NativeEngine:
             raise ConfigError("products='bfloat16' needs a torch with oneDNN on x86. Use products='exact'.")
         return products
 
+    @property
+    def as_trained(self) -> bool:
+        """Whether its log-probs are those of the training forward to 1e-4: float32 throughout."""
+        weights = next(self.inner.parameters())
+        kind = weights.device.type
+        coarse = torch.is_autocast_enabled(kind) or (kind == "cuda" and torch.backends.cuda.matmul.allow_tf32)
+        return self.in_process and weights.dtype == torch.float32 and not coarse
+
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """Inside, calls find again what earlier ones computed: turns of an episode, prompts with a common beginning.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from posttrain.rollouts.native.attention import Block, Fill, Store
+from posttrain.rollouts.native.attention import Fill, Store
+from posttrain.rollouts.native.blocks import Block
 from posttrain.rollouts.native.choosing import Completion, Prompt
 from posttrain.rollouts.native.kept import Kept, Layers, match, without
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.errors import RolloutError
-from posttrain.rollouts.native.attention import Block, Group, Store, grown
+from posttrain.rollouts.native.attention import Store, grown
+from posttrain.rollouts.native.blocks import Block, Group
 from posttrain.rollouts.native.choosing import Asked, Chooser, Completion, Prompt
 from posttrain.rollouts.native.filling import Filler, mark_stems
 from posttrain.rollouts.native.kept import Kept, match
@@ -20,7 +21,7 @@ from posttrain.types import Request, Rollout, Sampling
 if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
-__all__ = ["Run", "bytes_per_token"]
+__all__ = ["SHARED_LEAST", "Run", "bytes_per_token", "common_beginning"]
 
 SHARED_LEAST = 16  # A shorter common beginning costs more bookkeeping than it saves.
 STEM_SHARE = 8  # Of the budget, at most this part is for what some prompts have in common.
@@ -32,7 +33,7 @@ class Run:
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
         self.engine, self.requests, self.sampling = engine, requests, sampling
         self.device = next(engine.model.parameters()).device
-        self.shared = _common_beginning([list(r.prompt_ids) for r in requests])
+        self.shared = common_beginning([list(r.prompt_ids) for r in requests])
         self.prompts: list[Prompt] = []
         self.asked = self._asked(requests, sampling)
         self.longest = max((len(p.ids) for p in self.prompts), default=0)
@@ -220,8 +221,7 @@ class Run:
         if self.steps == PACK_FROM and self.packed is not None and not self.packed.weights:
             self._pack()
         self._make_room(max(len(c.tokens) for c in self.live))
-        self.store.longest = max(len(c.tokens) for c in self.live) - 1
-        self.store.hidden = {}
+        self.store.begin_step(max(len(c.tokens) for c in self.live) - 1)
         hidden = self.engine.inner.base_model(
             input_ids=self.tokens[:, None], position_ids=self.positions[:, None], use_cache=False
         ).last_hidden_state[:, 0]
@@ -314,14 +314,15 @@ class Run:
         if len(needed) < len(block.prompts):
             block.keep(needed)
         members = [rows.get(p, []) for p in block.prompts]
-        flat = [row for member in members for row in member]
         g = max(map(len, members))
-        grid = [member + flat[:1] * (g - len(member)) for member in members]
-        place = [i * g + j for i, member in enumerate(members) for j in range(len(member))]
-        return Group(block, *(torch.tensor(x, device=self.device) for x in (flat, grid, place)))
+        stand = sorted((row, i * g + j) for i, member in enumerate(members) for j, row in enumerate(member))
+        flat, place = zip(*stand, strict=True)
+        grid = [member + [flat[0]] * (g - len(member)) for member in members]
+        tensors = (torch.tensor(x, device=self.device) for x in (flat, grid, place))
+        return Group(block, *tensors, alone=len(flat) == len(self.live))
 
 
-def _common_beginning(prompts: list[list[int]]) -> list[int]:
+def common_beginning(prompts: list[list[int]]) -> list[int]:
     """Tokens that all prompts begin with, where there are enough of them; every prompt keeps at least one of its own."""
     if len(prompts) < 2:
         return []
