@@ -22,3 +22,9 @@ def test_every_name_an_example_imports_from_the_package_exists(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "posttrain":
             module = importlib.import_module(node.module)
             assert all(hasattr(module, alias.name) for alias in node.names), node.module
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_an_example_is_no_link_into_the_package(path):
+    """Python looks for modules beside the target first: there, our `inspect` would be found for the standard library's."""
+    assert not path.is_symlink()
