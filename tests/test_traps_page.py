@@ -12,29 +12,11 @@ KNOWN = [str(number) for number in range(1, 49)] + [f"T{number}" for number in r
 KNOWN += [f"R{number}" for number in range(1, 51)] + [f"O{number}" for number in range(1, 18)]  # Online training.
 KNOWN += ["P39", "P40", "P41"]  # Preference data: those of methods that generate.
 
+# Those of the system layer.
 SERVERS = [
-    "1",
-    "2",
-    "5",
-    "6",
-    "7",
-    "10",
-    "11",
-    "12",
-    "13",
-    "14",
-    "16",
-    "19",
-    "26",
-    "27",
-    "28",
-    "29",
-    "44",
-    "48",
-    "52",
-    "53",
-]  # Those of the system layer.
-KNOWN += [f"S{number}" for number in SERVERS]  # Rollout servers.
+    1, 2, 5, 6, 7, 9, 10, 11, 12, 13, 14, 16, 19, 20, 21, 22, 26, 27, 28, 29, 31, 34, 35, 36, 40, 42, 44, 45, 47, 48, 49, 52, 53, 54,
+]  # fmt: skip
+KNOWN += [f"S{number}" for number in SERVERS]  # Rollout servers and asynchronous rollouts.
 
 
 def rows():

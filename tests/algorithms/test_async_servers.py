@@ -23,18 +23,16 @@ class Scripted(StubServer):
     def __init__(self, held=0, token_s=0.02):
         super().__init__(build_model(len(build_tokenizer())))
         self.held = self.version = held  # What it calls the weights it begins with.
-        self.token_s = token_s
+        self.token_s, self.busy, self.most = token_s, 0, 0
 
     def on_generate(self, asked, headers, body):
         count = asked["max_tokens"]
-        wires = []
-        for _ in range(count):
-            while self.paused or self.updating is not None:
-                time.sleep(0.005)
-            if not self.valid:
-                raise Refused(409, "the weights are not whole")
-            time.sleep(self.token_s)
-            wires.append(self.version)
+        self.busy += 1
+        self.most = max(self.most, self.busy)
+        try:
+            wires = self.write(count)
+        finally:
+            self.busy -= 1
         ids = [[FIRST + wire - self.held for wire in wires] for _ in asked["prompts"] for _ in range(asked["n"])]
         runs = [[wire, wires.count(wire)] for wire in sorted(set(wires))]
         reply = {
@@ -45,6 +43,18 @@ class Scripted(StubServer):
             "weight_version": self.version,
         }
         return reply | ({"version_spans": [runs] * len(ids)} if [run[0] for run in runs] != [self.version] else {})
+
+    def write(self, count):
+        """The versions that are there as each token is written."""
+        wires = []
+        for _ in range(count):
+            while self.paused or self.updating is not None:
+                time.sleep(0.005)
+            if not self.valid:
+                raise Refused(409, "the weights are not whole")
+            time.sleep(self.token_s)
+            wires.append(self.version)
+        return wires
 
 
 @pytest.fixture
@@ -100,6 +110,7 @@ def test_trap_s6_s45_every_trained_token_has_the_version_that_wrote_it_while_ser
     assert any(len(one.spans) > 1 for one in evidence.samples)  # Completions went on under new weights.
     first, _, second, newcomer = stubs
     assert generations(newcomer) > 0
+    assert first.most > 1  # Groups are asked for side by side.
     for stub in (first, second, newcomer):
         assert (stub.paused, stub.lease) == (None, None)
         assert stub.version - stub.held == 10  # One push at the start, and one after each step but the last.
@@ -192,7 +203,7 @@ def test_trap_s5_three_real_servers_of_which_one_is_killed_and_one_joins(tiny_to
             for url in urls:
                 with contextlib.suppress(requests.ConnectionError):
                     said = requests.get(url + "/metrics", timeout=20).text
-                    asked[url] = float(re.search(r"posttrain_completions_total (\S+)", said)[1])
+                    asked[url] = float(re.search(r"(?m)^posttrain_completions_total (\S+)$", said)[1])
 
         for callback in (evidence, At(3, kill), At(6, join), At(11, count)):
             run.add_callback(callback)

@@ -108,8 +108,8 @@ class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
     vllm_server_base_url: list[str] | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
-            "help": "URL of the rollout server for worker_engine='server', several, or a file with one a line that is read again, "
-            "so that servers may come and go. None: http://localhost:8000."
+            "help": "URL of the rollout server for worker_engine='server', several, or a file with one a line that is read "
+            "again, so that servers may come and go. None: http://localhost:8000."
         },
     )
     request_timeout: int = field(default=600, metadata={"help": "Seconds one request to a server may take."})
