@@ -9,6 +9,6 @@ CUDA_VISIBLE_DEVICES=6,7 posttrain serve --model "$model" --engine vllm --tensor
 server=$!
 trap 'kill "$server" 2>/dev/null || true; wait "$server" || true' EXIT
 
-CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 accelerate launch --num_processes 6 --mixed_precision bf16 \
-  -m posttrain.cli.main grpo --config examples/configs/grpo.yaml --model_name_or_path "$model" \
+CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 posttrain grpo --num_processes 6 --mixed_precision bf16 \
+  --config examples/configs/grpo.yaml --model_name_or_path "$model" \
   --use_vllm true --vllm_mode server --vllm_server_base_url "http://127.0.0.1:$port" --output_dir runs/grpo-node

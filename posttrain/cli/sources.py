@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.errors import ConfigError, did_you_mean
 
-__all__ = ["GYM", "episode_parts", "named_object", "ppo_parts", "reasoning_gym_data", "reward_functions"]
+__all__ = ["GYM", "episode_parts", "named_object", "ppo_parts", "reasoning_gym_data", "resume_from", "reward_functions"]
 
 GYM = "reasoning_gym/"  # A dataset name that begins so is a task which is made, not read.
 HELD_OUT = 100  # Rows of a made test split.
@@ -61,6 +61,17 @@ def _from_file(file: Path, name: str, option: str) -> Any:
             f"{option}: {str(file)!r} has no {name!r}{did_you_mean(name, known)}. It defines {sorted(known)}."
         )
     return getattr(module, name)
+
+
+def resume_from(config: Any) -> Any:
+    """What ``resume_from_checkpoint`` means: true, false, a path, or ``auto``: the last checkpoint where there is one."""
+    given = config.resume_from_checkpoint
+    if str(given).lower() != "auto":
+        return {"true": True, "false": None}.get(str(given).lower(), given)
+    from posttrain.report.checkpoints import complete_checkpoints
+
+    config.resume_from_checkpoint = None  # Callbacks read it; where there is one, the trainer writes its path here.
+    return True if complete_checkpoints(config.output_dir) else None
 
 
 def reward_functions(script_args: Any) -> list[Any]:

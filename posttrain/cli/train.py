@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.sources import GYM, episode_parts, ppo_parts, reasoning_gym_data, reward_functions
+from posttrain.cli import launch_ray
+from posttrain.cli.sources import GYM, episode_parts, ppo_parts, reasoning_gym_data, resume_from, reward_functions
 from posttrain.errors import ConfigError, did_you_mean
 
 __all__ = [
@@ -210,8 +211,11 @@ def parser_for(name: str) -> Any:
 def run(name: str, argv: list[str]) -> int:
     """Train as ``argv`` says.
 
-    One process trains in this one. Flags of ``accelerate launch`` (or ``--accelerate_config``) start several.
+    One process trains in this one. Flags of ``accelerate launch`` (or ``--accelerate_config``) start several,
+    ``--launcher ray`` servers and trainer on a cluster.
     """
+    if launch_ray.is_wanted(argv):
+        return launch_ray.run(name, argv)
     argv, launch = _accelerate_shortcut(argv)
     *parsed, rest = parser_for(name).parse_args_and_config(argv, return_remaining_strings=True)
     launch += _launch_flags(rest, name)
@@ -231,6 +235,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     model = model_args.model_name_or_path or getattr(config, "sft_model_path", None)
     if not model:
         raise ConfigError("--model_name_or_path is missing: which model shall be trained?")
+    resume = resume_from(config)
     given = dict(config.model_init_kwargs or {})
     config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | given
     data, task_reward = _datasets(script_args, mixture, config)
@@ -254,8 +259,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     if script_args.ignore_bias_buffers:
         names = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
         trainer.model._ddp_params_and_buffers_to_ignore = names
-    resume = config.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
@@ -340,6 +344,8 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
     from accelerate.commands.launch import launch_command_parser
 
     known = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    if "--launcher" in rest:  # Commands that only look at another meet its options too.
+        rest = launch_ray.split(rest)[1]
     fields = parser_for(name).fields
     for token in rest:
         flag = token.split("=")[0]

@@ -20,6 +20,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "plotly": "report",
     "pydantic": "serve",
+    "ray": "ray",
     "reasoning_gym": "reasoning-gym",
     "sklearn": "bco",
     "trackio": "trackio",

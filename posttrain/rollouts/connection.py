@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from posttrain.errors import (
     ServerUnreachable,
     WeightSyncError,
 )
-from posttrain.rollouts.wire import LEASE_HEADER
+from posttrain.rollouts.wire import API_KEY_VARIABLE, LEASE_HEADER
 
 __all__ = ["CONNECT", "GENERATE_TIMEOUT", "PAUSE_TIMEOUT", "QUICK", "Connection"]
 
@@ -40,7 +41,7 @@ class Connection:
 
     Args:
         base_url: ``http://host:port``.
-        api_key: Sent as bearer token.
+        api_key: Sent as bearer token; None: that of ``$POSTTRAIN_API_KEY``, which servers read too.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
@@ -59,6 +60,7 @@ class Connection:
         self.session.mount("https://", adapter)
         if self.is_local:
             self.session.trust_env = False  # A proxy of the environment knows no way back to this machine.
+        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         if api_key:
             self.session.headers["Authorization"] = f"Bearer {api_key}"
 

@@ -12,6 +12,7 @@ from posttrain.errors import ConfigError
 
 __all__ = [
     "ADAPTER_FIELDS",
+    "API_KEY_VARIABLE",
     "CHECKSUM_HEADER",
     "DRAIN_TIMEOUT_S",
     "LEASE_HEADER",
@@ -29,6 +30,7 @@ LEASE_HEADER = "X-Lease"
 VERSION_HEADER = "X-Version"
 CHECKSUM_HEADER = "X-Checksum"
 SAFETENSORS = "application/x-safetensors"
+API_KEY_VARIABLE = "POSTTRAIN_API_KEY"  # The token in the environment, where no list of processes shows it.
 
 LEASE_TTL_S = 90.0  # A trainer that is silent for so long has ended: its server resumes and is free again.
 DRAIN_TIMEOUT_S = 120.0  # Longest wait of an update for requests that are running.
