@@ -1,123 +1,178 @@
-"""Throughput of the rollout server against its engine in process, and the time of a push.
+"""The rollout server against its engine in process: completions a second, processor time, and the time of a push.
 
-python benchmarks/serving.py --model FOLDER [--requests 96] [--new-tokens 48] [--threads 2]
+python benchmarks/serving.py [--model FOLDER] [--requests 96] [--new-tokens 48] [--rounds 3] [--threads 2]
+
+Each round measures, one after the other: the engine in this process, one request with all prompts, all prompts as requests
+of their own at once, and a push of all weights; so that a machine that grows slow slows all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-import requests
+import harness
 import torch
 
 from posttrain.models.load import create_model_from_path, load_tokenizer
 from posttrain.rollouts.client import VLLMClient
 from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.native.threads import processors
 from posttrain.rollouts.push import push
 from posttrain.types import Request, Sampling
 
 SEED = 3
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def prompts_of(tokenizer, count: int) -> list[list[int]]:
+def prompts_of(tokenizer: Any, count: int) -> list[list[int]]:
     """Chat prompts of about 60 tokens that begin alike and differ at the end."""
     lines = [f"What is {17 * i % 97} plus {29 * i % 89}? Answer with the number alone." for i in range(count)]
     chats = [[{"role": "user", "content": line}] for line in lines]
     return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
 
 
-def in_process(model, prompts, new: int) -> tuple[float, list[list[int]]]:
+def in_process(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
     engine = NativeEngine(model, pad_token_id=0)
-    began = time.perf_counter()
-    rollouts = engine.generate([Request(p) for p in prompts], Sampling(new, seed=SEED))
-    return time.perf_counter() - began, [r.token_ids for r in rollouts]
+    sampling = Sampling(new, seed=SEED)  # Of each request by itself, as a server counts them.
+    return [r.token_ids for r in engine.generate([Request(p, 1, sampling) for p in prompts], sampling)]
 
 
-def body(prompts, new: int, seeds) -> dict:
-    return {"prompts": prompts, "max_tokens": new, "seed": seeds, "generation_kwargs": {"ignore_eos": True}}
+def ask(url: str, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """One request; the plainest client there is, because it shares the processors with the server."""
+    body = {"prompts": prompts, "max_tokens": new, "seed": [SEED] * len(prompts)}
+    body |= {"generation_kwargs": {"ignore_eos": True}}
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
+    connection.request("POST", "/generate/", json.dumps(body), {"Content-Type": "application/json"})
+    reply = connection.getresponse()
+    content = reply.read()
+    connection.close()
+    if reply.status != 200:
+        raise SystemExit(f"status {reply.status}: {content[:500]!r}")
+    return json.loads(content)["completion_ids"]
 
 
-def one_request(url: str, prompts, new: int) -> tuple[float, list[list[int]]]:
-    began = time.perf_counter()
-    reply = requests.post(url + "/generate/", json=body(prompts, new, SEED), timeout=600)
-    return time.perf_counter() - began, reply.json()["completion_ids"]
-
-
-def many_requests(url: str, prompts, new: int) -> float:
-    session = requests.Session()
-    session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=128))
-
-    def ask(prompt):
-        reply = session.post(url + "/generate/", json=body([prompt], new, SEED), timeout=600)
-        assert reply.status_code == 200 and len(reply.json()["completion_ids"][0]) == new
-        return reply
-
-    began = time.perf_counter()
+def many_requests(url: str, prompts: list[list[int]], new: int) -> list[list[int]]:
     with ThreadPoolExecutor(len(prompts)) as pool:
-        assert len(list(pool.map(ask, prompts))) == len(prompts)
-    return time.perf_counter() - began
+        return [found[0] for found in pool.map(lambda prompt: ask(url, [prompt], new), prompts)]
 
 
-def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("--model", required=True)
-    options.add_argument("--requests", type=int, default=96)
-    options.add_argument("--new-tokens", type=int, default=48)
-    options.add_argument("--rounds", type=int, default=2)
-    options.add_argument("--threads", type=int, default=2)
-    args = options.parse_args()
-    torch.set_num_threads(args.threads)
-    model = create_model_from_path(args.model, dtype="float32").eval()
-    prompts = prompts_of(load_tokenizer(args.model), args.requests)
+def processor_seconds(pid: int) -> float:
+    """Of a process so far, all of its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+class Clock:
+    """Wall time and processor time of this process, the server's HTTP process and its worker, by what was done.
+
+    Args:
+        pids: By name.
+    """
+
+    def __init__(self, pids: dict[str, int]) -> None:
+        self.pids = pids
+        self.found: dict[str, list[dict[str, float]]] = {}
+
+    def time(self, name: str, work: Callable[[], Any]) -> Any:
+        """The result of a piece of work, after its times were noted."""
+        before = {who: processor_seconds(pid) for who, pid in self.pids.items()}
+        began = time.perf_counter()
+        result = work()
+        line = {"seconds": time.perf_counter() - began}
+        line |= {who: processor_seconds(pid) - before[who] for who, pid in self.pids.items()}
+        line = {key: round(value, 4) for key, value in line.items()}
+        self.found.setdefault(name, []).append(line)
+        print(f"{name}: {line}", file=sys.stderr, flush=True)
+        return result
+
+    def seconds(self, name: str) -> list[float]:
+        """Wall time in each round."""
+        return [line["seconds"] for line in self.found[name]]
+
+
+@contextlib.contextmanager
+def serving(model: str, threads: int) -> Iterator[tuple[str, int]]:
+    """The command in a process of its own: its address and its process id."""
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
-        command = [sys.executable, "-m", "posttrain.cli.main", "serve", "--model", args.model, "--port", "0"]
+        command = [sys.executable, "-m", "posttrain.cli.main", "serve", "--model", model, "--port", "0"]
         command += ["--engine", "native", "--dtype", "float32"]
-        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             while (found := re.search(r"ready on (\S+)", Path(log.name).read_text())) is None:
-                assert server.poll() is None, Path(log.name).read_text()
+                if server.poll() is not None:
+                    raise SystemExit(Path(log.name).read_text())
                 time.sleep(0.2)
-            url = found[1]
-            print(f"server at {url}", file=sys.stderr)
-            one_request(url, prompts[:2], 4)
-            times: dict[str, list[float]] = {"in_process": [], "one_request": [], "many_requests": [], "push": []}
-            client = VLLMClient(url, connection_timeout=30)
-            for version in range(1, args.rounds + 1):
-                seconds, tokens = in_process(model, prompts, args.new_tokens)
-                times["in_process"].append(seconds)
-                print(f"in process {seconds:.1f} s", file=sys.stderr)
-                seconds, served = one_request(url, prompts, args.new_tokens)
-                # Other batches round otherwise, and one other token is another completion from there on.
-                equal = sum(a == b for a, b in zip(served, tokens, strict=True)) / len(tokens)
-                print(f"equal completions: {equal:.2f}", file=sys.stderr)
-                times["one_request"].append(seconds)
-                print(f"one request {seconds:.1f} s", file=sys.stderr)
-                times["many_requests"].append(many_requests(url, prompts, args.new_tokens))
-                began = time.perf_counter()
-                push(client, list(model.named_parameters()), version)
-                times["push"].append(time.perf_counter() - began)
+            yield found[1], server.pid
         finally:
             server.terminate()
             server.wait(30)
-    best = {name: min(values) for name, values in times.items()}
+
+
+def measure(args: argparse.Namespace) -> tuple[Clock, float, int]:
+    """Times of all rounds, the share of completions that are equal, and the number of parameters."""
+    torch.set_num_threads(args.threads)
+    model = create_model_from_path(args.model, dtype="float32").eval()
+    prompts = prompts_of(load_tokenizer(args.model), args.requests)
+    equal: list[bool] = []
+    with serving(args.model, args.threads) as (url, pid):
+        client = VLLMClient(url, connection_timeout=30)
+        clock = Clock({"here": os.getpid(), "http": pid, "worker": client.info()["worker_pids"][0]})
+        ask(url, prompts[:2], 4)
+        in_process(model, prompts[:2], 4)
+        for version in range(1, args.rounds + 1):
+            own = clock.time("in_process", lambda: in_process(model, prompts, args.new_tokens))
+            one = clock.time("one_request", lambda: ask(url, prompts, args.new_tokens))
+            many = clock.time("many_requests", lambda: many_requests(url, prompts, args.new_tokens))
+            equal += [a == b for found in (one, many) for a, b in zip(found, own, strict=True)]
+            weights = list(model.named_parameters())
+            clock.time("push", lambda w=weights, v=version: push(client, w, v))
+        client.close()
+    return clock, sum(equal) / len(equal), sum(p.numel() for p in model.parameters())
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model", help="folder or hub id; by default the model of `posttrain demo`")
+    options.add_argument("--requests", type=int, default=96)
+    options.add_argument("--new-tokens", type=int, default=48)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--threads", type=int, default=processors(), help="of products, here and in the worker")
+    args = options.parse_args()
+    args.model = args.model or harness.default_model()
+    clock, equal, parameters = measure(args)
     tokens = args.requests * args.new_tokens
+    ways = ("one_request", "many_requests")
+    pairs = {name: list(zip(clock.seconds(name), clock.seconds("in_process"), strict=True)) for name in ways}
     result = {
-        "requests": args.requests, "new_tokens": args.new_tokens, "threads": args.threads, "seconds": times,
-        "tokens_per_second": {name: round(tokens / best[name], 1) for name in ("in_process", "one_request", "many_requests")},
-        "share_of_in_process": {n: round(best["in_process"] / best[n], 3) for n in ("one_request", "many_requests")},
-        "push_seconds": best["push"], "parameters": sum(p.numel() for p in model.parameters()),
+        "requests": args.requests, "new_tokens": args.new_tokens, "threads": args.threads, "parameters": parameters,
+        # Ratios of each round: the engine's seconds over the server's.
+        "throughput_of_in_process": {name: harness.ratios(found) for name, found in pairs.items()},
+        "tokens_per_second": {
+            name: round(tokens / statistics.median(clock.seconds(name)), 1) for name in ("in_process", *ways)
+        },
+        "push_seconds": {"first": clock.seconds("push")[0], "median": statistics.median(clock.seconds("push"))},
+        # Batches of another composition round otherwise, and one other token is another completion from there on.
+        "equal_completions": round(equal, 3),
+        "runs": clock.found,
     }  # fmt: skip
-    print(json.dumps(result, indent=1))
+    print(json.dumps({key: value for key, value in result.items() if key != "runs"}, indent=1))
+    harness.save("serving", result)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable
 from posttrain.rollouts.connection import GENERATE_TIMEOUT, PAUSE_TIMEOUT, QUICK, Connection
+from posttrain.rollouts.wire import LEASE_TTL_S, UPDATE_TIMEOUT_S
 
 __all__ = ["VLLMClient"]
 
@@ -53,13 +54,14 @@ class VLLMClient(Connection):
         connection_timeout: float = 0.0,
         *,
         request_timeout: float | None = None,
-        sync_timeout: float = 720.0,
+        sync_timeout: float = UPDATE_TIMEOUT_S,
         api_key: str | None = None,
     ) -> None:
         super().__init__(base_url or f"http://{host}:{server_port}", api_key=api_key)
         self.group_port = group_port
         self.request_timeout, self.sync_timeout = request_timeout, sync_timeout
         self.communicator: Any = None
+        self.pusher: Any = None
         self.check_server(connection_timeout)
 
     # What the server is ----------------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ class VLLMClient(Connection):
         """Take memory again."""
         self.call("POST", "/wake_up/", {"tags": list(tags) if tags else None}, timeout=PAUSE_TIMEOUT)
 
-    def lease(self, holder: str, ttl_s: float = 90.0) -> str:
+    def lease(self, holder: str, ttl_s: float = LEASE_TTL_S) -> str:
         """Become the one trainer that may change this server; raises `ServerBusy` where there is another."""
         self.lease_id = str(self.call("POST", "/lease/", {"holder": holder, "ttl_s": ttl_s}, timeout=QUICK)["lease_id"])
         return self.lease_id
@@ -279,6 +281,9 @@ class VLLMClient(Connection):
     def close(self) -> None:
         """Leave group and lease, and the connections."""
         self.close_communicator()
+        if self.pusher is not None:
+            self.pusher.close()
+            self.pusher = None
         self.release()
         self.session.close()
 

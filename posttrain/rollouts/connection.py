@@ -22,7 +22,7 @@ from posttrain.errors import (
     ServerUnreachable,
     WeightSyncError,
 )
-from posttrain.rollouts.wire import API_KEY_VARIABLE, LEASE_HEADER
+from posttrain.rollouts.wire import API_KEY_VARIABLE, LEASE_HEADER, LOOPBACK
 
 __all__ = ["CONNECT", "GENERATE_TIMEOUT", "PAUSE_TIMEOUT", "QUICK", "Connection"]
 
@@ -67,7 +67,7 @@ class Connection:
     @property
     def is_local(self) -> bool:
         """Whether the server runs on this machine, so that memory can be shared with it."""
-        return self.host in ("127.0.0.1", "localhost", "::1")
+        return self.host in LOOPBACK
 
     def call(
         self,
@@ -116,7 +116,7 @@ class Connection:
             response = self.session.request(
                 method, url, timeout=limits, headers=extra, **(sent if body is not None else {})
             )
-            content = response.json() if response.status_code == 200 else None
+            content = self._content(response) if response.status_code == 200 else None
         except requests.exceptions.ReadTimeout as error:
             text = f"{url} gave no answer within {limits[1]:g} s."
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
@@ -127,6 +127,9 @@ class Connection:
         if response.status_code != 200:
             raise self._failure(path, response)
         return content if isinstance(content, dict) else {"result": content}
+
+    def _content(self, response: requests.Response) -> Any:
+        return response.json()
 
     def _failure(self, path: str, response: requests.Response) -> RolloutServerError:
         """The typed error of a status other than 200."""

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from posttrain.errors import WeightSyncError
 from posttrain.rollouts.connection import CONNECT
+from posttrain.rollouts.wire import RENDEZVOUS_S, WEIGHTS_GROUP
 
 if TYPE_CHECKING:
+    from posttrain.rollouts.buckets import Bucket
     from posttrain.rollouts.client import VLLMClient
-    from posttrain.rollouts.weights import Bucket
 
-__all__ = ["Communicator"]
-
-RENDEZVOUS_S = 120.0
+__all__ = ["Communicator", "broadcast", "weights_group"]
 
 
 class Communicator:
@@ -55,7 +54,7 @@ class Communicator:
             # The server's rank 0 holds the store and answers once all have met.
             answer = pool.submit(client.call, "POST", "/init_communicator/", body, timeout=(CONNECT, RENDEZVOUS_S + 10))
             try:
-                group = _group(client.host, port, workers + 1, here)
+                group = weights_group(client.host, port, workers + 1, workers, here)
             except (RuntimeError, OSError) as error:
                 answer.result(timeout=RENDEZVOUS_S + 20)
                 raise WeightSyncError(
@@ -76,10 +75,7 @@ class Communicator:
             return answer.result(timeout=self.client.sync_timeout)
 
     def _broadcast(self, packed: Tensor) -> None:
-        options = torch.distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor = self.rank, 0
-        work = self.group.broadcast([packed], options)
-        if not work.wait(timedelta(seconds=self.client.sync_timeout)):
+        if not broadcast(self.group, packed, self.rank, self.client.sync_timeout):
             raise WeightSyncError(f"{self.client.base_url} did not take a bucket in time", phase="bucket")
 
     def close(self) -> None:
@@ -88,15 +84,33 @@ class Communicator:
         self.group = None
 
 
-def _group(host: str, port: int, size: int, device: torch.device) -> Any:
-    """A process group of its own, beside the trainer's."""
-    limit = timedelta(seconds=RENDEZVOUS_S)
-    store = torch.distributed.TCPStore(host, port, size, is_master=False, timeout=limit)
-    prefixed = torch.distributed.PrefixStore("posttrain-weights", store)
+def weights_group(
+    host: str, port: int, size: int, rank: int, device: torch.device, *, seconds: float = RENDEZVOUS_S
+) -> Any:
+    """A process group of its own, beside the trainer's: NCCL on a GPU, gloo on a CPU.
+
+    Args:
+        host: Of rank 0, which holds the store.
+        port: Of the store.
+        size: Workers and the trainer.
+        rank: This process's; the trainer is the last.
+        device: Where tensors lie.
+        seconds: Until all must have come.
+    """
+    limit = timedelta(seconds=seconds)
+    store = torch.distributed.TCPStore(host, port, size, is_master=rank == 0, timeout=limit)
+    prefixed = torch.distributed.PrefixStore(WEIGHTS_GROUP, store)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        return torch.distributed.ProcessGroupNCCL(prefixed, size - 1, size, timeout=limit)
-    return torch.distributed.ProcessGroupGloo(prefixed, size - 1, size, timeout=limit)
+        return torch.distributed.ProcessGroupNCCL(prefixed, rank, size, timeout=limit)
+    return torch.distributed.ProcessGroupGloo(prefixed, rank, size, timeout=limit)
+
+
+def broadcast(group: Any, tensor: Tensor, root: int, seconds: float) -> bool:
+    """Send ``tensor`` from rank ``root``, or receive it; false where it did not pass in time."""
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return group.broadcast([tensor], options).wait(timedelta(seconds=seconds))
 
 
 def _free_port() -> int:

@@ -11,10 +11,17 @@ from typing import Any
 from torch import Tensor
 
 from posttrain.errors import RolloutServerError, WeightSyncError
+from posttrain.rollouts.buckets import Bucket, SharedFile, buckets, safetensors_bytes
 from posttrain.rollouts.client import VLLMClient
 from posttrain.rollouts.connection import CONNECT
-from posttrain.rollouts.weights import Bucket, SharedFile, buckets, safetensors_bytes
-from posttrain.rollouts.wire import CHECKSUM_HEADER, SAFETENSORS, SHARED_FOLDER, VERSION_HEADER, checksum
+from posttrain.rollouts.wire import (
+    CHECKSUM_HEADER,
+    SAFETENSORS,
+    SHARED_FOLDER,
+    UPDATE_TIMEOUT_S,
+    VERSION_HEADER,
+    checksum,
+)
 
 __all__ = ["BUCKET_BYTES", "Pusher", "push"]
 
@@ -34,9 +41,11 @@ class Pusher:
         shared: Whether servers on this machine read buckets from shared memory; None: where that exists.
     """
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES, timeout: float = 720.0, shared: bool | None = None) -> None:
+    def __init__(
+        self, bucket_bytes: int = BUCKET_BYTES, timeout: float = UPDATE_TIMEOUT_S, shared: bool | None = None
+    ) -> None:
         self.bucket_bytes, self.timeout = bucket_bytes, timeout
-        self.shared = SHARED_FOLDER.is_dir() if shared is None else shared
+        self.asked, self.shared = shared, SHARED_FOLDER.is_dir() if shared is None else shared
         self._files: list[SharedFile] = []
         self._lock = threading.Lock()
 
@@ -115,7 +124,8 @@ class _Update:
         for number, bucket in enumerate(buckets(tensors, limit)):
             if not self.live:
                 return
-            made = self._through_memory(bucket, number, local) + self._through_http(bucket, local)
+            made = self._through_memory(bucket, number, local)
+            made += self._through_http(bucket, local)
             self.settle(earlier)
             earlier = made
         self.settle(earlier)
@@ -125,13 +135,14 @@ class _Update:
         if not clients:
             return []
         file = self.pusher.files()[number % 2]  # Its reader has answered: `send` settled the bucket before the last.
-        digest = checksum(file.write(bucket))
-        return [
-            self._submitted(
-                c, "/update_bucket/", {"version": self.versions[c], "path": str(file.path), "checksum": digest}
-            )
-            for c in clients
-        ]
+        try:
+            size, digest = file.write(bucket)
+        except OSError as error:
+            logger.warning("weights go through HTTP, because shared memory has no room: %s", error)
+            local.clear()
+            return []
+        body = {"path": str(file.path), "size": size, "checksum": digest}
+        return [self._submitted(c, "/update_bucket/", body | {"version": self.versions[c]}) for c in clients]
 
     def _through_http(self, bucket: Bucket, local: list[VLLMClient]) -> list[tuple[VLLMClient, Future]]:
         clients = [c for c in self.live if c not in local]
@@ -240,12 +251,13 @@ def push(
     Raises:
         WeightSyncError: Names the phase that failed; the server then refuses to generate until a whole update arrives.
     """
-    pusher = Pusher(bucket_bytes, client.sync_timeout, shared)
-    try:
-        names = getattr(tensors, "names", None)
-        result = pusher.push(tensors, {client: version}, names=names, partial=partial)[client]
-    finally:
-        pusher.close()
+    pusher = client.pusher  # Kept with the client: its memory is there from the second push on.
+    if pusher is None or (pusher.bucket_bytes, pusher.asked) != (bucket_bytes, shared):
+        if pusher is not None:
+            pusher.close()
+        pusher = client.pusher = Pusher(bucket_bytes, client.sync_timeout, shared)
+    names = getattr(tensors, "names", None)
+    result = pusher.push(tensors, {client: version}, names=names, partial=partial)[client]
     if isinstance(result, RolloutServerError):
         raise result
     return result

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -15,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError, WeightSyncError
 from posttrain.models.merged import merged_weights
+from posttrain.rollouts.buckets import MappedFile, SharedFile
+from posttrain.rollouts.wire import SHARED_FOLDER, remove_orphans
 
 __all__ = ["SharedWeights", "copy_into", "read_weights"]
 
-FOLDER = re.compile(r"posttrain-async-(\d+)-")
 KEPT = 2  # Versions: one may be read while the next is written.
 
 
@@ -48,8 +45,8 @@ class SharedWeights:
         if self.given is not None:
             self.given.mkdir(parents=True, exist_ok=True)
         elif not self.folder.name:
-            root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-            _remove_orphans(root)
+            root = SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
+            remove_orphans(root, "posttrain-async-{}-*")
             self.folder = Path(tempfile.mkdtemp(prefix=f"posttrain-async-{os.getpid()}-", dir=root))
 
     def pause(self) -> None:
@@ -62,20 +59,21 @@ class SharedWeights:
             WeightSyncError: The file is not what was written (shared memory is full, say).
         """
         version = self.version + 1
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+        whole = [(name, tensor.detach().cpu()) for name, tensor in tensors]
         path = self.folder / f"weights-{version}.safetensors"
+        file = SharedFile(path)
         try:
-            save_file(whole, path)
-        except Exception as error:
+            written, digest = file.write(whole)
+        except OSError as error:
             free = shutil.disk_usage(self.folder).free
-            size = sum(tensor.nbytes for tensor in whole.values())
-            path.unlink(missing_ok=True)
+            size = sum(tensor.nbytes for _, tensor in whole)
+            file.close()
             raise WeightSyncError(
                 f"version {version} ({size / 1e6:.0f} MB) could not be written to {self.folder} ({free / 1e6:.0f} MB free): "
                 f"{error}. Make room there.",
                 phase="bucket", version=version,
             ) from error  # fmt: skip
-        marker = {"version": version, "file": path.name, "bytes": path.stat().st_size, "xxh3": _digest(path)}
+        marker = {"version": version, "file": file.leave().name, "bytes": written, "xxh3": digest}
         draft = self.folder / "latest.draft"
         draft.write_text(json.dumps(marker), encoding="utf-8")
         draft.replace(self.folder / "latest.json")
@@ -92,19 +90,6 @@ class SharedWeights:
             return
         for path in [*self.folder.glob("weights-*.safetensors"), self.folder / "latest.json"]:
             path.unlink(missing_ok=True)
-
-
-def _remove_orphans(root: Path) -> None:
-    """Folders of processes that are no more."""
-    for path in root.glob("posttrain-async-*"):
-        match = FOLDER.match(path.name)
-        if match and Path("/proc/self").exists() and not Path(f"/proc/{match[1]}").exists():
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return xxhash.xxh3_128_hexdigest(content)
 
 
 def latest(folder: str | Path) -> dict[str, Any] | None:
@@ -141,13 +126,14 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
 
 
 def _checked(path: Path, marker: dict[str, Any]) -> dict[str, Tensor]:
-    size, digest = path.stat().st_size, _digest(path)
+    file = MappedFile(path)
+    size, digest = len(file.data), file.checksum()
     if size != marker["bytes"] or digest != marker["xxh3"]:
         raise WeightSyncError(
             f"{path} holds {size} bytes with hash {digest}; written were {marker['bytes']} with {marker['xxh3']}.",
             phase="end", version=marker["version"],
         )  # fmt: skip
-    return load_file(path)
+    return dict(file.tensors())
 
 
 @torch.no_grad()

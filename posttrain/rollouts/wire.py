@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,17 @@ __all__ = [
     "DRAIN_TIMEOUT_S",
     "LEASE_HEADER",
     "LEASE_TTL_S",
+    "LONGEST_LEASE_S",
+    "LOOPBACK",
+    "RENDEZVOUS_S",
     "SAFETENSORS",
     "SHARED_FOLDER",
     "UPDATE_TIMEOUT_S",
     "VERSION_HEADER",
+    "WEIGHTS_GROUP",
     "checked_adapter",
     "checksum",
+    "remove_orphans",
     "shared_path",
 ]
 
@@ -32,9 +39,14 @@ CHECKSUM_HEADER = "X-Checksum"
 SAFETENSORS = "application/x-safetensors"
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"  # The token in the environment, where no list of processes shows it.
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # Addresses of this machine, whose memory can be shared.
+
 LEASE_TTL_S = 90.0  # A trainer that is silent for so long has ended: its server resumes and is free again.
+LONGEST_LEASE_S = 3600.0  # However long it was asked for: its holder renews it.
 DRAIN_TIMEOUT_S = 120.0  # Longest wait of an update for requests that are running.
 UPDATE_TIMEOUT_S = 720.0  # Longest silence between two parts of an update.
+RENDEZVOUS_S = 120.0  # Until all have joined a weight-update group.
+WEIGHTS_GROUP = "posttrain-weights"  # Prefix of its keys.
 
 SHARED_FOLDER = Path("/dev/shm")
 SHARED_NAME = re.compile(r"posttrain-[A-Za-z0-9_.-]{1,200}\.safetensors")
@@ -48,6 +60,25 @@ def checksum(data: Any) -> str:
     '99aa06d3014798d86001c324468d497f'
     """
     return xxhash.xxh3_128(data).hexdigest()
+
+
+def remove_orphans(folder: Path, pattern: str) -> None:
+    """Remove files and folders of processes that are no more.
+
+    Args:
+        folder: Where they lie.
+        pattern: Of their names, ``{}`` for the process and ``*`` for the rest.
+    """
+    name = re.compile(re.escape(pattern).replace(r"\{\}", r"(\d+)").replace(r"\*", ".*"))
+    for path in folder.glob(pattern.replace("{}", "*")):
+        match = name.fullmatch(path.name)
+        if match is None or Path(f"/proc/{match[1]}").exists() or not Path("/proc/self").exists():
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):  # Another process of this user cleans up too, or it is another user's.
+                path.unlink()
 
 
 def shared_path(path: str) -> Path:

@@ -65,24 +65,28 @@ class Backend:
 
     def abort(self, job_id: int) -> bool:
         """Forget a job; false where it has ended."""
-        job = self.jobs.pop(job_id, None)
-        if job is None:
-            return False
-        self.waiting = [entry for entry in self.waiting if entry[2] is not job]
-        heapq.heapify(self.waiting)
-        self.drop(job)
-        return True
+        job = self._taken_back(job_id)
+        if job is not None:
+            del self.jobs[job_id]
+            self.drop(job)
+        return job is not None
+
+    def _taken_back(self, job_id: int) -> Job | None:
+        """The job, of which nothing waits any more."""
+        job = self.jobs.get(job_id)
+        if job is not None:
+            self.waiting = [entry for entry in self.waiting if entry[2] is not job]
+            heapq.heapify(self.waiting)
+        return job
 
     def drop(self, job: Job) -> None:
         """Stop writing a job's completions."""
 
     def finish_early(self, job_id: int) -> bool:
         """End a job with what is written of it; completions that were not begun are empty. False where it has ended."""
-        job = self.jobs.get(job_id)
+        job = self._taken_back(job_id)
         if job is None:
             return False
-        self.waiting = [entry for entry in self.waiting if entry[2] is not job]
-        heapq.heapify(self.waiting)
         self.cut(job)
         for place, ask in enumerate(job.asks):
             for index in range(ask.n):

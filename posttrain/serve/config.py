@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from posttrain.errors import ConfigError
+from posttrain.rollouts.wire import API_KEY_VARIABLE, DRAIN_TIMEOUT_S, LOOPBACK
 
 __all__ = ["ServeConfig"]
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
 
 
 def _help(text: str, default: Any) -> Any:
@@ -58,7 +56,7 @@ class ServeConfig:
     max_body_mb: float = _help("MiB of one JSON body.", 64.0)
     max_bucket_mb: float = _help("MiB of one bucket of weights.", 4096.0)
     request_timeout: float = _help("Seconds that one request may take; longer is answered 504.", 600.0)
-    drain_timeout: float = _help("Seconds that an update or a shutdown waits for running requests.", 120.0)
+    drain_timeout: float = _help("Seconds that an update or a shutdown waits for running requests.", DRAIN_TIMEOUT_S)
     restart_workers: bool = _help("Start a worker that died anew, from the checkpoint, instead of ending.", False)
     allow_sleep: bool = _help("Offer /sleep/ and /wake_up/.", True)
 

@@ -29,7 +29,19 @@ def _model(config: ServeConfig, rank: int) -> tuple[Any, Any, int]:
     ).eval()
     model.requires_grad_(False)
     device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        _own_memory(model)
     return model.to(device), tokenizer, resolve_pad_token(tokenizer)
+
+
+def _own_memory(model: Any) -> None:
+    """Weights were mapped from the checkpoint's file: whoever writes to it would change what is served.
+
+    And a page that is first written in a push costs more than all the rest of its way (measured, 135M parameters in
+    float32: 0.38 s of processor time for the first copy, 0.06 s for the second).
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def _native(config: ServeConfig, rank: int) -> Backend:
@@ -69,15 +81,9 @@ class _HFBackend(BatchBackend):
         return self.weights.missing()
 
     def info(self) -> dict[str, Any]:
-        text = self.model.config.get_text_config()
-        return super().info() | {
-            "architectures": [type(self.model).__name__],
-            "hidden_size": text.hidden_size,
-            "num_hidden_layers": text.num_hidden_layers,
-            "vocab_size": text.vocab_size,
-            "context": getattr(text, "max_position_embeddings", None),
-            "dtype": str(self.model.dtype),
-        }
+        from posttrain.serve.weights import described
+
+        return super().info() | described(self.model)
 
 
 def _hf(config: ServeConfig, rank: int) -> Backend:

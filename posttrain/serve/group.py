@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import ModelError
+from posttrain.rollouts.nccl import broadcast, weights_group
 from posttrain.rollouts.weights import as_dtype
-from posttrain.rollouts.wire import UPDATE_TIMEOUT_S
+from posttrain.rollouts.wire import RENDEZVOUS_S, UPDATE_TIMEOUT_S
 
 __all__ = ["ReceivingGroup"]
 
-JOIN_S = 115.0  # A little less than the other side waits, so that the reason comes from here.
-PREFIX = "posttrain-weights"
+JOIN_S = RENDEZVOUS_S - 5.0  # A little less than the other side waits, so that the reason comes from here.
 
 
 class ReceivingGroup:
@@ -34,17 +33,9 @@ class ReceivingGroup:
 
     def __init__(self, host: str, port: int, world_size: int, rank: int, device: torch.device) -> None:
         self.device, self.root = device, world_size - 1
-        limit = timedelta(seconds=JOIN_S)
+        host = host if rank == 0 else "127.0.0.1"
         try:
-            store = torch.distributed.TCPStore(
-                host if rank == 0 else "127.0.0.1", port, world_size, is_master=rank == 0, timeout=limit
-            )
-            prefixed = torch.distributed.PrefixStore(PREFIX, store)
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-                self.group: Any = torch.distributed.ProcessGroupNCCL(prefixed, rank, world_size, timeout=limit)
-            else:
-                self.group = torch.distributed.ProcessGroupGloo(prefixed, rank, world_size, timeout=limit)
+            self.group: Any = weights_group(host, port, world_size, rank, device, seconds=JOIN_S)
         except (RuntimeError, OSError) as error:
             raise ModelError(
                 f"the weight-update group on port {port} did not form within {JOIN_S:g} s: {error}"
@@ -64,10 +55,8 @@ class ReceivingGroup:
             raise ModelError(f"one broadcast holds tensors of one dtype; announced were {', '.join(map(repr, found))}.")
         sizes = [torch.Size(part["shape"]).numel() for part in parts]
         whole = torch.empty(sum(sizes), dtype=dtypes.pop(), device=self.device)
-        options = torch.distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor = self.root, 0
         try:
-            self.group.broadcast([whole], options).wait(timedelta(seconds=UPDATE_TIMEOUT_S))
+            broadcast(self.group, whole, self.root, UPDATE_TIMEOUT_S)
         except RuntimeError as error:
             raise ModelError(f"the broadcast of {len(parts)} tensors did not come: {error}") from error
         pieces = whole.split(sizes)

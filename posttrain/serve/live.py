@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch.nn import functional as F
+
+from posttrain.rollouts.native.blocks import Block
 from posttrain.rollouts.native.choosing import Asked, Completion, Prompt
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.filling import STEM_LEAST
 from posttrain.rollouts.native.kept import match
-from posttrain.rollouts.native.run import Run
+from posttrain.rollouts.native.run import SHARED_LEAST, Run
 from posttrain.serve.jobs import Job
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["LiveRun"]
 
 MOST_REQUESTS = 8192  # Of one run, which remembers them all; then it ends and the next one begins.
+MOST_BLOCKS = 4  # Each costs some products of its own in every layer of every step; more of them are put together.
+SMALL_BLOCK = 2048  # Tokens up to which a block is copied for it.
 
 
 class LiveRun(Run):
@@ -26,11 +32,21 @@ class LiveRun(Run):
     Args:
         engine: Whose model writes.
         finished: Called with a job, the prompt's place and the completion's, and the rollout.
+        shared: Tokens that prompts probably begin with; one that does not makes them fewer.
+        common: Their keys and values, where they are known.
     """
 
-    def __init__(self, engine: NativeEngine, finished: Callable[[Job, int, int, Rollout], None]) -> None:
+    def __init__(
+        self,
+        engine: NativeEngine,
+        finished: Callable[[Job, int, int, Rollout], None],
+        shared: Sequence[int] = (),
+        common: Block | None = None,
+    ) -> None:
         super().__init__(engine, [], Sampling(max_new_tokens=1))
         self.finished = finished
+        self.shared = self.filler.shared = list(shared)
+        self.store.common = common
         # What prompts have in common is remembered for the whole run, which may be long.
         self.filler.kept.most_bytes = min(self.filler.kept.most_bytes, engine.keep_bytes)
         # As if so many had been asked for: rows are laid out for what may still come.
@@ -66,6 +82,7 @@ class LiveRun(Run):
         own = replace(ask.sampling, seed=None)
         own = self._samplings.setdefault(own, own)  # Equal settings are drawn together.
         self.chooser.check(own)
+        self._share_less(ask.prompt_ids)
         prompt = self._prompt(tuple(ask.prompt_ids))
         prompt.waiting += ask.n
         seed = self.engine.new_seed() if ask.sampling.seed is None else ask.sampling.seed
@@ -82,19 +99,40 @@ class LiveRun(Run):
             return prompt
         known = prompt is not None
         # One that nobody waits for has lost its logits, and perhaps its keys and values.
-        prompt = self._known[ids] = Prompt(len(self.prompts), list(ids))
+        first = len(self.shared)
+        prompt = self._known[ids] = Prompt(len(self.prompts), list(ids[first:]))
         self.prompts.append(prompt)
-        self.longest = max(self.longest, len(ids))
+        self.longest = max(self.longest, len(prompt.ids))
         if not known:
             at = bisect.bisect_left(self._ordered, ids)
             beside = self._ordered[max(at - 1, 0) : at + 1]
             self._ordered.insert(at, ids)
             shares = max((min(match(ids, x), len(ids) - 1) for x in beside), default=0)
             # Once for all that begin so: prompts that wait for a stem of their own are not computed together.
-            if shares >= STEM_LEAST and all(match(ids, stem) < STEM_LEAST for stem in self._stems):
-                prompt.shares = shares
+            if shares - first >= STEM_LEAST and all(match(ids, stem) - first < STEM_LEAST for stem in self._stems):
+                prompt.shares = shares - first
                 self._stems.append(ids[:shares])
         return prompt
+
+    def _share_less(self, ids: Sequence[int]) -> None:
+        """Where a prompt does not begin as the others do, the rest of their common beginning moves into their own parts."""
+        size = min(match(self.shared, ids), len(ids) - 1)
+        if size >= len(self.shared):
+            return
+        size = size if size >= SHARED_LEAST else 0
+        while self.filler.work is not None:  # What is half computed ends where it was begun.
+            self.filler.step(self.filler.work.prompts[0], 0)
+        rest = self.shared[size:]
+        if self.store.common is not None:
+            for block in {id(p.block): p.block for p in self.prompts if p.block is not None}.values():
+                _put_before(block, self.store.common, size)
+            self.store.common = beginning_of(self.store.common, size)
+        for prompt in self.prompts:
+            prompt.ids = rest + prompt.ids
+            prompt.shares += len(rest) if prompt.shares else 0
+        self.longest += len(rest)
+        self.shared = self.filler.shared = self.shared[:size]
+        self._regroup()
 
     def drop(self, job: Job, reason: str | None = None) -> None:
         """Forget a job, so that its rows are free at once; with a reason, what was written is handed over."""
@@ -117,8 +155,22 @@ class LiveRun(Run):
 
     def advance(self) -> None:
         """One token for every completion that is being written, after filling free rows."""
+        if self.store.common is None:
+            self.filler.begin()
         if self._admit():
+            self._merge()
             self._step()
+
+    def _merge(self) -> None:
+        """Put small blocks of prompts together: prompts that came one after the other have one each."""
+        small = [g.block for g in self.store.groups if _tokens(g.block) <= SMALL_BLOCK]
+        if len(small) <= MOST_BLOCKS:
+            return
+        merged = _merged(small)
+        for block in small:
+            for prompt in (self.prompts[number] for number in block.prompts):
+                prompt.block = merged if prompt.block is block else prompt.block
+        self._regroup()
 
     def rebuild(self) -> None:
         """Forget all keys and values because the weights changed; they are computed again.
@@ -134,6 +186,7 @@ class LiveRun(Run):
         self.filler.work = None
         self.filler.kept.clear()
         self._stems.clear()
+        self.store.common = None
         for prompt in self.prompts:
             prompt.block = prompt.logits = None
         self.version = self.engine.version
@@ -164,3 +217,38 @@ class LiveRun(Run):
         job.spans[place, index] = self.spans.pop(completion.number)
         self.finished(job, place, index, rollout)
         return rollout
+
+
+def beginning_of(common: Block, size: int) -> Block | None:
+    """The first ``size`` positions of what all prompts begin with; None for none of them."""
+    if size == 0:
+        return None
+    keys, values = ({n: x[:, :, :size] for n, x in memory.items()} for memory in (common.keys, common.values))
+    return Block([0], torch.tensor([size], device=common.lengths.device), keys, values)
+
+
+def _put_before(block: Block, common: Block, size: int) -> None:
+    """Begin every prompt of a block with what follows the first ``size`` positions of ``common``."""
+    for memory, first in ((block.keys, common.keys), (block.values, common.values)):
+        for layer, x in memory.items():
+            memory[layer] = torch.cat([first[layer][:, :, size:].expand(x.shape[0], -1, -1, -1), x], 2)
+    block.lengths = block.lengths + (int(common.lengths) - size)
+
+
+def _tokens(block: Block) -> int:
+    return len(block.prompts) * next(iter(block.keys.values())).shape[2]
+
+
+def _merged(blocks: list[Block]) -> Block:
+    """One block of the prompts of several."""
+    width = max(next(iter(block.keys.values())).shape[2] for block in blocks)
+
+    def together(memories: list[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        return {n: torch.cat([F.pad(m[n], (0, 0, 0, width - m[n].shape[2])) for m in memories]) for n in memories[0]}
+
+    return Block(
+        [prompt for block in blocks for prompt in block.prompts],
+        torch.cat([block.lengths for block in blocks]),
+        together([block.keys for block in blocks]),
+        together([block.values for block in blocks]),
+    )

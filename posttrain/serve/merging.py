@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.serve.jobs import Score, Scored
+from posttrain.serve.ranks import gathered
 
 if TYPE_CHECKING:
     from posttrain.serve.service import RolloutService
@@ -90,12 +91,8 @@ class ScoreMerger:
         ranks = self.service.ranks.all
         parts = [part for part in split_evenly(len(items), len(ranks)) if part]
         timeout = self.service.config.request_timeout
-        calls: list[Any] = [
+        found = await gathered(
             rank.call("score", timeout, items=[items[i] for i in part], top=key[0], temperature=key[1])
             for rank, part in zip(ranks, parts, strict=False)
-        ]
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in found:
-            if isinstance(answer, BaseException):
-                raise answer
+        )
         return [scored for part in found for scored in part]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,16 +14,18 @@ from torch import Tensor, nn
 from posttrain.errors import ModelError
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
+from posttrain.rollouts.native.blocks import Block
 from posttrain.rollouts.native.engine import KEEP_BYTES, NativeEngine
-from posttrain.rollouts.native.kept import Kept
-from posttrain.rollouts.native.products import quick_products
+from posttrain.rollouts.native.kept import Kept, match
+from posttrain.rollouts.native.products import PACK_TOKENS, Packed, quick_products, worth_packing
+from posttrain.rollouts.native.run import common_beginning
 from posttrain.rollouts.native.threads import bound_threads
 from posttrain.serve.backends import Backend, failure_of
 from posttrain.serve.group import ReceivingGroup
 from posttrain.serve.jobs import Job, Score, Scored
-from posttrain.serve.live import LiveRun
+from posttrain.serve.live import LiveRun, beginning_of
 from posttrain.serve.scoring import score_sequences
-from posttrain.serve.weights import ServedWeights
+from posttrain.serve.weights import ServedWeights, described
 
 __all__ = ["NativeBackend"]
 
@@ -59,6 +62,8 @@ class NativeBackend(Backend):
         self.group: ReceivingGroup | None = None
         self.run: LiveRun | None = None
         self._stack: contextlib.ExitStack | None = None
+        self._renewed()
+        self._last: list[int] = []  # The prompt that came last: the next ones probably begin like it.
         self._shapes: dict[nn.Parameter, torch.Size] = {}  # While asleep.
 
     def _engine(self, model: nn.Module) -> NativeEngine:
@@ -81,22 +86,39 @@ class NativeBackend(Backend):
     def advance(self) -> None:
         """One step of the run, which takes in what waits as rows become free."""
         if self.run is None:
-            self.run = LiveRun(self.engine, self.deliver)
+            self.run = self._begin()
         run = self.run
         self._enter(run)
         self._feed(run)
         try:
-            run.advance()
+            if run.busy:
+                self._pack()
+                run.advance()
         except Exception as error:  # NaN logits, or no memory: what was being written is lost, what waits is not.
             self._lost(run, error)
             return
         if not run.busy and (run.full or not self.waiting):
+            self._known = (run.shared, run.store.common)
             self._leave()
             self.run = None
+
+    def _begin(self) -> LiveRun:
+        """A run for prompts that begin as those that wait and the last one did, or as those that wait."""
+        prompts = [list(job.asks[place].prompt_ids) for _, _, job, place in self.waiting]
+        known, block = self._known
+        shared = common_beginning([*prompts, self._last] if self._last else prompts) or common_beginning(prompts)
+        shared = shared[: self.engine.prefill_tokens]
+        if block is None or match(known, shared) < min(len(known), len(shared)):
+            return LiveRun(self.engine, self.deliver, shared)
+        shared = shared[: len(known)]
+        return LiveRun(self.engine, self.deliver, shared, beginning_of(block, len(shared)))
 
     def _feed(self, run: LiveRun) -> None:
         while self.waiting and run.room > 0 and not run.full:
             _, _, job, place = heapq.heappop(self.waiting)
+            ask = job.asks[place]
+            self._last = ask.prompt_ids
+            self._asked += len(ask.prompt_ids) + ask.n * ask.sampling.max_new_tokens
             try:
                 run.add(job, place)
             except Exception as error:  # A guide that does not compile, say.
@@ -126,12 +148,27 @@ class NativeBackend(Backend):
         """See `Backend`."""
         self._leave()
 
+    def _renewed(self) -> None:
+        """Forget what was computed of the weights: they change, or are gone."""
+        self._leave()
+        self._known: tuple[list[int], Block | None] = ([], None)  # What the prompts of the last run began with.
+        self._packed = Packed()
+        self._asked: float = 0  # Tokens since then, prompts included.
+
+    def _pack(self) -> None:
+        """Let products read copies of the weights, once enough was asked for under these."""
+        if self._asked < PACK_TOKENS:
+            return
+        self._asked = -math.inf  # Once for these weights, whatever comes of it.
+        if self.device.type == "cpu" and worth_packing(self.engine.inner):
+            self._packed.pack()
+
     def _enter(self, run: LiveRun) -> None:
         if self._stack is None:
             self._stack = contextlib.ExitStack()
             self._stack.enter_context(evaluating(self.engine.model))
             self._stack.enter_context(plugged_in(self.engine.inner, run.store))
-            self._stack.enter_context(quick_products(self.engine.inner))
+            self._stack.enter_context(quick_products(self.engine.inner, self._packed))
             self._stack.enter_context(bound_threads(None))
 
     def _leave(self) -> None:
@@ -149,6 +186,7 @@ class NativeBackend(Backend):
             )
         if adapter is not None and not self.base_valid:
             raise ModelError("the base weights are not whole; push all weights before an adapter.")
+        self._renewed()
         self.base_valid = adapter is not None
         version = self.engine.version
         self.weights.begin(adapter)
@@ -192,11 +230,12 @@ class NativeBackend(Backend):
         """See `Backend`."""
         if self.kept is not None:
             self.kept.clear()
+        self._known = ([], None)
         return True
 
     def sleep(self, level: int) -> None:
         """Keys and values go; level 1 moves a GPU's weights to the host, level 2 gives their memory up everywhere."""
-        self._leave()
+        self._renewed()
         self.run = None
         self.base_valid = self.base_valid and level == 1
         for parameter in self.weights.model.parameters():  # Buffers stay: nobody pushes them.
@@ -215,18 +254,11 @@ class NativeBackend(Backend):
 
     def info(self) -> dict[str, Any]:
         """See `Backend`."""
-        config = self.engine.inner.config.get_text_config()
         device = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
-        return super().info() | {
-            "architectures": [type(self.engine.inner).__name__],
-            "hidden_size": config.hidden_size,
-            "num_hidden_layers": config.num_hidden_layers,
-            "num_key_value_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
-            "vocab_size": config.vocab_size,
-            "context": getattr(config, "max_position_embeddings", None),
-            "dtype": str(next(self.engine.inner.parameters()).dtype),
+        own = {
             "device_uuids": [str(device.uuid)] if device is not None else [],
             "max_num_seqs": self.engine.max_slots,
             "max_lora_rank": self.max_lora_rank,
             "parameters": sum(p.numel() for p in self.engine.inner.parameters()),
         }
+        return super().info() | described(self.engine.inner) | own

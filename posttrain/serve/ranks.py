@@ -10,7 +10,7 @@ import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -19,7 +19,7 @@ from posttrain.serve.config import ServeConfig
 from posttrain.serve.jobs import Answer, Beat, Command, Failure
 from posttrain.serve.worker import worker_main
 
-__all__ = ["Rank", "Ranks", "WorkerFailure"]
+__all__ = ["Rank", "Ranks", "WorkerFailure", "gathered"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,15 @@ class WorkerFailure(RolloutServerError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
+
+
+async def gathered(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """All answers, or the first failure once every call has ended."""
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in found:
+        if isinstance(answer, BaseException):
+            raise answer
+    return found
 
 
 class Rank:
@@ -218,12 +227,7 @@ class Ranks:
 
     async def each(self, method: str, timeout: float, **args: Any) -> list[Any]:
         """A command to all ranks; every answer is awaited before the first failure is raised."""
-        calls = (rank.call(method, timeout, **args) for rank in self.all)
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in found:
-            if isinstance(answer, BaseException):
-                raise answer
-        return found
+        return await gathered(rank.call(method, timeout, **args) for rank in self.all)
 
     def trouble(self) -> str | None:
         """Why they cannot serve, or None."""

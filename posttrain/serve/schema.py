@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
+from posttrain.rollouts.wire import LEASE_TTL_S, LONGEST_LEASE_S
+
 __all__ = [
     "BeginUpdate",
     "Bucket",
@@ -85,7 +87,7 @@ class LeaseBody(_Body):
     """What `/lease/` takes."""
 
     holder: Annotated[str, Field(min_length=1, max_length=300)]
-    ttl_s: Annotated[float, Field(gt=0, le=3600)] = 90.0
+    ttl_s: Annotated[float, Field(gt=0, le=LONGEST_LEASE_S)] = LEASE_TTL_S
 
 
 class BeginUpdate(_Body):
@@ -101,6 +103,9 @@ class Bucket(_Body):
 
     version: Version
     path: str
+    size: Annotated[int, Field(ge=1, strict=True)] | None = Field(
+        default=None, description="Of the file's bytes, those that are the bucket; null: all."
+    )
     checksum: str
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 import random
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED, REMEMBER_S = 512, 600.0  # Answers of requests that bring an id.
 CONTROL_S = 60.0  # A worker carries out a command between two steps.
+AT_ONCE = 2000  # Numbers of an answer, about a millisecond: another thread would cost as much.
 EXIT_S = 5.0  # From a worker's death to the server's end: pending requests are answered meanwhile.
 
 
@@ -212,8 +214,10 @@ class RolloutService:
         self.metrics.observe("generate_seconds", time.monotonic() - began)
         self.metrics.count("prompts", len(prompts))
         self.metrics.count("completions", sum(map(len, rollouts)))
+        reply = functools.partial(generation_reply, asked, rollouts, spans, version=version, raw=body.raw_logprobs)
+        numbers = sum(len(r.token_ids) for line in rollouts for r in line) * (1 + (asked.logprobs or 0))
         # A large answer is laid out beside the loop, which goes on with the others.
-        return await asyncio.to_thread(generation_reply, asked, rollouts, spans, version=version, raw=body.raw_logprobs)
+        return reply() if numbers <= AT_ONCE else await asyncio.to_thread(reply)
 
     async def _on_ranks(self, asked: Wanted, priority: int) -> tuple[list[Any], dict[tuple[int, int], Any]]:
         """Rollouts of all asks: split over the ranks, those with the least to do first."""

@@ -10,13 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.rollouts.wire import LEASE_TTL_S
+from posttrain.rollouts.wire import LEASE_TTL_S, LONGEST_LEASE_S
 
 __all__ = ["Lease", "Refusal", "State", "Update"]
 
 logger = logging.getLogger(__name__)
-
-LONGEST_LEASE_S = 3600.0
 
 
 class Refusal(Exception):

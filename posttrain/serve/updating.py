@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError
-from posttrain.rollouts.wire import SHARED_FOLDER, UPDATE_TIMEOUT_S, checked_adapter, shared_path
+from posttrain.rollouts.wire import (
+    LOOPBACK,
+    RENDEZVOUS_S,
+    SHARED_FOLDER,
+    UPDATE_TIMEOUT_S,
+    checked_adapter,
+    shared_path,
+)
 from posttrain.serve.asking import bad
-from posttrain.serve.ranks import WorkerFailure
+from posttrain.serve.ranks import WorkerFailure, gathered
 from posttrain.serve.schema import BeginUpdate, Bucket, InitCommunicator, NamedParam
 from posttrain.serve.service import CONTROL_S, RolloutService
 from posttrain.serve.state import Refusal, Update
@@ -27,7 +34,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 120.0  # Rendezvous of a weight-update group.
 _numbers = itertools.count()
 
 
@@ -106,13 +112,13 @@ async def bucket_file(service: RolloutService, body: Bucket, peer: str | None) -
         Refusal: 403 from elsewhere; 400 another path; 409 another checksum, or no update.
     """
     update = _current(service, body.version, "bucket")
-    if peer not in ("127.0.0.1", "::1", "testclient"):
+    if peer not in (*LOOPBACK, "testclient"):
         raise Refusal(403, "Forbidden", "buckets by path are for clients on this machine; send safetensors bytes.")
     try:
         path = shared_path(body.path)
     except ConfigError as error:
         raise bad(str(error)) from error
-    return await _load(service, update, "bucket", path=str(path), checksum=body.checksum)
+    return await _load(service, update, "bucket", path=str(path), size=body.size, checksum=body.checksum, again=True)
 
 
 async def bucket_bytes(
@@ -142,7 +148,7 @@ async def bucket_bytes(
         if size == 0:
             raise bad("an empty bucket came.", phase="bucket")
         service.metrics.count("update_bytes", size)
-        return await _load(service, update, "bucket", path=str(path), checksum=checksum)
+        return await _load(service, update, "bucket", path=str(path), size=size, checksum=checksum, again=False)
     except BaseException as error:
         update.failed = update.failed or f"a bucket was lost ({error or type(error).__name__})"
         raise
@@ -218,6 +224,9 @@ async def drop_update(service: RolloutService, why: str, result: str) -> None:
     state = service.state
     logger.warning("update to version %d failed: %s.", state.update.version if state.update else 0, why)
     state.update, state.weights_valid = None, False
+    if state.paused == "keep":  # What is held would go on under half of an update: it ends with what is written.
+        with contextlib.suppress(WorkerFailure, TimeoutError):
+            await service.ranks.each("abort_all", CONTROL_S)
     service.metrics.count("updates", result=result)
     await state.tell()
 
@@ -242,15 +251,14 @@ async def init_communicator(service: RolloutService, body: InitCommunicator) -> 
     if body.world_size != size + 1:
         raise _conflict("init", f"world_size={body.world_size}, and {size} ranks with the client are {size + 1}.")
     calls = (
-        rank.call("join", JOIN_S, host=body.host, port=body.port, world_size=body.world_size, rank=rank.rank)
+        rank.call("join", RENDEZVOUS_S, host=body.host, port=body.port, world_size=body.world_size, rank=rank.rank)
         for rank in service.ranks.all
     )
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in found:
-        if isinstance(answer, TimeoutError):
-            raise Refusal(504, "WeightSyncError", f"not all ranks joined within {JOIN_S:g} s.", phase="init")
-        if isinstance(answer, BaseException):
-            raise answer
+    try:
+        await gathered(calls)
+    except TimeoutError as error:
+        text = f"not all ranks joined within {RENDEZVOUS_S:g} s."
+        raise Refusal(504, "WeightSyncError", text, phase="init") from error
     return {"message": "all ranks have joined"}
 
 

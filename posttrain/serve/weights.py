@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from posttrain.errors import ModelError
 from posttrain.integrations import require
 
-__all__ = ["ServedWeights"]
+__all__ = ["ServedWeights", "described"]
 
 ADAPTER = "default"
 
@@ -30,6 +30,7 @@ class ServedWeights:
         self.base, self.model = model, model
         self.adapter: dict[str, Any] | None = None
         self.touched: set[int] = set()
+        self.known = self._by_name()
 
     def begin(self, adapter: dict[str, Any] | None) -> None:
         """Get ready for a whole new set of weights, or of adapter tensors.
@@ -46,6 +47,7 @@ class ServedWeights:
         if adapter is not None:
             self.model = _with_adapter(self.base, adapter)
             self.adapter = adapter
+        self.known = self._by_name()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, list[str]]:
         """Copy tensors into the parameters of their names.
@@ -56,11 +58,10 @@ class ServedWeights:
         Raises:
             ModelError: A tensor of another shape.
         """
-        known = self._by_name()
         loaded, unexpected = 0, []
         with torch.no_grad():
             for name, tensor in tensors:
-                target = known.get(name)
+                target = self.known.get(name)
                 if target is None:
                     unexpected.append(name)
                     continue
@@ -88,6 +89,20 @@ class ServedWeights:
             return {n.replace(f".{ADAPTER}.", "."): p for n, p in pairs.items() if any(mark in n for mark in marks)}
         found: dict[str, Tensor] = dict(self.base.named_parameters(remove_duplicate=False))
         return found | dict(self.base.named_buffers(remove_duplicate=False)) if buffers else found
+
+
+def described(model: Any) -> dict[str, Any]:
+    """What `/info/` says of a transformers model, so that a trainer can compare it with its own."""
+    text = model.config.get_text_config()
+    return {
+        "architectures": [type(model).__name__],
+        "hidden_size": text.hidden_size,
+        "num_hidden_layers": text.num_hidden_layers,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", text.num_attention_heads),
+        "vocab_size": text.vocab_size,
+        "context": getattr(text, "max_position_embeddings", None),
+        "dtype": str(next(model.parameters()).dtype),
+    }
 
 
 def _with_adapter(base: nn.Module, adapter: dict[str, Any]) -> nn.Module:

@@ -13,10 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import xxhash
-from safetensors.torch import load_file
-
 from posttrain.errors import ConfigError, ModelError
+from posttrain.rollouts.buckets import MappedFile
 from posttrain.serve.backends import Backend, failure_of
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.jobs import Answer, Ask, Beat, Command, Failure, Job, Score
@@ -25,7 +23,8 @@ __all__ = ["Worker", "worker_main"]
 
 logger = logging.getLogger(__name__)
 
-GATHER_S = 0.005  # Requests that come together begin together: they share prefill passes and what they begin with.
+# Requests that come together begin together, and share passes: a silence of so long ends the waiting, or its sum.
+GATHER_S, GATHER_MOST_S = 0.005, 0.05
 BEAT_S = 0.5
 IDLE_S = 5.0
 
@@ -47,19 +46,19 @@ class Worker:
         self.stopping = False
         self._beat = 0.0
         self._told = (0, 0)
+        self._files: dict[str, MappedFile] = {}
 
     def loop(self) -> None:
         """Until the pipe closes or a ``shutdown`` comes."""
         threading.Thread(target=self._read, daemon=True).start()
         while not self.stopping:
             idle = not self.backend.busy or self.frozen
-            self._take(wait=idle)
+            self._take(timeout=IDLE_S if idle else 0.0)
             if self.stopping:
                 return
             if self.backend.busy and not self.frozen:
                 if idle:
-                    time.sleep(GATHER_S)
-                    self._take(wait=False)
+                    self._gather()
                 if self.backend.busy and not self.frozen:
                     self.backend.advance()
             self._tell()
@@ -74,9 +73,14 @@ class Worker:
             time.sleep(10.0)
             self.leave(0)
 
-    def _take(self, *, wait: bool) -> None:
-        """Carry out the commands that came."""
-        timeout = IDLE_S if wait else 0.0
+    def _gather(self) -> None:
+        until, count = time.monotonic() + GATHER_MOST_S, -1
+        while count != len(self.backend.jobs) and time.monotonic() < until:
+            count = len(self.backend.jobs)
+            self._take(timeout=GATHER_S)
+
+    def _take(self, *, timeout: float) -> None:
+        """Carry out the commands that came, or the first that comes in time."""
         while True:
             try:
                 command = self.inbox.get(timeout=timeout) if timeout else self.inbox.get_nowait()
@@ -140,26 +144,41 @@ class Worker:
 
     def do_begin_update(self, number: int, adapter: dict[str, Any] | None) -> None:
         self.backend.rest()
+        self._files.clear()
         self.backend.begin_update(adapter)
 
-    def do_bucket(self, number: int, path: str, checksum: str) -> dict[str, Any]:
-        """Load the tensors of a file that the HTTP process wrote or has looked at."""
+    def do_bucket(self, number: int, path: str, size: int | None, checksum: str, again: bool) -> dict[str, Any]:
+        """Load the tensors of a file that the HTTP process wrote or has looked at; ``again``: it will be written again."""
         self.backend.rest()
-        got = _file_checksum(path)
+        file = self._mapped(path, size, again)
+        got = file.checksum(size)
         if got != checksum.lower():
             raise _Mismatch(
                 f"the bucket's checksum is {got}, and {checksum} was announced: its bytes changed on the way. Push again.",
                 409, phase="bucket", expected=checksum, got=got,
             )  # fmt: skip
         try:
-            tensors = load_file(path)
-        except Exception as error:
-            raise _Mismatch(f"the bucket is not in the safetensors format: {error}", 400, phase="bucket") from error
-        loaded, unexpected = self.backend.load(tensors.items())
-        return {"loaded": loaded, "unexpected": unexpected, "names": list(tensors)}
+            tensors = file.tensors(size)
+        except ModelError as error:
+            raise _Mismatch(f"the bucket cannot be read: {error}", 400, phase="bucket") from error
+        loaded, unexpected = self.backend.load(tensors)
+        return {"loaded": loaded, "unexpected": unexpected, "names": [name for name, _ in tensors]}
+
+    def _mapped(self, path: str, size: int | None, again: bool) -> MappedFile:
+        """The file as memory; within an update its pages are mapped once however often it is written."""
+        file = self._files.get(path)
+        if file is None or size is None or size > len(file.data):
+            try:
+                file = MappedFile(path)
+            except (OSError, ValueError) as error:
+                raise _Mismatch(f"the bucket cannot be read: {error}", 400, phase="bucket") from error
+        if again:
+            self._files[path] = file
+        return file
 
     def do_end_update(self, number: int, version: int) -> list[str]:
         self.backend.rest()
+        self._files.clear()
         missing = self.backend.end_update(version)
         if not self.backend.reset_cache():
             raise ModelError("the engine refused to forget keys and values of the earlier weights.")
@@ -210,13 +229,6 @@ class _Mismatch(ModelError):
     def __init__(self, message: str, status: int, **extra: Any) -> None:
         super().__init__(message)
         self.status, self.extra = status, extra
-
-
-def _file_checksum(path: str) -> str:
-    import mmap
-
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        return xxhash.xxh3_128(view).hexdigest()
 
 
 def _scoring_heeds_temperature(backend: Backend) -> bool:

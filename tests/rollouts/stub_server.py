@@ -12,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 import xxhash
 from safetensors.torch import load as load_safetensors
-from safetensors.torch import load_file
 
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.native.engine import NativeEngine
@@ -243,7 +242,8 @@ class StubServer:
             raise Refused(409, "no update was begun")
         if body is None:
             with open(asked["path"], "rb") as file:
-                data, checksum, tensors = file.read(), asked["checksum"], load_file(asked["path"])
+                data, checksum = file.read(asked["size"]), asked["checksum"]
+            tensors = load_safetensors(data)
         else:
             data, checksum, tensors = body, headers["X-Checksum"], load_safetensors(bytes(body))
         if xxhash.xxh3_128(data).hexdigest() != checksum:

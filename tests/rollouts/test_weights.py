@@ -7,13 +7,12 @@ import threading
 import peft
 import pytest
 import torch
-from safetensors.torch import load
 
 import posttrain.rollouts.weights
-from posttrain.errors import ConfigError, ModelError
+from posttrain.errors import ModelError
 from posttrain.models import merged
 from posttrain.models.merged import adapter_weights, merged_weights
-from posttrain.rollouts.weights import SharedFile, Weights, as_dtype, buckets, safetensors_bytes
+from posttrain.rollouts.weights import Weights, as_dtype
 from tests.conftest import build_model
 
 
@@ -138,50 +137,6 @@ def test_an_adapter_goes_alone_only_where_it_is_nothing_but_lora():
         assert adapter_weights(adapted(build_model(37, tie_word_embeddings=False), **settings)) is None
     with pytest.raises(ModelError, match="vllm_lora_sync='merge'"):
         Weights(build_model(37), adapter_only=True)
-
-
-def test_trap_s10_s44_buckets_hold_one_dtype_and_every_tensor_once():
-    pairs = [
-        (str(i), torch.full((5 + i,), float(i), dtype=torch.float32 if i % 7 else torch.bfloat16)) for i in range(40)
-    ]
-    made = list(buckets(pairs, 200))
-    assert [name for bucket in made for name, _ in bucket] == [name for name, _ in pairs]
-    for bucket in made:
-        assert len({t.dtype for _, t in bucket}) == 1
-        assert len(bucket) == 1 or sum(t.numel() * t.element_size() for _, t in bucket) <= 200
-    with pytest.raises(ConfigError, match="vllm_weight_bucket_mb"):
-        list(buckets(pairs, 0))
-
-
-def test_a_bucket_is_a_safetensors_file_in_memory_and_in_shared_memory():
-    pairs = [
-        ("a", torch.randn(3, 4)),
-        ("empty", torch.zeros(0, 2)),
-        ("scalar", torch.tensor(2.5)),
-        ("b", torch.randn(4, 3).T),
-    ]
-    file = SharedFile()
-    for count in (4, 2, 4):
-        bucket = pairs[:count]
-        body = bytes(safetensors_bytes(bucket))
-        assert bytes(file.write(bucket)) == body == file.path.read_bytes()
-        found = load(body)
-        assert list(found) == [n for n, _ in bucket] or set(found) == {n for n, _ in bucket}
-        assert all(torch.equal(found[name], tensor) for name, tensor in bucket)
-    half = [("h", torch.randn(5).bfloat16())]
-    assert torch.equal(load(bytes(file.write(half)))["h"], half[0][1])
-    file.close()
-    assert not file.path.exists()
-
-
-def test_files_of_processes_that_ended_are_removed(monkeypatch, tmp_path):
-    monkeypatch.setattr(posttrain.rollouts.weights, "SHARED_FOLDER", tmp_path)
-    orphan = tmp_path / "posttrain-4194999-1.safetensors"
-    orphan.touch()
-    file = SharedFile()
-    assert not orphan.exists()
-    assert file.path.exists()
-    file.close()
 
 
 def test_a_dtype_is_known_by_either_of_its_names():

@@ -1,0 +1,59 @@
+"""Weights on their way to a server of this machine: through memory that is kept from one push to the next."""
+
+import errno
+
+import pytest
+import torch
+
+from posttrain.rollouts.buckets import SharedFile
+from posttrain.rollouts.client import VLLMClient
+from posttrain.rollouts.push import Pusher, push
+from posttrain.rollouts.wire import SHARED_FOLDER
+from tests.conftest import build_model
+from tests.rollouts.stub_server import StubServer
+
+pytestmark = pytest.mark.skipif(not SHARED_FOLDER.is_dir(), reason="no shared memory here")
+
+
+@pytest.fixture
+def stub():
+    server = StubServer(build_model(37, seed=9))
+    yield server
+    server.close()
+
+
+def arrived(stub, model):
+    own = dict(stub.model.named_parameters())
+    return all(torch.equal(own[name], p) for name, p in model.named_parameters())
+
+
+def weights_of(model):
+    return [(name, p.detach()) for name, p in model.named_parameters()]
+
+
+def test_a_client_keeps_its_memory_from_push_to_push_and_leaves_none_behind(stub):
+    client = VLLMClient(stub.url)
+    found = []
+    for version in (1, 2):
+        model = build_model(37, seed=version)
+        push(client, weights_of(model), version)
+        assert arrived(stub, model)
+        found.append([file.path for file in client.pusher.files()])
+    assert found[0] == found[1] and all(path.exists() for path in found[0])
+    push(client, weights_of(model), 3, bucket_bytes=1000)  # Another size of buckets, other files.
+    client.close()
+    assert not any(path.exists() for path in found[0])
+
+
+def test_where_shared_memory_has_no_room_weights_go_through_http(stub, monkeypatch, caplog):
+    def full(self, bucket):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SharedFile, "write", full)
+    client, model = VLLMClient(stub.url), build_model(37)
+    pusher = Pusher(bucket_bytes=2000, shared=True)
+    answer = pusher.push(weights_of(model), {client: 1})[client]
+    assert answer["version"] == 1 and arrived(stub, model)
+    assert "no room" in caplog.text and caplog.text.count("no room") == 1
+    pusher.close()
+    client.close()
