@@ -1,13 +1,15 @@
 """Asynchronous against synchronous GRPO on the demo's task: seconds of a step, and samples to an accuracy.
 
-``--part time``: the same model, prompts, group and lengths; synchronous with the native engine, asynchronous with a native worker
-(staleness 1, paced), and asynchronous over a rollout server where ``--server URL`` names one. ``--part samples``: accuracy of the
-sampled answers, step by step, until it has stayed at ``--goal`` for 3 steps on average.
+``--part time``: the same model, prompts, group and lengths; synchronous with the native engine (``sync``), asynchronous with a
+native worker (``native``, staleness 1, paced), and asynchronous over a rollout server (``server``: at ``--server URL``, or one
+that is started here). ``--part samples``: accuracy of the sampled answers, step by step and with the same questions in the same
+order, until it has stayed at ``--goal`` for 3 steps on average; there a run ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -26,6 +28,7 @@ WINDOW = 3  # Steps whose mean accuracy counts.
 def trainer_for(side: str, model: str, folder: str, steps: int, server: str | None, prompts: int):
     """The demo's trainer, of one kind."""
     common = {"gradient_checkpointing": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    common["shuffle_dataset"] = False  # Questions differ in how hard they are: every side gets the same ones.
     batch = {"per_device_train_batch_size": 8 * prompts}
     if side == "sync":
         import grpo_add
@@ -44,17 +47,23 @@ def trainer_for(side: str, model: str, folder: str, steps: int, server: str | No
     return async_grpo.make_trainer(model, folder, steps, **common, **batch, **far)
 
 
-def one(side: str, model: str, steps: int, server: str | None, prompts: int) -> dict:
-    """Train; seconds between the ends of steps, and accuracy of each step's samples."""
+def one(side: str, model: str, steps: int, server: str | None, prompts: int, goal: float | None = None) -> dict:
+    """Train, at most until the goal; seconds between the ends of steps, and accuracy of each step's samples."""
     from transformers import TrainerCallback
 
     ends: list[float] = []
+    accuracy: list[float] = []
 
     class Clock(TrainerCallback):
         """Notes when steps end."""
 
         def on_step_end(self, *_, **__):
             ends.append(time.perf_counter())
+
+        def on_log(self, args, state, control, logs=None, **_):
+            accuracy.extend([logs["rewards/accuracy/mean"]] if "loss" in logs else [])
+            reached = goal is not None and len(accuracy) >= WINDOW and statistics.mean(accuracy[-WINDOW:]) >= goal
+            control.should_training_stop = control.should_training_stop or reached
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_for(side, model, folder, steps, server, prompts)
@@ -67,7 +76,7 @@ def one(side: str, model: str, steps: int, server: str | None, prompts: int) -> 
         "side": side,
         "step_s": round(statistics.median(seconds), 2),
         "first_step_s": round(ends[0] - began, 2),
-        "accuracy": [round(row["rewards/accuracy/mean"], 4) for row in rows],
+        "accuracy": [round(value, 4) for value in accuracy],
         "samples_per_step": 8 * prompts,
     }
     if side != "sync":
@@ -97,15 +106,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=8, help="of a step, 8 completions each")
     parser.add_argument("--goal", type=float, default=0.5)
-    parser.add_argument("--server", help="URL of a rollout server")
-    parser.add_argument("--sides", nargs="*", default=["sync", "native"])
+    parser.add_argument("--server", help="URL of a rollout server; without it the side 'server' starts one")
+    parser.add_argument(
+        "--sides", nargs="*", default=["sync", "native", "server"], choices=("sync", "native", "server")
+    )
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "async_grpo.json"))
     options = parser.parse_args()
-    sides = [*options.sides, *(["server"] if options.server else [])]
     out = Path(options.out)
     kept = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    for side in sides:
-        found = one(side, options.model, options.steps, options.server, options.prompts)
+    goal = options.goal if options.part == "samples" else None
+    for side in options.sides:
+        with contextlib.ExitStack() as stack:
+            url = options.server
+            if side == "server" and url is None:
+                from serving import serving
+
+                url = stack.enter_context(serving(options.model, os.cpu_count() or 1))[0]
+            found = one(side, options.model, options.steps, url, options.prompts, goal)
         if options.part == "samples":
             found["goal"], found["samples"] = options.goal, samples_to(found, options.goal)
         print(json.dumps(found), flush=True)

@@ -115,18 +115,23 @@ class FarRolloutMixin:
 
     def check_engine(self) -> None:
         """Compare what the engine says of itself with what this run needs, before anything is generated."""
-        if not self._is_far or self.args.preflight == "off":
+        if self._is_far:
+            self.check_servers(self.engine)
+
+    def check_servers(self, engine: Any) -> None:
+        """The same for any engine that asks servers; every process calls it, the main one with the engine."""
+        if self.args.preflight == "off":
             return
-        found = parallel.run_and_share(lambda: self._engine_findings(), self.accelerator)
+        found = parallel.run_and_share(lambda: self._engine_findings(engine), self.accelerator)
         shared = parallel.all_gather_objects(list(found), self.accelerator)
         self.tell(shared)  # type: ignore[attr-defined]
 
-    def _engine_findings(self) -> list[Any]:
-        if not self.accelerator.is_main_process or not hasattr(self.engine, "fleet"):
+    def _engine_findings(self, engine: Any) -> list[Any]:
+        if not self.accelerator.is_main_process or not hasattr(engine, "fleet"):
             return []
         needs = checks.needs_of(self.accelerator.unwrap_model(self.model), self.args)
-        return [f for s in self.engine.fleet.live for f in checks.check_info(s.url, s.info, needs)] + [
-            f for s in self.engine.fleet.live for f in checks.probe_logprobs(s.client, needs)
+        return [f for s in engine.fleet.live for f in checks.check_info(s.url, s.info, needs)] + [
+            f for s in engine.fleet.live for f in checks.probe_logprobs(s.client, needs)
         ]
 
     # Asking it -------------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
-"""`AwakeClock`: time in which whoever looks at it was there to look, so that nobody is blamed for a machine that stood still."""
+"""Time that may be held against somebody: not that in which nobody looked, nor that in which there was no processor to be had."""
 
 from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
-__all__ = ["AwakeClock"]
+__all__ = ["AwakeClock", "queued_seconds"]
 
 
 class AwakeClock:
@@ -34,3 +35,14 @@ class AwakeClock:
             self.now += min(real - self._last, self.most)
             self._last = real
             return self.now
+
+
+def queued_seconds(pid: int) -> float:
+    """Seconds for which the first thread of a process could have run and had no processor; 0 where the system does not say.
+
+    The second number of ``/proc/<pid>/schedstat``, nanoseconds on a run queue (Linux, Documentation/scheduler/sched-stats).
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.errors import ArgumentTypeError, RolloutError
-from posttrain.rollouts.clock import AwakeClock
+from posttrain.rollouts.clock import AwakeClock, queued_seconds
 
 __all__ = ["Link", "WorkerJob", "WorkerProcess", "check_picklable", "without_device"]
 
@@ -122,7 +122,8 @@ class Link:
         self.stopping = threading.Event()
         self.on_news: Callable[[], None] = lambda: None
         self._news, self._sending = threading.Event(), threading.Lock()
-        self._clock, self._alive = AwakeClock(GAP_S), 0.0
+        self._clock = AwakeClock(GAP_S)
+        self._alive = self._time()
         for work in (self._read, self._beat):
             threading.Thread(target=work, daemon=True, name=f"link{work.__name__}").start()
 
@@ -138,7 +139,11 @@ class Link:
 
     def progress(self) -> None:
         """The working thread is alive."""
-        self._alive = self._clock.look()
+        self._alive = self._time()
+
+    def _time(self) -> float:
+        """Seconds in which the working thread, which is the first, could have worked."""
+        return self._clock.look() - queued_seconds(os.getpid())
 
     def wait(self, seconds: float) -> None:
         """Until there is news, or this long."""
@@ -167,7 +172,7 @@ class Link:
     def _beat(self) -> None:
         while True:
             with contextlib.suppress(OSError):
-                self.send("beat", idle=self._clock.look() - self._alive)
+                self.send("beat", idle=self._time() - self._alive)
             time.sleep(BEAT_S)
 
 
@@ -239,7 +244,7 @@ class WorkerProcess:
         with without_device(self.keep_device):
             self.process.start()
         theirs.close()
-        self.began = self.heard = self.clock.look()
+        self.began = self.heard = self._time()
 
     def send(self, kind: str, content: Any = None) -> None:
         """A command; a process that died is noticed elsewhere."""
@@ -251,12 +256,12 @@ class WorkerProcess:
         try:
             while self.connection.poll():
                 kind, content = self.connection.recv()
-                self.heard = self.clock.now
+                self.heard = self._time()
                 if kind == "beat":
                     self.idle = content["idle"]
                     continue
                 if kind == "ready":
-                    self.is_ready, self.ready_at = True, self.heard
+                    self.is_ready, self.ready_at = True, self.clock.now
                 if kind == "failed":
                     self.failure = content["error"]
                 yield kind, content
@@ -269,7 +274,7 @@ class WorkerProcess:
 
     def problem(self, stale_after_s: float, ready_within_s: float) -> str | None:
         """What is wrong with it, in words; None while all is well."""
-        now = self.clock.look()
+        now = self._time()
         if not self.alive:
             code = self.process.exitcode
             name = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
@@ -278,6 +283,10 @@ class WorkerProcess:
             return f"was not ready within {ready_within_s:g} s" if now - self.began > ready_within_s else None
         silent = max(now - self.heard, self.idle)
         return f"gave no sign of work for {silent:.0f} s" if silent > stale_after_s else None
+
+    def _time(self) -> float:
+        """Seconds by which it can be late: those without a processor are not its own."""
+        return self.clock.look() - queued_seconds(self.process.pid or 0)
 
     def tail(self) -> str:
         """The last lines it wrote since it was started."""

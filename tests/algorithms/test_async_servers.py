@@ -8,6 +8,7 @@ import pytest
 import requests
 
 from posttrain.algorithms.async_grpo import steps as steps_module
+from posttrain.errors import ConfigError
 from tests.algorithms.async_helpers import At, Evidence, Recovering, assert_exact, sample, steps, trainer
 from tests.algorithms.helpers import prompts
 from tests.conftest import build_model, build_tokenizer
@@ -93,6 +94,7 @@ def test_trap_s6_s45_every_trained_token_has_the_version_that_wrote_it_while_ser
         max_inflight_tasks=24,
         vllm_server_base_url=[str(listed)],
         vllm_server_timeout=30,
+        preflight="off",  # Whose probes need real log-probs.
     )
     evidence = Evidence(run)
     for callback in (evidence, At(3, stubs[1].die), At(4, join), At(6, forget)):
@@ -163,6 +165,16 @@ def test_an_error_in_the_middle_of_a_step_leaves_an_account_that_adds_up_and_a_r
     assert_exact(run)
     run.train()
     assert_exact(run)
+
+
+def test_servers_of_another_model_are_told_before_anything_is_asked_of_them(tiny_tokenizer, tmp_path):
+    with contextlib.closing(StubServer(build_model(len(tiny_tokenizer), num_hidden_layers=1))) as stub:
+        run = trainer(
+            tmp_path, tiny_tokenizer, vllm_server_base_url=[stub.url], vllm_server_timeout=5, preflight="error"
+        )
+        with pytest.raises(ConfigError, match=r"(?s)PT-S001.*num_hidden_layers=1"):
+            run.train()
+        assert stub.lease is None and "begin_update" not in [path for _, path in stub.calls]
 
 
 @pytest.mark.slow

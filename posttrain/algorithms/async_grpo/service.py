@@ -106,6 +106,8 @@ class ServiceMixin:
         if hasattr(self.transfer, "version"):
             self.transfer.version = self.version
         parallel.run_and_share(self._on_main(self.transfer.init_weight_transfer), self.accelerator)
+        if self._engine_kind == "server":
+            self.check_servers(getattr(self.transfer, "engine", None))  # type: ignore[attr-defined]
         given = None if self._harness is not None else self.given["rollout_worker"]
         self.worker = (given or self.make_worker()) if self._is_main else None
         self.push_weights()
