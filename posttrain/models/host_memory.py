@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import transformers
 
-__all__ = ["KeepHostMemory", "apart"]
+__all__ = ["KeepHostMemory"]
 
 logger = logging.getLogger(__name__)
 
 # The numbers of `mallopt` in glibc's malloc.h, and what glibc starts with.
-TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, MMAP_MAX = -1, -2, -3, -4
+TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4
 KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 * 2**20}  # -1 is never, by mallopt(3).
-APART = {MMAP_MAX: 65536, MMAP_THRESHOLD: 2**20}
-STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10, MMAP_THRESHOLD: 128 * 2**10}
-
-_keeping = False  # Whether freed memory stays now; the allocator is the process's.
+STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
 
 
 class KeepHostMemory(transformers.TrainerCallback):
@@ -36,33 +31,14 @@ class KeepHostMemory(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep freed memory, where that is the memory that tensors lie in."""
-        global _keeping
         if args.device.type == "cpu":
-            _keeping = self._kept = _set(KEPT)
+            self._kept = _set(KEPT)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Back to what glibc does by itself, and give back what is free."""
-        global _keeping
         if self._kept:
-            _keeping = self._kept = not _set(STANDARD)
+            self._kept = not _set(STANDARD)
             _glibc().malloc_trim(0)
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Tensors of a megabyte or more that are made inside go back to the system when freed, also while memory is kept.
-
-    For what lives through one phase of a step: freed among what stays, it would leave holes that the other phases do not
-    fit into, and the process would hold both.
-    """
-    if not _keeping:
-        yield
-        return
-    _set(APART)
-    try:
-        yield
-    finally:
-        _set(KEPT)
 
 
 def _glibc() -> Any:

@@ -139,6 +139,8 @@ class NativeEngine:
                 raise self._told(error, run) from error
             finally:
                 self.counts = run.counts()
+                if packed is not None and packed is not self._held:
+                    packed.weights.clear()  # Not when the garbage collector comes by: the update needs the room.
 
     def _resolved(self, products: Products, device: torch.device) -> Products:
         check_choice("products", products, get_args(Products))

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from posttrain.models.host_memory import apart
-
 __all__ = [
     "PACK_FROM",
     "PACK_TOKENS",
@@ -75,12 +73,11 @@ class Packed:
     def pack(self, head: nn.Module | None = None) -> None:
         """Copy the weights of ``layers`` as they are now."""
         self.weights.clear()
-        with apart():
-            for layer in self.layers:
-                if layer.weight.dtype in (torch.float32, torch.bfloat16):
-                    rounded = self.bfloat16 and layer is not head
-                    weight = layer.weight.detach().to(torch.bfloat16 if rounded else layer.weight.dtype)
-                    self.weights[layer] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
+        for layer in self.layers:
+            if layer.weight.dtype in (torch.float32, torch.bfloat16):
+                rounded = self.bfloat16 and layer is not head
+                weight = layer.weight.detach().to(torch.bfloat16 if rounded else layer.weight.dtype)
+                self.weights[layer] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
 
     def product(self, layer: nn.Linear, x: Tensor) -> Tensor | None:
         """``layer(x)``; None where this layer is not packed."""
