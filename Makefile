@@ -43,9 +43,18 @@ test: $(VENV)/.dev  ## run the tests
 	.venv-vllm/bin/python -m pip install -q --no-deps -e .
 	touch $@
 
-test-serving: .venv-vllm/.ready $(VENV)/.dev  ## a real vLLM, and servers in processes of their own that are killed
-	VLLM_CPU_KVCACHE_SPACE=2 .venv-vllm/bin/python -m pytest tests/rollouts/test_vllm.py -m slow -s $(ARGS)
-	$(BIN)/python -m pytest tests/rollouts/test_real_servers.py -m "not gpu" $(ARGS)
+VLLM_PYTHON ?= .venv-vllm/bin/python
+DEV_PYTHON ?= $(BIN)/python
+REAL_VLLM = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_PYTHON) -m pytest -m slow -s
+SERVING_NEEDS := $(if $(filter .venv-vllm/%,$(VLLM_PYTHON)),.venv-vllm/.ready) $(if $(filter $(BIN)/%,$(DEV_PYTHON)),$(VENV)/.dev)
+
+# An environment that stands already: make test-serving VLLM_PYTHON=/path/to/python (with vLLM, this package and pytest).
+test-serving: $(SERVING_NEEDS)  ## a real vLLM, and servers in processes of their own that are killed
+	$(REAL_VLLM) tests/rollouts/test_vllm.py $(ARGS)
+	$(REAL_VLLM) tests/rollouts/test_served_vllm.py $(ARGS)
+	$(REAL_VLLM) tests/rollouts/test_plain_vllm.py $(ARGS)
+	$(REAL_VLLM) tests/rollouts/test_vllm_training.py $(ARGS)
+	$(DEV_PYTHON) -m pytest tests/rollouts/test_real_servers.py tests/algorithms/test_async_servers.py -m "not gpu" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

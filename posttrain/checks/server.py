@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from posttrain.checks.core import finding, register
-from posttrain.types import Finding
+from posttrain.errors import WeightSyncError
+from posttrain.rollouts.replies import sampling_fields
+from posttrain.rollouts.vllm_worker import restart_command
+from posttrain.types import Finding, Sampling
 
 __all__ = [
     "MEAN_GAPS",
@@ -158,13 +161,13 @@ def _flags(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
             "PT-S010", "error",
             f"max_model_len={length} of the server holds no prompt beside max_completion_length={needs.completion}.", url,
             "every request would be refused, or every completion cut.",
-            f"restart it: posttrain serve --model {needs.model} --max_model_len {needs.completion + 512}.",
+            f"restart it: {_restart(info, needs, needs.completion + 512)}.",
         )  # fmt: skip
     if info.get("accepts_weights") is False:
         yield finding(
-            "PT-S012", "error", "the server has no endpoint that takes weights.", url,
+            "PT-S012", "error", f"the server has no endpoint that takes weights{_because(info)}.", url,
             "it would sample from the weights it started with for the whole run.",
-            f"serve with 'posttrain serve --model {needs.model}', or a vLLM server in dev mode with our worker extension.",
+            f"serve with 'posttrain serve --model {needs.model}'{_or_restart(info)}.",
         )  # fmt: skip
     shared = sorted(set(info.get("device_uuids") or ()) & set(needs.devices))
     if shared:
@@ -197,15 +200,37 @@ def _flags(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
         )  # fmt: skip
 
 
+def _because(info: Mapping[str, Any]) -> str:
+    return f": {info['takes_no_weights']}" if info.get("takes_no_weights") else ""
+
+
+def _or_restart(info: Mapping[str, Any]) -> str:
+    return f", or on the trainer's machine with: {info['restart']}" if info.get("restart") else ""
+
+
+def _restart(info: Mapping[str, Any], needs: Needs, length: int) -> str:
+    """The command that starts this kind of server with room for so many tokens."""
+    if info.get("restart"):
+        return f"{info['restart']} --max-model-len {length}"
+    return f"posttrain serve --model {needs.model} --max_model_len {length}"
+
+
 def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     """One prompt at two temperatures: whether log-probs are of the distribution that is sampled from (two tiny requests)."""
-    if needs.temperature == 1.0 and not needs.truncated:
-        return
     prompt = [min(7, needs.vocabulary - 1)]
-    cold, warm = (
-        client.generate([prompt], max_tokens=1, logprobs=PROBE_TOP, temperature=t, seed=0, raw_logprobs=False)
-        for t in (0.5, 1.0)
-    )
+    try:
+        cold, warm = (
+            client.generate(
+                [prompt],
+                max_tokens=1,
+                seed=0,
+                raw_logprobs=False,
+                **sampling_fields(Sampling(1, t, top_logps=PROBE_TOP)),
+            )
+            for t in (0.5, 1.0)
+        )
+    except WeightSyncError:
+        return  # Its weights are not whole: it samples nothing before the first push.
     pairs = [
         {i: v for i, v in zip(r["logprob_token_ids"][0][0], r["logprobs"][0][0], strict=True) if v is not None}
         for r in (cold, warm)
@@ -217,8 +242,8 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     yield finding(
         "PT-S011", "error" if needs.temperature != 1.0 else "warning",
         f"the server's log-probs are the same at temperatures 0.5 and 1.0, and this run samples at {needs.temperature}.", url,
-        "importance ratios would compare log-probs of two distributions.",
-        f"restart with processed log-probs: vllm serve {needs.model} --logprobs-mode processed_logprobs, or posttrain serve.",
+        "importance ratios compare log-probs of two distributions unless it samples at 1.0 from the whole distribution.",
+        f"restart with processed log-probs, or use posttrain serve; full command: {restart_command(needs.model)}",
     )  # fmt: skip
 
 

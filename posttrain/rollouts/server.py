@@ -17,6 +17,7 @@ from torch import Tensor
 from posttrain.errors import BadRequest, RolloutServerError, ServerBusy, ServerUnreachable, WeightSyncError
 from posttrain.rollouts.client import VLLMClient
 from posttrain.rollouts.fleet import Fleet, Server, Urls, default_holder, weight_version
+from posttrain.rollouts.plain_vllm import connect_client
 from posttrain.rollouts.push import Pusher
 from posttrain.rollouts.replies import Chunk, check_each, derived_seed, read_reply, sampling_fields
 from posttrain.rollouts.weights import as_dtype
@@ -77,7 +78,7 @@ class ServerEngine:
         patience: float = 0.0,
     ) -> None:
         def connect(url: str) -> VLLMClient:
-            return VLLMClient(url, request_timeout=request_timeout, sync_timeout=sync_timeout, api_key=api_key)
+            return connect_client(url, request_timeout=request_timeout, sync_timeout=sync_timeout, api_key=api_key)
 
         holder = default_holder() if holder == "" else holder
         self.chunks_per_server, self.patience = chunks_per_server, patience

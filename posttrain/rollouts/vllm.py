@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, RolloutError
+from posttrain.errors import ConfigError, RolloutError, WeightSyncError
 from posttrain.integrations import require
 from posttrain.rollouts.replies import check_each, derived_seed
 from posttrain.rollouts.sleep import Sleeper, choose_level
+from posttrain.rollouts.vllm_worker import reload
 from posttrain.rollouts.weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["VLLMEngine"]
+__all__ = ["VLLMEngine", "as_rollout", "check_supported", "read_logps", "sampling_params", "sleep_available"]
 
 BATCHED_TOKENS = 4096  # vLLM measures its memory with a batch of so many; its own default takes most of a shared GPU.
 GUIDES = {"regex": "regex", "json": "json", "grammar": "grammar", "choices": "choice"}
+NAMES_SHOWN = 5
+CPU_CACHE_GB = "4"  # Keys and values on a CPU, where vLLM would take most of the machine's memory.
 
 
 class VLLMEngine:
@@ -52,7 +55,6 @@ class VLLMEngine:
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
         self.sleeper = Sleeper(llm, sleep_level)
         self.version = 0
-        self._calls = 0
 
     @classmethod
     def create(cls, model: str, *, sleep_level: int | None = None, **options: Any) -> VLLMEngine:
@@ -66,9 +68,17 @@ class VLLMEngine:
 
         Raises:
             MissingDependencyError: vLLM is not installed.
+            ConfigError: It is to sleep, and this build cannot.
         """
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # Weights are handed over without a copy.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
         vllm = require("vllm", "rollouts by vLLM in this process (vllm_mode='colocate')")
+        if sleep_level is not None and not sleep_available():
+            raise ConfigError(
+                f"vllm_enable_sleep_mode=True: vLLM {vllm.__version__} does not sleep on this machine's "
+                f"{_platform().device_name or 'device'}: there is no accelerator whose memory it could give back. Set it to "
+                "False."
+            )
         fixed = {
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # Not the sampling settings of the checkpoint's folder.
@@ -142,10 +152,9 @@ class VLLMEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """See `posttrain.rollouts.base.RolloutEngine.generate`."""
         for request in requests:
-            _check_supported(request.sampling or sampling)
+            check_supported(request.sampling or sampling)
         check_each(requests, sampling, self.context, self.vocabulary)
         self.sleeper.before_generate()
-        self._calls += 1
         prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
         settings = [self._settings(r, sampling, index) for index, r in enumerate(requests)]
         outputs = self.llm.generate(prompts, settings, use_tqdm=False) if prompts else []
@@ -154,66 +163,52 @@ class VLLMEngine:
         return [
             self._rollout(request, completion, request.sampling or sampling)
             for request, output in zip(requests, outputs, strict=True)
-            for completion in sorted(_whole(output, request), key=lambda one: one.index)
+            for completion in _whole(output, request, _drawn(request, sampling))
         ]
 
+    def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
+        logps, tops = read_logps(completion, sampling)
+        return as_rollout(
+            request.prompt_ids, list(completion.token_ids), logps, tops,
+            reason=completion.finish_reason, sampling=sampling, version=self.version,
+        )  # fmt: skip
+
     def _settings(self, request: Request, call: Sampling, index: int) -> Any:
-        vllm = require("vllm", "sampling")
         own = request.sampling or call
         seed = own.seed if request.sampling is not None else derived_seed(call.seed, index)
-        guide: dict[str, Any] = {}
-        if own.guide is not None:
-            kind, text = own.guide
-            value = text.split("\n") if kind == "choices" else text
-            guide["structured_outputs"] = vllm.sampling_params.StructuredOutputsParams(**{GUIDES[kind]: value})
-        return vllm.SamplingParams(
-            n=request.n,
-            max_tokens=own.max_new_tokens,
-            temperature=own.temperature,
-            top_p=own.top_p,
-            top_k=own.top_k,
-            min_p=own.min_p or 0.0,
-            repetition_penalty=own.repetition_penalty,
-            stop_token_ids=list(own.stop_token_ids),
-            ignore_eos=True,  # The trainer's stop tokens alone count.
-            min_tokens=own.min_new_tokens,
-            logit_bias=dict(own.logit_bias) or None,
-            logprobs=own.top_logps,
-            seed=None if seed is None else int(seed),
-            detokenize=bool(own.stop_strings),
-            stop=list(own.stop_strings) or None,
-            **guide,
-        )
-
-    def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
-        ids = list(completion.token_ids)
-        # By id: the first entry is the most likely token, not the sampled one.
-        logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
-        reason = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
-        most = None
-        if sampling.top_logps:
-            most = [[(i, float(x.logprob)) for i, x in at.items()][: sampling.top_logps] for at in completion.logprobs]
-        drawn = list(logps) if _truncates(sampling) else None
-        return Rollout(list(request.prompt_ids), ids, logps, reason, self.version, processed_logp=drawn, top_logps=most)
+        return sampling_params(own, n=_drawn(request, call), seed=seed)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, as vLLM loads a checkpoint, repacked for its kernels; then forget keys and values.
 
         An empty iterable only renames what is there.
+
+        Raises:
+            ModelError: vLLM knows other names or shapes.
+            WeightSyncError: Nothing came for some of its weights.
         """
+        missing = self.replace_weights(named_tensors, version)
+        if missing:
+            self.sleeper.valid = False
+            raise WeightSyncError(
+                f"vLLM still has old values of {len(missing)} weights: {', '.join(missing[:NAMES_SHOWN])}. Load the model "
+                "that is trained (same architecture, same names), and push all of its weights.",
+                phase="end", version=version,
+            )  # fmt: skip
+
+    def replace_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[str]:
+        """As `load_weights`; parameters that nothing came for keep their values and are returned."""
         iterator = iter(named_tensors)
         first = next(iterator, None)
+        missing: list[str] = []
         if first is not None:
             self.sleeper.before_push()
-            self._reload(_chained(first, iterator))
+            pairs = ((n, t.to(self.dtype) if t.is_floating_point() else t) for n, t in _chained(first, iterator))
+            missing = sorted({name for rank in self.llm.collective_rpc(reload, args=(pairs,)) for name in rank})
             self.sleeper.pushed()
         self.llm.reset_prefix_cache()
         self.version = version
-
-    def _reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        pairs = ((n, t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t) for n, t in tensors)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
-        self.llm.apply_model(_repack_head)
+        return missing
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
         """Log-probs of given tokens behind their prompts: one list a sequence."""
@@ -238,11 +233,66 @@ class VLLMEngine:
         self.llm = None
 
 
-def _repack_head(model: nn.Module) -> None:
-    """A tied output layer is sent no weights of its own, so that vLLM's CPU kernels would keep their packed copy of the old."""
-    for module in model.modules():
-        if hasattr(module, "cpu_linear") and type(module).__name__ == "ParallelLMHead":
-            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+def _platform() -> Any:
+    return require("vllm.platforms", "vLLM's platform").current_platform
+
+
+def sleep_available() -> bool:
+    """Whether this build of vLLM can give memory back."""
+    return bool(_platform().is_sleep_mode_available())
+
+
+def sampling_params(own: Sampling, *, n: int = 1, seed: int | None = None, **more: Any) -> Any:
+    """A `Sampling` as vLLM's ``SamplingParams``.
+
+    Args:
+        own: Its seed does not count.
+        n: Completions.
+        seed: Of the first completion; each further one counts on from it.
+        more: Further fields.
+    """
+    vllm = require("vllm", "sampling")
+    if own.guide is not None:
+        kind, text = own.guide
+        value = text.split("\n") if kind == "choices" else text
+        more["structured_outputs"] = vllm.sampling_params.StructuredOutputsParams(**{GUIDES[kind]: value})
+    return vllm.SamplingParams(
+        n=n,
+        max_tokens=own.max_new_tokens,
+        temperature=own.temperature,
+        top_p=own.top_p,
+        top_k=own.top_k,
+        min_p=own.min_p or 0.0,
+        repetition_penalty=own.repetition_penalty,
+        stop_token_ids=list(own.stop_token_ids),
+        ignore_eos=True,  # The trainer's stop tokens alone count.
+        min_tokens=own.min_new_tokens,
+        logit_bias=dict(own.logit_bias) or None,
+        logprobs=own.top_logps,
+        seed=None if seed is None else int(seed),
+        detokenize=bool(own.stop_strings),
+        stop=list(own.stop_strings) or None,
+        **more,
+    )
+
+
+def read_logps(completion: Any, sampling: Sampling) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """Of each token of a completion its log-prob, and those of the most likely ones where they were asked for."""
+    # By id: the first entry is the most likely token, not the sampled one.
+    logps = [float(at[token].logprob) for token, at in zip(completion.token_ids, completion.logprobs, strict=True)]
+    most = sampling.top_logps
+    return logps, [[(i, float(x.logprob)) for i, x in at.items()][:most] for at in completion.logprobs] if most else []
+
+
+def as_rollout(
+    prompt: Sequence[int], ids: list[int], logps: list[float], tops: list[list[tuple[int, float]]], *,
+    reason: str | None, sampling: Sampling, version: int,
+) -> Rollout:  # fmt: skip
+    """What vLLM wrote, as the trainer takes it."""
+    finish: Any = reason if reason in ("stop", "length") else "abort"
+    drawn = list(logps) if _truncates(sampling) else None
+    most = tops if sampling.top_logps else None
+    return Rollout(list(prompt), ids, logps, finish, version, processed_logp=drawn, top_logps=most)
 
 
 def _chained(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
@@ -250,17 +300,27 @@ def _chained(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
     yield from rest
 
 
-def _whole(output: Any, request: Request) -> list[Any]:
+def _drawn(request: Request, call: Sampling) -> int:
+    """Completions that vLLM writes: it refuses several of what greedy decoding can only make one of."""
+    return 1 if (request.sampling or call).temperature == 0 else request.n
+
+
+def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
     """All completions of a request, or an error that names it."""
-    if list(output.prompt_token_ids) != list(request.prompt_ids) or len(output.outputs) != request.n:
+    if list(output.prompt_token_ids) != list(request.prompt_ids) or len(output.outputs) != drawn:
         raise RolloutError(
             f"vLLM answered a prompt of {len(output.prompt_token_ids)} tokens with {len(output.outputs)} completions where one "
-            f"of {len(request.prompt_ids)} tokens was to get {request.n}."
+            f"of {len(request.prompt_ids)} tokens was to get {drawn}."
         )
-    return output.outputs
+    return sorted(output.outputs, key=lambda one: one.index) * (request.n // drawn)
 
 
-def _check_supported(sampling: Sampling) -> None:
+def check_supported(sampling: Sampling) -> None:
+    """Refuse what vLLM cannot do.
+
+    Raises:
+        RolloutError: ``no_repeat_ngram``.
+    """
     if sampling.no_repeat_ngram:
         raise RolloutError(f"no_repeat_ngram={sampling.no_repeat_ngram}: vLLM has no such rule. Use the native engine.")
 

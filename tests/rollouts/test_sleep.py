@@ -31,16 +31,20 @@ class StubLLM:
         if self.weights is None:
             self.weights = {"w": float("nan")}  # Memory without content.
 
-    def reload_weights(self, weights_iterator):
+    def load_weights(self, pairs):
         self.calls.append("load")
-        self.weights = {name: float(tensor) for name, tensor in weights_iterator}
+        self.weights = {name: float(tensor) for name, tensor in pairs}
+        return set(self.weights) - self.deaf_to
 
-    def collective_rpc(self, name, kwargs):
-        assert kwargs.get("weights_iterator") is not None  # Without it vLLM reads the checkpoint again.
-        getattr(self, name)(**kwargs)
+    deaf_to = frozenset()
 
-    def apply_model(self, function):
-        return [function(torch.nn.Identity())]
+    def collective_rpc(self, function, args):
+        model = Model(self)
+        worker = types.SimpleNamespace(
+            model_runner=types.SimpleNamespace(get_model=lambda: model),
+            reload_weights=lambda weights_iterator: model.load_weights(weights_iterator),
+        )
+        return [function(worker, *args)]
 
     def reset_prefix_cache(self):
         self.calls.append("reset")
@@ -53,6 +57,18 @@ class StubLLM:
             index=0, token_ids=[token], finish_reason="length", logprobs=[{9: logprob(-0.1), token: logprob(-2.0)}]
         )
         return [types.SimpleNamespace(prompt_token_ids=p["prompt_token_ids"], outputs=[out]) for p in prompts]
+
+
+class Model(torch.nn.Module):
+    """The model in vLLM's worker."""
+
+    def __init__(self, llm):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(1))
+        self.llm = llm
+
+    def load_weights(self, pairs):
+        return self.llm.load_weights(pairs)
 
 
 def logprob(value):
@@ -134,6 +150,25 @@ def test_a_push_that_breaks_off_leaves_no_weights_to_sample_from():
         made.load_weights(broken(), 4)
     with pytest.raises(WeightSyncError):
         sampled(made)
+
+
+def test_weights_that_nothing_came_for_are_told_and_not_sampled_from():
+    made = engine(None)
+    made.llm.deaf_to = {"w"}
+    with pytest.raises(WeightSyncError, match="old values of 1 weights: w"):
+        push(made, 3)
+    with pytest.raises(WeightSyncError, match="without the trainer's weights"):
+        sampled(made)
+
+
+def test_a_build_that_cannot_sleep_is_refused_before_a_model_is_loaded(monkeypatch):
+    platform = types.SimpleNamespace(is_sleep_mode_available=lambda: False, device_name="cpu")
+    fake = types.SimpleNamespace(__version__="0.32.0", current_platform=platform, LLM=None)
+    monkeypatch.setattr("posttrain.rollouts.vllm.require", lambda name, purpose: fake)
+    with pytest.raises(
+        ConfigError, match=r"vllm_enable_sleep_mode=True: vLLM 0\.32\.0 does not sleep on this machine's cpu"
+    ):
+        VLLMEngine.create("folder", sleep_level=1)
 
 
 def test_the_level_follows_how_often_a_push_is_used_and_what_fits():

@@ -1,0 +1,129 @@
+"""The demo (GRPO on two-digit addition) with rollouts by a real vLLM: accuracy before and after, seconds, gap of log-probs.
+
+python benchmarks/grpo_vllm.py --model FOLDER --mode served|plain|colocate|native [--steps 20] [--out FILE]
+
+Run it with the interpreter that has vLLM. ``served`` is `posttrain serve --engine vllm`, ``plain`` is `vllm serve`, each in a
+process of its own; ``colocate`` is vLLM in the trainer's process; ``native`` is the demo as it stands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import requests
+
+LENGTH = 128  # Prompt and completion of the demo have about 60 tokens.
+
+
+def server_command(mode: str, model: str, port: int) -> list[str]:
+    """How the server of a mode is started."""
+    if mode == "served":
+        command = [sys.executable, "-m", "posttrain.cli.main", "serve", "--engine", "vllm", "--model", model]
+        return [*command, "--dtype", "float32", "--enforce_eager", "--max_model_len", str(LENGTH), "--port", str(port)]
+    from posttrain.rollouts.vllm_worker import EXTENSION
+
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        model,
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+    ]
+    command += [
+        "--generation-config",
+        "vllm",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--worker-extension-cls",
+        EXTENSION,
+    ]
+    return [*command, "--max-model-len", str(LENGTH), "--host", "127.0.0.1", "--port", str(port)]
+
+
+@contextlib.contextmanager
+def server(mode: str, model: str, core: str) -> Iterator[dict]:
+    """Settings of a run over a server that is there for its time; none for modes without one."""
+    if mode == "native":
+        yield {}
+        return
+    if mode == "colocate":
+        yield {"use_vllm": True, "vllm_max_model_length": LENGTH}
+        return
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": core}
+    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
+        began = time.perf_counter()
+        running = subprocess.Popen(server_command(mode, model, port), stdout=log, stderr=log, env=environment)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while True:
+                assert running.poll() is None, Path(log.name).read_text()[-4000:]
+                with contextlib.suppress(requests.ConnectionError):
+                    if requests.get(url + "/health", timeout=10).status_code == 200:
+                        break
+                time.sleep(0.5)
+            print(f"server ready after {time.perf_counter() - began:.0f} s", file=sys.stderr)
+            yield {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
+        finally:
+            running.terminate()
+            running.wait(60)
+
+
+def main() -> None:
+    """One run."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--model", required=True)
+    options.add_argument("--mode", required=True, choices=["served", "plain", "colocate", "native"])
+    options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--core", default="0", help="core that the server's threads are bound to")
+    options.add_argument("--out", type=Path)
+    args = options.parse_args()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GB.
+    from posttrain.cli.demo_script import exam, last_number, make_trainer
+
+    with server(args.mode, args.model, args.core) as settings, tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(args.model, folder, args.steps, save_strategy="no", report_to="none", **settings)
+
+        def accuracy() -> float:
+            rows = exam(trainer)
+            return sum(last_number(said) == answer for _, answer, said in rows) / len(rows)
+
+        before, began = accuracy(), time.perf_counter()
+        trainer.train()
+        seconds, after = time.perf_counter() - began, accuracy()
+        logs = [line for line in trainer.state.log_history if "loss" in line]
+        trainer.engine.close()
+
+    def column(name: str) -> list[float]:
+        return [line[name] for line in logs if name in line]
+
+    result = {
+        "mode": args.mode, "steps": args.steps, "accuracy_before": before, "accuracy_after": after,
+        "train_seconds": round(seconds, 1), "rewards": [round(x, 3) for x in column("reward")],
+        "push_seconds": round(statistics.median(column("weight_sync_time_s")), 2) if column("weight_sync_time_s") else None,
+        "logp_gap_max": max(column("sampling/sampling_logp_difference/max"), default=None),
+        "logp_gap_mean": max(column("sampling/sampling_logp_difference/mean"), default=None),
+    }  # fmt: skip
+    print(json.dumps(result, indent=1))
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
