@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from types import FrameType
 __all__ = ["hold"]
 
 GRACE_S = 10.0  # From being asked to end until being ended.
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def hold(command: list[str]) -> int:
@@ -26,19 +28,31 @@ def hold(command: list[str]) -> int:
     Returns:
         Its exit code; 128 and the signal's number where a signal ended it, as a shell says it.
     """
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    children: list[subprocess.Popen] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            child.send_signal(number)
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, pass_on)
+        signal.signal(number, pass_on)  # Before the start: what is ignored here would be ignored there.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # Ray blocks Ctrl-C in all it starts.
+    children.append(
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent)
+    )
+    child = children[0]
     threading.Thread(target=_watch, args=(child,), daemon=True).start()
     code = child.wait()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)  # Workers that it did not take along.
     return code if code >= 0 else 128 - code
+
+
+def _end_with_parent() -> None:
+    """On Linux, the kernel sends SIGTERM when we are killed ourselves, as Ray does with the children of its workers."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _watch(child: subprocess.Popen) -> None:

@@ -131,7 +131,8 @@ class Machine:
 
     def poll(self, wait: float = 0.0) -> State:
         """What is new, after at most ``wait`` seconds."""
-        assert self.process is not None
+        if self.process is None:  # Never started: something else failed before.
+            return State(0)
         deadline = time.monotonic() + wait
         with self.changed:
             while not self.said and self.process.poll() is None and time.monotonic() < deadline:

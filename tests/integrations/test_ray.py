@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import ConfigError
-from posttrain.integrations.ray import CONFIG_FILE, Machine, Need, check_fit
+from posttrain.integrations.ray import CONFIG_FILE, Machine, Need, State, check_fit
 from posttrain.rollouts.connection import Connection
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +58,28 @@ def test_a_leash_passes_signals_on_and_exit_codes_back():
     assert held.wait(20) == 7
 
 
+def test_a_command_ends_when_its_leash_is_killed():
+    held = leashed(SLEEPS)
+    pid = int(held.stdout.readline())
+    held.kill()
+    assert held.wait(20) == -signal.SIGKILL
+    assert wait_until(lambda: not is_there(pid))
+
+
+def test_ctrl_c_arrives_where_it_was_blocked_and_ignored():
+    """As processes are that Ray starts."""
+    block = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    code = "import time; print(1, flush=True); time.sleep(60)"
+    starter = [sys.executable, "-c", f"{block}; os.execv(sys.executable, sys.argv[1:])", *LEASH, code]
+    held = subprocess.Popen(
+        starter, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    held.stdout.readline()
+    held.send_signal(signal.SIGINT)
+    assert held.wait(20) == 128 + signal.SIGINT
+    assert "KeyboardInterrupt" in held.stderr.read()
+
+
 def test_what_a_command_leaves_behind_ends_with_it():
     held = leashed(
         f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPS!r}]); sys.stdin.read(); import time; time.sleep(1)"
@@ -94,6 +116,12 @@ def test_a_machine_runs_a_module_with_the_config_that_was_sent_and_keeps_its_las
     state, out = ended(machine)
     assert (state.code, out) == (5, "max_steps: 2 hello ä\n")
     assert state.tail.splitlines() == [f"line {i}" for i in range(20, 50)]
+
+
+def test_a_machine_whose_command_was_never_started_has_nothing_to_say():
+    machine = Machine()
+    machine.stop()
+    assert machine.poll() == State(0)
 
 
 def test_a_working_directory_that_is_not_there_is_told():
@@ -217,7 +245,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(cluster, folder, tiny_model_dir)
     run.send_signal(signal.SIGINT)
     _, err = run.communicate(timeout=90)
     assert run.returncode == 130, err[-4000:]
-    assert list((folder / "run").glob("checkpoint-*"))
+    assert list((folder / "run").glob("checkpoint-*")), err[-4000:]
     assert wait_until(lambda: not left(folder)), left(folder)
 
 
@@ -261,6 +289,7 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_last_words(cluster, fo
     run = command(folder, str(tmp_path / "no-model"), cluster)
     _, err = run.communicate(timeout=120)
     assert run.returncode == 1 and "the rollout server 1 on" in err and "no-model" in err.partition("log:")[2]
+    assert "Traceback" not in err.partition("error:")[2].partition("log:")[0] and "ray.exceptions" not in err
     assert not (folder / "run").exists()
     assert wait_until(lambda: not left(folder)), left(folder)
 
