@@ -129,6 +129,8 @@ class WorkerPool:
         self.workers: list[WorkerProcess] = []
         self.under_way: dict[int, _UnderWay] = {}
         self.loaded: dict[int, int] = {}
+        self.worked = 0.0  # Seconds in which a worker that was ready had a processor.
+        self._worked: dict[WorkerProcess, float] = {}
         self.restarts = 0
         self.error: BaseException | None = None
         self.lock = threading.RLock()
@@ -221,6 +223,7 @@ class WorkerPool:
                 with self.lock:
                     self._receive()
                     self._look_after()
+                    self._count_time()
                     self._dispatch()
                 if all(worker.is_ready for worker in self.workers):
                     self._ready.set()
@@ -301,6 +304,11 @@ class WorkerPool:
                 problem = f"did not load weights version {self.version} within {settings.sync_timeout_s:g} s"
             if problem is not None:
                 self.workers[position] = self._replace(worker, problem)
+
+    def _count_time(self) -> None:
+        now = {worker: worker.own_time() for worker in self.workers if worker.is_ready}
+        self.worked += max([0.0, *(t - self._worked[w] for w, t in now.items() if w in self._worked)])
+        self._worked = now
 
     def _replace(self, worker: WorkerProcess, problem: str) -> WorkerProcess:
         error = worker.describe(problem)

@@ -244,7 +244,7 @@ class WorkerProcess:
         with without_device(self.keep_device):
             self.process.start()
         theirs.close()
-        self.began = self.heard = self._time()
+        self.began = self.heard = self.own_time()
 
     def send(self, kind: str, content: Any = None) -> None:
         """A command; a process that died is noticed elsewhere."""
@@ -256,7 +256,7 @@ class WorkerProcess:
         try:
             while self.connection.poll():
                 kind, content = self.connection.recv()
-                self.heard = self._time()
+                self.heard = self.own_time()
                 if kind == "beat":
                     self.idle = content["idle"]
                     continue
@@ -274,7 +274,7 @@ class WorkerProcess:
 
     def problem(self, stale_after_s: float, ready_within_s: float) -> str | None:
         """What is wrong with it, in words; None while all is well."""
-        now = self._time()
+        now = self.own_time()
         if not self.alive:
             code = self.process.exitcode
             name = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
@@ -284,7 +284,7 @@ class WorkerProcess:
         silent = max(now - self.heard, self.idle)
         return f"gave no sign of work for {silent:.0f} s" if silent > stale_after_s else None
 
-    def _time(self) -> float:
+    def own_time(self) -> float:
         """Seconds by which it can be late: those without a processor are not its own."""
         return self.clock.look() - queued_seconds(self.process.pid or 0)
 

@@ -144,14 +144,17 @@ class StepMixin:
         Returns:
             None where servers lack the weights.
         """
-        stale, clock = self.args.heartbeat_stale_after_s, AwakeClock(2 * LOOK_S)
+        stale = self.args.heartbeat_stale_after_s
+        # Our own workers are not waited for while they start, or while they have no processor: that has limits of its own.
+        passed = (lambda: self.worker.worked) if self.owns_workers else AwakeClock(2 * LOOK_S).look  # type: ignore[attr-defined]
+        began = passed()
         while True:
             self.worker.check_health(stale)
             try:
                 item = self.worker.rollout_buffer.get(timeout=min(LOOK_S, stale))
             except queue.Empty:
-                if clock.look() > 2 * stale:
-                    raise self._nothing(clock.now) from None
+                if passed() - began > 2 * stale:
+                    raise self._nothing(passed() - began) from None
                 if getattr(self.transfer, "lacking", bool)():
                     return None
                 continue
