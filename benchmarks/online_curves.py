@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def trainer_of(method: str, model: str, reward, data, settings: dict):
         tokenizer.pad_token = "<|endoftext|>"  # PPO reads lengths by it, so it may not be the end token too.
         config = posttrain.PPOConfig(
             **settings, num_ppo_epochs=2, response_length=NEW, temperature=1.0, kl_coef=0.0, num_sample_generations=0,
-            stop_token="eos", total_episodes=settings["max_steps"] // 2 * PROMPTS * GROUP,
+            stop_token="eos", shuffle_dataset=False, total_episodes=settings["max_steps"] // 2 * PROMPTS * GROUP,
         )  # fmt: skip
         policy = create_model_from_path(model)
         return posttrain.PPOTrainer(config, tokenizer, policy, None, reward, data, None)
@@ -75,9 +76,10 @@ def run(method: str, task: str, seed: int, model: str, updates: int) -> dict:
 
     torch.set_num_threads(1)
     steps = 2 * updates if method == "ppo" else updates  # PPO passes twice over each batch.
-    prompts = PROMPTS * GROUP if method == "ppo" else PROMPTS
     ask = {"system_prompt": SYSTEM, "extract": "last_number"}
-    data, reward = reasoning_gym_task(task, size=updates * prompts, seed=seed, **ask, **TASKS[task])
+    data, reward = reasoning_gym_task(task, size=updates * PROMPTS, seed=seed, **ask, **TASKS[task])
+    if method == "ppo":  # The same prompts, as often as the others answer each.
+        data = data.select([row for row in range(len(data)) for _ in range(GROUP)])
     held, judge = reasoning_gym_task(task, size=64, seed=1_000, **ask, **TASKS[task])
     settings = harness.settings(
         steps, output_dir=tempfile.mkdtemp(), seed=seed, learning_rate=2e-5, gradient_checkpointing=False,
@@ -132,6 +134,7 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     options.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    options.add_argument("--resume", action="store_true", help="go on with the runs that the result file lacks")
     options.add_argument("--one", nargs=3, metavar=("METHOD", "TASK", "SEED"), help="(child) a single run")
     args = options.parse_args()
     model = args.model or harness.default_model()
@@ -139,17 +142,22 @@ def main() -> None:
         method, task, seed = args.one
         print(json.dumps(run(method, task, int(seed), model, args.updates)))
         return
-    wanted = [(m, t, str(s)) for s in range(args.seeds) for t in args.tasks for m in args.methods]
+    path = harness.RESULTS / "online_curves.json"
+    runs = json.loads(path.read_text())["runs"] if args.resume and path.exists() else []
+    done = {(r["method"], r["task"], r["seed"]) for r in runs if r["updates"] == args.updates}
+    wanted = [(m, t, s) for s in range(args.seeds) for t in args.tasks for m in args.methods if (m, t, s) not in done]
     common = ["--model", model, "--updates", str(args.updates)]
+    lock = threading.Lock()
 
-    def start(which: tuple[str, str, str]) -> dict:
-        found = harness.child(sys.executable, __file__, "--one", *which, *common)
+    def start(which: tuple[str, str, int]) -> None:
+        found = harness.child(sys.executable, __file__, "--one", *map(str, which), *common)
         print(found, flush=True)
-        return found
+        with lock:  # Kept one by one: a run takes minutes, and all of them an hour.
+            runs.append(found)
+            harness.save("online_curves", {"runs": runs})
 
     with ThreadPoolExecutor(2) as pool:
-        runs = list(pool.map(start, wanted))
-    harness.save("online_curves", {"runs": runs})
+        list(pool.map(start, wanted))
     draw(runs, harness.RESULTS / "online_curves.png")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.errors import DataError
 from posttrain.types import Batch, Row
 
-__all__ = ["Layout", "collate", "split_by_sequence"]
+__all__ = ["Layout", "collate", "share_prompts", "split_by_sequence"]
 
 PADDED_MOST = 0.05  # Share of a stacked pass that may be padding: less than what another pass costs.
 FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")  # Columns that are fields of `Batch` by name.
@@ -54,6 +54,35 @@ class _Tree:
         prompt = len(self.row.prompt_ids)
         lengths = [len(self.row.completions[i]) for i in self.members]
         return prompt + sum(lengths)
+
+
+def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
+    """Rows with equal prompts as one row, whose prompt is then computed once.
+
+    Returns:
+        The rows, in the order in which their prompts come first; and for each of their completions, in order, its index in
+        the flat list of those that were given. Rows with ``model_kwargs`` stay alone.
+
+    >>> rows, places = share_prompts([Row([1], [[2]], [[1]]), Row([3], [[4]], [[1]]), Row([1], [[5]], [[1]])])
+    >>> [row.completions for row in rows], places
+    ([[[2], [5]], [[4]]], [0, 2, 1])
+    """
+    found: dict[Any, tuple[Row, list[int]]] = {}
+    count = 0
+    for number, row in enumerate(rows):
+        columns = (*sorted(row.sequence_columns), *sorted(row.token_columns))
+        key = (tuple(row.prompt_ids), None if row.prompt_mask is None else tuple(row.prompt_mask), columns)
+        empty = Row(row.prompt_ids, [], [], model_kwargs=row.model_kwargs, prompt_mask=row.prompt_mask)
+        whole, places = found.setdefault(number if row.model_kwargs else key, (empty, []))
+        whole.completions.extend(row.completions)
+        whole.loss_masks.extend(row.loss_masks)
+        for name, numbers in row.sequence_columns.items():
+            whole.sequence_columns.setdefault(name, []).extend(numbers)
+        for name, lists in row.token_columns.items():
+            whole.token_columns.setdefault(name, []).extend(lists)
+        places.extend(range(count, count + len(row.completions)))
+        count += len(row.completions)
+    return [row for row, _ in found.values()], [place for _, places in found.values() for place in places]
 
 
 def collate(

@@ -1073,3 +1073,25 @@ def test_the_page_s_table_is_the_config():
 if __name__ == "__main__":
     worker(sys.argv[1], int(sys.argv[2]))
     part()
+
+
+def test_responses_to_one_prompt_share_its_computation_and_nothing_else_changes(monkeypatch, tokenizer, tmp_path):
+    data = datasets.Dataset.from_list([row for row in prompts(1).to_list() for _ in range(32)])
+    found = []
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr(
+                "posttrain.algorithms.ppo.trainer.share_prompts", lambda rows: (list(rows), list(range(len(rows))))
+            )
+        trainer = ppo(tmp_path / str(shares), tokenizer, data=data, max_steps=4, learning_rate=1e-4)
+        tokens = []
+        collate = trainer.collate
+        trainer.collate = lambda rows, collate=collate, tokens=tokens: [
+            tokens.append(batch.num_tokens) or batch for batch in collate(rows)
+        ]
+        trainer.train()
+        found.append((sum(tokens), logs(trainer, "loss"), logs(trainer, "objective/kl"), logs(trainer, "grad_norm")))
+    (less, *ours), (more, *apart) = found
+    assert less < 0.8 * more
+    for mine, other in zip(ours, apart, strict=True):
+        assert mine == pytest.approx(other, rel=1e-3, abs=1e-6)

@@ -19,7 +19,7 @@ from posttrain.algorithms.ppo.config import PPOConfig
 from posttrain.algorithms.ppo.episodes import attach, episodes, plain_rows, scores_of, training_rows
 from posttrain.algorithms.ppo.objective import STATES, ppo_objective, states_mask
 from posttrain.algorithms.ppo.parts import TABLE_TEMPERATURE, PartsMixin
-from posttrain.data.forest import collate, split_by_sequence
+from posttrain.data.forest import collate, share_prompts, split_by_sequence
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.ppo import Moments, merge_moments
 from posttrain.metrics import mean
@@ -107,7 +107,7 @@ class PPOTrainer(PartsMixin, OnlineTrainer):
             self._buffer, self._buffer_born = [self.sampled_rows(inputs, "train")], self.state.global_step
         self._step += 1
         self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self._buffer_born))})
-        return self.collate(self._piece(self._buffer[0], *divmod(place, pieces)))
+        return self.collate(share_prompts(self._piece(self._buffer[0], *divmod(place, pieces)))[0])
 
     def _piece(self, rows: list[Row], epoch: int, number: int) -> list[Row]:
         """Micro-batch ``number`` of a pass: every pass deals the responses anew, and each to one mini-batch."""
@@ -120,7 +120,7 @@ class PPOTrainer(PartsMixin, OnlineTrainer):
 
     def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
         """Sample, score and collate one evaluation batch."""
-        return self.collate(self.sampled_rows(inputs, "eval"))
+        return self.collate(share_prompts(self.sampled_rows(inputs, "eval"))[0])
 
     def sampled_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
         """A rollout batch, ready to be dealt to mini-batches."""
@@ -176,14 +176,14 @@ class PPOTrainer(PartsMixin, OnlineTrainer):
         """Per-token numbers of every response, by the forward that trains."""
         size, result = self.args.local_rollout_forward_batch_size, {name: [[]] * len(rows) for name in needs}
         for start in range(0, len(rows), size):
-            part = rows[start : start + size]
+            part, places = share_prompts(rows[start : start + size])
             for batch in collate(part, pad_token_id=self.pad_token_id, layout=self.layout):
                 batch = batch.to(self.args.device)
                 outputs = forward(model, batch, needs, temperature=self.temperature)
                 for name in needs:
                     pieces = split_by_sequence(getattr(outputs, name), batch)
                     for origin, piece in zip(batch.origin, pieces, strict=True):
-                        result[name][start + origin] = piece.tolist()
+                        result[name][start + places[origin]] = piece.tolist()
         return result
 
     def estimate(self, generation: Generation, table: RewardTable, mode: str) -> None:
