@@ -61,7 +61,8 @@ class CheckpointMixin:
         """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is looked at, once."""
         if not self._tokens_checked:
             self._tokens_checked = True
-            self.tell(self._special_tokens())  # type: ignore[attr-defined]
+            with self.preflight.looking("config", ("PT-K101", "PT-K102", "PT-K103")):  # type: ignore[attr-defined]
+                self.tell(self._special_tokens())  # type: ignore[attr-defined]
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _special_tokens(self) -> list[Finding]:
@@ -103,10 +104,23 @@ class CheckpointMixin:
         folder = Path(self.args.output_dir).expanduser()
         self.record.lock.acquire()
         try:
-            self.tell(self._machine_findings(folder, resumed=resumed))  # type: ignore[attr-defined]
+            with self.preflight.looking("config", self._machine_codes()):  # type: ignore[attr-defined]
+                self.tell(self._machine_findings(folder, resumed=resumed))  # type: ignore[attr-defined]
         except Exception:
             self.record.lock.release()
             raise
+
+    @property
+    def _saves(self) -> bool:
+        return str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) != "no"
+
+    @property
+    def _fills_gpu(self) -> bool:
+        return self.args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator)
+
+    def _machine_codes(self) -> tuple[str, ...]:
+        asked = {"PT-L001": True, "PT-L002": self._saves, "PT-L003": self._fills_gpu}
+        return tuple(code for code, here in asked.items() if here)
 
     def _machine_findings(self, folder: Path, *, resumed: bool) -> Iterable[Finding | None]:
         others = checkpoints.strangers(folder, self._run or "")
@@ -115,9 +129,9 @@ class CheckpointMixin:
             shutil.rmtree(path, ignore_errors=True)
         yield check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
         needs = checkpoint_bytes(self.model, self.args)
-        if str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) != "no":
+        if self._saves:
             yield check_disk_space(free_disk(folder), needs, folder=str(folder), limit=self.args.save_total_limit)
-        if self.args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator):
+        if self._fills_gpu:
             free, total = gpu_memory(self.args.device)
             needed = _state_bytes(self.model, self.args) + sum(
                 p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad

@@ -15,9 +15,34 @@ from posttrain.checks.preflight import MODES, silenced_codes
 from posttrain.errors import ConfigError, check_choice
 from posttrain.models.load import bf16_is_faster
 
-__all__ = ["GenerationFields", "PostTrainingConfig", "ReferenceFields", "VllmFields", "warn_keep_end"]
+__all__ = [
+    "GenerationFields",
+    "PostTrainingConfig",
+    "ReferenceFields",
+    "VllmFields",
+    "refuse_cut_sequences",
+    "warn_keep_end",
+]
 
 logger = logging.getLogger(__name__)
+
+
+def refuse_cut_sequences(config: Any, what: str) -> None:
+    """Refuse context and sequence parallelism, which give each process a piece of every sequence.
+
+    Args:
+        config: A trainer's.
+        what: Cannot be cut.
+
+    Raises:
+        ConfigError: ``parallelism_config`` asks for it.
+    """
+    sizes = [getattr(config.parallelism_config, name, 1) for name in ("cp_size", "sp_size")]
+    if max(sizes) > 1:
+        raise ConfigError(
+            f"parallelism_config with cp_size={sizes[0]} and sp_size={sizes[1]}: {what} cannot be cut along their tokens here. "
+            "Set both to 1."
+        )
 
 
 @dataclass

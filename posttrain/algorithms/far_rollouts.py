@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain.algorithms.vllm_fields import VllmSyncFields
 from posttrain.checks import server as checks
+from posttrain.checks.core import codes_of
 from posttrain.errors import RolloutServerError, WeightSyncError
 from posttrain.metrics import mean
 from posttrain.models import parallel
@@ -122,9 +123,9 @@ class FarRolloutMixin:
         """The same for any engine that asks servers; every process calls it, the main one with the engine."""
         if self.args.preflight == "off":
             return
-        found = parallel.run_and_share(lambda: self._engine_findings(engine), self.accelerator)
-        shared = parallel.all_gather_objects(list(found), self.accelerator)
-        self.tell(shared)  # type: ignore[attr-defined]
+        with self.preflight.looking("config", codes_of("S", "config")):  # type: ignore[attr-defined]
+            found = parallel.run_and_share(lambda: self._engine_findings(engine), self.accelerator)
+            self.tell(parallel.all_gather_objects(list(found), self.accelerator))  # type: ignore[attr-defined]
 
     def _engine_findings(self, engine: Any) -> list[Any]:
         if not self.accelerator.is_main_process or not hasattr(engine, "fleet"):
@@ -245,10 +246,11 @@ class FarRolloutMixin:
         """
         if self.args.preflight == "off" or not self.engine.can_score:
             return
-        found = self._parity_finding()
-        if found is None or found.severity != "error":
-            self.tell([found])  # type: ignore[attr-defined]
-            return
+        with self.preflight.looking("first_batch", ("PT-S004",)):  # type: ignore[attr-defined]
+            found = self._parity_finding()
+            if found is None or found.severity != "error":
+                self.tell([found])  # type: ignore[attr-defined]
+                return
         logger.warning("%s: %s Pushing once more.", found.code, found.what)
         getattr(self.engine, "forget", bool)()
         self._pushes += 1
@@ -264,11 +266,12 @@ class FarRolloutMixin:
         """Before the first push of a resumed run."""
         if self.args.preflight == "off" or not self.engine.can_score or not self.engine.collective:
             return
-        try:
-            before = self._parity_finding()
-        except RolloutServerError:
-            return  # Its weights are not whole: nothing is equal to them.
-        self.tell([checks.check_negative_control(self.engine.name, before)])  # type: ignore[attr-defined]
+        with self.preflight.looking("first_batch", ("PT-S005",)):  # type: ignore[attr-defined]
+            try:
+                before = self._parity_finding()
+            except RolloutServerError:
+                return  # Its weights are not whole: nothing is equal to them.
+            self.tell([checks.check_negative_control(self.engine.name, before)])  # type: ignore[attr-defined]
 
     def _parity_finding(self) -> Any:
         """What the comparison says, on every process."""

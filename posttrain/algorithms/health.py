@@ -21,7 +21,6 @@ __all__ = ["HealthMixin"]
 
 logger = logging.getLogger(__name__)
 
-STEP_CODES = ("PT-T001", "PT-T002", "PT-T003", "PT-T004")  # Looked for at every optimiser step.
 BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
 
 
@@ -78,14 +77,15 @@ class HealthMixin(PreflightMixin):
             sequences: Over all ranks.
             alarms: Ranks with something to tell of their own batches (`alarm`).
         """
-        if alarms:
-            self.tell(parallel.all_gather_objects(self._lengths_found, self.accelerator)[:1])
+        with self.preflight.looking("log_step", ("PT-T003",)):
+            found = parallel.all_gather_objects(self._lengths_found, self.accelerator) if alarms else []
+            self.tell(found[:1])
         if self._steps == 0:
             self.check_first_batch(batches)
         if self._steps == 0 and self.record is not None and self.state.global_step == 0:
             self.record.add_data(lambda: describe_batches(batches, self.processing_class))
         self._trained = (*self._trained, tokens)[-checks.EMPTY_STEPS :]
-        with self.preflight.looking("log_step", STEP_CODES):
+        with self.preflight.looking("log_step", ("PT-T001",)):
             self.tell([checks.check_trained_tokens([int(count) for count in self._trained])])
         real = sum(batch.num_tokens for batch in batches)
         computed = sum(batch.input_ids.numel() for batch in batches)
@@ -114,12 +114,13 @@ class HealthMixin(PreflightMixin):
         self._steps += 1
         if self._steps != min(checks.ECONOMY_STEPS + 1, max(int(self.state.max_steps or 1), 1)):
             return
-        self.tell([checks.check_padding(*self._tokens)])
         peak, total = device_memory(self.args.device)
-        checkpointing = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
-        self.tell([
-            checks.check_idle_memory(peak=peak, total=total, checkpointing=bool(checkpointing), steps=self._steps - 1)
-        ])  # fmt: skip
+        checkpointing = bool(getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing)
+        with self.preflight.looking("log_step", ("PT-T002", "PT-T004")):
+            self.tell([
+                checks.check_padding(*self._tokens),
+                checks.check_idle_memory(peak=peak, total=total, checkpointing=checkpointing, steps=self._steps - 1),
+            ])  # fmt: skip
 
     def _check_first_step(self, model: nn.Module) -> None:
         if self._first_step_checked or parallel.shards_parameters(self.accelerator) or not sum(self._trained):

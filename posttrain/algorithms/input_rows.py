@@ -14,12 +14,22 @@ import datasets
 import pyarrow
 import pyarrow.compute
 
-from posttrain.checks.pair_texts import PairScan, scan_pairs, score_columns
-from posttrain.checks.samples import WHOLE, answers_of, bad_rows, columns_of, doubt, doubtful_rows, fault, too_many
+from posttrain.checks.pair_texts import PAIR_TEXT_CODES, PairScan, scan_pairs, score_columns
+from posttrain.checks.samples import (
+    ROW_CODES,
+    WHOLE,
+    answers_of,
+    bad_rows,
+    columns_of,
+    doubt,
+    doubtful_rows,
+    fault,
+    too_many,
+)
 from posttrain.data.formats import get_dataset_column_names
 from posttrain.types import Finding
 
-__all__ = ["usable_rows"]
+__all__ = ["note_suspects", "row_codes", "usable_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +37,13 @@ DEEP, STREAMED = 1000, 256  # Rows that are read whole; of the others, Arrow cou
 BATCH = 20_000
 PAIRS = 100_000  # Pairs that are compared with each other.
 EXCERPT = 200
+SUSPECTS = "suspect_pairs.jsonl"
+
+
+def row_codes(dataset: Any) -> tuple[str, ...]:
+    """What `usable_rows` looks for in this set."""
+    pairs = not isinstance(dataset, datasets.IterableDataset) and _is_pairs(get_dataset_column_names(dataset))
+    return (*ROW_CODES, *(PAIR_TEXT_CODES if pairs else ()))
 
 
 def usable_rows(dataset: Any, args: Any, *, main: bool) -> tuple[Any, list[Finding]]:
@@ -94,7 +111,7 @@ def _plain_rows(dataset: datasets.Dataset, columns: Sequence[str], count: int) -
 def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
     """What Arrow alone can tell of all rows: what is missing, and lists without an item."""
     found: dict[int, str] = {}
-    pair = {"chosen", "rejected"} <= set(columns)
+    pair = _is_pairs(columns)
     several = len(columns) > 1 and bool(set(columns) & set(WHOLE))  # Forms, of which a row needs one.
     for name in columns:
         if name == "prompt" and pair:
@@ -116,8 +133,12 @@ def _note(found: dict[int, str], mask: Any, start: int, reason: str) -> None:
         found.setdefault(start + index, reason)
 
 
+def _is_pairs(columns: Sequence[str]) -> bool:
+    return {"chosen", "rejected"} <= set(columns)
+
+
 def _pairs(dataset: datasets.Dataset, columns: Sequence[str]) -> PairScan:
-    if not {"chosen", "rejected"} <= set(columns):
+    if not _is_pairs(columns):
         return PairScan()
     scores = score_columns(dataset.column_names)
     wanted = [name for name in ("prompt", "chosen", "rejected", *(scores or ())) if name in dataset.column_names]
@@ -133,7 +154,21 @@ def _lines(dataset: datasets.Dataset, reasons: Mapping[int, str], columns: Seque
 
 def _write_suspects(dataset: datasets.Dataset, scan: PairScan, folder: str | None, main: bool) -> None:
     lines = _lines(dataset, scan.suspects, [c for c in ("prompt", "chosen", "rejected") if c in dataset.column_names])
-    _write(folder, "suspect_pairs.jsonl", lines, main and bool(scan.suspects))
+    _write(folder, SUSPECTS, lines, main and bool(scan.suspects))
+
+
+def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Put pairs into ``suspect_pairs.jsonl``, in place of what stands there for the same reason.
+
+    Args:
+        folder: Of the run.
+        reason: Why they are suspected.
+        rows: Number and texts.
+    """
+    path = Path(folder or ".").expanduser() / SUSPECTS
+    there = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    kept = [line for line in map(json.loads, there) if line["reason"] != reason]
+    _write(folder, SUSPECTS, iter([*kept, *({"reason": reason, **row} for row in rows)]), bool(there or rows))
 
 
 def _write(folder: str | None, name: str, lines: Iterator[dict[str, Any]], wanted: bool) -> None:

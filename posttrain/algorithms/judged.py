@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from posttrain.algorithms.preference import CHECKED_ROWS, PreferenceTrainer, logit_metrics
-from posttrain.checks.pairs import check_judged
+from posttrain.checks.pairs import JUDGED_CODES, check_judged
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.pairs import extract_and_unpair
 from posttrain.errors import DataError
@@ -58,7 +58,8 @@ class JudgedTrainer(PreferenceTrainer):
             if training:
                 sample = prepared.select(range(min(CHECKED_ROWS, len(prepared))))
                 stops = terminal_token_ids(self.processing_class)
-                self.tell(check_judged(self.rows(list(sample)), limit=self.args.max_length, stops=stops))
+                with self.preflight.looking("data", JUDGED_CODES):
+                    self.tell(check_judged(self.rows(list(sample)), limit=self.args.max_length, stops=stops))
                 self._check_order([bool(label) for label in labels])
                 self._check_balance(sum(map(bool, labels)), len(labels))
         return prepared

@@ -192,11 +192,12 @@ class MemoryHealthMixin(MemoryMixin):
         has = available_memory(self.args.device, self._memory_limit())
         divisible = not self.together and self.accelerator.num_processes == 1
         worst = max(parallel.all_gather_objects([(step.needed, step.failed)], self.accelerator))
-        self.tell([  # type: ignore[attr-defined]
-            checks.check_dry_step(
-                worst[0], has.free, tokens=step.tokens, where=has.where, failed=step.failed or worst[1], divisible=divisible
-            )
-        ])  # fmt: skip
+        with self.preflight.looking("first_batch", ("PT-M003",)):  # type: ignore[attr-defined]
+            self.tell([  # type: ignore[attr-defined]
+                checks.check_dry_step(
+                    worst[0], has.free, tokens=step.tokens, where=has.where, failed=step.failed or worst[1], divisible=divisible
+                )
+            ])  # fmt: skip
         logger.info(
             "dry step: %d tokens in %.1f s, at most %s with the optimizer's states, of %s",
             step.tokens, step.seconds, checks.gib(step.needed), checks.gib(has.free),

@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 from posttrain.checks import memory as checks
+from posttrain.checks.core import codes_of
 from posttrain.errors import ModelError
 from posttrain.metrics import mean
 from posttrain.models import parallel
@@ -62,7 +63,8 @@ class MemoryProfile(transformers.TrainerCallback):
         imbalance = max(work) * len(work) / max(sum(work), 1)
         seen = self._profile(step, rate, 1 - real / max(computed, 1), imbalance)
         trainer.log_metrics_now({name: mean(value) for name, value in _logged(seen).items()})
-        trainer.tell(checks.check_profile(seen))
+        with trainer.preflight.looking("log_step", codes_of("M", "log_step")):
+            trainer.tell(checks.check_profile(seen))
 
     def _profile(self, step: int, rate: float, padding: float, imbalance: float) -> checks.Profile:
         trainer, args = self.trainer, self.trainer.args

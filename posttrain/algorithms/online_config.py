@@ -7,7 +7,13 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from posttrain.algorithms.config import GenerationFields, PostTrainingConfig, ReferenceFields, VllmFields
+from posttrain.algorithms.config import (
+    GenerationFields,
+    PostTrainingConfig,
+    ReferenceFields,
+    VllmFields,
+    refuse_cut_sequences,
+)
 from posttrain.algorithms.vllm_fields import VllmSyncFields
 from posttrain.errors import ConfigError, check_choice
 
@@ -131,12 +137,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             raise ConfigError(
                 "auto_find_batch_size=True would break groups apart as it shrinks the batch. Turn it off."
             )
-        sizes = [getattr(self.parallelism_config, name, 1) for name in ("cp_size", "sp_size")]
-        if max(sizes) > 1:
-            raise ConfigError(
-                f"parallelism_config with cp_size={sizes[0]} and sp_size={sizes[1]}: completions of a group cannot be cut along "
-                "their tokens here. Set both to 1."
-            )
+        refuse_cut_sequences(self, "completions of a group")
         do_sample = (self.generation_kwargs or {}).get("do_sample", True)
         if not do_sample:
             raise ConfigError(

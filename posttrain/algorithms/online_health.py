@@ -14,17 +14,22 @@ from posttrain.checks.core import finding
 from posttrain.checks.preflight import Preflight, describe
 from posttrain.checks.reward_range import RunningReward, check_reward_ranges
 from posttrain.errors import RewardError
+from posttrain.losses.advantages import MOST
+from posttrain.metrics import mean
 from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rewards.length import SoftOverlongPunishment
 from posttrain.types import Finding
 
 __all__ = ["OnlineHealthMixin"]
 
+GENERATION_CODES = ("PT-R019", "PT-R020", "PT-R023", "PT-R027")  # Looked for in every generation's rewards.
+
 
 class OnlineHealthMixin:
     """The part of `OnlineTrainer` that notices a run going wrong while it trains."""
 
     signs_of: ClassVar[str] = "R"
+    looked_apart: ClassVar[tuple[str, ...]] = (*GENERATION_CODES, "PT-R022", "PT-R028")
     args: Any
     state: Any
     accelerator: Any
@@ -47,8 +52,8 @@ class OnlineHealthMixin:
         longest = getattr(self.args, "max_completion_length", None)
         for function in self.rewards.functions:
             if isinstance(function, SoftOverlongPunishment) and longest is not None:
-                found = reward_checks.check_overlong(function.limit, function.cache, longest)
-                self.tell([found] if found is not None else [])
+                with self.preflight.looking("config", ("PT-R021",)):
+                    self.tell([reward_checks.check_overlong(function.limit, function.cache, longest)])
 
     def _disagreements(self) -> Iterable[Finding]:
         """Reward functions that judge this generation's answers by their spelling."""
@@ -72,6 +77,25 @@ class OnlineHealthMixin:
         if rows and "loss" in rows[-1]:
             yield from log_checks.check_online(rows, generations_per_step=self.generations_per_step)
 
+    def bounded(self, advantages: Tensor, mode: str) -> Tensor:
+        """Standardised advantages stop at 10, so that no completion is worth a step of its own.
+
+        Args:
+            advantages: ``(n,)`` of all ranks, divided by a spread.
+            mode: ``train`` or ``eval``.
+        """
+        sizes = advantages.abs()
+        far = sizes > MOST
+        self.log_metrics_now({"advantages/clipped_share": mean(far.float())}, mode)  # type: ignore[attr-defined]
+        if mode == "train":
+            self.tell_clipped(int(far.sum()), far.numel(), float(sizes.max()) if far.any() else None)
+        return advantages.clamp(-MOST, MOST)
+
+    def tell_clipped(self, far: int, total: int, largest: float | None = None) -> None:
+        """Say that so many of a generation's advantages were cut; their greatest size, where that is known."""
+        with self.preflight.looking("log_step", ("PT-R028",)):
+            self.tell([reward_checks.check_clipped(far, total, MOST, largest)])
+
     def watch_rewards(self, table: RewardTable, totals: Tensor, advantages: Tensor) -> None:
         """Look at one generation's rewards of all ranks.
 
@@ -88,13 +112,18 @@ class OnlineHealthMixin:
             self.running.setdefault(name, RunningReward()).add(column)
         weights = dict(zip(table.names, table.weights.tolist(), strict=True))
         self.preflight.notes["rewards"] = {name: running.to_dict() for name, running in self.running.items()}
-        self.tell([check_reward_ranges(self.running, weights), *self._disagreements()])
         scaled = str(getattr(self.args, "scale_rewards", "none")) != "none"
-        self.tell(reward_checks.check_reward_values(columns, scaled=scaled))
+        with self.preflight.looking("log_step", GENERATION_CODES):
+            self.tell([check_reward_ranges(self.running, weights), *self._disagreements()])
+            self.tell(reward_checks.check_reward_values(columns, scaled=scaled))
+        self._tell_signal(totals, advantages)
+
+    def _tell_signal(self, totals: Tensor, advantages: Tensor) -> None:
         self._flat_generations = 0 if bool(advantages.any()) else self._flat_generations + 1
         self._flat_rewards = (*self._flat_rewards, *totals.tolist()) if self._flat_generations else ()
-        found = reward_checks.check_no_signal(self._flat_generations, self._flat_rewards)
-        if found is not None and self.preflight.refuses(found):
-            self.preflight.add(found)
-            raise RewardError(describe(found))
-        self.tell([found])
+        with self.preflight.looking("log_step", ("PT-R022",)):
+            found = reward_checks.check_no_signal(self._flat_generations, self._flat_rewards)
+            if found is not None and self.preflight.refuses(found):
+                self.preflight.add(found)
+                raise RewardError(describe(found))
+            self.tell([found])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.algorithms.base import PostTrainer
-from posttrain.algorithms.config import PostTrainingConfig
+from posttrain.algorithms.config import PostTrainingConfig, refuse_cut_sequences
+from posttrain.algorithms.pair_health import ROW_NUMBER, PairHealthMixin
 from posttrain.checks.pairs import PAIR_CODES, check_pairs
-from posttrain.checks.preference import PreferenceHealth, reference_mismatch, reference_prefers_rejected
+from posttrain.checks.preference import reference_prefers_rejected
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.preferences import AnswerOptions, AnswerReport, answer_rows, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, check_choice
@@ -24,7 +25,7 @@ from posttrain.metrics import Metric, mean
 from posttrain.models.forward import forward
 from posttrain.models.precompute import precomputed_logps
 from posttrain.models.reference import Reference, check_reference
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, ModelOutputs, Row
 
 __all__ = [
     "AnswerConfig",
@@ -80,9 +81,13 @@ class AnswerConfig(PostTrainingConfig):
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the dataset."})
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
     beta: float = field(default=0.1, metadata={"help": "Strength of the tie to the reference, above 0."})
+    pair_reward_model: str | None = field(
+        default=None, metadata={"help": "A reward model that up to 512 pairs are shown to: how often does it agree?"}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_cut_sequences(self, "answers that share their prompt")
         check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"max_length={self.max_length} leaves no room for a prompt and an answer; at least 2.")
@@ -178,7 +183,7 @@ def pair_metrics(
     }
 
 
-class PreferenceTrainer(PostTrainer):
+class PreferenceTrainer(PairHealthMixin, PostTrainer):
     """Answers to a shared prompt are one tree, computed once by the policy and once by the reference.
 
     A subclass gives ``branches`` (columns of the answers), ``compared`` (whether it needs a reference) and the objective.
@@ -197,10 +202,8 @@ class PreferenceTrainer(PostTrainer):
     ) -> None:
         check_given(self.config_class, model, ref_model, args, kwargs.get("processing_class"))
         self.reports: dict[str, AnswerReport] = {}
-        self.health = PreferenceHealth()
+        self.watch_pairs(ref_model)
         self.reference: Reference | None = None
-        self._begun = False
-        self._own_reference = ref_model is None
         super().__init__(model, args, **kwargs)
         if self.compared:
             self._make_reference(ref_model)
@@ -262,8 +265,8 @@ class PreferenceTrainer(PostTrainer):
     def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
         done = precomputed_logps(self, dataset, reference, self.reference_columns, name=name)
         if len(self.reference_columns) == 2:
-            finding = reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))
-            self.tell([finding] if finding else [])
+            with self.preflight.looking("data", ("PT-P002",)):
+                self.tell([reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))])
         return done
 
     # Rows --------------------------------------------------------------------------------------------------------
@@ -287,11 +290,12 @@ class PreferenceTrainer(PostTrainer):
             stops = terminal_token_ids(self.processing_class)
             with self.preflight.looking("data", PAIR_CODES):
                 self.tell(check_pairs(answer_rows(sample, self.branches[:2]), limit=self.args.max_length, stops=stops))
-        return prepared
+        return self.numbered(prepared) if training else prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """See `answer_rows`."""
         columns = {"ref_logps": self.reference_columns} if self.compared else {}
+        columns[ROW_NUMBER] = (ROW_NUMBER,) * len(self.branches)
         return answer_rows(examples, self.branches, columns)
 
     # Reference ---------------------------------------------------------------------------------------------------
@@ -339,28 +343,3 @@ class PreferenceTrainer(PostTrainer):
     def starts_at_ln_2(self) -> bool:
         """Whether the loss is exactly ln 2 as long as the policy is its own reference."""
         return False
-
-    # Health ------------------------------------------------------------------------------------------------------
-
-    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """As every trainer; before the first update, policy and reference are compared once."""
-        terms, outputs = super().terms(model, batch)
-        if not self._begun and model.training:
-            self._begun = True
-            if self.compared and self.state.global_step == 0:
-                self._compare_with_reference(terms, outputs, batch)
-        return terms, outputs
-
-    @torch.no_grad()
-    def _compare_with_reference(self, terms: LossTerms, outputs: ModelOutputs, batch: Batch) -> None:
-        assert outputs.logp is not None
-        ratio = self.sums(outputs.logp, batch) - self.reference_logp(batch)
-        gap = float((ratio.abs() / sequence_logp(outputs.logp, batch)[1]).max())
-        half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
-        loss = float(terms.terms.mean()) if self.starts_at_ln_2() else None
-        self.tell([reference_mismatch(gap, half=half, loss=loss, given=not self._own_reference)])
-
-    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
-        """What the rewards of pairs say."""
-        yield from super().signs(logs)
-        yield from self.health.read(logs)

@@ -18,8 +18,8 @@ import datasets
 from accelerate import PartialState
 
 from posttrain.algorithms.data_report import DataReportMixin, refuse_data, template_findings
-from posttrain.algorithms.input_rows import usable_rows
-from posttrain.checks.core import REGISTRY, Context, Moment
+from posttrain.algorithms.input_rows import row_codes, usable_rows
+from posttrain.checks.core import Context, Moment, codes_of
 from posttrain.checks.preflight import Preflight, describe
 from posttrain.data.templates import PROBLEMS
 from posttrain.errors import PosttrainError, PreflightError
@@ -37,7 +37,8 @@ SAMPLE, FEW, SECONDS = 256, 16, 2.0  # Rows that are looked at, unless the first
 class PreflightMixin(DataReportMixin):
     """Runs every check of `posttrain.checks` at its moment and tells what it found."""
 
-    signs_of: ClassVar[str] = ""  # Letters of the codes that `signs` looks for.
+    signs_of: ClassVar[str] = ""  # Letters of the codes that `signs` looks for,
+    looked_apart: ClassVar[tuple[str, ...]] = ()  # but for these, which have a moment of their own.
     args: Any
     model: Any = None
     processing_class: Any = None
@@ -61,11 +62,12 @@ class PreflightMixin(DataReportMixin):
         self._peft_config, self._raw = peft_config, train_dataset
         self._model_config = model_config_of(model, self.args)
         self.look("config", train_dataset=train_dataset, eval_dataset=eval_dataset)
-        with self.preflight.looking("data", ("PT-D030", "PT-D031", "PT-D032")):
-            train_dataset, findings = usable_rows(train_dataset, self.args, main=PartialState().is_main_process)
+        state = PartialState()
+        with parallel.failing_together(state), self.preflight.looking("data", row_codes(train_dataset)):
+            train_dataset, findings = usable_rows(train_dataset, self.args, main=state.is_main_process)
             self.tell(findings)
-        if self.args.strict_data and any(found.severity != "info" for found in findings):
-            refuse_data([describe(found) for found in findings])
+            if self.args.strict_data and any(found.severity != "info" for found in findings):
+                refuse_data([describe(found) for found in findings])
         return train_dataset
 
     def check_data(self) -> None:
@@ -88,7 +90,7 @@ class PreflightMixin(DataReportMixin):
         super().log(logs, start_time)  # type: ignore[misc]
         if not self.preflight.active:
             return
-        with self.preflight.looking("log_step", _sign_codes(self.signs_of)):
+        with self.preflight.looking("log_step", _sign_codes(self.signs_of, self.looked_apart)):
             self.tell_from_main(lambda: [*self.signs(logs), *self._probed("log_step", history=self.state.log_history)])
         if self._preflight_written:  # From the first step on the folder is ours.
             self.write_preflight()
@@ -182,8 +184,8 @@ class PreflightMixin(DataReportMixin):
 
 
 @cache
-def _sign_codes(letters: str) -> tuple[str, ...]:
-    return tuple(c.code for c in REGISTRY.values() if c.moment == "log_step" and c.code[3] in letters)
+def _sign_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(code for letter in letters for code in codes_of(letter, "log_step") if code not in apart)
 
 
 def _spread(total: int, count: int) -> list[int]:

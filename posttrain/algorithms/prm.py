@@ -13,7 +13,7 @@ from torch import nn
 from transformers.trainer_utils import EvalPrediction
 
 from posttrain.algorithms.base import PostTrainer
-from posttrain.algorithms.config import PostTrainingConfig
+from posttrain.algorithms.config import PostTrainingConfig, refuse_cut_sequences
 from posttrain.data.forest import collate
 from posttrain.data.steps import prepare_step_dataset, step_rows, tokenize_steps
 from posttrain.errors import ConfigError, ModelError
@@ -48,6 +48,7 @@ class PRMConfig(PostTrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_cut_sequences(self, "judged steps")
         if not self.step_separator:
             raise ConfigError("step_separator is empty, so a step would have no token to be judged at. Use '\\n'.")
         for name in ("max_length", "max_completion_length"):

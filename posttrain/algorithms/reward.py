@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from posttrain.algorithms.base import PostTrainer
-from posttrain.algorithms.config import PostTrainingConfig
+from posttrain.algorithms.config import PostTrainingConfig, refuse_cut_sequences
 from posttrain.data.ranked import pair_rows, prepare_reward_dataset
 from posttrain.data.unbatch import unbatched_pairs
 from posttrain.errors import ConfigError, ModelError
@@ -50,6 +50,7 @@ class RewardConfig(PostTrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_cut_sequences(self, "answers that share their prompt")
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(f"max_length={self.max_length} must be at least 1, or None for no limit.")
 

@@ -191,7 +191,7 @@ class RLOOTrainer(OnlineTrainer):
             totals = totals - args.beta * self._charged_kl(generation, mode)
         advantages = leave_one_out_advantages(totals, size)
         if args.normalize_advantages:
-            advantages = standardized(advantages, ~totals.isnan())
+            advantages = self.bounded(standardized(advantages, ~totals.isnan()), mode)
         scored = stats.totals[~stats.totals.isnan()]
         whole = float(scored.std()) if scored.numel() > 1 else 0.0
         spread = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}

@@ -30,6 +30,7 @@ __all__ = [
     "Moment",
     "Probe",
     "Severity",
+    "codes_of",
     "finding",
     "load",
     "lookup",
@@ -181,6 +182,15 @@ def probe(moment: Moment, *codes: str) -> Callable[[Callable], Callable]:
         return function
 
     return add
+
+
+def codes_of(area: str, moment: Moment) -> tuple[str, ...]:
+    """Codes of one letter of `AREAS` that are looked for at a moment.
+
+    >>> load()["PT-M003"].moment, codes_of("M", "first_batch")
+    ('first_batch', ('PT-M003',))
+    """
+    return tuple(check.code for check in REGISTRY.values() if check.moment == moment and check.code[3] == area)
 
 
 def load() -> dict[str, Check]:

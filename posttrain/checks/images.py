@@ -11,12 +11,11 @@ from posttrain.checks.core import Context, finding, probe, register
 from posttrain.integrations.pictures import image_size, unreadable
 from posttrain.types import Finding
 
-__all__ = ["ImageRow", "check_image_fit", "check_image_places", "check_image_spans", "image_rows", "image_tokens"]
+__all__ = ["ImageRow", "check_image_fit", "check_image_places", "image_rows", "image_tokens"]
 
 register("PT-G001", "images-do-not-fit", moment="data", title="images and text longer than the context", page="g")
 register("PT-G002", "image-places", moment="data", title="as many images as there are not places for them", page="g")
 register("PT-G003", "image-unreadable", moment="data", title="images that cannot be read", page="g")
-register("PT-G004", "image-cut", moment="first_batch", title="truncation cut an image's tokens", page="g")
 
 ROWS = 2000  # That are looked at.
 LARGEST = 32  # Images whose pixels are read.
@@ -155,29 +154,6 @@ def check_image_places(rows: Sequence[ImageRow]) -> list[Finding]:
             )
         )
     return found
-
-
-def check_image_spans(ids: Sequence[int], image_token: int, expected: Sequence[int], *, row: int) -> Finding | None:
-    """Image tokens of a tokenised row against what its images need.
-
-    Args:
-        ids: Of the row, cut or not.
-        image_token: Id that stands for a piece of an image.
-        expected: Tokens of each image.
-        row: Its number.
-    """
-    there = sum(token == image_token for token in ids)
-    if there == sum(expected):
-        return None
-    return finding(
-        "PT-G004",
-        "error",
-        f"row {row} holds {there} image tokens, and its {len(expected)} images need {sum(expected)}.",
-        f"row {row}",
-        "truncation cut an image's tokens off, or the processor was changed after the rows were made: places and pixels no "
-        "longer agree.",
-        "raise max_length, or leave out rows that do not fit; cut text, never images.",
-    )
 
 
 def image_rows(

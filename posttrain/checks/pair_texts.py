@@ -12,12 +12,13 @@ from posttrain.checks.row_context import count_of
 from posttrain.checks.samples import answers_of
 from posttrain.types import Finding
 
-__all__ = ["SCORES", "PairScan", "edit_distance", "nearly_equal", "scan_pairs", "score_columns"]
+__all__ = ["PAIR_TEXT_CODES", "SCORES", "PairScan", "edit_distance", "nearly_equal", "scan_pairs", "score_columns"]
 
 register("PT-D033", "pair-near-identical", moment="data", title="chosen and rejected hardly differ", page="f")
 register("PT-D034", "pair-against-scores", moment="data", title="pairs that contradict their own scores", page="f")
 register("PT-D035", "pair-swapped", moment="data", title="pairs that appear with both sides swapped", page="f")
 
+PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")
 SCORES = ("score", "rating", "reward", "score_overall")  # chosen_score, score_chosen, ...
 NEAR = 0.02  # Edits over the longer text.
 COMPARED = 4000  # Characters of a text up to which edits are counted.

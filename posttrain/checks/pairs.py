@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 from posttrain.types import Finding, Row
 
-__all__ = ["CHECKS", "PAIR_CODES", "check_judged", "check_pairs"]
+__all__ = ["CHECKS", "JUDGED_CODES", "PAIR_CODES", "check_judged", "check_pairs"]
 
 PAIR_CODES = ("PT-D012", "PT-D020", "PT-D021", "PT-D022", "PT-D023", "PT-D024", "PT-D025")
+JUDGED_CODES = ("PT-D025", "PT-D026")
 
-BIASED = 0.8  # Share of pairs in which one side is longer, above which length is what there is to learn.
+LONGER = 0.85  # Share of pairs in which one side is longer, above which length is what there is to learn.
+ENDS = 0.8  # Share of pairs of which one side alone ends.
 CUT_ONE_SIDE = 0.05  # Share of pairs of which one answer alone was cut.
 ENOUGH = 20  # Pairs below which shares say nothing.
 
@@ -144,7 +146,7 @@ def length_bias(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -
     if len(differing) < ENOUGH:
         return None
     longer = sum(a > b for a, b in differing) / len(differing)
-    if max(longer, 1 - longer) < BIASED:
+    if max(longer, 1 - longer) <= LONGER:
         return None
     side, share = ("chosen", longer) if longer > 0.5 else ("rejected", 1 - longer)
     return Finding(
@@ -186,7 +188,7 @@ def ends_on_one_side(rows: Sequence[Row], limit: int | None, stops: frozenset[in
         return None
     ended = [[_ended(answer, stops) for answer in row.completions] for row in rows]
     odd = [i for i, (a, b) in enumerate(ended) if a != b]
-    if len(odd) < BIASED * len(rows):
+    if len(odd) < ENDS * len(rows):
         return None
     side = "chosen" if ended[odd[0]][0] else "rejected"
     return Finding(

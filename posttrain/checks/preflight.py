@@ -71,6 +71,15 @@ class Result:
     findings: dict[tuple[str, str], tuple[Finding, int]] = field(default_factory=dict)
     failed: str = ""
 
+    @property
+    def outcome(self) -> str:
+        """``nothing found``, ``found``, ``could not look``, or ``not looked for``."""
+        if self.findings:
+            return "found"
+        if self.failed:
+            return "could not look"
+        return "nothing found" if self.runs else "not looked for"
+
 
 class Preflight:
     """The checks of one run, at its four moments.
@@ -113,12 +122,13 @@ class Preflight:
             yield
         finally:
             spent = time.perf_counter() - started
+            new = any(self.results.get(code, Result()).runs == 0 for code in codes)
             self.seconds[moment] = self.seconds.get(moment, 0.0) + spent
             for code in codes:
                 result = self.results.setdefault(code, Result())
                 result.runs += 1
                 result.seconds += spent / len(codes)
-            self.changed = self.changed or moment != "log_step"
+            self.changed = self.changed or new or moment != "log_step"
 
     def run(self, moment: Moment, context: Context) -> list[Finding]:
         """What all probes of a moment see; one that fails is noted and told, and stops nothing."""
@@ -201,6 +211,7 @@ class Preflight:
                 "moment": check and check.moment,
                 "runs": result.runs,
             }
+            row["outcome"] = result.outcome
             row["seconds"] = round(result.seconds, 6)
             row["findings"] = [asdict(finding) | {"times": count} for finding, count in result.findings.values()]
             if code in self.silenced:

@@ -6,9 +6,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from posttrain.checks.core import finding
 from posttrain.types import Finding
 
-__all__ = ["FLAT_GENERATIONS", "check_no_signal", "check_overlong", "check_reward_values", "histogram"]
+__all__ = ["FLAT_GENERATIONS", "check_clipped", "check_no_signal", "check_overlong", "check_reward_values", "histogram"]
 
 FLAT_GENERATIONS = 20
 HEAVY, LARGE = 50.0, 100.0  # Times the median; and in size, where nothing divides by a spread.
@@ -52,6 +53,31 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
                 )
             )
     return found
+
+
+def check_clipped(far: int, total: int, most: float, largest: float | None = None) -> Finding | None:
+    """Advantages that were divided by a spread and are cut because they are far beyond it.
+
+    Args:
+        far: How many of a generation were cut.
+        total: Of all.
+        most: Where they are cut.
+        largest: Size of the largest before the cut, where it is known.
+
+    >>> check_clipped(1, 128, 10.0, 11.2).what
+    '1 of 128 advantages were beyond 10 standard deviations (up to 11.2) and are cut there.'
+    """
+    if not far:
+        return None
+    reach = "" if largest is None else f" (up to {largest:.3g})"
+    return finding(
+        "PT-R028",
+        "warning",
+        f"{far} of {total} advantages were beyond {most:g} standard deviations{reach} and are cut there.",
+        "advantages/clipped_share",
+        "a reward has rare values far from all others: in a group of over 100, one completion alone would make the step.",
+        "set reward_transform to 'rank' or 'clip:a:b' for it, or sample smaller groups.",
+    )
 
 
 def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:

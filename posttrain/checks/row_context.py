@@ -136,9 +136,9 @@ def _sequences(index: int, row: Row) -> list[TokenSequence]:
 
 
 def count_of(part: int, total: int) -> str:
-    """``"3 of 40 rows (7.5 %)"``."""
+    """``"3 of 40 rows (7.5 %)"``, ``"1,204 of 52,310 rows (2.3 %)"``."""
     share = f"{100 * part / total:.3g} %"
-    return f"{part} of {total} row{'s' if total != 1 else ''} ({share})"
+    return f"{part:,} of {total:,} row{'s' if total != 1 else ''} ({share})"
 
 
 def where(found: Sequence[int]) -> str:

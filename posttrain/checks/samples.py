@@ -6,20 +6,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.checks.core import finding, register
+from posttrain.checks.core import Severity, finding, register
 from posttrain.checks.row_context import count_of
+from posttrain.data.formats import ROLES
 from posttrain.types import Finding
 
-__all__ = ["answers_of", "bad_rows", "columns_of", "doubt", "doubtful_rows", "fault", "too_many"]
+__all__ = ["ROW_CODES", "answers_of", "bad_rows", "columns_of", "doubt", "doubtful_rows", "fault", "too_many"]
 
 register("PT-D030", "bad-rows", moment="data", title="rows that cannot be trained", page="b")
 register("PT-D031", "doubtful-rows", moment="data", title="rows without an answer, blank or equal ones", page="b")
 register("PT-D032", "too-many-bad-rows", moment="data", title="more bad rows than may be dropped", page="b")
 
+ROW_CODES = ("PT-D030", "PT-D031", "PT-D032")
 CONVERSATIONS = ("messages", "conversations")
 WHOLE = (*CONVERSATIONS, "text")  # Each is a row by itself.
 ANSWERS = ("completion", "chosen", "rejected", "reference")
 TOKENISED = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")  # What a turn may say, by its key.
+SPEAKERS = frozenset({"system", "user", "assistant", "tool", "developer", *ROLES})
 SHOWN = 5
 
 
@@ -63,13 +67,18 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 
 def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """What makes a row unlikely to be meant: nothing an assistant says, a blank answer, two equal answers; "" for none.
+    """What makes a row unlikely to be meant: nothing an assistant says, an odd turn, a blank answer, two equal answers.
 
     >>> doubt({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
     'no assistant turn in `messages`'
+    >>> doubt({"prompt": [{"role": "usr", "content": "hi"}]}, ["prompt"])
+    "the role 'usr' in `prompt`"
     """
     for name in columns:
         value = row.get(name)
+        odd = next(filter(None, map(_odd_turn, value)), "") if isinstance(value, list) else ""
+        if odd:
+            return f"{odd} in `{name}`"
         if isinstance(value, str) and name != "prompt" and not value.strip():
             return f"blank `{name}`"
         if isinstance(value, list) and name != "prompt" and not _answers(value):
@@ -79,12 +88,21 @@ def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
     return ""
 
 
+def _odd_turn(turn: Mapping[str, Any]) -> str:
+    """A role that no template knows, or a turn in which nothing is said; an empty system message is common, and harmless."""
+    role = turn.get("role") or turn.get("from")
+    if role not in SPEAKERS:
+        return f"the role {role!r}"
+    if role in ("system", "developer") or any(_filled(turn.get(name)) for name in SAID):
+        return ""
+    return f"a turn of the {role} without content"
+
+
 def _answers(turns: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the assistant says or calls something."""
-    said = ("content", "value", "tool_calls", "reasoning_content", "thinking")
-    speakers = ("user", "system", "developer", "tool", "human", "function", "observation")
     return any(
-        (turn.get("role") or turn.get("from")) not in speakers and any(_filled(turn.get(name)) for name in said)
+        ROLES.get(role := turn.get("role") or turn.get("from"), role) == "assistant"
+        and any(_filled(turn.get(name)) for name in SAID)
         for turn in turns
     )
 
@@ -100,12 +118,18 @@ def answers_of(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _said(reasons: Mapping[int, str], total: int) -> tuple[str, str]:
+def _about(
+    code: str, severity: Severity, reasons: Mapping[int, str], total: int, *, verb: str, why: str, fix: str
+) -> Finding | None:
+    """A finding about rows, with how many there are of each reason and which come first; None where there are none."""
+    if not reasons:
+        return None
     counts = Counter(reasons.values()).most_common()
     listed = ", ".join(f"{count} {reason}" for reason, count in counts)
     first = sorted(reasons)
     shown = ", ".join(map(str, first[:SHOWN])) + (", ..." if len(first) > SHOWN else "")
-    return f"{count_of(len(first), total)}", f"{listed}. First rows: {shown}."
+    what = f"{count_of(len(first), total)} {verb}: {listed}. First rows: {shown}."
+    return finding(code, severity, what, "the training set", why, fix)
 
 
 def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> Finding | None:
@@ -116,18 +140,15 @@ def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -
         total: Rows that were looked at.
         dropped: Whether they were left out.
     """
-    if not reasons:
-        return None
-    share, listed = _said(reasons, total)
-    return finding(
+    advice = "mend them, or set bad_rows='drop' to leave them out (bad_rows.jsonl then lists them)."
+    return _about(
         "PT-D030",
         "warning" if dropped else "error",
-        f"{share} {'were dropped' if dropped else 'cannot be trained'}: {listed}",
-        "the training set",
-        "such a row has nothing to learn from; alone in a batch it would make the loss 0 or not a number.",
-        "nothing, if that is meant: bad_rows.jsonl lists them."
-        if dropped
-        else "mend them, or set bad_rows='drop' to leave them out (bad_rows.jsonl then lists them).",
+        reasons,
+        total,
+        verb="were dropped" if dropped else "cannot be trained",
+        why="such a row has nothing to learn from; alone in a batch it would make the loss 0 or not a number.",
+        fix="nothing, if that is meant: bad_rows.jsonl lists them." if dropped else advice,
     )
 
 
@@ -138,16 +159,14 @@ def doubtful_rows(reasons: Mapping[int, str], total: int) -> Finding | None:
         reasons: By number of the row.
         total: Rows that were looked at.
     """
-    if not reasons:
-        return None
-    share, listed = _said(reasons, total)
-    return finding(
+    return _about(
         "PT-D031",
         "warning",
-        f"{share} look wrong: {listed}",
-        "the training set",
-        "a conversation without an answer, a blank answer or two equal ones teach nothing, or to say nothing.",
-        "look at these rows with posttrain inspect; bad_rows='drop' leaves them out.",
+        reasons,
+        total,
+        verb="look wrong",
+        why="a conversation without an answer, a blank answer or two equal ones teach nothing, or to say nothing.",
+        fix="look at these rows with posttrain inspect; bad_rows='drop' leaves them out.",
     )
 
 

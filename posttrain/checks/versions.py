@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -158,7 +159,12 @@ def _compared(line: Requirement, version: str) -> Finding | None:
 
 
 def check_binaries(
-    features: Mapping[str, bool], *, torch: str | None, vllm_torch: str | None, bitsandbytes: bool = False
+    features: Mapping[str, bool],
+    *,
+    torch: str | None,
+    vllm_torch: str | None,
+    vllm: str | None = None,
+    bitsandbytes: bool = False,
 ) -> list[Finding]:
     """Compiled packages that meet in one process.
 
@@ -166,6 +172,7 @@ def check_binaries(
         features: See `features_in_use`.
         torch: Its installed version, with the build's suffix (``2.9.1+cu128``).
         vllm_torch: The version that vLLM was built for; None where it is unknown.
+        vllm: Its installed version, with the build's suffix.
         bitsandbytes: Whether bitsandbytes is used in vLLM's process.
     """
     found = []
@@ -180,6 +187,18 @@ def check_binaries(
                 f"pip install 'torch=={vllm_torch}', or a vllm that was built for torch {base_version(torch)}.",
             )
         )
+    ours, theirs = _cuda(torch), _cuda(vllm)
+    if features.get("vllm") and ours and theirs and ours != theirs:
+        found.append(
+            finding(
+                "PT-V005",
+                "error",
+                f"vllm {vllm} was built for CUDA {theirs}, and torch {torch} for CUDA {ours}.",
+                "vllm",
+                "libraries of two major versions of CUDA do not work in one process.",
+                f"install builds of one: torch from the index of CUDA {theirs}, or a vllm of CUDA {ours}.",
+            )
+        )
     if features.get("vllm") and bitsandbytes:
         found.append(
             finding(
@@ -192,6 +211,16 @@ def check_binaries(
             )
         )
     return found
+
+
+def _cuda(version: str | None) -> int | None:
+    """Major version of the CUDA that a build names in its suffix.
+
+    >>> _cuda("2.9.1+cu128"), _cuda("0.25.1"), _cuda("2.9.1+cpu")
+    (12, None, None)
+    """
+    match = re.search(r"\+cu(\d+)\d$", version or "")
+    return int(match[1]) if match else None
 
 
 def check_python(version: tuple[int, ...]) -> Finding | None:
@@ -224,6 +253,7 @@ def versions(context: Context) -> Iterable[Finding | None]:
             features,
             torch=installed_version("torch"),
             vllm_torch=required_version("vllm", "torch"),
+            vllm=installed_version("vllm"),
             bitsandbytes=features["bitsandbytes"],
         ),
     ]

@@ -156,7 +156,7 @@ class Checkup:
         return ", ".join(names)
 
     def _data(self) -> str:
-        from posttrain.algorithms.input_rows import usable_rows
+        from posttrain.algorithms.input_rows import row_codes, usable_rows
 
         script_args, config, _, mixture = self.parsed
         split = train._train_split(script_args, mixture)
@@ -165,7 +165,7 @@ class Checkup:
             if split not in data:
                 return "made by the environment while it trains"
             self.known["train_dataset"] = data[split]
-            with self.preflight.looking("data", ("PT-D030", "PT-D031", "PT-D032")):
+            with self.preflight.looking("data", row_codes(data[split])):
                 usable, found = usable_rows(data[split], config, main=False)
         self.known["usable"] = usable
         self._tell(found)

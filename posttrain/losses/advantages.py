@@ -9,9 +9,11 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, DataError, did_you_mean
 
-__all__ = ["AdvantageStats", "group_advantages", "leave_one_out_advantages", "standardized", "weighted_total"]
+__all__ = ["MOST", "AdvantageStats", "group_advantages", "leave_one_out_advantages", "standardized", "weighted_total"]
 
 EPSILON = 1e-4  # Keeps a group without spread finite.
+# A standardised advantage beyond it is one outlier of a large group: |A| <= (G - 1) / sqrt(G), so G > 100.
+MOST = 10.0
 
 
 @dataclass(slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from posttrain.errors import PosttrainError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -15,6 +18,7 @@ __all__ = [
     "all_gather_objects",
     "all_reduce_sum",
     "equal_passes",
+    "failing_together",
     "flattens_parameters",
     "gather_objects",
     "gathered",
@@ -177,35 +181,67 @@ def summoned(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """One process does the work that fills a cache, then one of each node, then the others read it."""
+    """One process does the work that fills a cache, then one of each node, then the others read it.
+
+    Where one of them fails, all do (`failing_together`): the others would wait for it in the next collective.
+    """
     from accelerate import PartialState
 
     state = PartialState()
     turns = (state.is_main_process, state.is_local_main_process)
-    for _ in range(turns.count(False)):
-        state.wait_for_everyone()
+    with failing_together(state):
+        for _ in range(turns.count(False)):
+            state.wait_for_everyone()
+        try:
+            yield
+        finally:  # Where the first one fails, the others are let go.
+            for _ in range(turns.count(True)):
+                state.wait_for_everyone()
+
+
+@contextmanager
+def failing_together(accelerator: Any) -> Iterator[None]:
+    """What one process raises inside is raised on all of them, with the number of the one that failed; all must enter.
+
+    Args:
+        accelerator: Of the run, or its `PartialState` while there is none.
+    """
+    error: Exception | None = None
     try:
         yield
-    finally:  # Where the first one fails, the others are let go: they meet the same error instead of waiting for ever.
-        for _ in range(turns.count(True)):
-            state.wait_for_everyone()
-
-
-def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
-    """Run something that may fail on one rank only, and make every rank see the same result: the value, or the error."""
-    error: BaseException | None = None
-    result: Any = None
-    try:
-        result = function()
     except Exception as caught:
         error = caught
     if accelerator.num_processes == 1:
-        if error is not None:
-            raise error
-        return result
-    failures = [e for e in all_gather_objects([error], accelerator) if e is not None]
-    if error is not None:
-        raise error
-    if failures:
-        raise failures[0]
-    return result
+        failures = [(0, error)] if error is not None else []
+    else:
+        mine = [] if error is None else [(accelerator.process_index, _portable(error))]
+        failures = all_gather_objects(mine, accelerator)
+    if not failures:
+        return
+    rank, first = failures[0]
+    raised = first if error is None else error
+    if len(failures) < accelerator.num_processes:
+        _name_rank(raised, rank if error is None else accelerator.process_index)
+    raise raised
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one that says the same where it cannot be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return PosttrainError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _name_rank(error: Exception, rank: int) -> None:
+    if error.args and isinstance(error.args[0], str):
+        error.args = (f"process {rank}: {error.args[0]}", *error.args[1:])
+    else:
+        error.add_note(f"It was raised by process {rank}.")
+
+
+def run_and_share(function: Callable[[], Any], accelerator: Any) -> Any:
+    """Run something that may fail on one rank only, and make every rank see the same result: the value, or the error."""
+    with failing_together(accelerator):
+        return function()

@@ -142,17 +142,18 @@ def test_r18_an_outlier_of_a_large_group_is_cut_at_ten_and_told(tiny_tokenizer, 
     trainer.train()
     assert logs(trainer)[0]["advantages/abs_max"] == 10.0
     assert logs(trainer)[0]["advantages/clipped_share"] == pytest.approx(1 / 128)
-    assert "1 of 128 advantages were beyond 10 standard deviations (up to 11.2)" in caplog.text
+    assert "PT-R028: 1 of 128 advantages were beyond 10 standard deviations (up to 11.2)" in caplog.text
+    assert "reward_transform" in caplog.text
 
 
-def test_r18_advantages_that_nothing_divides_are_never_cut(tiny_tokenizer, tmp_path):
+def test_r18_advantages_that_nothing_divides_are_never_cut(tiny_tokenizer, tmp_path, caplog):
     trainer = grpo(
         tmp_path, tiny_tokenizer, max_steps=1, scale_rewards="none",
         rewards=lambda completions, **_: [50.0 * (i % 4) for i in range(len(completions))],
     )  # fmt: skip
     trainer.train()
     assert logs(trainer)[0]["advantages/abs_max"] == 75.0
-    assert "advantages/clipped_share" not in logs(trainer)[0]
+    assert "advantages/clipped_share" not in logs(trainer)[0] and "PT-R028" not in caplog.text
 
 
 # The loss -------------------------------------------------------------------------------------------------------------

@@ -105,14 +105,6 @@ def test_sizes_come_from_headers_of_files_bytes_and_objects(tmp_path):
             image_size(nothing)
 
 
-def test_tokens_that_were_cut_off_an_image_are_found_in_the_row():
-    ids = [1, *[9] * 6, 5, 2]
-    assert checks.check_image_spans(ids, 9, [2, 4], row=3) is None
-    found = checks.check_image_spans(ids[:5], 9, [2, 4], row=3)
-    assert (found.code, found.severity) == ("PT-G004", "error")
-    assert "row 3 holds 4 image tokens, and its 2 images need 6" in found.what
-
-
 def test_a_dataset_with_images_is_looked_at_without_decoding_them(qwen, tiny_tokenizer, monkeypatch):
     def row(data, **more):
         return {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +88,57 @@ def test_a_check_that_breaks_is_noted_and_stops_nothing(monkeypatch, caplog):
     assert rows["PT-D012"]["runs"] == 1 and rows["PT-D012"]["seconds"] >= 0
     assert "the checks PT-D001 could not be made: KeyError" in caplog.text
     assert Preflight("off").run("config", core.Context("sft", None)) == []
+
+
+def test_every_look_has_an_outcome_also_where_nothing_was_found():
+    preflight = Preflight(silence={"PT-V003": "tried here"})
+    with preflight.looking("config", ("PT-L001", "PT-D012")):
+        preflight.tell([Finding("PT-D012", "warning", "w", "here", "y", "f"), None])
+    outcomes = {row["code"]: (row["outcome"], row["runs"]) for row in preflight.to_dict()["checks"]}
+    assert outcomes == {"PT-D012": ("found", 1), "PT-L001": ("nothing found", 1), "PT-V003": ("not looked for", 0)}
+
+
+def test_what_is_looked_for_first_while_training_is_worth_writing_down():
+    preflight = Preflight()
+    preflight.changed = False
+    with preflight.looking("log_step", ("PT-M004",)):
+        pass
+    assert preflight.changed
+    preflight.changed = False
+    with preflight.looking("log_step", ("PT-M004",)):
+        pass
+    assert not preflight.changed
+
+
+def _apart_from_a_look(tree):
+    """Lines that tell findings outside of every ``with ....looking(...)``."""
+    found = []
+
+    def visit(node, inside):
+        if isinstance(node, ast.With):
+            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+            inside = inside or any(getattr(call.func, "attr", "") == "looking" for call in calls)
+        if isinstance(node, ast.FunctionDef) and node.name == "tell_from_main":  # Probes count their own looks.
+            return
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "tell"
+        if called and getattr(node.func.value, "id", "") in ("self", "trainer") and not inside:
+            found.append(node.lineno)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(tree, False)
+    return found
+
+
+def test_trainers_tell_nothing_that_they_do_not_count_as_looked_for():
+    """Else a check that finds nothing would not stand in preflight.json."""
+    folder = Path(__file__).parents[2] / "posttrain" / "algorithms"
+    found = {
+        path.name: lines
+        for path in sorted(folder.rglob("*.py"))
+        if (lines := _apart_from_a_look(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert found == {}
+    assert _apart_from_a_look(
+        ast.parse("with a:\n    self.tell([x])\nwith b.looking('data', c):\n    self.tell([y])")
+    ) == [2]

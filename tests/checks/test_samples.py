@@ -34,7 +34,14 @@ def test_a_row_is_bad_where_something_it_needs_is_not_there(row, reason):
     ("row", "reason"),
     [
         ({"messages": [USER]}, "no assistant turn in `messages`"),
-        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "no assistant turn in `messages`"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": " "}]},
+            "a turn of the assistant without content in `messages`",
+        ),
+        ({"prompt": [{"role": "user", "content": []}]}, "a turn of the user without content in `prompt`"),
+        ({"messages": [USER, {"role": "robot", "content": "4"}]}, "the role 'robot' in `messages`"),
+        ({"messages": [USER, CALL, {"role": "tool", "content": "4"}, ANSWER]}, ""),
+        ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, ""),
         ({"messages": [USER, CALL]}, ""),
         ({"messages": [{"role": "system", "content": ""}, USER, ANSWER]}, ""),
         ({"text": " \n"}, "blank `text`"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms.online import SUFFIX_TOKENS
-from posttrain.losses.advantages import group_advantages, weighted_total
+from posttrain.losses.advantages import MOST, group_advantages, weighted_total
 from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rollouts.generation import Generation
 from posttrain.rollouts.samples import Conversation, RolloutSample
@@ -90,7 +90,9 @@ class Scorer:
         generation = Generation(group.rows, group.rollouts, group.completions)
         table = self._rewards(group, generation)
         totals = weighted_total(table.values, table.weights)
-        advantages = self._advantages(table, totals).tolist()
+        exact = self._advantages(table, totals)
+        most = math.inf if self.scale_rewards == "none" else MOST
+        advantages = exact.clamp(-most, most).tolist()
         scored = totals[~totals.isnan()]
         shared = {"reward_std": float(scored.std()) if len(scored) > 1 else math.nan}
         shared |= {name: float(m.value) / float(m.weight) for name, m in table.metrics.items() if m.reduction == "mean"}
@@ -98,6 +100,7 @@ class Scorer:
         for i, rollout in enumerate(group.rollouts):
             own = group.metrics[i] if group.metrics else {}
             metrics = {**shared, **own, **_shown(table, totals, i), **_lengths(rollout)}
+            metrics["advantages/clipped_share"] = float(exact[i].abs() > most)
             parts = group.parts[i] if group.parts is not None else [rollout]
             samples = [self._sample(group, part, i, advantages[i], metrics) for part in parts]
             kept = [sample for sample in samples if any(sample.completion_mask)]

@@ -247,6 +247,7 @@ class StepMixin:
         values = torch.tensor([[s.metrics.get(f"rewards/{n}", math.nan) for n in names] for s in first])
         totals = torch.tensor([s.metrics.get("reward", math.nan) for s in first])
         table = RewardTable(values, list(names), self.rewards.weights)  # type: ignore[attr-defined]
+        self.tell_clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))  # type: ignore[attr-defined]
         self.watch_rewards(table, totals, torch.tensor([s.advantage for s in first]))  # type: ignore[attr-defined]
 
     def _completion_row(self, conversation: Conversation) -> dict[str, Any]:

@@ -31,7 +31,6 @@ __all__ = ["GRPOTrainer"]
 logger = logging.getLogger(__name__)
 
 TINY, MANY = 1e-3, 0.2  # Groups this narrow against the whole batch are noise; more than this share of them is told.
-FAR = 10.0  # A standardised advantage beyond it is one outlier of a large group: |A| <= (G - 1) / sqrt(G), so G > 100.
 PADDING = -1e9  # No entropy is negative.
 
 
@@ -73,7 +72,7 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
         self.needs = grpo_needs(args)
         # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
         self.together = args.top_entropy_quantile < 1.0 or args.loss_type == "bnpo"
-        self._narrow_told = self._far_told = False
+        self._narrow_told = False
         self.start_entropy_control()
         if not self.engine_is_policy:
             check_correction(args)
@@ -115,7 +114,8 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
         scored = stats.totals[~stats.totals.isnan()]
         whole = float(scored.std()) if scored.numel() > 1 else 0.0
         spread = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
-        advantages = self._bounded(stats.advantages, mode)
+        divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
+        advantages = self.bounded(stats.advantages, mode) if divided else stats.advantages
         self.log_rewards(table, stats.totals, advantages, mode, **spread)
         self._warn_of_noise(stats, whole)
         if args.mask_zero_variance_groups and size > 1:
@@ -124,21 +124,6 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
             generation.left_out |= set(mine.nonzero().flatten().tolist())
             self.log_metrics_now({"groups/masked": mean(flat.float())}, mode)
         return advantages
-
-    def _bounded(self, advantages: Tensor, mode: str) -> Tensor:
-        """Standardised advantages stop at 10, so that no completion is worth a step of its own; others are as they are."""
-        if self.args.scale_rewards == "none" and self.args.multi_objective_aggregation == "sum_then_normalize":
-            return advantages
-        far = advantages.abs() > FAR
-        self.log_metrics_now({"advantages/clipped_share": mean(far.float())}, mode)
-        if bool(far.any()) and not self._far_told:
-            self._far_told = True
-            logger.warning(
-                "%d of %d advantages were beyond %g standard deviations (up to %.3g) and are cut there: a reward has rare "
-                "values far from all others. Set reward_transform to 'rank' or 'clip:a:b' for it. Told once; the metric is "
-                "advantages/clipped_share.", int(far.sum()), far.numel(), FAR, float(advantages.abs().max()),
-            )  # fmt: skip
-        return advantages.clamp(-FAR, FAR)
 
     def _warn_of_noise(self, stats: AdvantageStats, whole: float) -> None:
         narrow = (stats.group_std > 0) & (stats.group_std < TINY * whole)
