@@ -113,7 +113,7 @@ def install_token_head(model: nn.Module) -> None:
     ordinary forward call. Installing twice is harmless.
     """
     inner: Any = causal_lm(model)
-    if getattr(inner.forward, "_posttrain", False):
+    if _knows_heads(inner.forward):
         return
     original = inner.forward
 
@@ -127,6 +127,19 @@ def install_token_head(model: nn.Module) -> None:
 
     patched._posttrain = True  # type: ignore[attr-defined]
     inner.forward = patched
+
+
+def _knows_heads(forward: Any) -> bool:
+    """Whether `install_token_head` has been here, also below what was put around it since.
+
+    Accelerate wraps autocast around the forward of a prepared model and keeps no attribute of it but ``__wrapped__``; a second
+    patch on top would call the head outside of autocast, and a run in bfloat16 would compute in float32.
+    """
+    while forward is not None:
+        if getattr(forward, "_posttrain", False):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def _head_forward(inner: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
