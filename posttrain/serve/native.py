@@ -62,6 +62,7 @@ class NativeBackend(Backend):
         self.group: ReceivingGroup | None = None
         self.run: LiveRun | None = None
         self._stack: contextlib.ExitStack | None = None
+        self._packed = Packed()
         self._renewed()
         self._last: list[int] = []  # The prompt that came last: the next ones probably begin like it.
         self._shapes: dict[nn.Parameter, torch.Size] = {}  # While asleep.
@@ -152,6 +153,7 @@ class NativeBackend(Backend):
         """Forget what was computed of the weights: they change, or are gone."""
         self._leave()
         self._known: tuple[list[int], Block | None] = ([], None)  # What the prompts of the last run began with.
+        self._stale: Packed | None = self._packed  # Freed when it is next written: nobody waits for that in a push.
         self._packed = Packed()
         self._asked: float = 0  # Tokens since then, prompts included.
 
@@ -165,6 +167,7 @@ class NativeBackend(Backend):
 
     def _enter(self, run: LiveRun) -> None:
         if self._stack is None:
+            self._stale = None
             self._stack = contextlib.ExitStack()
             self._stack.enter_context(evaluating(self.engine.model))
             self._stack.enter_context(plugged_in(self.engine.inner, run.store))
@@ -236,7 +239,7 @@ class NativeBackend(Backend):
     def sleep(self, level: int) -> None:
         """Keys and values go; level 1 moves a GPU's weights to the host, level 2 gives their memory up everywhere."""
         self._renewed()
-        self.run = None
+        self.run = self._stale = None
         self.base_valid = self.base_valid and level == 1
         for parameter in self.weights.model.parameters():  # Buffers stay: nobody pushes them.
             self._shapes[parameter] = parameter.shape
