@@ -217,20 +217,22 @@ class ServerEngine:
 
     def _nobody(self, failed: dict[Server, RolloutServerError]) -> RolloutServerError:
         """Why no server is left."""
-        errors = [*failed.values()] or [s.down for s in self.fleet.servers.values() if s.down is not None]
+        # Also those that another chunk of the same call has found dead.
+        down = {s: s.down for s in self.fleet.servers.values() if s.down is not None}
+        errors = [*(down | failed).values()]
         stale = next((e for e in errors if isinstance(e, WeightSyncError)), None)
         if stale is not None:
             return stale
         if any(server.lost_lease for server in self.fleet.servers.values()):
             return ServerBusy("another trainer took over the rollout servers.", held=True)
-        if len(errors) == 1 and errors[0] is not None:
+        if len(errors) == 1:
             return errors[0]
         if not errors and self.fleet.live:
             return WeightSyncError(
                 f"no rollout server holds version {self.version} of the weights. Push it (load_weights) before generating.",
                 phase="generate", version=self.version,
             )  # fmt: skip
-        said = "; ".join(f"{e.url}: {str(e).splitlines()[0]}" for e in errors if e is not None)
+        said = "; ".join(f"{e.url}: {str(e).splitlines()[0]}" for e in errors)
         return ServerUnreachable(f"no rollout server is left of {len(self.fleet.servers)}. {said}")
 
     def _ask(self, server: Server, chunk: Chunk, alone: bool) -> list[Rollout]:
