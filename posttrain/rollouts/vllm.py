@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, WeightSyncError
 from posttrain.integrations import require
+from posttrain.rollouts.buckets import SharedFile, buckets
 from posttrain.rollouts.replies import check_each, derived_seed
 from posttrain.rollouts.sleep import Sleeper, choose_level
-from posttrain.rollouts.vllm_worker import reload
+from posttrain.rollouts.vllm_worker import EXTENSION, reload
 from posttrain.rollouts.weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["VLLMEngine", "as_rollout", "check_supported", "read_logps", "sampling_params", "sleep_available"]
 
 BATCHED_TOKENS = 4096  # vLLM measures its memory with a batch of so many; its own default takes most of a shared GPU.
+SHARED_BYTES = 256 * 2**20  # Of one bucket on its way to workers in processes of their own.
 GUIDES = {"regex": "regex", "json": "json", "grammar": "grammar", "choices": "choice"}
 NAMES_SHOWN = 5
 CPU_CACHE_GB = "4"  # Keys and values on a CPU, where vLLM would take most of the machine's memory.
@@ -37,6 +39,7 @@ class VLLMEngine:
         vocabulary: Token ids are below it.
         dtype: Of its weights.
         sleep_level: Of its sleep between generations; None: it stays awake.
+        ranks: Workers that it is spread over; more than one are processes of their own.
 
     >>> engine = VLLMEngine.create("model-folder", dtype="float32")  # doctest: +SKIP
     >>> engine.load_weights(Weights(model, checkpoint_names=True), version=1)  # doctest: +SKIP
@@ -50,10 +53,11 @@ class VLLMEngine:
     checkpoint_names = True
 
     def __init__(
-        self, llm: Any, *, context: int | None, vocabulary: int, dtype: Any = None, sleep_level: int | None = None
-    ) -> None:
+        self, llm: Any, *, context: int | None, vocabulary: int, dtype: Any = None, sleep_level: int | None = None,
+        ranks: int = 1,
+    ) -> None:  # fmt: skip
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
-        self.sleeper = Sleeper(llm, sleep_level)
+        self.sleeper, self.ranks = Sleeper(llm, sleep_level), ranks
         self.version = 0
 
     @classmethod
@@ -84,6 +88,7 @@ class VLLMEngine:
             "generation_config": "vllm",  # Not the sampling settings of the checkpoint's folder.
             "max_num_batched_tokens": BATCHED_TOKENS,
             "enable_sleep_mode": sleep_level is not None,
+            "worker_extension_cls": EXTENSION,
         }
         given = {name: value for name, value in options.items() if value is not None}
         llm = vllm.LLM(model=model, **(fixed | given))
@@ -94,6 +99,7 @@ class VLLMEngine:
             vocabulary=config.get_vocab_size(),
             dtype=config.dtype,
             sleep_level=sleep_level,
+            ranks=llm.llm_engine.vllm_config.parallel_config.world_size,
         )
 
     @classmethod
@@ -204,11 +210,24 @@ class VLLMEngine:
         if first is not None:
             self.sleeper.before_push()
             pairs = ((n, t.to(self.dtype) if t.is_floating_point() else t) for n, t in _chained(first, iterator))
-            missing = sorted({name for rank in self.llm.collective_rpc(reload, args=(pairs,)) for name in rank})
+            found = self.llm.collective_rpc(reload, args=(pairs,)) if self.ranks == 1 else self._to_workers(pairs)
+            missing = sorted({name for rank in found for name in rank})
             self.sleeper.pushed()
         self.llm.reset_prefix_cache()
         self.version = version
         return missing
+
+    def _to_workers(self, pairs: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+        """Through shared memory, where vLLM's workers are processes of their own; what each of them misses."""
+        file = SharedFile()
+        try:
+            self.llm.collective_rpc("posttrain_begin")
+            for bucket in buckets(pairs, SHARED_BYTES):
+                size, digest = file.write(bucket)
+                self.llm.collective_rpc("posttrain_bucket", args=(str(file.path), digest, size))
+            return [answer["missing"] for answer in self.llm.collective_rpc("posttrain_end")]
+        finally:
+            file.close()
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
         """Log-probs of given tokens behind their prompts: one list a sequence."""

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import json
 import logging
+import multiprocessing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -259,6 +260,9 @@ def create_vllm_backend(config: ServeConfig, rank: int) -> VLLMBackend:
         MissingDependencyError: vLLM is not installed.
     """
     sleeps = config.allow_sleep and sleep_available()
+    if config.tensor_parallel_size > 1:
+        # vLLM starts a process a shard, and Python lets no daemon start any; they end when this one does.
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     engine = VLLMEngine.create(
         config.model,
         sleep_level=1 if sleeps else None,

@@ -64,13 +64,13 @@ def started(command, folder, port, *, seconds=420, **environment):
             running.wait(10)
 
 
-def posttrain_serve(folder, *options, model=SMOL):
+def posttrain_serve(folder, *options, model=SMOL, **environment):
     """`posttrain serve --engine vllm`."""
     port = free_port()
     command = [sys.executable, "-m", "posttrain.cli.main", "serve", "--engine", "vllm", "--model", str(model)]
     command += ["--dtype", "float32", "--enforce_eager", "--port", str(port)]
     given = options or ("--max_model_len", str(CONTEXT), "--max_num_seqs", "32")
-    return started([*command, *given], folder, port)
+    return started([*command, *given], folder, port, **environment)
 
 
 def vllm_serve(folder, *options, model=SMOL, **environment):

@@ -275,3 +275,25 @@ def test_checks_a_and_h_find_another_model_and_a_context_that_is_too_short(engin
     long = needs_of(real.load(), grpo_args(tmp_path, max_completion_length=real.CONTEXT))
     (found,) = check_info(server.url, server.info, long)
     assert found.code == "PT-S010" and f"max_model_len={real.CONTEXT}" in found.what
+
+
+def test_a_model_over_two_shards_takes_weights_too(tmp_path):
+    """Workers that are processes of their own get them through shared memory."""
+    from tests.conftest import build_model, build_tokenizer
+    from tests.rollouts.test_vllm import SHAPE
+
+    tokenizer = build_tokenizer()
+    build_model(len(tokenizer), seed=9, **SHAPE).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    options = ("--tensor_parallel_size", "2", "--max_model_len", "512", "--max_num_seqs", "8")
+    policy = build_model(len(tokenizer), **SHAPE)
+    with real.posttrain_serve(
+        tmp_path, *options, model=tmp_path / "model", VLLM_CPU_OMP_THREADS_BIND="0|1", VLLM_CPU_KVCACHE_SPACE="1"
+    ) as url:
+        engine = ServerEngine(url, connection_timeout=30)
+        for version in (1, 2):
+            real.moved(policy, 0.3)
+            engine.load_weights(Weights(policy, checkpoint_names=True), version)
+            rollouts = engine.generate([Request([5, 6, 7], 4)], Sampling(12, seed=0))
+            assert real.worst([r.logp for r in rollouts], real.truth(policy, rollouts)) < 1e-3
+        engine.close()

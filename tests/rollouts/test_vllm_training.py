@@ -18,10 +18,9 @@ def run(mode, folder, *options):
     out = folder / "result.json"
     command = [sys.executable, "benchmarks/grpo_vllm.py", "--model", str(real.SMOL), "--mode", mode, "--out", str(out)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(real.ROOT)}
-    done = subprocess.run(
-        [*command, *options], cwd=real.ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    with open(folder / "run.log", "w") as log:
+        done = subprocess.run([*command, *options], cwd=real.ROOT, env=environment, stdout=log, stderr=log, check=False)
+    assert done.returncode == 0, (folder / "run.log").read_text()[-4000:]
     print(out.read_text())
     return json.loads(out.read_text())
 
