@@ -57,7 +57,7 @@ def trainer_of(method: str, model: str, reward, data, settings: dict):
         tokenizer.pad_token = "<|endoftext|>"  # PPO reads lengths by it, so it may not be the end token too.
         config = posttrain.PPOConfig(
             **settings, num_ppo_epochs=2, response_length=NEW, temperature=1.0, kl_coef=0.0, num_sample_generations=0,
-            stop_token="eos", shuffle_dataset=False, total_episodes=settings["max_steps"] // 2 * PROMPTS * GROUP,
+            stop_token="eos", shuffle_dataset=False,
         )  # fmt: skip
         policy = create_model_from_path(model)
         return posttrain.PPOTrainer(config, tokenizer, policy, None, reward, data, None)
