@@ -135,4 +135,4 @@ def test_without_the_package_the_error_says_what_to_install():
         "except ImportError as e: print(e)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout
-    assert "pip install reasoning-gym" in out
+    assert 'pip install "posttrain[reasoning-gym]"' in out
