@@ -28,7 +28,7 @@ def right(completions: list, answer: list, **_) -> list[float]:
     return [float(bool(numbers) and numbers[-1] == a) for numbers, a in zip(found, answer, strict=True)]
 
 
-def main(model: str, output_dir: str) -> None:
+def main(model: str, output_dir: str = "runs/a2po", steps: str = "20", prompts: str = "64") -> None:
     """Estimate, train, and say what became of the reward."""
     config = A2POConfig(
         output_dir,
@@ -37,11 +37,11 @@ def main(model: str, output_dir: str) -> None:
         per_device_train_batch_size=16,
         learning_rate=1e-5,
         beta2=0.01,
-        max_steps=20,
+        max_steps=int(steps),
         logging_steps=1,
         gradient_checkpointing=False,
     )
-    trainer = A2POTrainer(model, right, config, train_dataset=questions(64))
+    trainer = A2POTrainer(model, right, config, train_dataset=questions(int(prompts)))
     trainer.train()  # Started again in the same folder, it reads the values from output_dir/v_star.jsonl.
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     sys.stdout.write(
@@ -50,4 +50,4 @@ def main(model: str, output_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*(sys.argv[1:] or ["HuggingFaceTB/SmolLM2-135M-Instruct", "runs/a2po"]))
+    main(*(sys.argv[1:] or ["HuggingFaceTB/SmolLM2-135M-Instruct"]))

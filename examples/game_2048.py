@@ -69,11 +69,11 @@ def score(environments: list, **_) -> list[float]:
     return [float(game.score + game.moves) for game in environments]
 
 
-def make_trainer(model: str, output_dir: str, steps: int = 50, **options) -> GRPOTrainer:
+def make_trainer(model, output_dir: str, steps: int = 50, processing_class=None, **options) -> GRPOTrainer:
     """GRPO on the game alone: no dataset, 8 games on each of 4 boards a step."""
     sizes = {"num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 1024}
     config = GRPOConfig(output_dir, max_steps=steps, reward_transform=["log1p"], **(sizes | options))
-    return GRPOTrainer(model, score, config, environment_factory=Game2048)
+    return GRPOTrainer(model, score, config, processing_class=processing_class, environment_factory=Game2048)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,14 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("model", help="hub id or folder of a chat model")
     options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--prompts", type=int, default=12, help="of a step, with two answers each")
     args = options.parse_args()
     rows = [{"prompt": [{"role": "user", "content": f"Say something about {topic}."}]} for topic in TOPICS.split()]
     config = NashMDConfig(
         "runs/nash_md",
         max_steps=args.steps,
         num_train_epochs=100,
-        per_device_train_batch_size=12,
+        per_device_train_batch_size=args.prompts,
         max_new_tokens=32,
         mixture_coef=[0.25],
         beta=[0.05],

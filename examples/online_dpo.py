@@ -31,6 +31,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("model", help="hub id or folder of a chat model")
     options.add_argument("--steps", type=int, default=30)
+    options.add_argument("--prompts", type=int, default=16, help="of a step, with two answers each")
     options.add_argument("--judge_url", help="http://localhost:8000/v1")
     options.add_argument("--judge_model", default="judge")
     args = options.parse_args()
@@ -42,7 +43,7 @@ def main() -> None:
         "runs/online_dpo",
         max_steps=args.steps,
         num_train_epochs=100,
-        per_device_train_batch_size=16,
+        per_device_train_batch_size=args.prompts,
         max_new_tokens=40,
         missing_eos_penalty=None if args.judge_url else 1.0,
         learning_rate=2e-5,

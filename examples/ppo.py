@@ -39,12 +39,13 @@ def main() -> None:
     """Train, and show the reward on other questions before and after."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("model", help="hub id or folder of a chat model")
-    options.add_argument("--updates", type=int, default=30, help="rollout batches of 64 answers")
+    options.add_argument("--updates", type=int, default=30, help="rollout batches")
+    options.add_argument("--answers", type=int, default=64, help="of a rollout batch")
     args = options.parse_args()
     config = PPOConfig(
         "runs/ppo",
-        total_episodes=64 * args.updates,
-        per_device_train_batch_size=64,
+        total_episodes=args.answers * args.updates,
+        per_device_train_batch_size=args.answers,
         num_ppo_epochs=2,
         num_mini_batches=2,
         response_length=8,
@@ -56,7 +57,7 @@ def main() -> None:
         logging_steps=4,  # Once a rollout batch.
         save_strategy="no",
     )
-    prompts = questions(64 * args.updates, seed=1)
+    prompts = questions(args.answers * args.updates, seed=1)
     trainer = PPOTrainer(config, model=args.model, reward_model=right, train_dataset=prompts)
     held_out = questions(64, seed=2)
     before = exam(trainer, held_out)

@@ -42,11 +42,12 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("model", help="hub id or folder of a chat model")
     options.add_argument("--steps", type=int, default=30)
+    options.add_argument("--answers", type=int, default=64, help="of a step, 8 to a question")
     args = options.parse_args()
     config = RLOOConfig(
         "runs/rloo",
         max_steps=args.steps,
-        per_device_train_batch_size=64,
+        per_device_train_batch_size=args.answers,
         num_generations=8,
         max_completion_length=8,
         beta=0.02,
@@ -55,7 +56,7 @@ def main() -> None:
         logging_steps=1,
         save_strategy="no",
     )
-    trainer = RLOOTrainer(args.model, right, config, train_dataset=questions(8 * args.steps, seed=1))
+    trainer = RLOOTrainer(args.model, right, config, train_dataset=questions(args.answers // 8 * args.steps, seed=1))
     held_out = questions(64, seed=2)
     before = exam(trainer, held_out)
     trainer.train()

@@ -22,6 +22,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("model", help="hub id or folder of a chat model")
     options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--prompts", type=int, default=12, help="of a step, with two answers each")
     args = options.parse_args()
     rows = [
         {"prompt": [{"role": "user", "content": f"Hi, my name is {name}. Greet me."}], "name": name}
@@ -31,7 +32,7 @@ def main() -> None:
         "runs/xpo",
         max_steps=args.steps,
         num_train_epochs=100,
-        per_device_train_batch_size=12,
+        per_device_train_batch_size=args.prompts,
         max_new_tokens=24,
         alpha=[1e-5],
         learning_rate=2e-4,
