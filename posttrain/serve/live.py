@@ -15,13 +15,14 @@ from posttrain.rollouts.native.choosing import Asked, Completion, Prompt
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.filling import STEM_LEAST
 from posttrain.rollouts.native.kept import match
-from posttrain.rollouts.native.run import SHARED_LEAST, Run
+from posttrain.rollouts.native.run import SHARED_LEAST, Run, common_beginning
 from posttrain.serve.jobs import Job
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["LiveRun"]
 
 MOST_REQUESTS = 8192  # Of one run, which remembers them all; then it ends and the next one begins.
+SHARE_AGAIN = 32  # Requests after which prompts are looked at for what they begin with, where no run ends for long.
 MOST_BLOCKS = 4  # Each costs some products of its own in every layer of every step; more of them are put together.
 SMALL_BLOCK = 2048  # Tokens up to which a block is copied for it.
 
@@ -47,6 +48,7 @@ class LiveRun(Run):
         self.finished = finished
         self.shared = self.filler.shared = list(shared)
         self.store.common = common
+        self._added = 0
         # What prompts have in common is remembered for the whole run, which may be long.
         self.filler.kept.most_bytes = min(self.filler.kept.most_bytes, engine.keep_bytes)
         # As if so many had been asked for: rows are laid out for what may still come.
@@ -89,6 +91,7 @@ class LiveRun(Run):
         request = Request(list(ask.prompt_ids), ask.n, own)
         self.asked.append(Asked(len(self.asked), request, prompt, own, ask.n, seed, self.number, ask.draws))
         self.owners.append((job, place))
+        self._added += 1
         self.done.extend([None] * ask.n)
         self.number += ask.n
 
@@ -134,6 +137,27 @@ class LiveRun(Run):
         self.shared = self.filler.shared = self.shared[:size]
         self._regroup()
 
+    def _share_more(self) -> None:
+        """What all prompts that are served begin with by now moves out of their own parts."""
+        served = {id(p): p for p in self.prompts if p.waiting or p.live}
+        served |= {id(c.asked.prompt): c.asked.prompt for c in self.paused}
+        more = common_beginning([p.ids for p in served.values()])
+        if not more:
+            return
+        computed = [p for p in served.values() if p.block is not None]
+        if self.store.common is not None or not self.shared:
+            self.store.common = _with_more(self.store.common, computed, len(more))
+        for block in {id(p.block): p.block for p in computed if p.block is not None}.values():
+            for memory in (block.keys, block.values):
+                for layer, x in memory.items():
+                    memory[layer] = x[:, :, len(more) :].contiguous()
+            block.lengths = block.lengths - len(more)
+        for prompt in served.values():
+            prompt.ids = prompt.ids[len(more) :]
+            prompt.shares = max(0, prompt.shares - len(more))
+        self.shared = self.filler.shared = self.shared + more
+        self._regroup()
+
     def drop(self, job: Job, reason: str | None = None) -> None:
         """Forget a job, so that its rows are free at once; with a reason, what was written is handed over."""
         for completion in [c for c in self.paused if self._job(c) is job]:
@@ -155,6 +179,9 @@ class LiveRun(Run):
 
     def advance(self) -> None:
         """One token for every completion that is being written, after filling free rows."""
+        if self._added >= SHARE_AGAIN and self.filler.work is None:
+            self._added = 0
+            self._share_more()
         if self.store.common is None:
             self.filler.begin()
         if self._admit():
@@ -225,6 +252,24 @@ def beginning_of(common: Block, size: int) -> Block | None:
         return None
     keys, values = ({n: x[:, :, :size] for n, x in memory.items()} for memory in (common.keys, common.values))
     return Block([0], torch.tensor([size], device=common.lengths.device), keys, values)
+
+
+def _with_more(common: Block | None, computed: list[Prompt], size: int) -> Block | None:
+    """What all prompts begin with, and ``size`` positions more as they stand in one of them; None: nobody knows them."""
+    if not computed:
+        return None
+    block = computed[0].block
+    assert block is not None
+    more = block.row(computed[0].index, size)
+    known = {} if common is None else {n: (common.keys[n], common.values[n]) for n in common.keys}
+    whole = {
+        n: [torch.cat(pair, 2) for pair in zip(known[n], new, strict=True)] if known else new for n, new in more.items()
+    }
+    first = 0 if common is None else int(common.lengths)
+    lengths = torch.tensor([first + size], device=block.lengths.device)
+    return Block(
+        [0], lengths, {n: kv[0].clone() for n, kv in whole.items()}, {n: kv[1].clone() for n, kv in whole.items()}
+    )
 
 
 def _put_before(block: Block, common: Block, size: int) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from posttrain.rollouts.native.products import can_pack
+from posttrain.serve import live
 from posttrain.serve.jobs import Ask, Command, Job
-from posttrain.serve.live import MOST_BLOCKS
 from posttrain.serve.native import NativeBackend
 from posttrain.serve.worker import Worker
 from posttrain.types import Sampling
@@ -106,7 +106,7 @@ def test_blocks_of_prompts_that_came_one_by_one_are_put_together(model):
         backend.advance()
         most = max(most, len(backend.run.store.groups))
     assert len(backend.run.live) == 14
-    assert most <= MOST_BLOCKS + 1
+    assert most <= live.MOST_BLOCKS + 1
     found = finish(backend)
     for number, prompts in jobs.items():
         same(flat(found[number]), alone(model, prompts, 1, Sampling(30, seed=number)))
@@ -171,3 +171,29 @@ def test_a_job_that_is_dropped_while_the_beginning_is_cut_leaves_the_others_alon
         if number == 2:
             backend.abort(1)
     check(backend, model, {2: ALIKE, 3: OTHERS})
+
+
+@pytest.mark.parametrize("pass_tokens", [1024, 8])
+@pytest.mark.parametrize("update", [False, True])
+def test_prompts_that_begin_alike_again_share_again_though_the_server_never_rests(
+    model, pass_tokens, update, monkeypatch
+):
+    monkeypatch.setattr(live, "SHARE_AGAIN", 2)
+    backend = NativeBackend(model, max_slots=40)
+    backend.engine.prefill_tokens = pass_tokens
+    jobs = {1: [[34, 35, 36]], 2: ALIKE, 3: SHORTER, 4: OTHERS, 5: ALIKE[:2]}
+    lengths, sizes = {1: 8, 2: 60, 3: 12, 4: 6, 5: 20}, {}
+    for number, prompts in jobs.items():
+        backend.submit(job(number, prompts, 2, Sampling(lengths[number], seed=number)))
+        backend.advance()
+        sizes[number] = len(backend.run.shared)
+        for _ in range(2 if number == 1 else 14):
+            backend.advance()
+        if update and number == 3:
+            backend.begin_update(None)
+            backend.load((name, p.detach().clone()) for name, p in model.named_parameters())  # Equal ones.
+            backend.end_update(1)
+    assert sizes == {1: 0, 2: 0, 3: 20, 4: 0, 5: 32}
+    found = finish(backend)
+    for number, prompts in jobs.items():
+        same(flat(found[number]), alone(model, prompts, 2, Sampling(lengths[number], seed=number)))
