@@ -14,9 +14,10 @@ KNOWN += ["P39", "P40", "P41"]  # Preference data: those of methods that generat
 
 # Those of the system layer.
 SERVERS = [
-    1, 2, 5, 6, 7, 9, 10, 11, 12, 13, 14, 16, 19, 20, 21, 22, 26, 27, 28, 29, 31, 34, 35, 36, 40, 42, 44, 45, 47, 48, 49, 52, 53, 54,
+    1, 2, 5, 6, 7, 9, 10, 11, 12, 13, 14, 16, 19, 20, 21, 22, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 39, 40, 41, 42,
+    43, 44, 45, 47, 48, 49, 52, 53, 54, 57,
 ]  # fmt: skip
-KNOWN += [f"S{number}" for number in SERVERS]  # Rollout servers and asynchronous rollouts.
+KNOWN += [f"S{number}" for number in SERVERS]  # Rollout servers, asynchronous rollouts, the system.
 
 
 def rows():

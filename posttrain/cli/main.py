@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from posttrain.cli import ranks
+
 __all__ = ["main"]
 
 HELP = """usage: posttrain COMMAND [options]
@@ -165,11 +167,13 @@ def main(argv: list[str] | None = None) -> int:
             f"posttrain: {tokens[0]!r} is not a command{did_you_mean(tokens[0], COMMANDS)}. See posttrain --help.\n"
         )
         return 2
-    code = _guarded(COMMANDS[tokens[0]], tokens[1:], traceback)
-    if code and "POSTTRAIN_EXIT_CODES" in os.environ:  # See `posttrain.cli.train._launch`.
-        path = os.path.join(os.environ["POSTTRAIN_EXIT_CODES"], os.environ.get("RANK", "0"))
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(str(code))
+    ranks.keep_stderr()
+    try:
+        code = _guarded(COMMANDS[tokens[0]], tokens[1:], traceback)
+    except BaseException:
+        ranks.leave_code(1)
+        raise
+    ranks.leave_code(code)
     return code
 
 

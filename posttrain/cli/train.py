@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli import launch_ray
+from posttrain.cli import launch_ray, ranks
 from posttrain.cli.sources import GYM, episode_parts, ppo_parts, reasoning_gym_data, resume_from, reward_functions
 from posttrain.errors import ConfigError, did_you_mean
 
@@ -28,7 +28,6 @@ __all__ = [
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell says it.
 PATIENCE = 15.0  # Seconds that processes have to save after Ctrl-C.
-EXIT_CODES = "POSTTRAIN_EXIT_CODES"  # A folder in which a process that fails leaves its code: launchers make 1 of it.
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 SHOWN = (
     "posttrain.algorithms.schedule",
@@ -377,14 +376,17 @@ def _launch(name: str, argv: list[str], rest: list[str], launch: list[str]) -> i
         *script_args,
     ]
     with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(command, env=os.environ | {EXIT_CODES: folder})
+        process = subprocess.Popen(command, env=os.environ | {ranks.EXIT_CODES: folder})
         try:
             code = process.wait()
         except KeyboardInterrupt:
             _end(process)
             return INTERRUPTED
-        left_behind = sorted(Path(folder).iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        return int(left_behind[0].read_text(encoding="utf-8")) if left_behind else code
+        failed = ranks.first_failure(Path(folder), code) if code else None
+    if failed is None:
+        return code
+    sys.stderr.write(f"{failed}\n")
+    return failed.code
 
 
 def _end(process: subprocess.Popen) -> None:

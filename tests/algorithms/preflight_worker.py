@@ -1,6 +1,8 @@
-"""What each process of the refusal tests runs: a first batch that the main process finds fault with, or rows nobody can read."""
+"""What each process of the refusal tests runs: a first batch that one finds fault with, or rows that all or one cannot read."""
 
+import os
 import sys
+import time
 
 import datasets
 from accelerate import PartialState
@@ -22,16 +24,33 @@ def fault(context):
     yield core.Finding("PT-D001", "error", "seen by one", "here", "why.", "fix.")
 
 
+def unsendable():
+    """An error that no other process could read, on one of them."""
+
+    class Local(Exception):
+        pass
+
+    if not PartialState().is_main_process:
+        raise Local("of process one alone")
+
+
 def main(kind, folder):
     """Train until refused, and leave what each rank heard."""
-    heard = {}
+    heard, begun = {}, time.monotonic()
+    alone = kind == "alone" and os.environ["RANK"] == "1"
     try:
-        data = datasets.Dataset.from_list([{"input_ids": [1, 99999]}] * 8) if kind == "data" else None
+        rows = {"txt": "no column that is known"} if alone else {"input_ids": [1, 99999]}
+        data = datasets.Dataset.from_list([rows] * 8) if kind == "data" or alone else None
         sft(folder, build_tokenizer(), data=data, use_cpu=True).train()
     except PreflightError as error:
         heard = {"code": error.findings[0].code, "said": str(error), "looked": bool(looked)}
     except DataError as error:
-        heard = {"said": str(error)}
+        heard = {"said": str(error), "seconds": time.monotonic() - begun}
+    if kind == "alone":
+        try:
+            parallel.run_and_share(unsendable, PartialState())
+        except Exception as error:
+            heard |= {"then": str(error), "kind": type(error).__name__}
     everyone = parallel.all_gather_objects([heard], PartialState())
     if PartialState().is_main_process:
         leave(everyone)

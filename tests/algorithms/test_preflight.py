@@ -51,7 +51,9 @@ def test_a_healthy_run_writes_what_was_looked_for_and_tells_nothing(tiny_tokeniz
     assert found["preflight"] == "error" and not found["refused"] and found["versions"]["torch"]
     assert {"config", "data", "first_batch", "log_step"} <= set(found["seconds"])
     ran = {row["code"] for row in found["checks"] if row["runs"]}
-    assert {"PT-C001", "PT-D001", "PT-D030", "PT-B003"} <= ran
+    assert {"PT-C001", "PT-D001", "PT-D030", "PT-B003", "PT-L001", "PT-T001", "PT-T002", "PT-T003"} <= ran
+    assert {row["outcome"] for row in found["checks"] if not row["findings"]} == {"nothing found"}
+    assert all(row["runs"] for row in found["checks"])
     told = [f for row in found["checks"] for f in row["findings"] if f["severity"] != "info"]
     assert told == [] and "PT-" not in caplog.text
 
@@ -232,3 +234,17 @@ def test_an_error_that_only_the_main_process_sees_ends_all_ranks(tmp_path):
 def test_rows_that_the_main_process_cannot_prepare_end_all_ranks(tmp_path):
     found = run_ranks("tests.algorithms.preflight_worker", "data", tmp_path, processes=2, folder=tmp_path)
     assert len(found) == 2 and all("99999" in line["said"] for line in found)
+
+
+@pytest.mark.distributed
+def test_rows_that_another_process_alone_cannot_prepare_end_all_ranks_by_its_number(tmp_path):
+    """The main process is through with its rows by then, and would wait for the other one in its next collective."""
+    found = run_ranks("tests.algorithms.preflight_worker", "alone", tmp_path, processes=2, folder=tmp_path)
+    assert len(found) == 2
+    assert all(line["said"].startswith("process 1: ") and "txt" in line["said"] for line in found)
+    assert all(line["seconds"] < 30 for line in found)
+    assert [line["kind"] for line in found] == ["PosttrainError", "Local"]  # What cannot be sent is told in words.
+    assert [line["then"] for line in found] == [
+        "process 1: Local: of process one alone",
+        "process 1: of process one alone",
+    ]

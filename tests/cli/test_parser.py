@@ -42,7 +42,7 @@ def test_a_scientific_number_without_a_dot_is_a_number(parse):
     assert parse("learning_rate: 2e-5")[0].learning_rate == 2e-5
 
 
-def test_a_scalar_for_a_list_field_is_a_list_of_one(parse):
+def test_trap_s39_a_scalar_for_a_list_field_is_a_list_of_one(parse):
     assert parse("reward_funcs: accuracy_reward")[0].reward_funcs == ["accuracy_reward"]
     assert parse("reward_funcs: [a, b]")[0].reward_funcs == ["a", "b"]
 
@@ -61,7 +61,7 @@ def test_null_is_none_and_booleans_are_booleans(parse):
     assert parse("", "--no_bf16")[0].bf16 is False
 
 
-def test_an_unknown_key_names_the_closest(parse):
+def test_trap_s39_an_unknown_key_names_the_closest(parse):
     with pytest.raises(ConfigError, match=r"'learning_rat' \(did you mean 'learning_rate'\?\)"):
         parse("learning_rat: 1.0")
     with pytest.raises(ConfigError, match=r"'--learning_rat' \(did you mean"):

@@ -183,7 +183,7 @@ def test_zero_weight_takes_nothing_and_does_not_limit_the_others(jsonl):
     assert get_dataset(DatasetMixtureConfig(members))["train"]["answer"] == [0, 1, 2, 3]
 
 
-def test_head_warns_and_random_is_a_seeded_choice(jsonl, caplog):
+def test_trap_s33_head_warns_and_random_is_a_seeded_choice(jsonl, caplog):
     members = [DatasetConfig(jsonl("a", 40), fraction=0.5), DatasetConfig(jsonl("b", 10, 100), fraction=0.5)]
     with caplog.at_level(logging.WARNING, logger="posttrain"):
         assert get_dataset(DatasetMixtureConfig(members))["train"]["answer"] == [*range(10), *range(100, 110)]
@@ -205,7 +205,7 @@ def test_train_and_test_part_the_rows(jsonl):
         get_dataset(DatasetMixtureConfig([jsonl("b", 1)], test_split_size=0.5))
 
 
-def test_two_processes_draw_the_same_split(jsonl):
+def test_trap_s32_two_processes_draw_the_same_split(jsonl):
     path = jsonl("a", 30)
     code = (
         "import sys\nfrom posttrain.data.mixture import *\n"
