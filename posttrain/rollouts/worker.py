@@ -25,7 +25,7 @@ __all__ = ["Link", "WorkerJob", "WorkerProcess", "check_picklable", "without_dev
 
 BEAT_S = 1.0
 GAP_S = 3.0  # Of a look at the clock; longer ones are time in which nobody was there to look.
-TAIL_LINES, TAIL_BYTES = 20, 16_384
+TAIL_LINES, TAIL_BYTES = 30, 16_384
 JOIN_S, TERMINATE_S = 15.0, 5.0  # How long a worker may take to stop when asked, and when told.
 
 # What a child must not inherit: it would take part in the trainer's process group, or write over its logs.
