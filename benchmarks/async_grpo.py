@@ -1,9 +1,10 @@
 """Asynchronous against synchronous GRPO on the demo's task: seconds of a step, and samples to an accuracy.
 
 ``--part time``: the same model, prompts, group and lengths; synchronous with the native engine (``sync``), asynchronous with a
-native worker (``native``, staleness 1, paced), and asynchronous over a rollout server (``server``: at ``--server URL``, or one
-that is started here). ``--part samples``: accuracy of the sampled answers, step by step and with the same questions in the same
-order, until it has stayed at ``--goal`` for 3 steps on average; there a run ends.
+native worker (``native``, staleness 1, paced; ``corrected``: with ``is_correction="token_truncate"``), and asynchronous over a
+rollout server (``server``: at ``--server URL``, or one that is started here). ``--part samples``: accuracy of the sampled
+answers, step by step and with the same questions in the same order, until it has stayed at ``--goal`` for 3 steps on average;
+there a run ends.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def trainer_for(side: str, model: str, folder: str, steps: int, server: str | No
         return GRPOTrainer(model, [grpo_add.accuracy, grpo_add.brevity], config, train_dataset=train)
     import async_grpo
 
-    far = {"worker_engine": "server", "vllm_server_base_url": server} if side == "server" else {}
-    return async_grpo.make_trainer(model, folder, steps, **common, **batch, **far)
+    own = {"server": {"vllm_server_base_url": [server]}, "corrected": {"is_correction": "token_truncate"}}.get(side, {})
+    return async_grpo.make_trainer(model, folder, steps, **common, **batch, **own)
 
 
 def one(side: str, model: str, steps: int, server: str | None, prompts: int, goal: float | None = None) -> dict:
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--goal", type=float, default=0.5)
     parser.add_argument("--server", help="URL of a rollout server; without it the side 'server' starts one")
     parser.add_argument(
-        "--sides", nargs="*", default=["sync", "native", "server"], choices=("sync", "native", "server")
+        "--sides", nargs="*", default=["sync", "native", "server"], choices=("sync", "native", "corrected", "server")
     )
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "async_grpo.json"))
     options = parser.parse_args()
