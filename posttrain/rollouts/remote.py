@@ -54,6 +54,7 @@ class ServerTransfer:
         self.make, self.patience, self.version = make, patience, 0
         self.engine: ServerEngine | None = None
         self._paused: list[Server] = []
+        self._told = Holders()
 
     @property
     def _pushing(self) -> ServerEngine:
@@ -96,10 +97,12 @@ class ServerTransfer:
         """Push the next version; returns when at least one server has confirmed it."""
         self._pushing.load_weights(tensors, self.version + 1)
         self.version += 1
+        self._told = self.holders
 
     def send_again(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Push the same version, with the same weights, to servers that lack it: newcomers, and those that were restarted."""
         self._pushing.load_weights(tensors, self.version)
+        self._told = self.holders
 
     def resume(self) -> None:
         """Go on wherever `pause` held."""
@@ -126,18 +129,23 @@ class ServerTransfer:
         return [server for server, error in zip(servers, errors, strict=True) if error is None]
 
     def lacking(self) -> bool:
-        """Whether a server that is there lacks the last version, looked at anew: it may have been restarted meanwhile."""
+        """Whether a server that is there lacks the last version, or workers were not told that it has it.
+
+        Each is asked, for it may have been restarted; one that is slow to answer (its machine is busy) is taken to be as it was.
+        """
         fleet = self._pushing.fleet
         fleet.refresh(force=True)
         for server in fleet.live:
             try:
                 info = server.client.info()
             except RolloutServerError as error:
-                fleet.failed(server, error)
+                if not getattr(error, "timed_out", False):
+                    fleet.failed(server, error)
                 continue
             if weight_version(info) != server.wire or not info.get("weights_valid", True):
                 server.pushed = server.wire = None
-        return any(server.pushed != self.version for server in fleet.live)
+        known = self._told.wires
+        return any(server.pushed != self.version or server.url not in known for server in fleet.live)
 
     def trouble(self) -> str:
         """What is wrong with servers that get no requests; empty where all are well."""

@@ -305,7 +305,8 @@ class ServerEngine:
         try:
             server.info = server.client.info()
         except RolloutServerError as error:
-            self.fleet.failed(server, error)
+            if not getattr(error, "timed_out", False):  # Its machine is busy: the update will tell.
+                self.fleet.failed(server, error)
         return weight_version(server.info)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from posttrain.errors import RolloutServerError, ServerBusy, WeightSyncError
+from posttrain.errors import RolloutServerError, ServerBusy, ServerUnreachable, WeightSyncError
 from posttrain.rollouts import connection, fleet, remote, server
 from posttrain.rollouts.remote import FollowingEngine, Holders, ServerTransfer
 from posttrain.rollouts.server import ServerEngine
@@ -203,6 +203,44 @@ def test_servers_that_lost_their_weights_get_the_same_version_again_and_nobody_e
     assert transfer.holders == Holders(1, {stub.url: 1, other.url: 1})
     assert not transfer.lacking()
     assert (len(paths(stub, "begin_update")), len(paths(other, "begin_update"))) == (2, 1)
+
+
+def test_a_server_that_is_too_busy_to_answer_is_not_left_out(made):
+    stub = stub_of(made)
+    transfer, model = transfer_to(made, stub), build_model(VOCAB)
+    (served,) = transfer.engine.fleet.live
+    info, failures = served.client.info, [ServerUnreachable("busy", timed_out=True)] * 2
+
+    def busy():
+        if failures:
+            raise failures.pop()
+        return info()
+
+    served.client.info = busy
+    push(transfer, model)
+    assert len(failures) == 1 and transfer.holders == Holders(1, {stub.url: 1})
+    assert not transfer.lacking() and failures == []
+    assert transfer.trouble() == ""
+
+
+def test_workers_are_told_of_a_server_that_was_gone_for_a_moment_and_kept_its_weights(made):
+    stub, other = stub_of(made), stub_of(made)
+    transfer, model = transfer_to(made, stub, other), build_model(VOCAB)
+    engine = transfer.engine
+    load, (served, _) = engine.load_weights, engine.fleet.live
+
+    def load_and_lose(tensors, version):
+        load(tensors, version)
+        engine.fleet.failed(served, ServerUnreachable("gone"))
+
+    engine.load_weights = load_and_lose
+    push(transfer, model)
+    engine.load_weights = load
+    assert list(transfer.holders.wires) == [other.url]
+    assert transfer.lacking()
+    transfer.send_again(Weights(model))
+    assert transfer.holders == Holders(1, {stub.url: 1, other.url: 1}) and not transfer.lacking()
+    assert [len(paths(one, "begin_update")) for one in (stub, other)] == [1, 1]
 
 
 def test_trap_s53_a_pause_that_somebody_left_is_ended_and_so_is_one_s_own(made):
