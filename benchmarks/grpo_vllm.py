@@ -1,6 +1,6 @@
 """The demo (GRPO on two-digit addition) with rollouts by a real vLLM: accuracy before and after, seconds, gap of log-probs.
 
-python benchmarks/grpo_vllm.py --model FOLDER --mode served|plain|colocate|native [--steps 20] [--out FILE]
+python benchmarks/grpo_vllm.py --model FOLDER --mode served|plain|colocate|native [--steps 20] [--folder RUN] [--out FILE]
 
 Run it with the interpreter that has vLLM. ``served`` is `posttrain serve --engine vllm`, ``plain`` is `vllm serve`, each in a
 process of its own; ``colocate`` is vLLM in the trainer's process; ``native`` is the demo as it stands.
@@ -78,20 +78,26 @@ def main() -> None:
     options.add_argument("--mode", required=True, choices=["served", "plain", "colocate", "native"])
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--core", default="0", help="core that the server's threads are bound to")
+    options.add_argument("--folder", type=Path, help="kept, and gone on with where it holds a checkpoint")
     options.add_argument("--out", type=Path)
     args = options.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GB.
     from posttrain.cli.demo_script import exam, last_number, make_trainer
 
-    with server(args.mode, args.model, args.core) as settings, tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(args.model, folder, args.steps, save_strategy="no", report_to="none", **settings)
+    with server(args.mode, args.model, args.core) as settings, tempfile.TemporaryDirectory() as passing:
+        folder = str(args.folder or passing)
+        kept = any(Path(folder).glob("checkpoint-*"))
+        settings |= {"bf16": False}  # float32 on both sides, whatever is faster here.
+        settings |= {"save_strategy": "steps" if args.folder else "no", "report_to": "none", "disable_tqdm": True}
+        trainer = make_trainer(args.model, folder, args.steps, **settings)
 
         def accuracy() -> float:
             rows = exam(trainer)
             return sum(last_number(said) == answer for _, answer, said in rows) / len(rows)
 
-        before, began = accuracy(), time.perf_counter()
-        trainer.train()
+        before, began = None if kept else accuracy(), time.perf_counter()
+        print(f"accuracy before: {before}", file=sys.stderr, flush=True)
+        trainer.train(resume_from_checkpoint=kept)
         seconds, after = time.perf_counter() - began, accuracy()
         logs = [line for line in trainer.state.log_history if "loss" in line]
         trainer.engine.close()

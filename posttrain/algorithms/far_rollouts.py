@@ -281,11 +281,14 @@ class FarRolloutMixin:
         with self.inference() as policy:  # type: ignore[attr-defined]
             ours = [logp.float().cpu().tolist() for logp in sequence_logps(policy, rows)]
 
+        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(str(self.accelerator.mixed_precision))
+        kinds = {"dtype": self.engine.dtype, "computed": mixed or getattr(self.model, "dtype", "float32")}
+
         def compare() -> Any:
             if not self.accelerator.is_main_process and self.engine.collective:
                 return None
             found = [
-                checks.check_parity(where, ours, theirs, dtype=self.engine.dtype, version=self._pushes)
+                checks.check_parity(where, ours, theirs, version=self._pushes, **kinds)
                 for where, theirs in self.engine.score(sequences, [1] * len(sequences)).items()
             ]
             return next((f for f in found if f is not None), None)

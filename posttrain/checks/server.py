@@ -16,7 +16,7 @@ from posttrain.rollouts.vllm_worker import restart_command
 from posttrain.types import Finding, Sampling
 
 __all__ = [
-    "MEAN_GAPS",
+    "GAPS",
     "Needs",
     "check_info",
     "check_negative_control",
@@ -27,8 +27,10 @@ __all__ = [
 ]
 
 SEQUENCES, LENGTH = 4, 64  # Of the parity probe.
-MEAN_GAPS = {"float32": 0.02, "bfloat16": 0.05, "float16": 0.05}  # Nats a token; narrower formats get the last.
-MEAN_GAP_QUANTISED, FAR_GAP, FAR_SHARE = 0.15, 0.5, 0.99
+# Nats a token, mean and 99th percentile. Measured on 4 x 63 random tokens with SmolLM2-135M: float32 on both sides below 1e-3;
+# bfloat16 against float32 0.054 and 0.31, bfloat16 on both sides 0.085 and 0.48 (likely tokens lie ten times closer).
+GAPS = {"float32": (0.02, 0.5), "float16": (0.05, 0.5), "bfloat16": (0.15, 1.0)}
+GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
 SAME_MODE = (
     1e-3  # Log-probs at two temperatures that differ by less are of one distribution: the temperature is not in them.
 )
@@ -255,8 +257,9 @@ def probe_sequences(vocabulary: int, context: int | None) -> list[list[int]]:
 
 
 def check_parity(
-    where: str, ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], *, dtype: Any, version: int
-) -> Finding | None:
+    where: str, ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], *, dtype: Any, version: int,
+    computed: Any = "float32",
+) -> Finding | None:  # fmt: skip
     """Log-probs of the same tokens on both sides.
 
     Args:
@@ -265,17 +268,19 @@ def check_parity(
         theirs: By the server.
         dtype: Of the server's weights; None is held to the widest bound.
         version: Of the weights.
+        computed: What the trainer's forward pass computes in; the narrower of both sides sets the bounds.
     """
     gaps = [abs(a - b) for mine, its in zip(ours, theirs, strict=True) for a, b in zip(mine, its, strict=True)]
-    limit = MEAN_GAPS.get(str(dtype).removeprefix("torch."), MEAN_GAP_QUANTISED)
+    sides = [GAPS.get(str(side).removeprefix("torch."), GAPS_QUANTISED) for side in (dtype, computed)]
+    limit, far_limit = max(sides)
     average = statistics.fmean(gaps)
     far = sorted(gaps)[min(int(FAR_SHARE * len(gaps)), len(gaps) - 1)]
-    if average <= limit and far <= FAR_GAP:  # False for NaN.
+    if average <= limit and far <= far_limit:  # False for NaN.
         return None
     return finding(
         "PT-S004", "error",
         f"the server's weights differ from the trainer's after version {version} was pushed: mean log-prob gap {average:.3g} "
-        f"over {len(gaps)} tokens (limit {limit}), 99th percentile {far:.3g} (limit {FAR_GAP}).", where,
+        f"over {len(gaps)} tokens (limit {limit}), 99th percentile {far:.3g} (limit {far_limit}).", where,
         "rollouts would come from another policy. Causes: weights that are read from disk again after sleeping, names that the "
         "engine ignores, an adapter that is not merged, another trainer that pushes to this server.",
         "restart the server with the model that is trained, and give every trainer its own.",

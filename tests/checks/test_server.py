@@ -4,6 +4,7 @@ import math
 import types
 
 import pytest
+import torch
 
 from posttrain.checks import core
 from posttrain.checks import server as checks
@@ -91,23 +92,28 @@ def test_trap_s27_log_probs_without_the_temperature_are_an_error_unless_it_is_on
 def test_parity_has_a_limit_for_each_dtype_and_one_for_the_worst_percent():
     ours = [[-1.0] * 63] * 4
 
-    def said(gap, dtype, **far):
+    def said(gap, dtype, computed="float32", **far):
         theirs = [[x + gap for x in line] for line in ours]
         for place, value in far.items():
             theirs[0][int(place[1:])] += value
-        return check_parity("http://x", ours, theirs, dtype=dtype, version=12)
+        return check_parity("http://x", ours, theirs, dtype=dtype, version=12, computed=computed)
 
     assert said(0.019, "torch.float32") is None
     assert said(0.021, "torch.float32").code == "PT-S004"
-    assert said(0.049, "bfloat16") is None
-    assert said(0.051, "bfloat16").severity == "error"
-    assert said(0.14, "fp8") is None
-    assert said(0.16, None) is not None
-    assert said(0.0, "bfloat16", x0=0.9, x1=0.9) is None  # Two of 252 are below one percent.
-    assert "99th percentile 0.9" in said(0.0, "bfloat16", x0=0.9, x1=0.9, x2=0.9).what
+    assert said(0.049, "float16") is None
+    assert said(0.051, "float16").severity == "error"
+    assert said(0.149, "bfloat16") is None
+    assert said(0.151, "bfloat16") is not None
+    assert said(0.085, "torch.float32", torch.bfloat16) is None  # The narrower of both sides sets the bounds.
+    assert said(0.085, "torch.float32", torch.float32) is not None
+    assert said(0.29, "fp8") is None
+    assert said(0.31, None) is not None
+    assert said(0.0, "float16", x0=0.9, x1=0.9) is None  # Two of 252 are below one percent.
+    assert "99th percentile 0.9" in said(0.0, "float16", x0=0.9, x1=0.9, x2=0.9).what
+    assert said(0.0, "bfloat16", x0=0.9, x1=0.9, x2=0.9) is None
     assert said(float("nan"), "float32") is not None
     found = said(0.41, "bfloat16")
-    assert "mean log-prob gap 0.41 over 252 tokens (limit 0.05)" in found.what and "version 12" in found.what
+    assert "mean log-prob gap 0.41 over 252 tokens (limit 0.15)" in found.what and "version 12" in found.what
 
 
 def test_a_push_that_changed_nothing_proves_nothing():
