@@ -10,6 +10,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Triton decides when it is first imported, by whichever library, whether kernels are interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\n' }}"
