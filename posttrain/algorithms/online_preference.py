@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.online import OnlineTrainer
 from posttrain.algorithms.online_preference_config import OnlinePreferenceConfig
-from posttrain.errors import ConfigError, DataError, RewardError
+from posttrain.errors import ConfigError, RewardError
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.preference import sigmoid, squared_gap
 from posttrain.losses.reduce import sequence_sum
@@ -175,13 +175,6 @@ class OnlinePreferenceTrainer(OnlineTrainer):
     def make_reference(self) -> Reference:
         """Always: the loss is measured against it."""
         return Reference(self.model, fresh_adapter=self.fresh_adapter, given=self._given_reference)
-
-    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
-        """As every online trainer; images are refused, whose log-probs would be computed without them."""
-        for column in ("image", "images"):
-            if column in (getattr(train, "column_names", None) or []):
-                raise DataError(f"train_dataset has a column {column!r}, and {type(self).__name__} reads text only.")
-        return super().prepare_datasets(train, evaluation)
 
     @property
     def temperature(self) -> float:

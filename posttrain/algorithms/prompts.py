@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.data.formats import is_conversational
 from posttrain.data.prompts import check_prompts
+from posttrain.data.raw import refuse_images
 from posttrain.data.samplers import RepeatSampler, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
 from posttrain.rewards.base import RewardRunner
@@ -48,12 +49,19 @@ class PromptMixin:
                 {k: _only_prompts(v) for k, v in evaluation.items()} if many else _only_prompts(evaluation),
             )
         for name, dataset in {"train_dataset": train, **_splits(evaluation)}.items():
+            if dataset is not None and not self.may_read_images:
+                refuse_images(dataset, name)
             rows = check_prompts(dataset, name, self.processing_class)
             head = head or rows
         self._check_dataset_size(train)
         if self.args.check_rewards and self.can_dry_run:
             self.rewards.dry_run(head[:2], conversational=is_conversational(head[0]))
         return train, evaluation
+
+    @property
+    def may_read_images(self) -> bool:
+        """Whether something of the user's own makes of rows what the model reads: a rollout function, an environment."""
+        return not self.can_dry_run
 
     @property
     def can_dry_run(self) -> bool:

@@ -13,6 +13,7 @@ from posttrain.data.chat import AssistantSpans, common_prefix, has_generation_ma
 from posttrain.data.formats import get_dataset_column_names, is_messages, strip_none
 from posttrain.data.labels import one_eos
 from posttrain.data.pairs import maybe_extract_prompt
+from posttrain.data.raw import first_row
 from posttrain.data.tokenize import encode, one_bos, prompt_text, template_arguments
 from posttrain.errors import DataError
 from posttrain.types import Row
@@ -242,9 +243,7 @@ def prepare_answers(
         DataError: A row that cannot be read, more than 1 % whose prompt cannot be told from its answers, more than 20 % whose
             answers are equal, or none left.
     """
-    first = next(iter(dataset), None)
-    if first is None:
-        raise DataError(f"the {name} dataset is empty.")
+    first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
     keep = tuple(column for column in keep if column in columns)
     wanted = {"prompt_ids", *map(options.ids, options.branches)}

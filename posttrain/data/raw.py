@@ -44,14 +44,24 @@ def first_row(dataset: Any, name: str, *, images: bool = False) -> dict[str, Any
     first = next(iter(dataset), None)
     if first is None:
         raise DataError(f"the {name} dataset is empty.")
+    if not images:
+        refuse_images(dataset, name)
+    return first
+
+
+def refuse_images(dataset: Any, name: str) -> None:
+    """Columns of images are a mistake where only text is read.
+
+    Raises:
+        DataError: Names the columns, and how to leave them out.
+    """
     pictures = [column for column in get_dataset_column_names(dataset) if column in IMAGES]
-    if pictures and not images:
+    if pictures:
         raise DataError(
             f"the {name} rows have images (columns {pictures}), and this trainer reads text alone: it would train on answers to "
             f"pictures that the model never saw. Remove the columns with dataset.remove_columns({pictures}) if the text "
             "stands by itself."
         )
-    return first
 
 
 def check_ids(ids: Any, column: str, vocabulary: int) -> list[int]:

@@ -632,7 +632,7 @@ def test_o11_engines_get_prompts_without_padding_and_passes_are_as_wide_as_they_
 @everyone
 def test_o11_images_are_refused(tiny_tokenizer, tmp_path, method):
     data = prompts().add_column("image", [None] * 16)
-    with pytest.raises(DataError, match=r"column 'image'.* reads text only"):
+    with pytest.raises(DataError, match=r"have images \(columns \['image'\]\)"):
         make(method, tmp_path, tiny_tokenizer, data=data)
 
 

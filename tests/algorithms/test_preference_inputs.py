@@ -24,6 +24,8 @@ from posttrain import (
     TPOTrainer,
 )
 from posttrain.cli.main import main
+from tests.algorithms.helpers import grpo
+from tests.algorithms.test_ppo import ppo
 from tests.conftest import build_model
 
 METHODS = {
@@ -308,3 +310,15 @@ def test_p6_an_adapter_on_parameters_is_copied_like_any_other(tiny_tokenizer, tm
     assert trainer.reference.adapter == "ref"
     assert trainer.state.log_history[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo", "grpo", "ppo"])
+def test_columns_of_images_are_refused_and_not_left_aside(method, tiny_tokenizer, tmp_path):
+    """An answer to a picture that the model never saw would teach it to make things up."""
+    data = datasets.Dataset.from_list(rows(16, images=["a.png"]))
+    tiny_tokenizer.pad_token = "<|endoftext|>"
+    with pytest.raises(DataError, match=r"have images \(columns \['images'\]\).*remove_columns"):
+        if method in METHODS:
+            make(method, tiny_tokenizer, tmp_path, data=data)
+        else:
+            {"grpo": grpo, "ppo": ppo}[method](tmp_path, tiny_tokenizer, data=data)

@@ -103,6 +103,12 @@ class CompatMixin:
         """A subclass that tokenises prompts itself may shorten them."""
         return overrides(self, "_tokenize_prompts") is not None
 
+    @property
+    def may_read_images(self) -> bool:
+        """A subclass that tokenises or generates by itself may show the model more than text."""
+        own = ("_tokenize_prompts", "_generate_single_turn", "_generate")
+        return super().may_read_images or any(overrides(self, name) for name in own)  # type: ignore[misc]
+
     def check_single_turn(self) -> None:
         """Refuse overrides that several turns would go around."""
         if not (getattr(self, "calls_tools", False) or getattr(self, "rollout_func", None)):

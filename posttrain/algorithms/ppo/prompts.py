@@ -12,6 +12,7 @@ from posttrain.algorithms.ppo.config import PPOConfig
 from posttrain.algorithms.prompts import _splits
 from posttrain.data.formats import is_conversational
 from posttrain.data.prompts import check_prompts
+from posttrain.data.raw import refuse_images
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.load import resolve_pad_token
 
@@ -35,6 +36,8 @@ class PromptRowsMixin:
         self.check_vocabularies()  # type: ignore[attr-defined]
         head: list[dict[str, Any]] = []
         for name, dataset in {"train_dataset": train, **_splits(evaluation)}.items():
+            if dataset is not None:
+                refuse_images(dataset, name)
             rows = self._check_rows(dataset, name)
             head = head or rows
         self._check_size(train)
