@@ -276,6 +276,11 @@ class OnlineTrainer(
         return terms, outputs
 
     @property
+    def engine_tells_logp(self) -> bool:
+        """Whether what the engine says of its tokens is meant; a scripted one only says something."""
+        return getattr(self.engine, "tells_logp", True)
+
+    @property
     def old_logp_is_engines(self) -> bool:
         """Whether the engine's log-probs are the trainer's to rounding, so that no pass computes them again.
 
@@ -296,7 +301,7 @@ class OnlineTrainer(
         said = [list(rollout.logp) for rollout in generation.rollouts]
         if known and not self.engine_is_policy:
             generation.token_columns["rollout_logp"] = said
-        elif known and getattr(self.engine, "tells_logp", True):
+        elif known and self.engine_tells_logp:
             generation.token_columns["engine_logp"] = said
         if self.needs_old_logp(mode) and known and self.old_logp_is_engines:
             generation.token_columns["old_logp"] = said
@@ -314,7 +319,7 @@ class OnlineTrainer(
             for r, own in zip(rollouts, trained, strict=True)
             if len(r.logp) == len(r.token_ids) > 0
         ]
-        if pairs and getattr(self.engine, "tells_logp", True):
+        if pairs and self.engine_tells_logp:
             logp, said = (torch.cat(side) for side in zip(*pairs, strict=True))
             self.log_metrics_now(engine_gap(logp, said, torch.ones_like(said, dtype=torch.bool)), mode)
 

@@ -13,6 +13,7 @@ from posttrain.checks.core import finding, register
 from posttrain.errors import WeightSyncError
 from posttrain.rollouts.replies import sampling_fields
 from posttrain.rollouts.vllm_worker import restart_command
+from posttrain.rollouts.wire import shape_of
 from posttrain.types import Finding, Sampling
 
 __all__ = [
@@ -106,9 +107,7 @@ def needs_of(model: Any, args: Any) -> Needs:
         revision=(getattr(args, "model_init_kwargs", None) or {}).get("revision"),
         shape={
             "architectures": [type(base).__name__],
-            "hidden_size": text.hidden_size,
-            "num_hidden_layers": text.num_hidden_layers,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None),
+            **shape_of(text),
         },
         vocabulary=text.vocab_size,
         completion=args.max_completion_length,

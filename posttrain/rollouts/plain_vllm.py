@@ -23,6 +23,7 @@ from posttrain.rollouts.connection import GENERATE_TIMEOUT, PAUSE_TIMEOUT, QUICK
 from posttrain.rollouts.host_lock import HostLock
 from posttrain.rollouts.plain_replies import TOGETHER, reply_of, request_fields, request_parts, scores_of
 from posttrain.rollouts.vllm_worker import EXTENSION, restart_command
+from posttrain.rollouts.wire import shape_of
 
 __all__ = ["PlainVLLMClient", "connect_client"]
 
@@ -159,9 +160,7 @@ class PlainVLLMClient(VLLMClient):
         text = config.get_text_config()
         return {
             "architectures": list(config.architectures or []) or None,
-            "hidden_size": text.hidden_size,
-            "num_hidden_layers": text.num_hidden_layers,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None),
+            **shape_of(text),
             "vocab_size": text.vocab_size,
         }
 

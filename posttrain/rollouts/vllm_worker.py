@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from posttrain.errors import ModelError
 from posttrain.integrations import require
 from posttrain.rollouts.buckets import MappedFile
-from posttrain.rollouts.wire import shared_path
+from posttrain.rollouts.wire import shape_of, shared_path
 
 __all__ = ["EXTENSION", "WeightReceiver", "model_facts", "reload", "restart_command"]
 
@@ -102,9 +102,7 @@ def model_facts(config: Any) -> dict[str, Any]:
     text = model.hf_text_config
     return {
         "architectures": list(getattr(model.hf_config, "architectures", None) or []) or None,
-        "hidden_size": text.hidden_size,
-        "num_hidden_layers": text.num_hidden_layers,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None),
+        **shape_of(text),
         "vocab_size": model.get_vocab_size(),
         "max_model_len": model.max_model_len,
         "dtype": str(model.dtype),

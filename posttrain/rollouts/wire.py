@@ -97,6 +97,19 @@ def shared_path(path: str) -> Path:
     return found
 
 
+def shape_of(text: Any) -> dict[str, Any]:
+    """What a server says of a model's shape, and a trainer compares with its own.
+
+    Args:
+        text: Config of the language model; heads of keys and values that it does not name are None.
+    """
+    return {
+        "hidden_size": text.hidden_size,
+        "num_hidden_layers": text.num_hidden_layers,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None),
+    }
+
+
 def checked_adapter(adapter: Any) -> dict[str, Any] | None:
     """The description of an adapter whose tensors are pushed: ``{r, alpha, target_modules}``.
 

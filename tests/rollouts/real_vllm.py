@@ -14,7 +14,7 @@ import torch
 
 from posttrain.integrations import is_available
 from posttrain.models.forward import sequence_logps
-from posttrain.types import Row
+from posttrain.types import Request, Row, Sampling
 
 ROOT = Path(__file__).parents[2]
 SMOL = Path.home() / ".cache/posttrain/SmolLM2-135M-Instruct"
@@ -103,6 +103,19 @@ def truth(model, rollouts):
     """Log-probs of rollouts by transformers."""
     rows = [Row(list(r.prompt_ids), [r.token_ids], [[1] * len(r.token_ids)]) for r in rollouts]
     return [logp.tolist() for logp in sequence_logps(model, rows)]
+
+
+def assert_logps_are_transformers(engine, model, prompts):
+    """Of sampled tokens, at two temperatures; completions come prompt by prompt."""
+    for temperature in (1.0, 0.7):
+        rollouts = engine.generate([Request(p, 4) for p in prompts], Sampling(24, temperature=temperature, seed=1))
+        assert [r.prompt_ids for r in rollouts] == [p for p in prompts for _ in range(4)]
+        with torch.no_grad():
+            for r in rollouts:
+                ids = torch.tensor([r.prompt_ids + r.token_ids])
+                logits = model(ids).logits[0, len(r.prompt_ids) - 1 : -1] / temperature
+                wanted = logits.log_softmax(-1).gather(1, ids[0, len(r.prompt_ids) :, None])[:, 0].tolist()
+                assert r.logp == pytest.approx(wanted, abs=1e-3)
 
 
 def worst(mine, theirs):

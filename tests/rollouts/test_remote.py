@@ -28,15 +28,6 @@ def _quick(monkeypatch):
         monkeypatch.setattr(module, "WAIT", 0.05)
 
 
-@pytest.fixture
-def made():
-    """What is to be closed."""
-    things = []
-    yield things
-    for thing in reversed(things):
-        thing.close()
-
-
 def stub_of(made, version=0, **options):
     made.append(StubServer(build_model(VOCAB, seed=9), **options))
     made[-1].version = version

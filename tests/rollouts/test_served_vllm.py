@@ -62,15 +62,7 @@ def test_it_says_what_it_serves_and_is_healthy_to_the_first_token(url, client):
 
 
 def test_log_probs_are_those_of_transformers(engine, model):
-    for temperature in (1.0, 0.7):
-        rollouts = engine.generate([Request(p, 4) for p in PROMPTS], Sampling(24, temperature=temperature, seed=1))
-        assert [r.prompt_ids for r in rollouts] == [p for p in PROMPTS for _ in range(4)]
-        with torch.no_grad():
-            for r in rollouts:
-                ids = torch.tensor([r.prompt_ids + r.token_ids])
-                logits = model(ids).logits[0, len(r.prompt_ids) - 1 : -1] / temperature
-                wanted = logits.log_softmax(-1).gather(1, ids[0, len(r.prompt_ids) :, None])[:, 0].tolist()
-                assert r.logp == pytest.approx(wanted, abs=1e-3)
+    real.assert_logps_are_transformers(engine, model, PROMPTS)
 
 
 def test_a_seed_reproduces_whatever_runs_beside_it_and_another_differs(engine):

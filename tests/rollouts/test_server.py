@@ -35,15 +35,6 @@ def _quick(monkeypatch):
 
 
 @pytest.fixture
-def made():
-    """What is to be closed."""
-    things = []
-    yield things
-    for thing in reversed(things):
-        thing.close()
-
-
-@pytest.fixture
 def model():
     return build_model(VOCAB)
 
