@@ -11,16 +11,19 @@ import json
 import sys
 import tempfile
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import harness
 
-TASKS = {
+TASKS = {  # Short ones whose answers spread: always saying the commonest takes a fifth of them at most, and is drawn too.
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    "gcd": {"min_value": 1, "max_value": 20},
-    "letter_counting": {"min_words": 1, "max_words": 2},
-}
+    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "simple_equations": {
+        "min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 9, "operators_weights": [1.0, 0.0, 0.0],
+    },
+}  # fmt: skip
 METHODS = ("grpo", "rloo", "ppo")
 SYSTEM = "Reply with just the number."
 PROMPTS, GROUP, NEW = 8, 8, 6
@@ -97,7 +100,8 @@ def run(method: str, task: str, seed: int, model: str, updates: int) -> dict:
     points.append((0, accuracy(trainer.model, trainer.processing_class, held, judge)))
     trainer.add_callback(Judge())
     trainer.train()
-    return {"method": method, "task": task, "seed": seed, "updates": updates, "points": points}
+    always = Counter(held["answer"]).most_common(1)[0][1] / len(held)
+    return {"method": method, "task": task, "seed": seed, "updates": updates, "points": points, "always": always}
 
 
 def draw(runs: list[dict], path: Path) -> None:
@@ -117,6 +121,8 @@ def draw(runs: list[dict], path: Path) -> None:
             mean = [(p[0][0], sum(y for _, y in p) / len(p)) for p in zip(*mine, strict=True)]
             if mean:
                 panel.plot(*zip(*mean, strict=True), color=colours[method], label=method.upper(), marker="o")
+        always = next(r["always"] for r in runs if r["task"] == task)
+        panel.axhline(always, color="0.4", linestyle=":", linewidth=1, label="always the commonest answer")
         panel.set_title(task)
         panel.set_xlabel(f"updates of {PROMPTS} x {GROUP} completions")
         panel.grid(alpha=0.3)
@@ -130,7 +136,7 @@ def main() -> None:
     """All runs, two at a time with one thread each, then the picture and the table."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model")
-    options.add_argument("--updates", type=int, default=12)
+    options.add_argument("--updates", type=int, default=10)
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     options.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))

@@ -284,9 +284,11 @@ class OnlineTrainer(
     def old_logp_is_engines(self) -> bool:
         """Whether the engine's log-probs are the trainer's to rounding, so that no pass computes them again.
 
-        In half precision the two round differently (0.01 nats a token), and ratios would begin away from 1.
+        In half precision the two round differently (0.01 nats a token), and ratios would begin away from 1. What a function
+        says that rolls out in the engine's place is not the engine's.
         """
-        return getattr(self.engine, "as_trained", False) and not (self.args.bf16 or self.args.fp16)
+        exact = getattr(self.engine, "as_trained", False) and not (self.args.bf16 or self.args.fp16)
+        return exact and self.engine_is_policy
 
     def needs_old_logp(self, mode: str) -> bool:
         """Whether a slice may outlive the weights that sampled it."""
@@ -296,7 +298,6 @@ class OnlineTrainer(
 
     def attach_logps(self, generation: Generation, mode: str) -> None:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
-        rows = generation.rows(range(len(generation.rollouts)), skip_truncated=False)
         known = all(len(r.logp) == len(r.token_ids) for r in generation.rollouts)
         said = [list(rollout.logp) for rollout in generation.rollouts]
         if known and not self.engine_is_policy:
@@ -307,10 +308,10 @@ class OnlineTrainer(
             generation.token_columns["old_logp"] = said
         elif self.needs_old_logp(mode):
             with self.inference() as policy:
-                generation.token_columns["old_logp"] = self.logps(policy, rows)
+                generation.token_columns["old_logp"] = self.logps(policy, generation.every_row())
         if self.reference is not None:
             with self.inference() as policy, self.reference.active(policy) as reference:
-                generation.token_columns["ref_logp"] = self.logps(reference, rows)
+                generation.token_columns["ref_logp"] = self.logps(reference, generation.every_row())
 
     def log_engine_gap(self, rollouts: list[Rollout], trained: list[list[float]], mode: str) -> None:
         """How far the engine's log-probs are from ``trained``, those of the same completions by this trainer's forward."""

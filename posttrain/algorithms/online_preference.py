@@ -239,6 +239,8 @@ class OnlinePreferenceTrainer(OnlineTrainer):
         keep = set(trained)
         columns = [next(found) if i in keep else [0.0] * len(r.token_ids) for i, r in enumerate(generation.rollouts)]
         generation.token_columns["ref_logp"] = columns
+        if not (self.engine_tells_logp and generation.rollouts[0].logp):
+            return
         # The loss has no use for the sampler's temperature, so one completion a rollout batch has a pass of its own.
         with self.inference() as policy:
             own = self.logps(policy, generation.rows([0], skip_truncated=False), self.args.temperature)

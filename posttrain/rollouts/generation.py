@@ -79,3 +79,7 @@ class Generation:
             for name, column in self.token_columns.items():
                 row.token_columns.setdefault(name, []).append(column[i])
         return rows
+
+    def every_row(self) -> list[Row]:
+        """All completions as rows, cut ones with their tokens."""
+        return self.rows(range(len(self.rollouts)), skip_truncated=False)

@@ -2,10 +2,12 @@
 
 import pytest
 
+from posttrain import GRPOTrainer
 from tests.algorithms import test_online_preference as pairs
-from tests.algorithms.helpers import grpo
+from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts
 from tests.algorithms.test_ppo import ppo
 from tests.algorithms.test_rloo import rloo
+from tests.conftest import build_model
 
 MEAN, MOST = "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"
 
@@ -75,6 +77,23 @@ def test_log_probs_of_the_own_engine_are_not_computed_again(monkeypatch, tmp_pat
     assert (none, some) == (0, 2)
     assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
     assert ours[1] == pytest.approx(theirs[1], rel=1e-4)
+
+
+def test_log_probs_of_a_rollout_function_are_never_the_old_ones(tmp_path, tiny_tokenizer):
+    """The engine beside it is exact, and has written nothing: what the function says is compared, and corrected for."""
+
+    def sampled(prompts, trainer):
+        ids = [[5 + i % 3, 7, 2] for i in range(len(prompts))]
+        return {"prompt_ids": [[9, 11]] * len(prompts), "completion_ids": ids, "logprobs": [[-1.0] * 3] * len(prompts)}
+
+    trainer = GRPOTrainer(
+        build_model(len(tiny_tokenizer)), count_a,
+        grpo_args(tmp_path, num_iterations=2, vllm_importance_sampling_mode="token_truncate"),
+        train_dataset=prompts(), processing_class=tiny_tokenizer, rollout_func=sampled,
+    )  # fmt: skip
+    assert trainer.engine.as_trained
+    trainer.train()
+    assert logged(trainer, MEAN)[0] > 1
 
 
 def test_in_half_precision_they_are_computed_again(tmp_path, tiny_tokenizer):

@@ -167,6 +167,8 @@ def test_r50_the_ratio_of_another_engine_weighs_whole_completions():
         n = int(((batch.sequence == s) & batch.loss_mask).sum())
         if n:
             assert float(weighted.terms[s] / bare.terms[s]) == pytest.approx(min(math.exp(0.1 * n), 1.35))
+    assert float(weighted.metrics["sampling/sampling_logp_difference/max"].value) == pytest.approx(0.1)
+    assert "sampling/kl" in weighted.metrics and "sampling/kl" not in bare.metrics
 
 
 @pytest.mark.parametrize(

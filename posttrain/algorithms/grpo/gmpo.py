@@ -15,7 +15,7 @@ from posttrain.algorithms.grpo.trainer import GRPOTrainer
 from posttrain.errors import ConfigError
 from posttrain.losses.kl import k3
 from posttrain.losses.policy import clip_metrics
-from posttrain.losses.ratio import entropy_mask, importance_log_ratio, rollout_correction
+from posttrain.losses.ratio import engine_gap, entropy_mask, importance_log_ratio, rollout_correction
 from posttrain.losses.reduce import sequence_lengths, sequence_mean, sequence_sum, spread
 from posttrain.metrics import maximum, mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
@@ -107,6 +107,9 @@ def gmpo_objective(
         epsilon=1 - math.exp(-cfg.epsilon),
         epsilon_high=math.expm1(high),
     )
+    if batch.rollout_logp is not None:
+        trained = out.logp if batch.old_logp is None else batch.old_logp
+        metrics |= engine_gap(trained, batch.rollout_logp, mask)
     if cfg.beta:
         kl = k3(out.logp, batch.ref_logp)
         terms = terms + cfg.beta * sequence_mean(kl, mask, sequence, count)
