@@ -3,8 +3,9 @@
 ``--part time``: the same model, prompts, group and lengths; synchronous with the native engine (``sync``), asynchronous with a
 native worker (``native``, staleness 1, paced; ``corrected``: with ``is_correction="token_truncate"``), and asynchronous over a
 rollout server (``server``: at ``--server URL``, or one that is started here). ``--part samples``: accuracy of the sampled
-answers, step by step and with the same questions in the same order, until it has stayed at ``--goal`` for 3 steps on average;
-there a run ends.
+answers, step by step and with the same questions in the same order and the same schedule of the learning rate, for every seed;
+then the samples it takes until that accuracy, averaged over the seeds and 3 steps, is at ``--goal``, and what is right of the
+held-out questions in the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,60 +28,63 @@ MODEL = Path("~/.cache/posttrain/SmolLM2-135M-Instruct").expanduser()
 WINDOW = 3  # Steps whose mean accuracy counts.
 
 
-def trainer_for(side: str, model: str, folder: str, steps: int, server: str | None, prompts: int):
+def trainer_for(side: str, model: str, folder: str, steps: int, server: str | None, prompts: int, seed: int):
     """The demo's trainer, of one kind."""
     common = {"gradient_checkpointing": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     common["shuffle_dataset"] = False  # Questions differ in how hard they are: every side gets the same ones.
+    common |= {"lr_scheduler_type": "linear", "seed": seed}  # The demo's; the asynchronous default is constant.
     batch = {"per_device_train_batch_size": 8 * prompts}
     if side == "sync":
         import grpo_add
 
         from posttrain import GRPOConfig, GRPOTrainer
 
-        train, _ = grpo_add.questions(prompts * steps)
+        train, held_out = grpo_add.questions(prompts * steps)
         config = GRPOConfig(
             folder, max_steps=steps, num_generations=8, max_completion_length=grpo_add.LIMIT, temperature=0.8,
-            learning_rate=2e-5, logging_steps=1, seed=0, **common, **batch,
+            learning_rate=2e-5, logging_steps=1, **common, **batch,
         )  # fmt: skip
-        return GRPOTrainer(model, [grpo_add.accuracy, grpo_add.brevity], config, train_dataset=train)
+        rewards = [grpo_add.accuracy, grpo_add.brevity]
+        return GRPOTrainer(model, rewards, config, train_dataset=train, eval_dataset=held_out)
     import async_grpo
 
     own = {"server": {"vllm_server_base_url": [server]}, "corrected": {"is_correction": "token_truncate"}}.get(side, {})
     return async_grpo.make_trainer(model, folder, steps, **common, **batch, **own)
 
 
-def one(side: str, model: str, steps: int, server: str | None, prompts: int, goal: float | None = None) -> dict:
-    """Train, at most until the goal; seconds between the ends of steps, and accuracy of each step's samples."""
+def one(side: str, model: str, steps: int, server: str | None, prompts: int, *, seed: int = 0, last: int = 0) -> dict:
+    """Train, ``last`` steps of the schedule where it is not 0, and examine what has then been learnt."""
+    import grpo_add
     from transformers import TrainerCallback
 
     ends: list[float] = []
-    accuracy: list[float] = []
 
     class Clock(TrainerCallback):
         """Notes when steps end."""
 
-        def on_step_end(self, *_, **__):
+        def on_step_end(self, args, state, control, **_):
             ends.append(time.perf_counter())
-
-        def on_log(self, args, state, control, logs=None, **_):
-            accuracy.extend([logs["rewards/accuracy/mean"]] if "loss" in logs else [])
-            reached = goal is not None and len(accuracy) >= WINDOW and statistics.mean(accuracy[-WINDOW:]) >= goal
-            control.should_training_stop = control.should_training_stop or reached
+            control.should_training_stop = control.should_training_stop or len(ends) == last
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_for(side, model, folder, steps, server, prompts)
+        trainer = trainer_for(side, model, folder, steps, server, prompts, seed)
         trainer.add_callback(Clock())
         began = time.perf_counter()
         trainer.train()
+        said = grpo_add.exam(trainer) if last else []
     rows = [row for row in trainer.state.log_history if "loss" in row]
     seconds = [b - a for a, b in itertools.pairwise(ends)]
     found = {
         "side": side,
+        "seed": seed,
         "step_s": round(statistics.median(seconds), 2),
         "first_step_s": round(ends[0] - began, 2),
-        "accuracy": [round(value, 4) for value in accuracy],
+        "accuracy": [round(row["rewards/accuracy/mean"], 4) for row in rows],
         "samples_per_step": 8 * prompts,
     }
+    if said:
+        right = [grpo_add.last_number(text) == answer for _, answer, text in said]
+        found["held_out"] = round(statistics.mean(right), 4)
     if side != "sync":
         found["staleness_max"] = max(row["async/staleness_max"] for row in rows)
         found["sync_s"] = round(
@@ -87,16 +92,29 @@ def one(side: str, model: str, steps: int, server: str | None, prompts: int, goa
         )
         found["wait_s"] = round(statistics.median(row["queue_wait_time_s"] for row in rows), 2)
         found["dropped"] = rows[-1]["async/dropped"]
+        found["clipped"] = [round(row["clip_ratio/region_mean"], 4) for row in rows]
+        found["kl"] = [round(row["kl"], 5) for row in rows]
     return found
 
 
-def samples_to(found: dict, goal: float) -> int | None:
-    """Samples after which the accuracy of the last steps was at the goal; None: never."""
-    curve = found["accuracy"]
+def samples_to(runs: list[dict], goal: float) -> int | None:
+    """Samples after which the accuracy of the last steps, averaged over runs, was at the goal; None: never."""
+    curve = [statistics.mean(values) for values in zip(*(run["accuracy"] for run in runs), strict=False)]
     for end in range(WINDOW, len(curve) + 1):
         if statistics.mean(curve[end - WINDOW : end]) >= goal:
-            return end * found["samples_per_step"]
+            return end * runs[0]["samples_per_step"]
     return None
+
+
+def samples(options: argparse.Namespace, kept: dict, side: str, url: str | None) -> Iterator[None]:
+    """A run for every seed that is not there yet; their common curve is judged after each."""
+    runs = [] if options.afresh else kept.get("runs", [])
+    for seed in sorted(set(options.seeds) - {run["seed"] for run in runs}):
+        runs.append(one(side, options.model, options.steps, url, options.prompts, seed=seed, last=options.last))
+        print(json.dumps(runs[-1]), flush=True)
+        kept |= {"goal": options.goal, "samples": samples_to(runs, options.goal), "runs": runs}
+        kept["held_out"] = round(statistics.mean(run["held_out"] for run in runs), 4)
+        yield
 
 
 def main() -> None:
@@ -104,18 +122,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=("time", "samples"), default="time")
     parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, help="6 for the time, 16 for samples, which is also the schedule's length")
     parser.add_argument("--prompts", type=int, default=8, help="of a step, 8 completions each")
     parser.add_argument("--goal", type=float, default=0.5)
+    parser.add_argument("--last", type=int, default=12, help="step of the schedule after which runs for samples end")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of --part samples")
+    parser.add_argument("--afresh", action="store_true", help="do not keep the seeds that are there")
     parser.add_argument("--server", help="URL of a rollout server; without it the side 'server' starts one")
     parser.add_argument(
         "--sides", nargs="*", default=["sync", "native", "server"], choices=("sync", "native", "corrected", "server")
     )
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "async_grpo.json"))
     options = parser.parse_args()
+    options.steps = options.steps or {"time": 6, "samples": 16}[options.part]
     out = Path(options.out)
-    kept = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    goal = options.goal if options.part == "samples" else None
     for side in options.sides:
         with contextlib.ExitStack() as stack:
             url = options.server
@@ -123,12 +143,16 @@ def main() -> None:
                 from serving import serving
 
                 url = stack.enter_context(serving(options.model, os.cpu_count() or 1))[0]
-            found = one(side, options.model, options.steps, url, options.prompts, goal)
-        if options.part == "samples":
-            found["goal"], found["samples"] = options.goal, samples_to(found, options.goal)
-        print(json.dumps(found), flush=True)
-        kept.setdefault(options.part, {})[side] = found
-        out.write_text(json.dumps(kept | {"cores": os.cpu_count()}, indent=1) + "\n", encoding="utf-8")
+            kept = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+            kept["cores"] = os.cpu_count()
+            part = kept.setdefault(options.part, {})
+            if options.part == "samples":
+                for _ in samples(options, part.setdefault(side, {}), side, url):
+                    out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+                continue
+            part[side] = one(side, options.model, options.steps, url, options.prompts)
+            print(json.dumps(part[side]), flush=True)
+            out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -158,12 +158,15 @@ class StepMixin:
                 if getattr(self.transfer, "lacking", bool)():
                     return None
                 continue
-            if isinstance(item, Conversation):
-                return item
-            samples = [item] if isinstance(item, RolloutSample) else list(item)
-            self.ledger.dispatch(1)
-            self.ledger.arrive(1)
-            return Conversation(samples, arrived=self.version)
+            return item if self.owns_workers else self._booked(item)  # type: ignore[attr-defined]
+
+    def _booked(self, item: Any) -> Conversation:
+        """What a worker of the caller's own hands over, which counts from now on: a sample, several rows, a conversation."""
+        self.ledger.dispatch(1)
+        self.ledger.arrive(1)
+        if isinstance(item, Conversation):
+            return replace(item, arrived=self.version)
+        return Conversation([item] if isinstance(item, RolloutSample) else list(item), arrived=self.version)
 
     def _nothing(self, waited: float) -> RolloutError:
         dropped = dict(self.ledger.dropped)
