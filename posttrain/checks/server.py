@@ -67,6 +67,7 @@ register("PT-S013", "server-on-this-device", moment="config", title="Server and 
 register("PT-S014", "server-few-slots", moment="config", title="The server writes few completions at once", page="h")
 register("PT-S015", "server-quantised", moment="config", title="The server runs quantised weights", page="h")
 register("PT-S016", "server-no-adapter", moment="config", title="The server does not take this adapter", page="h")
+register("PT-S017", "server-seeds-in-pieces", moment="config", title="Seeds would end vLLM on this CPU", page="h")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ def check_info(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Find
     """What a server says of itself against what the run needs."""
     yield from _model(url, info, needs)
     yield from _flags(url, info, needs)
+    yield from _seeds(url, info, needs)
 
 
 def _model(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
@@ -198,6 +200,16 @@ def _flags(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
             f"vllm_lora_sync='adapter' with rank {needs.lora_rank}; the server takes adapters: {bool(info.get('accepts_lora'))}, "
             f"up to rank {info.get('max_lora_rank')}.", url,
             "the adapter could not be sent.", "set vllm_lora_sync='merge', or restart the server with a higher --max_lora_rank.",
+        )  # fmt: skip
+
+
+def _seeds(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
+    if info.get("device") == "cpu" and info.get("chunked_prefill"):
+        yield finding(
+            "PT-S017", "error", "the server is a vLLM on a CPU that reads long prompts, or many at once, in pieces.", url,
+            "every request of a run has a seed, and this build cannot take one back after a piece: its engine would end with "
+            "'CPU Generator does not use offset'.",
+            f"restart it: {info.get('restart') or f'posttrain serve --model {needs.model}'}.",
         )  # fmt: skip
 
 

@@ -134,7 +134,7 @@ class PlainVLLMClient(VLLMClient):
             "accepts_lora": False,
             "scores": True,
             "weight_version": version,
-            "restart": restart_command(self.card.get("root")),
+            "restart": restart_command(self.card.get("root"), self._facts.get("device") == "cpu"),
         } | self._facts
 
     def _model_facts(self) -> dict[str, Any]:

@@ -84,9 +84,9 @@ class VLLMEngine:
                 "False."
             )
         fixed = {
+            **_prefill(),
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # Not the sampling settings of the checkpoint's folder.
-            "max_num_batched_tokens": BATCHED_TOKENS,
             "enable_sleep_mode": sleep_level is not None,
             "worker_extension_cls": EXTENSION,
         }
@@ -254,6 +254,17 @@ class VLLMEngine:
 
 def _platform() -> Any:
     return require("vllm.platforms", "vLLM's platform").current_platform
+
+
+def _prefill() -> dict[str, Any]:
+    """How vLLM reads prompts: in pieces, but on a CPU whole.
+
+    After a piece that is not a prompt's last vLLM turns the generator of a request that has a seed back, which generators on a
+    CPU cannot do: the engine ends (``CPU Generator does not use offset``).
+    """
+    if _platform().is_cpu():
+        return {"enable_chunked_prefill": False}  # A step then has room for the whole context, as vLLM sees to itself.
+    return {"max_num_batched_tokens": BATCHED_TOKENS}
 
 
 def sleep_available() -> bool:

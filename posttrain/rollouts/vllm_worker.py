@@ -22,12 +22,13 @@ EXTENSION = "posttrain.rollouts.vllm_worker.WeightReceiver"
 Pair = tuple[str, Tensor]
 
 
-def restart_command(model: Any) -> str:
+def restart_command(model: Any, on_cpu: bool = False) -> str:
     """How a plain vLLM server is started so that a trainer on the same machine can use it."""
-    return (
+    command = (
         f"VLLM_SERVER_DEV_MODE=1 vllm serve {model or 'MODEL'} --logprobs-mode processed_logprobs --generation-config vllm "
         f"--worker-extension-cls {EXTENSION}"
     )
+    return f"{command} --no-enable-chunked-prefill" if on_cpu else command  # PT-S017.
 
 
 def reload(worker: Any, pairs: Iterable[Pair]) -> list[str]:
@@ -112,6 +113,8 @@ def model_facts(config: Any) -> dict[str, Any]:
         "max_logprobs": model.max_logprobs,
         "enable_prefix_caching": bool(cache.enable_prefix_caching),
         "max_num_seqs": scheduler.max_num_seqs,
+        "chunked_prefill": bool(scheduler.enable_chunked_prefill),
+        "device": str(config.device_config.device_type),
     }
 
 

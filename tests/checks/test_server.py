@@ -47,6 +47,7 @@ def test_a_server_that_fits_is_not_mentioned():
         ({"quantization": "fp8"}, {}, "PT-S015", "warning", "fp8"),
         ({"accepts_lora": False}, {"lora_rank": 8}, "PT-S016", "error", "rank 8"),
         ({"accepts_lora": True, "max_lora_rank": 4}, {"lora_rank": 8}, "PT-S016", "error", "up to rank 4"),
+        ({"device": "cpu", "chunked_prefill": True}, {}, "PT-S017", "error", "in pieces"),
     ],
 )
 def test_each_difference_is_found_with_both_values_and_what_to_do(lie, changed, code, severity, values):

@@ -25,8 +25,12 @@ class Worker(WeightReceiver):
             hf_text_config=config, hf_config=config, get_vocab_size=lambda: config.vocab_size, max_model_len=512,
             dtype=torch.float32, quantization=None, revision=None, logprobs_mode="processed_logprobs", max_logprobs=20,
         )  # fmt: skip
-        cache, scheduler = types.SimpleNamespace(enable_prefix_caching=True), types.SimpleNamespace(max_num_seqs=256)
-        self.vllm_config = types.SimpleNamespace(model_config=whole, cache_config=cache, scheduler_config=scheduler)
+        self.vllm_config = types.SimpleNamespace(
+            model_config=whole,
+            cache_config=types.SimpleNamespace(enable_prefix_caching=True),
+            scheduler_config=types.SimpleNamespace(max_num_seqs=256, enable_chunked_prefill=False),
+            device_config=types.SimpleNamespace(device_type="cpu"),
+        )
 
     @torch.no_grad()
     def load(self, weights):

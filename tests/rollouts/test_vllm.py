@@ -91,6 +91,16 @@ def test_rollouts_carry_the_version_of_the_weights(engine):
     assert engine.generate([contract.Request([5])], Sampling(1, seed=0))[0].version == 7
 
 
+def test_seeds_hold_for_more_prompts_than_a_step_reads(engine):
+    """64 x 100 tokens are more than the 4096 of a step: read in pieces, a request with a seed would end this build."""
+    asked = [contract.Request([3 + (7 * i + k) % (VOCAB - 3) for k in range(100)]) for i in range(64)]
+    sampling = Sampling(4, seed=5)
+    whole = [r.token_ids for r in engine.generate(asked, sampling)]
+    engine.load_weights([], version=8)  # Forgets what it read.
+    assert [r.token_ids for r in engine.generate(asked, sampling)] == whole
+    assert [r.token_ids for r in engine.generate(asked[:3], sampling)] == whole[:3]
+
+
 # The engine contract, claim by claim.
 test_rollouts_come_request_by_request = contract.test_rollouts_come_request_by_request_with_their_prompts
 test_generation_stops = contract.test_generation_stops_after_the_stop_token_and_keeps_it

@@ -29,7 +29,8 @@ class Core:
         )  # fmt: skip
         self.vllm_config = types.SimpleNamespace(
             model_config=model, cache_config=types.SimpleNamespace(enable_prefix_caching=True),
-            scheduler_config=types.SimpleNamespace(max_num_seqs=slots),
+            scheduler_config=types.SimpleNamespace(max_num_seqs=slots, enable_chunked_prefill=False),
+            device_config=types.SimpleNamespace(device_type="cpu"),
         )  # fmt: skip
         self.requests, self.resets, self.most, self.fail = {}, [], 0, False
 
