@@ -90,6 +90,7 @@ class Store:
         keys, values: Per layer ``(slots, KV heads, capacity, head size)``.
         unseen: By sliding window, what each row may not see in this step; computed once for all layers.
         places: By key-value heads and capacity, where this step's keys go in a layer's memory; computed once too.
+        plan: What compiled layers know of the groups (`posttrain.rollouts.native.fused`).
     """
 
     slots: int
@@ -103,6 +104,7 @@ class Store:
     values: dict[int, Tensor] = field(default_factory=dict)
     unseen: dict[int | None, Tensor] = field(default_factory=dict)
     places: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    plan: Any = None
 
     def begin_step(self, longest: int) -> None:
         """One position more for every live row; ``longest`` of them are the most that one has so far."""
@@ -142,8 +144,7 @@ class Store:
         """Append one position to each live row; returns the used part of this layer's memory."""
         n, kv, _, size = key.shape
         used = self.longest + 1
-        if layer not in self.keys or self.keys[layer].shape[2] < used:
-            self._grow(layer, key, value)
+        self.make_room(layer, key, value)
         keys, values = self.keys[layer], self.values[layer]
         capacity = keys.shape[2]
         if (kv, capacity) not in self.places:
@@ -153,6 +154,11 @@ class Store:
         keys.view(-1, size).index_copy_(0, places, key.reshape(-1, size))
         values.view(-1, value.shape[3]).index_copy_(0, places, value.reshape(-1, value.shape[3]))
         return keys[:n, :, :used], values[:n, :, :used]
+
+    def make_room(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """See that every row has room for one position more; ``key`` and ``value`` are samples ``(n, KV heads, 1, size)``."""
+        if layer not in self.keys or self.keys[layer].shape[2] <= self.longest:
+            self._grow(layer, key, value)
 
     def _grow(self, layer: int, key: Tensor, value: Tensor) -> None:
         for memory, sample in ((self.keys, key), (self.values, value)):

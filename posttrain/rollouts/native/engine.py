@@ -19,6 +19,7 @@ from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
 from posttrain.rollouts.native.choosing import SickRequests
+from posttrain.rollouts.native.fused import fused_layers
 from posttrain.rollouts.native.gpu import decoder_of
 from posttrain.rollouts.native.gpu_run import GraphRun
 from posttrain.rollouts.native.kept import Kept, fingerprint
@@ -128,7 +129,9 @@ class NativeEngine:
         run = (Run if self.decoder is None else GraphRun)(self, requests, sampling)
         packed = self._packed() if isinstance(run, Run) else None
         plugged, quick = plugged_in(self.inner, run.store), quick_products(self.inner, packed)
-        with evaluating(self.model), plugged, quick, bound_threads(self.threads):
+        exact = isinstance(run, Run) and not torch.is_autocast_enabled("cpu")
+        fused = fused_layers(self.inner, (packed or Packed()) if exact else None, run.store)
+        with evaluating(self.model), plugged, fused, quick, bound_threads(self.threads):
             if isinstance(run, Run) and packed is not None:
                 run.read_from(packed)
             try:

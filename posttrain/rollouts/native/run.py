@@ -15,7 +15,7 @@ from posttrain.rollouts.native.blocks import Block, Group
 from posttrain.rollouts.native.choosing import Asked, Chooser, Completion, Prompt
 from posttrain.rollouts.native.filling import Filler, mark_stems
 from posttrain.rollouts.native.kept import Kept, match
-from posttrain.rollouts.native.products import PACK_FROM, PACK_TOKENS, Packed
+from posttrain.rollouts.native.products import PACK_FROM, PACK_STEPS, PACK_TOKENS, Packed
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -235,7 +235,8 @@ class Run:
         self.packed = packed
         asked = sum(len(prompt.ids) for prompt in self.prompts)
         asked += sum(one.request.n * one.sampling.max_new_tokens for one in self.asked)
-        if not packed.weights and (packed.bfloat16 or asked >= PACK_TOKENS):
+        steps = max((one.sampling.max_new_tokens for one in self.asked), default=0)
+        if not packed.weights and (packed.bfloat16 or asked >= PACK_TOKENS or steps >= PACK_STEPS):
             self._pack()
 
     def _pack(self) -> None:

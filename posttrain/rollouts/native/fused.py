@@ -1,0 +1,216 @@
+"""Decoder layers of the Llama kind in as few calls as they can be: four products, and four functions of `layer.c`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.rollouts.native.attention import Store
+from posttrain.rollouts.native.blocks import Block, Group
+from posttrain.rollouts.native.compiled import Memory, Step, compiled
+from posttrain.rollouts.native.products import Packed
+
+__all__ = ["Plan", "fused_layers"]
+
+# RMS norm, rotated halves, attention, RMS norm, SwiGLU, each added to its input; Qwen3 normalises queries and keys too.
+KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+CHUNK = 8  # Rows that read a prompt together: it is read once for all of them, and a thread has all of that to do.
+ITEMS = 4  # A thread's share of the work is in at least this many pieces, else chunks are halved.
+
+
+@dataclass(slots=True)
+class Plan:
+    """Which rows read what, until a row comes or goes.
+
+    Attributes:
+        groups: The groups it was made of.
+        order: ``(n,)`` rows by prompt; those of a chunk read the same one.
+        begins: ``(chunks + 1,)`` where each chunk begins there.
+        prompts: Per layer ``(n, 3)``: addresses of a row's prompt's keys and values, and from one head to the next.
+        scratch: A thread's scores and queries.
+    """
+
+    groups: list[Group]
+    order: Tensor
+    begins: Tensor
+    most: int
+    prompts: dict[int, Tensor] = field(default_factory=dict)
+    scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+    step: Step | None = None
+    lengths: Tensor | None = None
+
+    @classmethod
+    def of(cls, groups: list[Group], kv: int, threads: int) -> Plan:
+        """Rows by prompt, cut into chunks."""
+        by_prompt = [rows for group in groups for rows in rows_by_prompt(group)]
+        size = CHUNK
+        while size > 1 and kv * sum(-(-len(rows) // size) for rows in by_prompt) < ITEMS * threads:
+            size //= 2
+        chunks = [rows[i : i + size] for rows in by_prompt for i in range(0, len(rows), size)]
+        begins = torch.tensor([0, *map(len, chunks)]).cumsum(0)
+        return cls(groups, torch.tensor([row for chunk in chunks for row in chunk]), begins, max(map(len, chunks)))
+
+    def prompts_of(self, layer: int) -> Tensor:
+        """Where this layer finds each row's prompt."""
+        if layer not in self.prompts:
+            table = torch.empty(len(self.order), 3, dtype=torch.long)
+            for group in self.groups:
+                keys, values = in_order(group.block, layer)
+                rows, each = group.place // group.grid.shape[1], keys.stride(0) * keys.element_size()
+                places = torch.stack([keys.data_ptr() + rows * each, values.data_ptr() + rows * each], 1)
+                table[group.rows, :2] = places
+                table[group.rows, 2] = keys.stride(1)
+            self.prompts[layer] = table
+        return self.prompts[layer]
+
+
+def rows_by_prompt(group: Group) -> list[list[int]]:
+    """The live rows of each prompt of a block."""
+    found: dict[int, list[int]] = {}
+    for row, place in zip(group.rows.tolist(), group.place.tolist(), strict=True):
+        found.setdefault(place // group.grid.shape[1], []).append(row)
+    return list(found.values())
+
+
+def in_order(block: Block, layer: int) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values, contiguous."""
+    for memory in (block.keys, block.values):
+        memory[layer] = memory[layer].contiguous()
+    return block.keys[layer], block.values[layer]
+
+
+class Layer:
+    """One decoder layer of a model, computed in few calls.
+
+    Args:
+        layer: Of one of `KINDS`.
+        packed: Copies of its weights, those that read the same input side by side; empty until they are made.
+        store: The memory of the running call.
+    """
+
+    def __init__(self, layer: Any, packed: Packed, store: Store) -> None:
+        self.layer, self.packed, self.store = layer, packed, store
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.size, self.scale = attention.layer_idx, attention.head_dim, attention.scaling
+        self.heads = attention.q_proj.out_features // self.size
+        self.kv = attention.k_proj.out_features // self.size
+        self.window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        self.norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.gates = (mlp.gate_proj, mlp.up_proj)
+        library = compiled(self.size)
+        assert library is not None
+        self.library = library
+
+    def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any) -> Tensor:
+        """``(B, t, H)`` in and out."""
+        layer, threads = self.layer, torch.get_num_threads()
+        residual = hidden_states.reshape(-1, hidden_states.shape[-1])
+        qkv = self.packed.product(self.inputs, self.normalised(residual, None, layer.input_layernorm, threads))
+        self.rotate(qkv, position_embeddings, hidden_states.shape[:2], threads)
+        attended = (
+            self.attended(qkv, threads) if self.store.filling is None else self.filled(qkv, hidden_states.shape[1])
+        )
+        x = self.packed.product((layer.self_attn.o_proj,), attended)
+        normal = self.normalised(x, residual, layer.post_attention_layernorm, threads)  # Adds the residual to x.
+        both = self.packed.product(self.gates, normal)
+        gated = both.new_empty(len(both), both.shape[1] // 2)
+        self.library.gated(both.data_ptr(), gated.data_ptr(), *gated.shape, threads)
+        return self.packed.product((layer.mlp.down_proj,), gated).add_(x).view(hidden_states.shape)
+
+    def normalised(self, x: Tensor, added: Tensor | None, norm: Any, threads: int) -> Tensor:
+        """The norm of ``x + added``; the sum replaces x."""
+        out = torch.empty_like(x)
+        more = None if added is None else added.data_ptr()
+        pointers = x.data_ptr(), more, norm.weight.data_ptr(), out.data_ptr()
+        self.library.normalise(*pointers, *x.shape, norm.variance_epsilon, threads)
+        return out
+
+    def rotate(self, qkv: Tensor, angles: tuple[Tensor, Tensor], shape: torch.Size, threads: int) -> None:
+        """Turn queries and keys by the angles of their positions, in place."""
+        cosine, sine = (a.expand(*shape, self.size).contiguous() for a in angles)
+        norms = (None if norm is None else norm.weight.data_ptr() for norm in self.norms)
+        epsilon = 0.0 if self.norms[0] is None else self.norms[0].variance_epsilon
+        pointers = qkv.data_ptr(), cosine.data_ptr(), sine.data_ptr(), *norms
+        self.library.rotate(*pointers, len(qkv), self.heads, self.kv, epsilon, threads)
+
+    def filled(self, qkv: Tensor, width: int) -> Tensor:
+        """Attention of a prefill pass, by torch."""
+        parts = qkv.view(-1, width, self.heads + 2 * self.kv, self.size).transpose(1, 2)
+        query, key, value = parts.split([self.heads, self.kv, self.kv], 1)
+        return self.store.attend(self.index, query, key, value, self.scale, None, self.window).reshape(len(qkv), -1)
+
+    def attended(self, qkv: Tensor, threads: int) -> Tensor:
+        """Attention of a decoding step; writes the new keys and values."""
+        store, n = self.store, len(qkv)
+        sample = qkv.view(n, -1, 1, self.size)[:, : self.kv]
+        store.make_room(self.index, sample, sample)
+        plan = store.plan
+        if plan is None or plan.groups is not store.groups:
+            plan = store.plan = Plan.of(store.groups, self.kv, threads)
+        keys, values = store.keys[self.index], store.values[self.index]
+        common = [None, None]
+        if store.common is not None:
+            common = [memory[0].data_ptr() for memory in in_order(store.common, self.index)]
+        prompts = plan.prompts_of(self.index).data_ptr()
+        memory = Memory(*common, prompts, keys.data_ptr(), values.data_ptr(), keys.shape[2])
+        step, each = self.step(plan, n, threads)
+        out = qkv.new_empty(n, self.heads * self.size)
+        self.library.attend(ctypes.byref(step), ctypes.byref(memory), qkv.data_ptr(), out.data_ptr(), each)
+        return out
+
+    def step(self, plan: Plan, n: int, threads: int) -> tuple[Step, int]:
+        """What this step's rows read, and the elements of a thread's scratch."""
+        store = self.store
+        longest = store.shared + store.width + store.longest + 1
+        each = plan.most * self.heads // self.kv * (longest + 2 * self.size)
+        if plan.lengths is not store.lengths or plan.step is None:
+            if plan.scratch.numel() < threads * each:
+                plan.scratch = torch.empty(2 * threads * each)
+            plan.lengths = store.lengths
+            tensors = (plan.begins, plan.order, store.prefix, store.lengths, plan.scratch)
+            sizes = (n, self.heads, self.kv, store.shared, longest, 0, len(plan.begins) - 1)
+            plan.step = Step(*sizes, *(t.data_ptr() for t in tensors), self.scale, threads)
+        plan.step.window = self.window or 0
+        return plan.step, each
+
+
+def plain(module: nn.Module) -> bool:
+    """Whether calling the module runs its class's forward and nothing else."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not (hooks or "forward" in vars(module) or module._compiled_call_impl)
+
+
+def fusable(layer: Any) -> bool:
+    """Whether `Layer` computes what this layer does: known classes, untouched, float32 on a CPU."""
+    kind = type(layer)
+    if kind.__name__ not in KINDS or not kind.__module__.startswith("transformers.models."):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    linear = (*(getattr(attention, f"{x}_proj") for x in "qkvo"), mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    exact = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in layer.parameters())
+    untouched = all(type(x) is nn.Linear for x in linear) and all(map(plain, layer.modules()))
+    silu = type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    return exact and untouched and silu and attention.head_dim % 2 == 0 and compiled(attention.head_dim) is not None
+
+
+@contextmanager
+def fused_layers(model: Any, packed: Packed | None, store: Store) -> Iterator[None]:
+    """Let decoder layers that are `fusable` run as `Layer`; the others, and all where ``packed`` is None, as they are."""
+    layers = [] if packed is None else [module for module in model.modules() if fusable(module)]
+    if packed is not None:
+        made = [Layer(layer, packed, store) for layer in layers]
+        packed.together = [group for one in made for group in (one.inputs, one.gates)]
+        for layer, one in zip(layers, made, strict=True):
+            layer.forward = one
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
