@@ -58,7 +58,7 @@ class Generating:
     sequences: int
     slots: int = 64
     shares_prompts: bool = True
-    prefill_tokens: int = 1024
+    prefill_tokens: int = 2048
     models: int = 1
 
 

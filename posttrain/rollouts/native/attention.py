@@ -155,16 +155,25 @@ class Store:
         values.view(-1, value.shape[3]).index_copy_(0, places, value.reshape(-1, value.shape[3]))
         return keys[:n, :, :used], values[:n, :, :used]
 
-    def make_room(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """See that every row has room for one position more; ``key`` and ``value`` are samples ``(n, KV heads, 1, size)``."""
-        if layer not in self.keys or self.keys[layer].shape[2] <= self.longest:
-            self._grow(layer, key, value)
+    def make_room(self, layer: int, key: Tensor, value: Tensor, *, blank: bool = True) -> None:
+        """See that every row has room for one position more.
 
-    def _grow(self, layer: int, key: Tensor, value: Tensor) -> None:
+        Args:
+            layer: Whose memory.
+            key: A sample ``(n, KV heads, 1, size)``.
+            value: A sample too.
+            blank: Write zeros to what is unused, for products that reach over all columns: a NaN would spoil them.
+        """
+        if layer not in self.keys or self.keys[layer].shape[2] <= self.longest:
+            self._grow(layer, key, value, blank=blank)
+
+    def _grow(self, layer: int, key: Tensor, value: Tensor, *, blank: bool = True) -> None:
         for memory, sample in ((self.keys, key), (self.values, value)):
             old = memory.get(layer)
             capacity = grown(0 if old is None else old.shape[2])
-            new = sample.new_zeros(self.slots, sample.shape[1], capacity, sample.shape[3])
+            new = sample.new_empty(self.slots, sample.shape[1], capacity, sample.shape[3])
+            if blank:
+                new.zero_()
             if old is not None:
                 rows = min(self.slots, old.shape[0])
                 new[:rows, :, : old.shape[2]] = old[:rows]

@@ -30,7 +30,7 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *((name, LONG) for name in ("rows", "heads", "kv", "common", "longest", "window", "chunks")),
-        *((name, ADDRESS) for name in ("begins", "order", "prompt", "lengths", "scratch")),
+        *((name, ADDRESS) for name in ("begins", "order", "prompt", "lengths", "places", "scratch")),
         ("scale", FLOAT),
         ("threads", INT),
     ]
@@ -40,7 +40,7 @@ class Memory(ctypes.Structure):
     """``struct memory`` of the source: one layer's keys and values."""
 
     _fields_ = [
-        *((name, ADDRESS) for name in ("common_keys", "common_values", "prompts", "keys", "values")),
+        *((name, ADDRESS) for name in ("common_keys", "common_values", "blocks", "keys", "values")),
         ("capacity", LONG),
     ]
 

@@ -21,7 +21,7 @@ __all__ = ["Plan", "fused_layers"]
 # RMS norm, rotated halves, attention, RMS norm, SwiGLU, each added to its input; Qwen3 normalises queries and keys too.
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 CHUNK = 8  # Rows that read a prompt together: it is read once for all of them, and a thread has all of that to do.
-ITEMS = 4  # A thread's share of the work is in at least this many pieces, else chunks are halved.
+ITEMS = 2  # A thread's share of the work is in at least this many pieces, else chunks are halved.
 
 
 @dataclass(slots=True)
@@ -32,15 +32,20 @@ class Plan:
         groups: The groups it was made of.
         order: ``(n,)`` rows by prompt; those of a chunk read the same one.
         begins: ``(chunks + 1,)`` where each chunk begins there.
-        prompts: Per layer ``(n, 3)``: addresses of a row's prompt's keys and values, and from one head to the next.
-        scratch: A thread's scores and queries.
+        most: Rows of the longest chunk.
+        place: ``(n, 3)``: the block of each row's prompt, where in it the prompt begins, and elements from a head to the next.
+        blocks: Per layer addresses of the groups' keys and values.
+        scratch: Of every thread, for scores and queries.
+        step: What the running step reads, made by its first layer for all of them.
+        lengths: Of the step that it is of.
     """
 
     groups: list[Group]
     order: Tensor
     begins: Tensor
     most: int
-    prompts: dict[int, Tensor] = field(default_factory=dict)
+    place: Tensor = field(default_factory=lambda: torch.empty(0))
+    blocks: dict[int, Any] = field(default_factory=dict)
     scratch: Tensor = field(default_factory=lambda: torch.empty(0))
     step: Step | None = None
     lengths: Tensor | None = None
@@ -54,20 +59,27 @@ class Plan:
             size //= 2
         chunks = [rows[i : i + size] for rows in by_prompt for i in range(0, len(rows), size)]
         begins = torch.tensor([0, *map(len, chunks)]).cumsum(0)
-        return cls(groups, torch.tensor([row for chunk in chunks for row in chunk]), begins, max(map(len, chunks)))
+        plan = cls(groups, torch.tensor([row for chunk in chunks for row in chunk]), begins, max(map(len, chunks)))
+        plan.place = plan.places()
+        return plan
 
-    def prompts_of(self, layer: int) -> Tensor:
-        """Where this layer finds each row's prompt."""
-        if layer not in self.prompts:
-            table = torch.empty(len(self.order), 3, dtype=torch.long)
-            for group in self.groups:
-                keys, values = in_order(group.block, layer)
-                rows, each = group.place // group.grid.shape[1], keys.stride(0) * keys.element_size()
-                places = torch.stack([keys.data_ptr() + rows * each, values.data_ptr() + rows * each], 1)
-                table[group.rows, :2] = places
-                table[group.rows, 2] = keys.stride(1)
-            self.prompts[layer] = table
-        return self.prompts[layer]
+    def places(self) -> Tensor:
+        """See ``place``; the same in all layers, as their memories have one shape."""
+        table = torch.empty(len(self.order), 3, dtype=torch.long)
+        for number, group in enumerate(self.groups):
+            keys = next(iter(group.block.keys.values()))
+            width, heads = keys.shape[2] * keys.shape[3], keys.shape[1]
+            prompts = group.place // group.grid.shape[1]
+            table[group.rows] = torch.stack([prompts * 0 + number, prompts * width * heads, prompts * 0 + width], 1)
+        return table
+
+    def blocks_of(self, layer: int) -> Any:
+        """Addresses of a layer's keys and values in each block."""
+        if layer not in self.blocks:
+            pairs = [in_order(group.block, layer) for group in self.groups]
+            addresses = [memory.data_ptr() for pair in pairs for memory in pair]
+            self.blocks[layer] = (ctypes.c_void_p * len(addresses))(*addresses)
+        return ctypes.addressof(self.blocks[layer])
 
 
 def rows_by_prompt(group: Group) -> list[list[int]]:
@@ -150,7 +162,7 @@ class Layer:
         """Attention of a decoding step; writes the new keys and values."""
         store, n = self.store, len(qkv)
         sample = qkv.view(n, -1, 1, self.size)[:, : self.kv]
-        store.make_room(self.index, sample, sample)
+        store.make_room(self.index, sample, sample, blank=False)
         plan = store.plan
         if plan is None or plan.groups is not store.groups:
             plan = store.plan = Plan.of(store.groups, self.kv, threads)
@@ -158,8 +170,7 @@ class Layer:
         common = [None, None]
         if store.common is not None:
             common = [memory[0].data_ptr() for memory in in_order(store.common, self.index)]
-        prompts = plan.prompts_of(self.index).data_ptr()
-        memory = Memory(*common, prompts, keys.data_ptr(), values.data_ptr(), keys.shape[2])
+        memory = Memory(*common, plan.blocks_of(self.index), keys.data_ptr(), values.data_ptr(), keys.shape[2])
         step, each = self.step(plan, n, threads)
         out = qkv.new_empty(n, self.heads * self.size)
         self.library.attend(ctypes.byref(step), ctypes.byref(memory), qkv.data_ptr(), out.data_ptr(), each)
@@ -174,7 +185,7 @@ class Layer:
             if plan.scratch.numel() < threads * each:
                 plan.scratch = torch.empty(2 * threads * each)
             plan.lengths = store.lengths
-            tensors = (plan.begins, plan.order, store.prefix, store.lengths, plan.scratch)
+            tensors = (plan.begins, plan.order, store.prefix, store.lengths, plan.place, plan.scratch)
             sizes = (n, self.heads, self.kv, store.shared, longest, 0, len(plan.begins) - 1)
             plan.step = Step(*sizes, *(t.data_ptr() for t in tensors), self.scale, threads)
         plan.step.window = self.window or 0
@@ -197,7 +208,7 @@ def fusable(layer: Any) -> bool:
     exact = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in layer.parameters())
     untouched = all(type(x) is nn.Linear for x in linear) and all(map(plain, layer.modules()))
     silu = type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-    return exact and untouched and silu and attention.head_dim % 2 == 0 and compiled(attention.head_dim) is not None
+    return exact and untouched and silu and attention.head_dim % 4 == 0 and compiled(attention.head_dim) is not None
 
 
 @contextmanager

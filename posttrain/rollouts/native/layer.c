@@ -18,8 +18,35 @@ static int omp_get_thread_num(void) { return 0; }
 #ifndef SIZE
 #define SIZE 64 /* Elements of a head. */
 #endif
-#define TOGETHER 4        /* Queries that share a read of a key or value. */
+#if SIZE % 16 == 0 && defined(__AVX512F__)
+#define LANES 16
+#elif SIZE % 8 == 0 && defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4 /* A head size is a multiple of it. */
+#endif
+#define VECTORS (SIZE / LANES)
+#define TOGETHER 4       /* Queries that share a read of a value. */
+#define TILE 32          /* Keys or values that stay in the first cache while all queries meet them. */
 #define SMALL (1L << 14)  /* Elements below which waking a second thread costs more than it does. */
+
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float four __attribute__((vector_size(16)));
+typedef int32_t places __attribute__((vector_size(4 * LANES)));
+#ifdef __clang__
+#define CHOSEN(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define CHOSEN(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
+#endif
+/* The same four places, of a below LANES and of b from there, in every quarter of 16 bytes. */
+#define QUARTER(n, i, j, k, l) (n) + (i), (n) + (j), (n) + (k), (n) + (l)
+#if LANES == 16
+#define EACH(i, j, k, l) QUARTER(0, i, j, k, l), QUARTER(4, i, j, k, l), QUARTER(8, i, j, k, l), QUARTER(12, i, j, k, l)
+#elif LANES == 8
+#define EACH(i, j, k, l) QUARTER(0, i, j, k, l), QUARTER(4, i, j, k, l)
+#else
+#define EACH(i, j, k, l) QUARTER(0, i, j, k, l)
+#endif
 
 /* e^x for x <= 88, to 1 part in 10^7, and 0 below -87: x = n ln 2 + f with |f| <= ln 2 / 2, and a polynomial in f (Cephes,
  * expf). A library's would be called element by element. */
@@ -105,66 +132,81 @@ void rotate(float *restrict qkv, const float *restrict cosine, const float *rest
     }
 }
 
+/* The sums of the elements of a, b, c and d: three rounds of halving, all four at once. */
+static inline four totals(vector a, vector b, vector c, vector d) {
+    vector ab = CHOSEN(a, b, EACH(0, LANES, 1, LANES + 1)) + CHOSEN(a, b, EACH(2, LANES + 2, 3, LANES + 3));
+    vector cd = CHOSEN(c, d, EACH(0, LANES, 1, LANES + 1)) + CHOSEN(c, d, EACH(2, LANES + 2, 3, LANES + 3));
+    vector all = CHOSEN(ab, cd, EACH(0, 1, LANES, LANES + 1)) + CHOSEN(ab, cd, EACH(2, 3, LANES + 2, LANES + 3));
+    four quarters[LANES / 4], sum;
+    memcpy(quarters, &all, sizeof all);
+    sum = quarters[0];
+    for (int i = 1; i < LANES / 4; i++) sum += quarters[i];
+    return sum;
+}
+
+static inline vector product(const vector *restrict a, const vector *restrict b) {
+    vector sum = a[0] * b[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < VECTORS; i++) sum += a[i] * b[i];
+    return sum;
+}
+
 /* scores[q][t] = queries[q] . keys[t], for `count` keys and `many` queries whose scores are `apart` elements apart. */
 static void products(const float *restrict queries, long many, const float *restrict keys, long count,
                      float *restrict scores, long apart) {
-    long q = 0;
-    for (; q + TOGETHER <= many; q += TOGETHER) {
-        const float *restrict a = queries + q * SIZE;
-        for (long t = 0; t < count; t++) {
-            const float *restrict k = keys + t * SIZE;
-            float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-#pragma omp simd reduction(+ : s0, s1, s2, s3)
-            for (int i = 0; i < SIZE; i++) {
-                s0 += a[i] * k[i];
-                s1 += a[SIZE + i] * k[i];
-                s2 += a[2 * SIZE + i] * k[i];
-                s3 += a[3 * SIZE + i] * k[i];
+    for (long begin = 0; begin < count; begin += TILE) {
+        long end = begin + TILE < count ? begin + TILE : count;
+        for (long q = 0; q < many; q++) {
+            const vector *a = (const vector *)(queries + q * SIZE);
+            float *to = scores + q * apart;
+            long t = begin;
+            for (; t + 4 <= end; t += 4) {
+                const vector *k = (const vector *)(keys + t * SIZE);
+                four sum = totals(product(a, k), product(a, k + VECTORS), product(a, k + 2 * VECTORS),
+                                  product(a, k + 3 * VECTORS));
+                memcpy(to + t, &sum, sizeof sum);
             }
-            scores[q * apart + t] = s0;
-            scores[(q + 1) * apart + t] = s1;
-            scores[(q + 2) * apart + t] = s2;
-            scores[(q + 3) * apart + t] = s3;
+            for (; t < end; t++) {
+                vector none = {0};
+                to[t] = totals(product(a, (const vector *)(keys + t * SIZE)), none, none, none)[0];
+            }
         }
     }
-    for (; q < many; q++)
-        for (long t = 0; t < count; t++) {
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int i = 0; i < SIZE; i++) sum += queries[q * SIZE + i] * keys[t * SIZE + i];
-            scores[q * apart + t] = sum;
+}
+
+/* out[q] += sum_t weights[q][t] values[t] over some values, for `some` queries, a number known to the compiler. */
+static inline void sums_of(const int some, const float *restrict weights, long apart, const float *restrict values,
+                           long count, float *restrict out) {
+    vector sum[TOGETHER][VECTORS];
+    vector *to = (vector *)out;
+#pragma GCC unroll 4
+    for (int j = 0; j < some; j++)
+#pragma GCC unroll 16
+        for (int i = 0; i < VECTORS; i++) sum[j][i] = to[j * VECTORS + i];
+    for (long t = 0; t < count; t++) {
+        const vector *v = (const vector *)(values + t * SIZE);
+#pragma GCC unroll 4
+        for (int j = 0; j < some; j++) {
+            float weight = weights[j * apart + t];
+#pragma GCC unroll 16
+            for (int i = 0; i < VECTORS; i++) sum[j][i] += weight * v[i];
         }
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < some; j++)
+#pragma GCC unroll 16
+        for (int i = 0; i < VECTORS; i++) to[j * VECTORS + i] = sum[j][i];
 }
 
 /* out[q] += sum_t weights[q][t] values[t]. */
 static void sums(const float *restrict weights, long many, long apart, const float *restrict values, long count,
                  float *restrict out) {
-    long q = 0;
-    for (; q + TOGETHER <= many; q += TOGETHER) {
-        float sum[TOGETHER][SIZE] = {{0}};
-        const float *restrict w = weights + q * apart;
-        for (long t = 0; t < count; t++) {
-            const float *restrict v = values + t * SIZE;
-            float w0 = w[t], w1 = w[apart + t], w2 = w[2 * apart + t], w3 = w[3 * apart + t];
-#pragma omp simd
-            for (int i = 0; i < SIZE; i++) {
-                sum[0][i] += w0 * v[i];
-                sum[1][i] += w1 * v[i];
-                sum[2][i] += w2 * v[i];
-                sum[3][i] += w3 * v[i];
-            }
-        }
-        for (int j = 0; j < TOGETHER; j++)
-            for (int i = 0; i < SIZE; i++) out[(q + j) * SIZE + i] += sum[j][i];
-    }
-    for (; q < many; q++) {
-        float sum[SIZE] = {0};
-        for (long t = 0; t < count; t++) {
-            float w = weights[q * apart + t];
-#pragma omp simd
-            for (int i = 0; i < SIZE; i++) sum[i] += w * values[t * SIZE + i];
-        }
-        for (int i = 0; i < SIZE; i++) out[q * SIZE + i] += sum[i];
+    for (long begin = 0; begin < count; begin += TILE) {
+        long some = begin + TILE < count ? TILE : count - begin, q = 0;
+        const float *w = weights + begin, *v = values + begin * SIZE;
+        for (; SIZE <= 128 && q + TOGETHER <= many; q += TOGETHER)
+            sums_of(TOGETHER, w + q * apart, apart, v, some, out + q * SIZE);
+        for (; q < many; q++) sums_of(1, w + q * apart, apart, v, some, out + q * SIZE);
     }
 }
 
@@ -193,15 +235,16 @@ struct step {
     const long *order;     /* (rows) rows by prompt. */
     const long *prompt;    /* (rows) tokens of each row's prompt, behind the common ones. */
     const long *lengths;   /* (rows) tokens of its suffix so far, the current one not included. */
+    const long *places;    /* (rows, 3) the prompt's block; where in it it begins; elements from a head to the next. */
     float *scratch;        /* (threads, most rows of a chunk x heads / kv, longest + 2 SIZE). */
     float scale;
     int threads;
 };
 
-/* One layer's memory. A prompt's keys of one head lie together; those of the next are `stride` elements further. */
+/* One layer's memory. */
 struct memory {
     const float *common_keys, *common_values;  /* (kv, common, SIZE). */
-    const int64_t *prompts;                    /* (rows, 3): addresses of a row's prompt's keys and values; the stride. */
+    const float *const *blocks;                /* (blocks, 2) keys and values of prompts, (P, kv, width, SIZE) each. */
     float *keys, *values;                      /* (slots, kv, capacity, SIZE): suffixes. */
     long capacity;
 };
@@ -213,8 +256,8 @@ static void attend_chunk(const struct step *s, const struct memory *m, const flo
     float *scores = scratch, *queries = scores + many * apart, *sum = queries + many * SIZE;
     const float *common_keys = m->common_keys + head * common * SIZE;
     const float *common_values = m->common_values + head * common * SIZE;
-    const float *keys = (const float *)m->prompts[3 * first] + head * m->prompts[3 * first + 2];
-    const float *values = (const float *)m->prompts[3 * first + 1] + head * m->prompts[3 * first + 2];
+    const long *place = s->places + 3 * first, inside = place[1] + head * place[2];
+    const float *keys = m->blocks[2 * place[0]] + inside, *values = m->blocks[2 * place[0] + 1] + inside;
 
     for (long j = 0; j < rows; j++) {
         const float *mine = qkv + s->order[begin + j] * (s->heads + 2 * s->kv) * SIZE;
@@ -225,17 +268,17 @@ static void attend_chunk(const struct step *s, const struct memory *m, const flo
     memset(sum, 0, many * SIZE * sizeof *sum);
     for (long j = 0; j < rows; j++) {
         long row = s->order[begin + j], length = s->lengths[row], whole = common + prompt + length + 1;
-        long place = ((row * s->kv + head) * m->capacity + length) * SIZE;
+        long here = ((row * s->kv + head) * m->capacity + length) * SIZE;
         const float *mine = qkv + row * (s->heads + 2 * s->kv) * SIZE;
-        float *own = scores + j * repeat * apart, *suffix_keys = m->keys + place - length * SIZE;
-        memcpy(m->keys + place, mine + (s->heads + head) * SIZE, SIZE * sizeof(float));
-        memcpy(m->values + place, mine + (s->heads + s->kv + head) * SIZE, SIZE * sizeof(float));
+        float *own = scores + j * repeat * apart, *suffix_keys = m->keys + here - length * SIZE;
+        memcpy(m->keys + here, mine + (s->heads + head) * SIZE, SIZE * sizeof(float));
+        memcpy(m->values + here, mine + (s->heads + s->kv + head) * SIZE, SIZE * sizeof(float));
         products(queries + j * repeat * SIZE, repeat, suffix_keys, length + 1, own + common + prompt, apart);
         for (long q = 0; q < repeat; q++) {
             for (long t = 0; s->window && t < whole - s->window; t++) own[q * apart + t] = -INFINITY;
             softmax(own + q * apart, whole);
         }
-        sums(own + common + prompt, repeat, apart, m->values + place - length * SIZE, length + 1, sum + j * repeat * SIZE);
+        sums(own + common + prompt, repeat, apart, m->values + here - length * SIZE, length + 1, sum + j * repeat * SIZE);
     }
     if (common) sums(scores, many, apart, common_values, common, sum);
     sums(scores + common, many, apart, values, prompt, sum);
