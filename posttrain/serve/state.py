@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.rollouts.wire import LEASE_TTL_S, LONGEST_LEASE_S
+from posttrain.serve.awake import awake
 
 __all__ = ["Lease", "Refusal", "State", "Update"]
 
@@ -57,7 +58,7 @@ class Update:
     received: set[str] = field(default_factory=set)
     unexpected: list[str] = field(default_factory=list)
     failed: str | None = None
-    last: float = field(default_factory=time.monotonic)
+    last: float = field(default_factory=awake)
     was_valid: bool = True
     implicit: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -167,7 +168,7 @@ class State:
         Raises:
             Refusal: 423, somebody else has it.
         """
-        now = time.monotonic()
+        now = awake()
         if self.lease is not None and now < self.lease.until and self.lease.holder != holder:
             raise self._locked(self.lease)
         if self.lease is None or self.lease.holder != holder:
@@ -186,7 +187,7 @@ class State:
             raise Refusal(404, "NoLease", "no lease of that id: it lapsed or was given back. Take a new one.")
         if not secrets.compare_digest(self.lease.id, lease_id):
             raise self._locked(self.lease)
-        self.lease.until = time.monotonic() + self.lease.ttl_s
+        self.lease.until = awake() + self.lease.ttl_s
         return self.lease
 
     def release(self, lease_id: str) -> bool:
@@ -206,7 +207,7 @@ class State:
             return
         if lease_id is None or not secrets.compare_digest(self.lease.id, lease_id):
             raise self._locked(self.lease)
-        self.lease.until = max(self.lease.until, time.monotonic() + self.lease.ttl_s)  # Work is a sign of life too.
+        self.lease.until = max(self.lease.until, awake() + self.lease.ttl_s)  # Work is a sign of life too.
 
     def _locked(self, lease: Lease) -> Refusal:
         return Refusal(
@@ -217,7 +218,7 @@ class State:
     def lapsed(self) -> Lease | None:
         """The lease that has run out, taken away; None where none has."""
         lease = self.lease
-        if lease is None or time.monotonic() < lease.until:
+        if lease is None or awake() < lease.until:
             return None
         self.lease = None
         return lease

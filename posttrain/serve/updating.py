@@ -22,6 +22,7 @@ from posttrain.rollouts.wire import (
     shared_path,
 )
 from posttrain.serve.asking import bad
+from posttrain.serve.awake import awake
 from posttrain.serve.ranks import WorkerFailure, gathered
 from posttrain.serve.schema import BeginUpdate, Bucket, InitCommunicator, NamedParam
 from posttrain.serve.service import CONTROL_S, RolloutService
@@ -87,7 +88,7 @@ async def begin_update(service: RolloutService, body: BeginUpdate) -> dict[str, 
         state.weights_valid = update.was_valid and error.failure.status in (409, 501)
         await state.tell()
         raise
-    update.last = time.monotonic()
+    update.last = awake()
     return {"version": body.version, "drained_s": round(drained, 3)}
 
 
@@ -101,7 +102,7 @@ def _current(service: RolloutService, version: int | None, phase: str) -> Update
         )
     if update.failed:
         raise _conflict(phase, f"this update cannot end well any more: {update.failed}. Abort it and push again.")
-    update.last = time.monotonic()
+    update.last = awake()
     return update
 
 
@@ -167,7 +168,7 @@ async def _load(service: RolloutService, update: Update, method: str, **args: An
     unexpected = set(answer["unexpected"])
     update.received.update(name for name in answer["names"] if name not in unexpected)
     update.unexpected += answer["unexpected"]
-    update.last = time.monotonic()
+    update.last = awake()
     return {"loaded": answer["loaded"], "unexpected": answer["unexpected"]}
 
 
