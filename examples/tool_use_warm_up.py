@@ -35,8 +35,9 @@ def main(model: str, folder: str = "runs/tool_use_warm_up") -> None:
     """Imitate 24 solved problems for a few steps; what they teach is the format, not yet when to use it."""
     config = SFTConfig(
         folder,
-        max_steps=6,
-        learning_rate=1e-4,
+        max_steps=5,
+        learning_rate=6e-5,
+        lr_scheduler_type="constant",
         per_device_train_batch_size=4,
         assistant_only_loss=True,
         gradient_checkpointing=False,
