@@ -23,6 +23,7 @@ from pathlib import Path
 
 import requests
 
+RESULTS = Path(__file__).parent / "results" / "grpo_vllm.json"
 LENGTH = 128  # Prompt and completion of the demo have about 60 tokens.
 
 
@@ -82,6 +83,7 @@ def main() -> None:
     options.add_argument("--core", default="0", help="core that the server's threads are bound to")
     options.add_argument("--folder", type=Path, help="kept, and gone on with where it holds a checkpoint")
     options.add_argument("--out", type=Path)
+    options.add_argument("--record", action="store_true", help=f"also into {RESULTS.name}, by mode")
     args = options.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GB.
     from posttrain.cli.demo_script import exam, last_number, make_trainer
@@ -97,7 +99,9 @@ def main() -> None:
             rows = exam(trainer)
             return sum(last_number(said) == answer for _, answer, said in rows) / len(rows)
 
-        before, began = None if kept else accuracy(), time.perf_counter()
+        first = Path(folder, "accuracy_before.json")  # Of a run that is gone on with.
+        before, began = json.loads(first.read_text()) if kept and first.exists() else accuracy(), time.perf_counter()
+        first.write_text(json.dumps(before))
         print(f"accuracy before: {before}", file=sys.stderr, flush=True)
         trainer.train(resume_from_checkpoint=kept)
         seconds, after = time.perf_counter() - began, accuracy()
@@ -109,13 +113,21 @@ def main() -> None:
 
     result = {
         "mode": args.mode, "steps": args.steps, "dtype": args.dtype, "accuracy_before": before, "accuracy_after": after,
-        "train_seconds": round(seconds, 1), "step_seconds": column("step_time"), "rollout_seconds": column("rollouts/seconds"),
+        "train_seconds": round(seconds, 1), "step_seconds": [round(x, 1) for x in column("step_time")],
+        "rollout_seconds": [round(x, 1) for x in column("rollouts/seconds")],
         "accuracy_of_samples": column("rewards/accuracy/mean"), "rewards": [round(x, 3) for x in column("reward")],
         "push_seconds": round(statistics.median(column("weight_sync_time_s")), 2) if column("weight_sync_time_s") else None,
         "logp_gap_max": max(column("sampling/sampling_logp_difference/max"), default=None),
         "logp_gap_mean": max(column("sampling/sampling_logp_difference/mean"), default=None),
     }  # fmt: skip
     print(json.dumps(result, indent=1))
+    if args.record:
+        said = (
+            f"python benchmarks/grpo_vllm.py --model MODEL --mode {args.mode} --steps {args.steps} --dtype {args.dtype}"
+        )
+        known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"cores": os.cpu_count()}
+        known[args.mode] = {"command": said, **result}
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 

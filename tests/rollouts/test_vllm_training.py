@@ -28,9 +28,9 @@ def run(mode, folder, *options):
 @pytest.mark.timeout(1500)
 def test_grpo_over_a_served_vllm_reaches_the_accuracy_of_the_demo(tmp_path):
     """The demo goes from 22 % to 69 % of held-out sums; its promise is 25 points."""
-    result = run("served", tmp_path)
+    result = run("served", tmp_path, "--dtype", "bfloat16")  # As the demo computes where that is faster.
     assert result["accuracy_after"] - result["accuracy_before"] >= 0.25
-    assert result["logp_gap_max"] < 1e-2  # float32 on both sides: the rollouts are on-policy.
+    assert result["logp_gap_mean"] < 0.1  # Both round, each in its way; in float32 see below.
 
 
 @pytest.mark.parametrize("mode", ["plain", "colocate"])
