@@ -3,6 +3,7 @@
 import pytest
 
 from posttrain import GRPOTrainer
+from posttrain.rollouts.native import probe
 from tests.algorithms import test_online_preference as pairs
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts
 from tests.algorithms.test_ppo import ppo
@@ -99,3 +100,13 @@ def test_log_probs_of_a_rollout_function_are_never_the_old_ones(tmp_path, tiny_t
 def test_in_half_precision_they_are_computed_again(tmp_path, tiny_tokenizer):
     trainer = grpo(tmp_path, tiny_tokenizer, engine="native", bf16=True)
     assert not trainer.old_logp_is_engines
+
+
+def test_a_model_that_was_trained_in_half_precision_is_still_the_native_engines(tmp_path, tiny_tokenizer, monkeypatch):
+    """The trainer leaves a forward behind that computes under autocast: not what the engine is compared with."""
+    monkeypatch.setattr(probe, "VERDICTS", {})
+    trainer = grpo(tmp_path, tiny_tokenizer, bf16=True)
+    trainer.train()
+    wrapped = vars(trainer.model)["forward"]
+    assert probe.native_is_exact(trainer.model) is None
+    assert vars(trainer.model)["forward"] is wrapped

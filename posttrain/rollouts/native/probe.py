@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,9 +42,25 @@ def bfloat16_gap(model: nn.Module, *, completions: int = 16, tokens: int = 24) -
     return float(torch.cat(logp_gaps(model, engine.generate(requests, Sampling(tokens, seed=0)))).mean())
 
 
+@contextmanager
+def own_precision(model: nn.Module) -> Iterator[None]:
+    """Compute in the weights' own precision, also inside autocast, and where a trainer wrapped the forward in it."""
+    wrapped = [
+        (m, vars(m)["forward"]) for m in {model, causal_lm(model)} if {"_original_forward", "forward"} <= vars(m).keys()
+    ]
+    for module, _ in wrapped:
+        module.forward = module._original_forward
+    try:
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):
+            yield
+    finally:
+        for module, forward in wrapped:
+            module.forward = forward
+
+
 def logp_gaps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
     """How far each completion's log-probs are from those of the model's own forward pass, one ``(T,)`` a rollout."""
-    with evaluating(model), torch.autocast(next(model.parameters()).device.type, enabled=False):
+    with evaluating(model), own_precision(model):
         rows = [Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)]) for r in rollouts]
         truth = sequence_logps(model, rows)
     return [(t.cpu() - torch.tensor(r.logp)).abs() for t, r in zip(truth, rollouts, strict=True)]
@@ -59,8 +76,7 @@ def _compare(model: nn.Module, inner: Any, dtype: torch.dtype) -> str | None:
     prompts = _random_prompts(vocabulary, (7, 3))
     sampling = Sampling(max_new_tokens=6, seed=0)
     try:
-        # The trainer may be inside autocast; both sides are compared in the weights' own precision.
-        with evaluating(model), torch.autocast(next(inner.parameters()).device.type, enabled=False):
+        with evaluating(model), own_precision(model):
             rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate(
                 [Request(p, 2) for p in prompts], sampling
             )
