@@ -25,12 +25,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 MODEL = Path("~/.cache/posttrain/SmolLM2-135M-Instruct").expanduser()
+RATE = 2e-5  # The demo's.
 WINDOW = 3  # Steps whose mean accuracy counts.
 
 
-def trainer_for(side: str, model: str, folder: str, steps: int, server: str | None, prompts: int, seed: int):
+def trainer_for(side: str, folder: str, server: str | None, seed: int, options: argparse.Namespace):
     """The demo's trainer, of one kind."""
-    common = {"gradient_checkpointing": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    model, steps, prompts = options.model, options.steps, options.prompts
+    common = {"learning_rate": options.learning_rate}
+    common |= {"gradient_checkpointing": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     common["shuffle_dataset"] = False  # Questions differ in how hard they are: every side gets the same ones.
     common |= {"lr_scheduler_type": "linear", "seed": seed}  # The demo's; the asynchronous default is constant.
     batch = {"per_device_train_batch_size": 8 * prompts}
@@ -42,7 +45,7 @@ def trainer_for(side: str, model: str, folder: str, steps: int, server: str | No
         train, held_out = grpo_add.questions(prompts * steps)
         config = GRPOConfig(
             folder, max_steps=steps, num_generations=8, max_completion_length=grpo_add.LIMIT, temperature=0.8,
-            learning_rate=2e-5, logging_steps=1, **common, **batch,
+            logging_steps=1, **common, **batch,
         )  # fmt: skip
         rewards = [grpo_add.accuracy, grpo_add.brevity]
         return GRPOTrainer(model, rewards, config, train_dataset=train, eval_dataset=held_out)
@@ -52,7 +55,7 @@ def trainer_for(side: str, model: str, folder: str, steps: int, server: str | No
     return async_grpo.make_trainer(model, folder, steps, **common, **batch, **own)
 
 
-def one(side: str, model: str, steps: int, server: str | None, prompts: int, *, seed: int = 0, last: int = 0) -> dict:
+def one(side: str, server: str | None, options: argparse.Namespace, *, seed: int = 0, last: int = 0) -> dict:
     """Train, ``last`` steps of the schedule where it is not 0, and examine what has then been learnt."""
     import grpo_add
     from transformers import TrainerCallback
@@ -67,7 +70,7 @@ def one(side: str, model: str, steps: int, server: str | None, prompts: int, *, 
             control.should_training_stop = control.should_training_stop or len(ends) == last
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_for(side, model, folder, steps, server, prompts, seed)
+        trainer = trainer_for(side, folder, server, seed, options)
         trainer.add_callback(Clock())
         began = time.perf_counter()
         trainer.train()
@@ -80,7 +83,7 @@ def one(side: str, model: str, steps: int, server: str | None, prompts: int, *, 
         "step_s": round(statistics.median(seconds), 2),
         "first_step_s": round(ends[0] - began, 2),
         "accuracy": [round(row["rewards/accuracy/mean"], 4) for row in rows],
-        "samples_per_step": 8 * prompts,
+        "samples_per_step": 8 * options.prompts,
     }
     if said:
         right = [grpo_add.last_number(text) == answer for _, answer, text in said]
@@ -110,7 +113,7 @@ def samples(options: argparse.Namespace, kept: dict, side: str, url: str | None)
     """A run for every seed that is not there yet; their common curve is judged after each."""
     runs = [] if options.afresh else kept.get("runs", [])
     for seed in sorted(set(options.seeds) - {run["seed"] for run in runs}):
-        runs.append(one(side, options.model, options.steps, url, options.prompts, seed=seed, last=options.last))
+        runs.append(one(side, url, options, seed=seed, last=options.last))
         print(json.dumps(runs[-1]), flush=True)
         kept |= {"goal": options.goal, "samples": samples_to(runs, options.goal), "runs": runs}
         kept["held_out"] = round(statistics.mean(run["held_out"] for run in runs), 4)
@@ -124,6 +127,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--steps", type=int, help="6 for the time, 16 for samples, which is also the schedule's length")
     parser.add_argument("--prompts", type=int, default=8, help="of a step, 8 completions each")
+    parser.add_argument("--learning-rate", type=float, default=RATE)
     parser.add_argument("--goal", type=float, default=0.5)
     parser.add_argument("--last", type=int, default=12, help="step of the schedule after which runs for samples end")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of --part samples")
@@ -147,10 +151,11 @@ def main() -> None:
             kept["cores"] = os.cpu_count()
             part = kept.setdefault(options.part, {})
             if options.part == "samples":
-                for _ in samples(options, part.setdefault(side, {}), side, url):
+                name = side if options.learning_rate == RATE else f"{side}, learning rate {options.learning_rate:g}"
+                for _ in samples(options, part.setdefault(name, {}), side, url):
                     out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
                 continue
-            part[side] = one(side, options.model, options.steps, url, options.prompts)
+            part[side] = one(side, url, options)
             print(json.dumps(part[side]), flush=True)
             out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
