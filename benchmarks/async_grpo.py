@@ -51,7 +51,8 @@ def trainer_for(side: str, folder: str, server: str | None, seed: int, options: 
         return GRPOTrainer(model, rewards, config, train_dataset=train, eval_dataset=held_out)
     import async_grpo
 
-    own = {"server": {"vllm_server_base_url": [server]}, "corrected": {"is_correction": "token_truncate"}}.get(side, {})
+    own = {"is_correction": "token_truncate" if side == "corrected" else None}
+    own |= {"vllm_server_base_url": [server]} if side == "server" else {}
     return async_grpo.make_trainer(model, folder, steps, **common, **batch, **own)
 
 
@@ -115,7 +116,13 @@ def samples(options: argparse.Namespace, kept: dict, side: str, url: str | None)
     for seed in sorted(set(options.seeds) - {run["seed"] for run in runs}):
         runs.append(one(side, url, options, seed=seed, last=options.last))
         print(json.dumps(runs[-1]), flush=True)
-        kept |= {"goal": options.goal, "samples": samples_to(runs, options.goal), "runs": runs}
+        each = [samples_to([run], options.goal) for run in runs]
+        kept |= {
+            "goal": options.goal,
+            "samples": samples_to(runs, options.goal),
+            "samples_of_each_seed": each,
+            "runs": runs,
+        }
         kept["held_out"] = round(statistics.mean(run["held_out"] for run in runs), 4)
         yield
 
