@@ -16,6 +16,7 @@ from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
 from posttrain.rollouts.native.blocks import Block
 from posttrain.rollouts.native.engine import KEEP_BYTES, NativeEngine
+from posttrain.rollouts.native.fused import fused_layers
 from posttrain.rollouts.native.kept import Kept, match
 from posttrain.rollouts.native.products import PACK_TOKENS, Packed, quick_products, worth_packing
 from posttrain.rollouts.native.run import common_beginning
@@ -171,6 +172,8 @@ class NativeBackend(Backend):
             self._stack = contextlib.ExitStack()
             self._stack.enter_context(evaluating(self.engine.model))
             self._stack.enter_context(plugged_in(self.engine.inner, run.store))
+            if not torch.is_autocast_enabled("cpu"):
+                self._stack.enter_context(fused_layers(self.engine.inner, self._packed))
             self._stack.enter_context(quick_products(self.engine.inner, self._packed))
             self._stack.enter_context(bound_threads(None))
 

@@ -111,7 +111,7 @@ def test_attention_equals_torchs_over_all_a_row_may_see(common, window, heads, k
     store = stored([5, 9, 1, 30], suffixes, owners, kv, common)
     n = len(owners)
     model = build_model(40, hidden_size=heads * SIZE, num_attention_heads=heads, num_key_value_heads=kv)
-    layer = fused.Layer(model.model.layers[0], Packed(), store)
+    layer = fused.Layer(model.model.layers[0], Packed())
     layer.window = window
     qkv = torch.randn(n, heads + 2 * kv, SIZE)
     query, key, value = (x[:, :, None] for x in qkv.split([heads, kv, kv], 1))
@@ -120,7 +120,7 @@ def test_attention_equals_torchs_over_all_a_row_may_see(common, window, heads, k
     expected = _decode(store, 0, query, keys, values, SIZE**-0.5, None, window)
     written = store.keys[0].clone(), store.values[0].clone()
     store.keys[0], store.values[0] = (x.clone() for x in before)
-    found = layer.attended(qkv.view(n, -1), threads)
+    found = layer.attended(qkv.view(n, -1), store, threads)
     torch.testing.assert_close(found.view(n, 1, heads, SIZE), expected, rtol=1e-5, atol=1e-6)
     assert all(map(torch.equal, written, (store.keys[0], store.values[0])))
 
@@ -135,6 +135,14 @@ def test_every_row_is_in_one_chunk_with_rows_of_its_prompt_alone():
             assert len({owners[row] for row in plan.order[begin:end].tolist()}) == 1
             assert 0 < end - begin <= min(fused.CHUNK, plan.most)
     assert fused.Plan.of(store.groups, 2, 1).most > fused.Plan.of(store.groups, 2, 16).most == 1
+
+
+def test_a_plan_notices_that_memory_moved():
+    store = stored([4, 4], [1, 1, 1], [0, 1, 0], 2)
+    plan = fused.Plan.of(store.groups, 2, 1)
+    assert plan.holds(store.groups) and not plan.holds(list(store.groups))
+    store.groups[0].block.keep([0])
+    assert not plan.holds(store.groups)
 
 
 # Whole calls ---------------------------------------------------------------------------------------------------------

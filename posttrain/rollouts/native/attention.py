@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.rollouts.native.blocks import Block, Group
 
-__all__ = ["NAME", "Fill", "Store", "grown", "native_attention", "plugged_in"]
+__all__ = ["NAME", "Fill", "Store", "current_store", "grown", "native_attention", "plugged_in"]
 
 NAME = "posttrain_native"
 FIRST_BLOCK = 64  # Suffix positions allocated at first; doubled when they are used up.
@@ -230,6 +230,12 @@ def grown(capacity: int) -> int:
 _current: Store | None = None
 
 
+def current_store() -> Store:
+    """The memory of the innermost call that is running."""
+    assert _current is not None, "native attention runs inside plugged_in() only"
+    return _current
+
+
 def native_attention(
     module: nn.Module,
     query: Tensor,
@@ -242,8 +248,7 @@ def native_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls in every layer: ``(n, heads, t, size)`` in, ``(n, t, heads, size)`` out."""
-    assert _current is not None, "native attention runs inside plugged_in() only"
-    store = _current
+    store = current_store()
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if sliding_window is None:
         sliding_window = getattr(module, "sliding_window", None)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.rollouts.native.attention import Store
+from posttrain.rollouts.native.attention import Store, current_store
 from posttrain.rollouts.native.blocks import Block, Group
 from posttrain.rollouts.native.compiled import Memory, Step, compiled
 from posttrain.rollouts.native.products import Packed
@@ -34,6 +34,7 @@ class Plan:
         begins: ``(chunks + 1,)`` where each chunk begins there.
         most: Rows of the longest chunk.
         place: ``(n, 3)``: the block of each row's prompt, where in it the prompt begins, and elements from a head to the next.
+        seen: Of each group's memory the first tensor, by which a newer one is noticed.
         blocks: Per layer addresses of the groups' keys and values.
         scratch: Of every thread, for scores and queries.
         step: What the running step reads, made by its first layer for all of them.
@@ -45,6 +46,7 @@ class Plan:
     begins: Tensor
     most: int
     place: Tensor = field(default_factory=lambda: torch.empty(0))
+    seen: list[Tensor] = field(default_factory=list)
     blocks: dict[int, Any] = field(default_factory=dict)
     scratch: Tensor = field(default_factory=lambda: torch.empty(0))
     step: Step | None = None
@@ -60,14 +62,18 @@ class Plan:
         chunks = [rows[i : i + size] for rows in by_prompt for i in range(0, len(rows), size)]
         begins = torch.tensor([0, *map(len, chunks)]).cumsum(0)
         plan = cls(groups, torch.tensor([row for chunk in chunks for row in chunk]), begins, max(map(len, chunks)))
-        plan.place = plan.places()
+        plan.place, plan.seen = plan.places(), [first_of(group) for group in groups]
         return plan
+
+    def holds(self, groups: list[Group]) -> bool:
+        """Whether it is of these groups, and their memory is where it was."""
+        return self.groups is groups and all(first_of(g) is seen for g, seen in zip(groups, self.seen, strict=True))
 
     def places(self) -> Tensor:
         """See ``place``; the same in all layers, as their memories have one shape."""
         table = torch.empty(len(self.order), 3, dtype=torch.long)
         for number, group in enumerate(self.groups):
-            keys = next(iter(group.block.keys.values()))
+            keys = first_of(group)
             width, heads = keys.shape[2] * keys.shape[3], keys.shape[1]
             prompts = group.place // group.grid.shape[1]
             table[group.rows] = torch.stack([prompts * 0 + number, prompts * width * heads, prompts * 0 + width], 1)
@@ -80,6 +86,11 @@ class Plan:
             addresses = [memory.data_ptr() for pair in pairs for memory in pair]
             self.blocks[layer] = (ctypes.c_void_p * len(addresses))(*addresses)
         return ctypes.addressof(self.blocks[layer])
+
+
+def first_of(group: Group) -> Tensor:
+    """Keys of a block in the first of its layers."""
+    return next(iter(group.block.keys.values()))
 
 
 def rows_by_prompt(group: Group) -> list[list[int]]:
@@ -103,11 +114,10 @@ class Layer:
     Args:
         layer: Of one of `KINDS`.
         packed: Copies of its weights, those that read the same input side by side; empty until they are made.
-        store: The memory of the running call.
     """
 
-    def __init__(self, layer: Any, packed: Packed, store: Store) -> None:
-        self.layer, self.packed, self.store = layer, packed, store
+    def __init__(self, layer: Any, packed: Packed) -> None:
+        self.layer, self.packed = layer, packed
         attention, mlp = layer.self_attn, layer.mlp
         self.index, self.size, self.scale = attention.layer_idx, attention.head_dim, attention.scaling
         self.heads = attention.q_proj.out_features // self.size
@@ -116,9 +126,9 @@ class Layer:
         self.norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.gates = (mlp.gate_proj, mlp.up_proj)
-        library = compiled(self.size)
-        assert library is not None
-        self.library = library
+        functions = compiled(self.size)
+        assert functions is not None
+        self.functions = functions
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any) -> Tensor:
         """``(B, t, H)`` in and out."""
@@ -126,14 +136,14 @@ class Layer:
         residual = hidden_states.reshape(-1, hidden_states.shape[-1])
         qkv = self.packed.product(self.inputs, self.normalised(residual, None, layer.input_layernorm, threads))
         self.rotate(qkv, position_embeddings, hidden_states.shape[:2], threads)
-        attended = (
-            self.attended(qkv, threads) if self.store.filling is None else self.filled(qkv, hidden_states.shape[1])
-        )
+        store = current_store()
+        decoding = store.filling is None
+        attended = self.attended(qkv, store, threads) if decoding else self.filled(qkv, store, hidden_states.shape[1])
         x = self.packed.product((layer.self_attn.o_proj,), attended)
         normal = self.normalised(x, residual, layer.post_attention_layernorm, threads)  # Adds the residual to x.
         both = self.packed.product(self.gates, normal)
         gated = both.new_empty(len(both), both.shape[1] // 2)
-        self.library.gated(both.data_ptr(), gated.data_ptr(), *gated.shape, threads)
+        self.functions.gated(both.data_ptr(), gated.data_ptr(), *gated.shape, threads)
         return self.packed.product((layer.mlp.down_proj,), gated).add_(x).view(hidden_states.shape)
 
     def normalised(self, x: Tensor, added: Tensor | None, norm: Any, threads: int) -> Tensor:
@@ -141,7 +151,7 @@ class Layer:
         out = torch.empty_like(x)
         more = None if added is None else added.data_ptr()
         pointers = x.data_ptr(), more, norm.weight.data_ptr(), out.data_ptr()
-        self.library.normalise(*pointers, *x.shape, norm.variance_epsilon, threads)
+        self.functions.normalise(*pointers, *x.shape, norm.variance_epsilon, threads)
         return out
 
     def rotate(self, qkv: Tensor, angles: tuple[Tensor, Tensor], shape: torch.Size, threads: int) -> None:
@@ -150,35 +160,34 @@ class Layer:
         norms = (None if norm is None else norm.weight.data_ptr() for norm in self.norms)
         epsilon = 0.0 if self.norms[0] is None else self.norms[0].variance_epsilon
         pointers = qkv.data_ptr(), cosine.data_ptr(), sine.data_ptr(), *norms
-        self.library.rotate(*pointers, len(qkv), self.heads, self.kv, epsilon, threads)
+        self.functions.rotate(*pointers, len(qkv), self.heads, self.kv, epsilon, threads)
 
-    def filled(self, qkv: Tensor, width: int) -> Tensor:
+    def filled(self, qkv: Tensor, store: Store, width: int) -> Tensor:
         """Attention of a prefill pass, by torch."""
         parts = qkv.view(-1, width, self.heads + 2 * self.kv, self.size).transpose(1, 2)
         query, key, value = parts.split([self.heads, self.kv, self.kv], 1)
-        return self.store.attend(self.index, query, key, value, self.scale, None, self.window).reshape(len(qkv), -1)
+        return store.attend(self.index, query, key, value, self.scale, None, self.window).reshape(len(qkv), -1)
 
-    def attended(self, qkv: Tensor, threads: int) -> Tensor:
+    def attended(self, qkv: Tensor, store: Store, threads: int) -> Tensor:
         """Attention of a decoding step; writes the new keys and values."""
-        store, n = self.store, len(qkv)
+        n = len(qkv)
         sample = qkv.view(n, -1, 1, self.size)[:, : self.kv]
         store.make_room(self.index, sample, sample, blank=False)
         plan = store.plan
-        if plan is None or plan.groups is not store.groups:
+        if plan is None or not plan.holds(store.groups):
             plan = store.plan = Plan.of(store.groups, self.kv, threads)
         keys, values = store.keys[self.index], store.values[self.index]
         common = [None, None]
         if store.common is not None:
             common = [memory[0].data_ptr() for memory in in_order(store.common, self.index)]
         memory = Memory(*common, plan.blocks_of(self.index), keys.data_ptr(), values.data_ptr(), keys.shape[2])
-        step, each = self.step(plan, n, threads)
+        step, each = self.step(plan, store, n, threads)
         out = qkv.new_empty(n, self.heads * self.size)
-        self.library.attend(ctypes.byref(step), ctypes.byref(memory), qkv.data_ptr(), out.data_ptr(), each)
+        self.functions.attend(ctypes.byref(step), ctypes.byref(memory), qkv.data_ptr(), out.data_ptr(), each)
         return out
 
-    def step(self, plan: Plan, n: int, threads: int) -> tuple[Step, int]:
+    def step(self, plan: Plan, store: Store, n: int, threads: int) -> tuple[Step, int]:
         """What this step's rows read, and the elements of a thread's scratch."""
-        store = self.store
         longest = store.shared + store.width + store.longest + 1
         each = plan.most * self.heads // self.kv * (longest + 2 * self.size)
         if plan.lengths is not store.lengths or plan.step is None:
@@ -212,11 +221,11 @@ def fusable(layer: Any) -> bool:
 
 
 @contextmanager
-def fused_layers(model: Any, packed: Packed | None, store: Store) -> Iterator[None]:
+def fused_layers(model: Any, packed: Packed | None) -> Iterator[None]:
     """Let decoder layers that are `fusable` run as `Layer`; the others, and all where ``packed`` is None, as they are."""
     layers = [] if packed is None else [module for module in model.modules() if fusable(module)]
     if packed is not None:
-        made = [Layer(layer, packed, store) for layer in layers]
+        made = [Layer(layer, packed) for layer in layers]
         packed.together = [group for one in made for group in (one.inputs, one.gates)]
         for layer, one in zip(layers, made, strict=True):
             layer.forward = one
