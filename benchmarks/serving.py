@@ -32,7 +32,7 @@ from posttrain.models.load import create_model_from_path, load_tokenizer
 from posttrain.rollouts.client import VLLMClient
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.threads import processors
-from posttrain.rollouts.push import push
+from posttrain.rollouts.push import Pusher
 from posttrain.types import Request, Sampling
 
 SEED = 3
@@ -132,6 +132,7 @@ def measure(args: argparse.Namespace) -> tuple[Clock, float, int]:
     equal: list[bool] = []
     with serving(args.model, args.threads) as (url, pid):
         client = VLLMClient(url, connection_timeout=30)
+        pusher = Pusher()  # One for the run, as a trainer has it: its memory is kept between pushes.
         clock = Clock({"here": os.getpid(), "http": pid, "worker": client.info()["worker_pids"][0]})
         ask(url, prompts[:2], 4)
         in_process(model, prompts[:2], 4)
@@ -141,7 +142,8 @@ def measure(args: argparse.Namespace) -> tuple[Clock, float, int]:
             many = clock.time("many_requests", lambda: many_requests(url, prompts, args.new_tokens))
             equal += [a == b for found in (one, many) for a, b in zip(found, own, strict=True)]
             weights = list(model.named_parameters())
-            clock.time("push", lambda w=weights, v=version: push(client, w, v))
+            clock.time("push", lambda w=weights, v=version: pusher.push(w, {client: v}))
+        pusher.close()
         client.close()
     return clock, sum(equal) / len(equal), sum(p.numel() for p in model.parameters())
 
