@@ -150,7 +150,8 @@ def main() -> None:
         return
     path = harness.RESULTS / "online_curves.json"
     runs = json.loads(path.read_text())["runs"] if args.resume and path.exists() else []
-    done = {(r["method"], r["task"], r["seed"]) for r in runs if r["updates"] == args.updates}
+    runs = [r for r in runs if r["updates"] == args.updates and r["task"] in args.tasks]
+    done = {(r["method"], r["task"], r["seed"]) for r in runs}
     wanted = [(m, t, s) for s in range(args.seeds) for t in args.tasks for m in args.methods if (m, t, s) not in done]
     common = ["--model", model, "--updates", str(args.updates)]
     lock = threading.Lock()
