@@ -172,8 +172,7 @@ class NativeBackend(Backend):
             self._stack = contextlib.ExitStack()
             self._stack.enter_context(evaluating(self.engine.model))
             self._stack.enter_context(plugged_in(self.engine.inner, run.store))
-            if not torch.is_autocast_enabled("cpu"):
-                self._stack.enter_context(fused_layers(self.engine.inner, self._packed))
+            self._stack.enter_context(fused_layers(self.engine.inner, self._packed))
             self._stack.enter_context(quick_products(self.engine.inner, self._packed))
             self._stack.enter_context(bound_threads(None))
 

@@ -17,7 +17,7 @@ from posttrain.losses.kl import k3
 from posttrain.losses.policy import clip_metrics
 from posttrain.losses.ratio import engine_gap, entropy_mask, importance_log_ratio, rollout_correction
 from posttrain.losses.reduce import sequence_lengths, sequence_mean, sequence_sum, spread
-from posttrain.metrics import maximum, mean
+from posttrain.metrics import Metric, maximum, mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["GMPOConfig", "GMPOTrainer", "geometric_ratio", "gmpo_objective"]
@@ -97,7 +97,8 @@ def gmpo_objective(
         kept = entropy_mask(out.entropy.detach(), mask, quantile=cfg.top_entropy_quantile, gather=gather)
     bounds = {"epsilon": cfg.epsilon, "epsilon_high": high}
     ratio = geometric_ratio(log_ratio, batch.advantages, kept, sequence, count, **bounds)
-    terms = -ratio * batch.advantages * _engine_weight(out.logp, batch, cfg)
+    weight, gap = _engine_weight(out.logp, batch, cfg)
+    terms = -ratio * batch.advantages * weight
     metrics = clip_metrics(  # The same bounds, as those of a ratio.
         log_ratio,
         spread(batch.advantages, sequence),
@@ -107,9 +108,7 @@ def gmpo_objective(
         epsilon=1 - math.exp(-cfg.epsilon),
         epsilon_high=math.expm1(high),
     )
-    if batch.rollout_logp is not None:
-        trained = out.logp if batch.old_logp is None else batch.old_logp
-        metrics |= engine_gap(trained, batch.rollout_logp, mask)
+    metrics |= gap
     if cfg.beta:
         kl = k3(out.logp, batch.ref_logp)
         terms = terms + cfg.beta * sequence_mean(kl, mask, sequence, count)
@@ -120,20 +119,24 @@ def gmpo_objective(
     return LossTerms(terms, some, "sequence", metrics=metrics)
 
 
-def _engine_weight(logp: Tensor, batch: Batch, cfg: GMPOConfig) -> Tensor | float:
-    """One weight a completion, ``(S,)``, where another engine sampled it."""
-    if batch.rollout_logp is None or not cfg.vllm_importance_sampling_correction:
-        return 1.0
+def _engine_weight(logp: Tensor, batch: Batch, cfg: GMPOConfig) -> tuple[Tensor | float, dict[str, Metric]]:
+    """One weight a completion, ``(S,)``, where another engine sampled it, and how far that one is from the trainer."""
+    if batch.rollout_logp is None:
+        return 1.0, {}
+    trained = logp.detach() if batch.old_logp is None else batch.old_logp
+    gap = engine_gap(trained, batch.rollout_logp, batch.loss_mask)
+    if not cfg.vllm_importance_sampling_correction:
+        return 1.0, gap
     forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
     weight = rollout_correction(
-        logp.detach() if batch.old_logp is None else batch.old_logp,
+        trained,
         batch.rollout_logp,
         *forest,
         mode=cfg.vllm_importance_sampling_mode.replace("token_", "sequence_"),
         clip_max=cfg.vllm_importance_sampling_clip_max,
         clip_min=cfg.vllm_importance_sampling_clip_min,
     )
-    return sequence_sum(weight, *forest) / sequence_lengths(*forest)  # Equal on all tokens of a completion.
+    return sequence_sum(weight, *forest) / sequence_lengths(*forest), gap  # Equal on all tokens of a completion.
 
 
 class GMPOTrainer(GRPOTrainer):

@@ -29,7 +29,7 @@ class Step(ctypes.Structure):
     """``struct step`` of the source: what a step's rows read, the same for all layers but for the memory itself."""
 
     _fields_ = [
-        *((name, LONG) for name in ("rows", "heads", "kv", "common", "longest", "window", "chunks")),
+        *((name, LONG) for name in ("heads", "kv", "common", "longest", "window", "chunks")),
         *((name, ADDRESS) for name in ("begins", "order", "prompt", "lengths", "places", "scratch")),
         ("scale", FLOAT),
         ("threads", INT),

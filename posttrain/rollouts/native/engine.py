@@ -131,8 +131,7 @@ class NativeEngine:
         run = (Run if self.decoder is None else GraphRun)(self, requests, sampling)
         packed = self._packed() if isinstance(run, Run) else None
         plugged, quick = plugged_in(self.inner, run.store), quick_products(self.inner, packed)
-        exact = isinstance(run, Run) and not torch.is_autocast_enabled("cpu")
-        fused = fused_layers(self.inner, (packed or Packed()) if exact else None)
+        fused = fused_layers(self.inner, (packed or Packed()) if isinstance(run, Run) else None)
         with evaluating(self.model), plugged, fused, quick, bound_threads(self.threads):
             if isinstance(run, Run) and packed is not None:
                 run.read_from(packed)

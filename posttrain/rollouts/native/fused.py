@@ -30,11 +30,11 @@ class Plan:
 
     Attributes:
         groups: The groups it was made of.
+        seen: Of each group's memory the first tensor, by which a newer one is noticed.
         order: ``(n,)`` rows by prompt; those of a chunk read the same one.
         begins: ``(chunks + 1,)`` where each chunk begins there.
         most: Rows of the longest chunk.
         place: ``(n, 3)``: the block of each row's prompt, where in it the prompt begins, and elements from a head to the next.
-        seen: Of each group's memory the first tensor, by which a newer one is noticed.
         blocks: Per layer addresses of the groups' keys and values.
         scratch: Of every thread, for scores and queries.
         step: What the running step reads, made by its first layer for all of them.
@@ -42,11 +42,11 @@ class Plan:
     """
 
     groups: list[Group]
+    seen: list[Tensor]
     order: Tensor
     begins: Tensor
     most: int
-    place: Tensor = field(default_factory=lambda: torch.empty(0))
-    seen: list[Tensor] = field(default_factory=list)
+    place: Tensor
     blocks: dict[int, Any] = field(default_factory=dict)
     scratch: Tensor = field(default_factory=lambda: torch.empty(0))
     step: Step | None = None
@@ -61,23 +61,13 @@ class Plan:
             size //= 2
         chunks = [rows[i : i + size] for rows in by_prompt for i in range(0, len(rows), size)]
         begins = torch.tensor([0, *map(len, chunks)]).cumsum(0)
-        plan = cls(groups, torch.tensor([row for chunk in chunks for row in chunk]), begins, max(map(len, chunks)))
-        plan.place, plan.seen = plan.places(), [first_of(group) for group in groups]
-        return plan
+        order = torch.tensor([row for chunk in chunks for row in chunk])
+        seen = [first_of(group) for group in groups]
+        return cls(groups, seen, order, begins, max(map(len, chunks)), places(groups, len(order)))
 
     def holds(self, groups: list[Group]) -> bool:
         """Whether it is of these groups, and their memory is where it was."""
         return self.groups is groups and all(first_of(g) is seen for g, seen in zip(groups, self.seen, strict=True))
-
-    def places(self) -> Tensor:
-        """See ``place``; the same in all layers, as their memories have one shape."""
-        table = torch.empty(len(self.order), 3, dtype=torch.long)
-        for number, group in enumerate(self.groups):
-            keys = first_of(group)
-            width, heads = keys.shape[2] * keys.shape[3], keys.shape[1]
-            prompts = group.place // group.grid.shape[1]
-            table[group.rows] = torch.stack([prompts * 0 + number, prompts * width * heads, prompts * 0 + width], 1)
-        return table
 
     def blocks_of(self, layer: int) -> Any:
         """Addresses of a layer's keys and values in each block."""
@@ -91,6 +81,17 @@ class Plan:
 def first_of(group: Group) -> Tensor:
     """Keys of a block in the first of its layers."""
     return next(iter(group.block.keys.values()))
+
+
+def places(groups: list[Group], n: int) -> Tensor:
+    """See ``place`` of `Plan`; the same in all layers, as their memories have one shape."""
+    table = torch.empty(n, 3, dtype=torch.long)
+    for number, group in enumerate(groups):
+        _, heads, width, size = first_of(group).shape
+        table[group.rows, 0] = number
+        table[group.rows, 1] = group.place // group.grid.shape[1] * heads * width * size
+        table[group.rows, 2] = width * size
+    return table
 
 
 def rows_by_prompt(group: Group) -> list[list[int]]:
@@ -181,12 +182,12 @@ class Layer:
         if store.common is not None:
             common = [memory[0].data_ptr() for memory in in_order(store.common, self.index)]
         memory = Memory(*common, plan.blocks_of(self.index), keys.data_ptr(), values.data_ptr(), keys.shape[2])
-        step, each = self.step(plan, store, n, threads)
+        step, each = self.step(plan, store, threads)
         out = qkv.new_empty(n, self.heads * self.size)
         self.functions.attend(ctypes.byref(step), ctypes.byref(memory), qkv.data_ptr(), out.data_ptr(), each)
         return out
 
-    def step(self, plan: Plan, store: Store, n: int, threads: int) -> tuple[Step, int]:
+    def step(self, plan: Plan, store: Store, threads: int) -> tuple[Step, int]:
         """What this step's rows read, and the elements of a thread's scratch."""
         longest = store.shared + store.width + store.longest + 1
         each = plan.most * self.heads // self.kv * (longest + 2 * self.size)
@@ -195,7 +196,7 @@ class Layer:
                 plan.scratch = torch.empty(2 * threads * each)
             plan.lengths = store.lengths
             tensors = (plan.begins, plan.order, store.prefix, store.lengths, plan.place, plan.scratch)
-            sizes = (n, self.heads, self.kv, store.shared, longest, 0, len(plan.begins) - 1)
+            sizes = (self.heads, self.kv, store.shared, longest, 0, len(plan.begins) - 1)
             plan.step = Step(*sizes, *(t.data_ptr() for t in tensors), self.scale, threads)
         plan.step.window = self.window or 0
         return plan.step, each
@@ -222,8 +223,9 @@ def fusable(layer: Any) -> bool:
 
 @contextmanager
 def fused_layers(model: Any, packed: Packed | None) -> Iterator[None]:
-    """Let decoder layers that are `fusable` run as `Layer`; the others, and all where ``packed`` is None, as they are."""
-    layers = [] if packed is None else [module for module in model.modules() if fusable(module)]
+    """Let decoder layers that are `fusable` run as `Layer`; others, and all under autocast or without ``packed``, stay."""
+    exact = not torch.is_autocast_enabled("cpu")
+    layers = [module for module in model.modules() if fusable(module)] if packed is not None and exact else []
     if packed is not None:
         made = [Layer(layer, packed) for layer in layers]
         packed.together = [group for one in made for group in (one.inputs, one.gates)]

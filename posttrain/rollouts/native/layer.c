@@ -226,7 +226,7 @@ static void softmax(float *restrict x, long count) {
 
 /* What a step's rows read, the same for all layers but for the memory itself. */
 struct step {
-    long rows, heads, kv;
+    long heads, kv;
     long common;           /* Tokens that all prompts begin with. */
     long longest;          /* Scores of the longest row. */
     long window;           /* Positions a token may look back, itself included; 0 is all. */

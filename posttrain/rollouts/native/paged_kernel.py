@@ -29,6 +29,17 @@ def _product(a, b, EXACT: tl.constexpr):
 
 
 @triton.jit
+def _read(keys, values, pages, n, inside, d, SIZE: tl.constexpr, PAGE: tl.constexpr):
+    """Keys ``(D, N)`` and values ``(N, D)`` at positions ``n`` of a prompt or suffix whose first page ``pages`` points to."""
+    page = tl.load(pages + n // PAGE, mask=inside, other=0).to(tl.int64)
+    place = page * PAGE + n % PAGE
+    within = d < SIZE
+    k = tl.load(keys + place[None, :] * SIZE + d[:, None], mask=inside[None, :] & within[:, None], other=0.0)
+    v = tl.load(values + place[:, None] * SIZE + d[None, :], mask=inside[:, None] & within[None, :], other=0.0)
+    return k, v
+
+
+@triton.jit
 def _part(  # noqa: PLR0917
     query, keys, values, out, most, total, tiles, pages, lengths, origins, now,
     scale, softcap, window, heads, width, tokens, parts, first_part, span_parts,
@@ -56,18 +67,11 @@ def _part(  # noqa: PLR0917
         best = tl.full([M], float("-inf"), tl.float32)
         weight = tl.zeros([M], tl.float32)
         summed = tl.zeros([M, D], tl.float32)
-        base = head.to(tl.int64) * tokens
+        base = head.to(tl.int64) * tokens * SIZE
         for start in range(begin, end, N):
             n = start + tl.arange(0, N)
             inside = n < end
-            page = tl.load(pages + first.to(tl.int64) * width + n // PAGE, mask=inside, other=0).to(tl.int64)
-            place = base + page * PAGE + n % PAGE
-            k = tl.load(
-                keys + place[None, :] * SIZE + d[:, None], mask=inside[None, :] & (d < SIZE)[:, None], other=0.0
-            )
-            v = tl.load(
-                values + place[:, None] * SIZE + d[None, :], mask=inside[:, None] & (d < SIZE)[None, :], other=0.0
-            )
+            k, v = _read(keys + base, values + base, pages + first.to(tl.int64) * width, n, inside, d, SIZE, PAGE)
             s = _product(q, k, EXACT) * scale
             if CAPPED:
                 s = softcap * (2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0)

@@ -102,22 +102,17 @@ class Packed:
         """What these layers make of ``x (n, K)``, one beside the other; by the weights themselves where there is no copy."""
         weight, bias = self.weights.get(group), self.biases.get(group)
         if weight is None:
-            return plain_product(group, x)
+            parts = [plain_product(layer, x) for layer in group]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         out = torch.ops.mkldnn._linear_pointwise.default(x.to(weight.dtype), weight, None, "none", [], "").to(x.dtype)
         return out if bias is None else out.add_(bias)
 
 
-def plain_product(group: tuple[nn.Linear, ...], x: Tensor) -> Tensor:
-    """What layers that read the same input make of ``x (n, K)``, one beside the other."""
-    if not 1 < len(x) <= MOST_ROWS or x.dtype != group[0].weight.dtype:
-        parts = [F.linear(x, layer.weight, layer.bias) for layer in group]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    parts = [torch.mm(layer.weight, x.t()) for layer in group]
-    out = (parts[0] if len(parts) == 1 else torch.cat(parts)).t().contiguous()
-    for layer, piece in zip(group, out.split([layer.out_features for layer in group], 1), strict=True):
-        if layer.bias is not None:
-            piece.add_(layer.bias)
-    return out
+def plain_product(layer: nn.Linear, x: Tensor) -> Tensor:
+    """``layer(x)`` with the weight as it lies, in the order that is quicker for so many rows."""
+    if 1 < x.numel() // x.shape[-1] <= MOST_ROWS and x.dtype == layer.weight.dtype == torch.float32:
+        return few_rows_product(x, layer.weight, layer.bias)
+    return F.linear(x, layer.weight, layer.bias)
 
 
 def side_by_side(parts: list[Tensor]) -> Tensor:
@@ -173,9 +168,7 @@ def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight, layer.bias)
     if packed is not None and (layer,) in packed.weights:
         return packed.product((layer,), x)
-    if 1 < x.numel() // x.shape[-1] <= MOST_ROWS and x.dtype == layer.weight.dtype == torch.float32:
-        return few_rows_product(x, layer.weight, layer.bias)
-    return F.linear(x, layer.weight, layer.bias)
+    return plain_product(layer, x)
 
 
 @contextmanager
