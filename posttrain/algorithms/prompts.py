@@ -35,9 +35,27 @@ class PromptMixin:
     processing_class: Any
     model: Any
     train_dataset: Any
+    accelerator: Any
     _train_batch_size: int
 
     # Before the model loads --------------------------------------------------------------------------------------
+
+    def _check_arguments(self, model: Any, args: Any, train_dataset: Any, collator: Any) -> None:
+        """As every trainer's; a stream must reach each process by itself and in one piece, or its groups fall apart."""
+        own_loader = type(self).get_train_dataloader is not PromptMixin.get_train_dataloader
+        if not own_loader and isinstance(train_dataset, datasets.IterableDataset):
+            if args.accelerator_config.dispatch_batches:
+                raise ConfigError(
+                    "accelerator_config has dispatch_batches=True, and train_dataset is a stream: the main process would hand "
+                    "its rows out and cut groups up. Leave it out."
+                )
+            if args.dataloader_num_workers:
+                logger.warning(
+                    "dataloader_num_workers=%d is set to 0: workers would split the groups of a stream between them.",
+                    args.dataloader_num_workers,
+                )
+                _workers_off(args)
+        super()._check_arguments(model, args, train_dataset, collator)  # type: ignore[misc]
 
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
@@ -131,10 +149,26 @@ class PromptMixin:
             is_training=True,
         )
 
+    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+        """As the parent's; a stream to evaluate on comes in the order that the sampler gives rows, and without workers."""
+        if is_training or not isinstance(dataset, datasets.IterableDataset):
+            return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)  # type: ignore[misc]
+        stream = repeat_iterable_dataset(dataset.shuffle(seed=self.args.seed), self.group_size("eval"))
+        before = _workers_off(self.args)
+        try:
+            return super()._get_dataloader(stream, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            vars(self.args).update(before)
+
     @contextmanager
     def _every_row_once(self) -> Iterator[None]:
         """Generating is a collective: ranks must evaluate equally many batches, so the last ones are filled up."""
-        yield
+        config = self.accelerator.dataloader_config
+        dispatch, config.dispatch_batches = config.dispatch_batches, False  # It would cut lists of rows up as tensors.
+        try:
+            yield
+        finally:
+            config.dispatch_batches = dispatch
 
     def _repeats(self) -> tuple[int, int]:
         args = self.args
@@ -159,6 +193,14 @@ class PromptMixin:
         """Completions per prompt."""
         args = self.args
         return (args.num_generations_eval or args.num_generations) if mode == "eval" else args.num_generations
+
+
+def _workers_off(args: Any) -> dict[str, Any]:
+    """Let loaders read in this process; returns what was set before."""
+    off = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+    before = {name: getattr(args, name) for name in off}
+    vars(args).update(off)
+    return before
 
 
 def _only_prompts(dataset: Any) -> Any:
