@@ -44,9 +44,8 @@ def main(model: str, output_dir: str = "runs/a2po", steps: str = "20", prompts: 
     trainer = A2POTrainer(model, right, config, train_dataset=questions(int(prompts)))
     trainer.train()  # Started again in the same folder, it reads the values from output_dir/v_star.jsonl.
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
-    sys.stdout.write(
-        f"reward of the first 5 steps {sum(rewards[:5]) / 5:.2f}, of the last {sum(rewards[-5:]) / 5:.2f}\n"
-    )
+    first, last = rewards[:5], rewards[-5:]
+    print(f"reward of the first steps {sum(first) / len(first):.2f}, of the last {sum(last) / len(last):.2f}")
 
 
 if __name__ == "__main__":

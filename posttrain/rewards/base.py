@@ -287,16 +287,18 @@ class RewardRunner:
         self._judge(unscored, names)
         numbers = torch.as_tensor(list(groups))
         self._warn_partial(table, numbers, unscored)
-        table.raw = table.values
-        table.values = table.values.clone()
-        for k, transform in enumerate(self.transforms):
+        table.raw, table.values = table.values, self.transformed(table.values, numbers)
+        for name, transform, raw in zip(table.names, self.transforms, table.raw.unbind(1), strict=True):
             if transform is not None:
-                raw = table.raw[:, k]
-                table.values[:, k] = transform(raw, numbers)
-                table.metrics[f"rewards/{table.names[k]}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
+                table.metrics[f"rewards/{name}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
         if len(table.names) > 1:
             self._report_shares(table, training)
         return table
+
+    def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
+        """``(n, K)`` rewards after each function's transform, a tensor of its own; ``groups (n,)`` numbers the rows' groups."""
+        columns = zip(values.unbind(1), self.transforms, strict=True)
+        return torch.stack([raw if transform is None else transform(raw, groups) for raw, transform in columns], 1)
 
     def _report_shares(self, table: RewardTable, training: bool) -> None:
         """How much of what is learned from each function decides."""

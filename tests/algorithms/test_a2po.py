@@ -210,6 +210,25 @@ def test_rewards_that_are_not_binary_are_never_filtered(tiny_tokenizer, tmp_path
     assert "filter_all_incorrect=True has no effect" in caplog.text
 
 
+def test_values_are_made_of_transformed_rewards_like_the_advantages(tiny_tokenizer, tmp_path):
+    """Rewards of 100, clipped to 1: V* is 1 and the advantage 0, not -99."""
+    settings = {"rewards": lambda completions, **_: [100.0] * len(completions), "max_steps": 1}
+    trainer = build(tmp_path, tiny_tokenizer, reward_transform=["clip:0:1"], **settings)
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert first["v_star"] == pytest.approx(1.0)
+    assert first["advantage"] == pytest.approx(0.0, abs=1e-6)
+    raw = build(tmp_path, tiny_tokenizer, **settings)  # The same folder: its values are of other rewards.
+    assert set(map(tuple, raw.estimate_values([raw.train_dataset]).rewards.values())) == {(100.0,) * 4}
+
+
+def test_fewer_prompts_left_than_a_generation_takes_is_an_error_too(tiny_tokenizer, tmp_path):
+    rewards = {"rewards": lambda answer, **_: [float(a == 3) for a in answer]}
+    trainer = build(tmp_path, tiny_tokenizer, **rewards)
+    with pytest.raises(ConfigError, match="train_dataset has 1 prompts, but one generation takes 4"):
+        trainer.train()
+
+
 def test_no_prompt_left_is_an_error_not_an_empty_run(tiny_tokenizer, tmp_path):
     trainer = build(tmp_path, tiny_tokenizer, rewards=lambda completions, **_: [0.0 for _ in completions])
     with pytest.raises(DataError, match="none of the 8 training prompts is left: the reference solved none"):
@@ -286,6 +305,30 @@ def test_the_native_engine_samples_values_from_the_reference_even_late(tiny_toke
     assert trainer.estimate_values([trainer.train_dataset]).rewards == first
 
 
+def test_an_engine_with_weights_of_its_own_never_samples_values(tiny_tokenizer, tmp_path):
+    """A server holds the policy's weights, which are the reference's no more: the reference samples here, also in part."""
+    from peft import LoraConfig
+
+    far = scripted()
+    args = A2POConfig(
+        str(tmp_path), bf16=False, report_to="none", num_value_samples=2, max_completion_length=8, disable_tqdm=True
+    )
+    trainer = A2POTrainer(
+        build_model(len(tiny_tokenizer)), odd, args, train_dataset=prompts(8), processing_class=tiny_tokenizer,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), rollout_engine=far,
+    )  # fmt: skip
+    far.holds_copy, far.generate = True, lambda *_: pytest.fail("the far engine was asked")
+    rewards = trainer.estimate_values([trainer.train_dataset]).rewards
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(torch.randn_like(parameter))
+    trainer.cache = None
+    (tmp_path / "v_star.jsonl").unlink()
+    assert trainer.estimate_values([trainer.train_dataset]).rewards == rewards
+    assert trainer.engine is far
+
+
 def test_an_adapter_needs_no_copy_and_values_come_from_its_base(tiny_tokenizer, tmp_path):
     from peft import LoraConfig, get_peft_model  # noqa: F401
 
@@ -312,6 +355,9 @@ def test_an_adapter_needs_no_copy_and_values_come_from_its_base(tiny_tokenizer, 
         ({"num_value_samples": 0}, "num_value_samples=0"),
         ({"beta": 0.1}, "the pull of the reference is beta2"),
         ({"num_iterations": 2}, "no importance ratio"),
+        ({"dynamic_sampling": 1}, "dynamic_sampling=1 must be 0"),
+        ({"reward_transform": ["rank"]}, "depends on the batch"),
+        ({"reward_transform": ["none", "zscore"]}, "depends on the batch"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, settings, match):

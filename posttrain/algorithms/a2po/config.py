@@ -10,6 +10,8 @@ from posttrain.errors import ConfigError
 
 __all__ = ["A2POConfig"]
 
+OF_OTHERS = ("rank", "zscore")  # Transforms that read the other rewards of a batch: not those that values are made of.
+
 
 @dataclass
 class A2POConfig(OnlineConfig):
@@ -60,6 +62,12 @@ class A2POConfig(OnlineConfig):
             "beta": (self.beta == 0, "must be 0.0: the pull of the reference is beta2"),
             "epsilon": (self.epsilon == 0.2 and self.epsilon_high is None, "is not read: nothing is clipped here"),
             "num_iterations": (self.num_iterations == 1, "must be 1: the regression has no importance ratio"),
+            "dynamic_sampling": (self.dynamic_sampling == 0, "must be 0: one completion a prompt has no variance"),
+            "reward_transform": (
+                not {str(spec) for spec in self.reward_transform or []} & set(OF_OTHERS),
+                f"holds one of {', '.join(OF_OTHERS)}, which depends on the batch; values and rewards need one scale. Take clip, "
+                "log1p or tanh",
+            ),
         }
         for name, (holds, rule) in rules.items():
             if not holds:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from tqdm.auto import tqdm
 
 from posttrain.algorithms.a2po.config import A2POConfig
@@ -59,6 +60,7 @@ class ValueMixin:
         self.estimate_values([self.train_dataset, *(d for _, d in named_sets({"eval_dataset": self.eval_dataset}))])
         if not self._filtered:
             self.train_dataset = self.train_dataset.select(self._kept(self.train_dataset))
+            self._check_dataset_size(self.train_dataset)  # type: ignore[attr-defined]
             self._filtered = True
         return super().train(resume_from_checkpoint, **kwargs)
 
@@ -99,6 +101,7 @@ class ValueMixin:
             samples=self.args.num_value_samples,
             prompt=[self.args.max_prompt_length, self.args.chat_template_kwargs, self.processing_class.chat_template],
             rewards=list(zip(self.rewards.names, self.rewards.weights.tolist(), strict=True)),
+            transforms=self.args.reward_transform,
         )
         cache = ValueCache(Path(self.args.output_dir, FILE), run)
         if self._restored.get("run") == run:
@@ -107,12 +110,16 @@ class ValueMixin:
 
     @contextlib.contextmanager
     def _reference_engine(self) -> Iterator[None]:
-        """Generate with the reference meanwhile; an engine that was given samples from the policy, which is it at first."""
-        engine = self.engine
+        """Generate with the reference meanwhile, here in process where the engine has a copy of the policy's weights.
+
+        An engine object that was given, and has none, samples from the policy, which is the reference at first.
+        """
+        engine, far = self.engine, getattr(self.engine, "holds_copy", False)
         with self.inference() as policy, self.reference.active(policy):
             copy = self.reference.copy
-            if self._own_engine and copy is not None:
-                self.engine = create_engine(self.args.rollout_engine, copy, pad_token_id=self.pad_token_id)
+            if far or (self._own_engine and copy is not None):
+                model = copy if copy is not None else self.accelerator.unwrap_model(self.model)
+                self.engine = create_engine(self.args.rollout_engine, model, pad_token_id=self.pad_token_id)
             try:
                 yield
             finally:
@@ -138,7 +145,9 @@ class ValueMixin:
             prompt_suffixes=self._suffixes(generation),
             judge=False,
         )
-        totals = weighted_total(table.values, table.weights).reshape(-1, n).tolist()
+        groups = torch.arange(len(part)).repeat_interleave(n)
+        values = self.rewards.transformed(table.values, groups)  # As the rewards they are compared with.
+        totals = weighted_total(values, table.weights).reshape(-1, n).tolist()
         return {key: rewards for (key, _), rewards in zip(part, totals, strict=True)}
 
     def sampling(self, mode: str) -> Sampling:
