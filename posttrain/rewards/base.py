@@ -18,7 +18,7 @@ from posttrain.errors import ConfigError, RewardError
 from posttrain.metrics import Metric, mean
 from posttrain.rewards.audit import audit_answers
 from posttrain.rewards.call import RESERVED, RewardCall, head, scores_tensor
-from posttrain.rewards.concurrency import awaited, close, gather, is_concurrent, itself, parallel, run_async
+from posttrain.rewards.concurrency import awaited, close, is_concurrent, itself, parallel, run_all
 from posttrain.rewards.environments import environment_rewards
 from posttrain.rewards.functions import as_callable, one_each, reward_name, unique
 from posttrain.rewards.shares import REPORTED, describe_shares, describe_weights, variance_shares
@@ -237,7 +237,7 @@ class RewardRunner:
             close([result for result in results if inspect.iscoroutine(result)])
             raise
         if later:
-            for k, (outcome, spent) in zip(later, run_async(gather(list(later.values()), self.timeout)), strict=True):
+            for k, (outcome, spent) in zip(later, run_all(list(later.values()), self.timeout), strict=True):
                 if isinstance(outcome, RewardError):
                     raise outcome
                 if isinstance(outcome, BaseException):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import inspect
 import os
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from posttrain.rewards.call import RewardCall
 
-__all__ = ["awaited", "close", "gather", "is_concurrent", "itself", "parallel", "run_async", "share_out"]
+__all__ = ["awaited", "close", "is_concurrent", "itself", "parallel", "run_all", "share_out"]
 
 F = TypeVar("F", bound=Callable)
+GRACE = 5.0  # Seconds after its limit in which a task must have noticed it, or it has the loop to itself.
+WAITED = "reward-"  # Names of the tasks that are waited for.
 
 
 def parallel(function: F) -> F:
@@ -43,8 +46,32 @@ async def awaited(call: RewardCall, name: str, function: Callable) -> Any:
     """The result of one concurrent function."""
     bare = function.func if isinstance(function, functools.partial) else function
     if getattr(bare, "runs_in_thread", False):
-        return await asyncio.to_thread(call.run, name, function)
+        return await _on_thread(lambda: call.run(name, function))
     return await call.run(name, function)
+
+
+async def _on_thread(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns on a daemon thread of its own: one of a pool that hangs would keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def settle(outcome: Any, error: BaseException | None) -> None:
+        if future.done():
+            return  # Nobody waits any more.
+        if error is None:
+            future.set_result(outcome)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        try:
+            result = work(), None
+        except BaseException as error:  # Carried over to the waiting task.
+            result = None, error
+        loop.call_soon_threadsafe(settle, *result)
+
+    threading.Thread(target=run, daemon=True, name="reward").start()
+    return await future
 
 
 async def itself(awaitable: Awaitable) -> Any:
@@ -52,18 +79,45 @@ async def itself(awaitable: Awaitable) -> Any:
     return await awaitable
 
 
-async def gather(tasks: list[Callable[[], Awaitable]], timeout: float | None) -> list[tuple[Any, float]]:
-    """Pairs (result or exception, seconds) of each, all running at once."""
+def run_all(tasks: list[Callable[[], Awaitable]], timeout: float | None) -> list[tuple[Any, float]]:
+    """Pairs (result or exception, seconds) of each, all running at once on one lasting loop of a daemon thread.
 
-    async def timed(task: Callable[[], Awaitable]) -> tuple[Any, float]:
+    One loop works in a notebook, and clients keep their connections. A task that never gives it back is left behind with
+    it and has timed out; later calls get another loop.
+
+    Args:
+        tasks: Make what is awaited.
+        timeout: Seconds each may take; None waits for ever.
+    """
+    found: dict[int, tuple[Any, float]] = {}
+    begin = time.perf_counter()
+
+    async def timed(index: int) -> None:
         started = time.perf_counter()
         try:
-            outcome = await asyncio.wait_for(task(), timeout)
+            task = asyncio.ensure_future(tasks[index]())
+            if isinstance(task, asyncio.Task):
+                task.set_name(f"{WAITED}{index}")
+            outcome = await asyncio.wait_for(task, timeout)
         except (Exception, asyncio.CancelledError) as error:
             outcome = error
-        return outcome, time.perf_counter() - started
+        found[index] = outcome, time.perf_counter() - started
 
-    return await asyncio.gather(*(timed(task) for task in tasks))
+    async def every() -> None:
+        await asyncio.gather(*map(timed, range(len(tasks))))
+
+    loop = _loop()
+    future = asyncio.run_coroutine_threadsafe(every(), loop)
+    try:
+        future.result(None if timeout is None else timeout + GRACE)
+    except concurrent.futures.TimeoutError:
+        busy = asyncio.current_task(loop)
+        guilty = {f"{WAITED}{index}": index for index in range(len(tasks))}.get(busy.get_name() if busy else "")
+        _LOOPS.pop(os.getpid(), None)
+        late = time.perf_counter() - begin
+        for index in set(range(len(tasks))) - set(found):
+            found[index] = (TimeoutError() if guilty in (None, index) else None), late
+    return [found[index] for index in range(len(tasks))]
 
 
 def close(coroutines: list[Coroutine]) -> None:
@@ -75,13 +129,12 @@ def close(coroutines: list[Coroutine]) -> None:
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # By process: a forked child has no thread to run its parent's.
 
 
-def run_async(coroutine: Coroutine) -> Any:
-    """Run on one lasting loop of a daemon thread: works in a notebook, and clients keep their connections."""
+def _loop() -> asyncio.AbstractEventLoop:
     loop = _LOOPS.get(os.getpid())
     if loop is None:
         loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True, name="async-rewards").start()
-    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+    return loop
 
 
 W = TypeVar("W")

@@ -324,6 +324,43 @@ def test_a_function_that_hangs_is_named_after_its_timeout(asynchronous):
     release.set()
 
 
+def test_a_coroutine_that_never_gives_the_loop_back_is_named_and_later_calls_go_on(monkeypatch):
+    monkeypatch.setattr("posttrain.rewards.concurrency.GRACE", 0.05)
+    release = threading.Event()
+
+    async def polite(**_):
+        await asyncio.sleep(0.1)
+        return [1.0, 1.0]
+
+    async def blocks(**_):
+        release.wait(30)  # As a client without await does.
+        return [0.0, 0.0]
+
+    try:
+        with pytest.raises(RewardError, match=r"'blocks' did not answer within reward_timeout=0.2 s"):
+            RewardRunner([polite, blocks], timeout=0.2)(**TWO)
+        assert run(polite).values.tolist() == [[1.0], [1.0]]
+    finally:
+        release.set()
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process_from_ending():
+    release = threading.Event()
+
+    @parallel
+    def hang(**_):
+        release.wait(30)
+        return [0.0, 0.0]
+
+    before = {t for t in threading.enumerate() if not t.daemon}
+    try:
+        with pytest.raises(RewardError, match=r"'hang' did not answer within reward_timeout=0.05 s"):
+            RewardRunner(hang, timeout=0.05)(**TWO)
+        assert {t for t in threading.enumerate() if not t.daemon} <= before  # Python waits for the others at its end.
+    finally:
+        release.set()
+
+
 def test_a_function_without_kwargs_gets_only_what_it_names():
     assert run(lambda completions, answer=None: answer, columns={"answer": [1, 2], "noise": [0, 0]}).values[
         :, 0
