@@ -321,6 +321,7 @@ def worker(folder, accumulation):
         ({"max_steps": 3, "total_episodes": 8}, "both say how long to train"),
         ({"rollout_engine": "vlm"}, "rollout_engine='vlm' is not known"),
         ({"auto_find_batch_size": True}, "would change what a rollout batch is"),
+        ({"reward_transform": ["rank"]}, "PPO samples one: every rank would be 0.5"),
     ],
 )
 def test_5_5_e_options_that_cannot_work_are_refused_by_name(tmp_path, settings, match):
@@ -892,6 +893,25 @@ def test_several_rewards_are_weighed(tokenizer, tmp_path):
     trainer = ppo(tmp_path, tokenizer, reward=[ones, twos], reward_weights=[0.5, 2.0], max_steps=1)
     trainer.train()
     assert logs(trainer, "objective/scores") == [pytest.approx(4.5)]
+
+
+def test_r18_scores_of_a_game_are_transformed_before_they_are_weighed(tokenizer, tmp_path):
+    """tanh(2048 / 2048) = 0.76159, doubled by its weight."""
+    settings = {"reward_transform": ["tanh:2048"], "reward_weights": [2.0], "max_steps": 1}
+    trainer = ppo(tmp_path, tokenizer, reward=lambda completions, **_: [2048.0] * len(completions), **settings)
+    trainer.train()
+    assert logs(trainer, "objective/scores") == [pytest.approx(1.52319, abs=1e-5)]
+    assert [v for row in trainer.state.log_history for k, v in row.items() if k.endswith("raw_mean")] == [2048.0]
+
+
+def test_r26_a_reward_that_changes_its_mind_is_told_here_too(tokenizer, tmp_path, caplog):
+    calls = iter(range(100_000))
+
+    def moody(completions, **_):
+        return [float(next(calls)) for _ in completions]
+
+    ppo(tmp_path, tokenizer, reward=moody, check_reward_determinism=True, max_steps=1).train()
+    assert "for the same completion (4 of 4 rows differ)" in caplog.text
 
 
 def test_a_response_that_no_reward_applies_to_trains_nothing(tokenizer, tmp_path):

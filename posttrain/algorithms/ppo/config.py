@@ -97,12 +97,22 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
         default=False, metadata={"help": "Divide token rewards by their spread; needs 8 responses a local mini-batch."}
     )
     reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward; None: ones."})
+    reward_transform: list[str] | None = field(
+        default=None,
+        metadata={"help": "One per reward, applied before weights: none, clip:a:b, log1p, tanh:s or zscore."},
+    )
     reward_timeout: float | None = field(
         default=None,
         metadata={"help": "Seconds a reward function may take for one rollout batch; None waits for ever."},
     )
     check_rewards: bool = field(
         default=True, metadata={"help": "Call each reward function on two rows before the model loads."}
+    )
+    check_reward_determinism: bool = field(
+        default=False,
+        metadata={
+            "help": "Score 4 rows of the first rollout batch a second time, and warn where a reward changed its mind."
+        },
     )
     model_adapter_name: str | None = field(
         default=None, metadata={"help": "Adapter to train, of a peft model that has several; None: the active one."}
@@ -165,6 +175,11 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
         for name, holds, rule in rules:
             if not holds:
                 raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        if "rank" in map(str, self.reward_transform or ()):
+            raise ConfigError(
+                "reward_transform='rank' compares the completions of a prompt, and PPO samples one: every rank would be 0.5. Take "
+                "clip:a:b, log1p, tanh:s or zscore."
+            )
         if total is not None and self.max_steps > 0:
             raise ConfigError(
                 f"total_episodes={total} and max_steps={self.max_steps} both say how long to train. Set one of them."
