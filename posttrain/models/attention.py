@@ -65,8 +65,8 @@ def attention_mask(batch: Batch, config: PretrainedConfig, dtype: torch.dtype) -
 
     Returns:
         None for rows that are one plain sequence each; ``(B, T)`` where such rows are padded; else a 4-D mask in the form
-        the backend takes (bool for sdpa, additive for eager, ``BlockMask`` for flex), or a dict of them by layer type for
-        models that mix full and sliding layers.
+        the backend takes (added to scores for eager and for sdpa on a CPU, bool for sdpa elsewhere, ``BlockMask`` for
+        flex), or a dict of them by layer type for models that mix full and sliding layers.
     """
     text = config.get_text_config()
     if int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0:
@@ -77,11 +77,11 @@ def attention_mask(batch: Batch, config: PretrainedConfig, dtype: torch.dtype) -
         if implementation == "flex_attention":
             return _block_mask(batch, window)
         allowed = forest_mask(batch, window)
-        if implementation == "sdpa":
+        if implementation == "sdpa" and allowed.device.type != "cpu":
             return allowed
-        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(
-            ~allowed, torch.finfo(dtype).min
-        )
+        # On a CPU sdpa makes numbers of a bool mask in every layer anew, and keeps all of them for backward.
+        never = -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min
+        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, never)
 
     kinds = set(getattr(text, "layer_types", None) or ())
     window = getattr(text, "sliding_window", None)

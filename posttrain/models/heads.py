@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from posttrain.losses.divergence import collision_logp
 from posttrain.models.fp32_head import Float32Linear
+from posttrain.models.lean import keep_inputs_only
 from posttrain.models.logprob import token_logprobs
 
 __all__ = [
@@ -109,12 +110,15 @@ def causal_lm(model: nn.Module) -> nn.Module:
 def install_token_head(model: nn.Module) -> None:
     """Teach a model's forward the argument ``token_head`` (a `TokenHead` or `ScoreHead`); without it, nothing changes.
 
+    Its layers keep less for backward from here on (`keep_inputs_only`).
+
     The forward is patched, not called around, so that DDP, FSDP, DeepSpeed, autocast and PEFT wrappers keep seeing one
     ordinary forward call. Installing twice is harmless.
     """
     inner: Any = causal_lm(model)
     if _knows_heads(inner.forward):
         return
+    keep_inputs_only(inner)
     original = inner.forward
 
     @functools.wraps(original)

@@ -17,7 +17,8 @@ from posttrain.errors import ConfigError
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
 
-CHUNK_BYTES = 64 * 2**20  # Of float32 logits. Larger chunks are no faster on a CPU or a GPU, smaller ones are slower.
+# Of float32 logits. Measured on 2 cores at vocabularies of 49k and 152k: 64 MiB is no faster than 24, 16 and less are slower.
+CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
 
 
 @dataclass(slots=True)
@@ -173,7 +174,7 @@ def token_logprobs(
         logit_scale: Multiplies the logits (Cohere; the inverse of Granite's ``logits_scaling``).
         softcap: ``c tanh(x / c)`` (Gemma 2).
         temperature: > 0.
-        chunk_size: Positions at a time; None picks about 64 MiB of logits.
+        chunk_size: Positions at a time; None picks about 24 MiB of logits on a CPU, 64 elsewhere.
         need_entropy: Also the entropy, in nats, of the tempered distribution.
         entropy_grad: Let gradients flow through the entropy.
         need_correct: Also whether the target was the most likely token.
@@ -196,7 +197,8 @@ def token_logprobs(
     elif hidden.dtype != weight.dtype:
         hidden = hidden.to(weight.dtype)
     bias = None if bias is None else bias.to(weight.dtype)
-    chunk = chunk_size or max(16, CHUNK_BYTES // (4 * weight.shape[0]))
+    size = CHUNK_BYTES if device == "cpu" else ACCELERATOR_CHUNK_BYTES
+    chunk = chunk_size or max(16, size // (4 * weight.shape[0]))
     rule = _Rule(logit_scale, softcap, temperature, chunk)
     wants = _Wants(need_entropy or entropy_grad, entropy_grad, need_correct, need_mean_logit, need_collision)
     with torch.autocast(device, enabled=False):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.lean import plain
 from posttrain.rollouts.native.attention import Store, current_store
 from posttrain.rollouts.native.blocks import Block, Group
 from posttrain.rollouts.native.compiled import Memory, Step, compiled
@@ -200,12 +201,6 @@ class Layer:
             plan.step = Step(*sizes, *(t.data_ptr() for t in tensors), self.scale, threads)
         plan.step.window = self.window or 0
         return plan.step, each
-
-
-def plain(module: nn.Module) -> bool:
-    """Whether calling the module runs its class's forward and nothing else."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return not (hooks or "forward" in vars(module) or module._compiled_call_impl)
 
 
 def fusable(layer: Any) -> bool:
