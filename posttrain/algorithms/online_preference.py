@@ -18,7 +18,7 @@ from posttrain.losses.preference import sigmoid, squared_gap
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.models.reference import Reference
+from posttrain.models.reference import Reference, tell_own_checkpoint
 from posttrain.rewards.base import RewardTable
 from posttrain.rewards.judges import BaseJudge, JudgeReward
 from posttrain.rewards.pairs import PairRewards, WholeTextReward
@@ -148,10 +148,11 @@ class OnlinePreferenceTrainer(OnlineTrainer):
             raise ConfigError(
                 "ref_model is the model itself, which moves as it is trained. Leave it out, or load it again."
             )
-        if self.judge is not None and getattr(args, "missing_eos_penalty", None) is not None:
-            raise ConfigError(
-                "missing_eos_penalty is taken from rewards, and a judge gives none. Leave one of them out."
-            )
+        for name in ("missing_eos_penalty", "reward_weights", "reward_transform") if self.judge is not None else ():
+            if getattr(args, name, None) is not None:
+                raise ConfigError(
+                    f"{name} changes rewards, and a judge gives verdicts and probabilities. Leave one of them out."
+                )
         if self.one_reward and isinstance(reward_funcs, list | tuple) and len(reward_funcs) != 1:
             raise ConfigError(f"{type(self).__name__} takes one reward function, and {len(reward_funcs)} are given.")
 
@@ -174,6 +175,8 @@ class OnlinePreferenceTrainer(OnlineTrainer):
 
     def make_reference(self) -> Reference:
         """Always: the loss is measured against it."""
+        if self._given_reference is None:
+            tell_own_checkpoint(self.model)
         return Reference(self.model, fresh_adapter=self.fresh_adapter, given=self._given_reference)
 
     @property
@@ -260,7 +263,7 @@ class OnlinePreferenceTrainer(OnlineTrainer):
         known = ~scores.isnan() if mode == "eval" else ~pairs.isnan().any(1).repeat_interleave(2)
         found = torch.zeros_like(scores)
         if mode == "train":
-            found = self._prefer(pairs, known[::2])
+            found = self._prefer(pairs, known[::2], self._equal(generation))
         self.log_scores(scores, known, ended, mode)
         self.log_rewards(table, totals, found, mode)
         mine = slice(table.start, table.start + len(generation.rollouts))
@@ -268,14 +271,20 @@ class OnlinePreferenceTrainer(OnlineTrainer):
         generation.columns["scores"] = scores[mine].nan_to_num(0.0).tolist()
         return found
 
-    def _prefer(self, pairs: Tensor, known: Tensor) -> Tensor:
+    def _equal(self, generation: Generation) -> Tensor:
+        """``(P,)`` which pairs of all ranks are one completion twice: no verdict can tell them apart."""
+        rollouts = generation.rollouts
+        same = [a.token_ids == b.token_ids for a, b in zip(rollouts[::2], rollouts[1::2], strict=True)]
+        return torch.tensor(parallel.all_gather_objects(same, self.accelerator), dtype=torch.bool)
+
+    def _prefer(self, pairs: Tensor, known: Tensor, equal: Tensor) -> Tensor:
         if not bool(known.any()):
             raise RewardError(
                 f"none of the {len(pairs)} pairs of this generation has a reward for both completions: "
                 f"{', '.join(self.rewards.names)} returned None. Nothing can be preferred. Return a number wherever a function "
                 "applies."
             )
-        gap = torch.where(known, pairs[:, 0] - pairs[:, 1], 0.0)
+        gap = torch.where(known & ~equal, pairs[:, 0] - pairs[:, 1], 0.0)
         self.log_metrics_now({"ties": mean((gap == 0).float(), known), "groups/unscorable": mean((~known).float())})
         preferred = self.preference(gap)
         return torch.stack([preferred, -preferred], 1).flatten()

@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,7 +23,7 @@ from posttrain.losses.reduce import sequence_lengths, sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models.forward import forward
 from posttrain.models.precompute import precomputed_logps
-from posttrain.models.reference import Reference, check_reference
+from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
 from posttrain.types import Batch, ModelOutputs, Row
 
 __all__ = [
@@ -228,18 +227,10 @@ class PreferenceTrainer(PairHealthMixin, PostTrainer):
                 "rate. About %s is usual.", default, 10 * default,
             )  # fmt: skip
 
-    def _tell_own_checkpoint(self) -> None:
-        path = Path(str(getattr(getattr(self.model, "config", None), "_name_or_path", "")))
-        if (path / "trainer_state.json").is_file():
-            logger.warning(
-                "the model comes from %s, a training checkpoint, and without ref_model it becomes its own reference. To go on "
-                "with that run, give its first model and train(resume_from_checkpoint=%r); else pass ref_model.", path, str(path),
-            )  # fmt: skip
-
     def _make_reference(self, given: nn.Module | None) -> None:
         args = self.args
         if given is None:
-            self._tell_own_checkpoint()
+            tell_own_checkpoint(self.model)
         if args.precompute_ref_log_probs and given is None:
             # The policy as it is now is the reference: no copy is needed.
             self.train_dataset = self._precompute(self.train_dataset, None, "train")

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "check_reference",
     "create_reference_model",
     "disable_dropout_in_model",
+    "tell_own_checkpoint",
     "use_adapter",
 ]
 
@@ -119,6 +121,16 @@ def check_reference(given: Any) -> None:
             f"ref_model is a {type(inner if inner is not None else given).__name__}, which has no language-model head to score "
             "answers with. Give a causal language model, or leave ref_model out."
         )
+
+
+def tell_own_checkpoint(model: Any) -> None:
+    """Warn where a model that becomes its own reference was loaded from a checkpoint of a run."""
+    path = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "")))
+    if (path / "trainer_state.json").is_file():
+        logger.warning(
+            "the model comes from %s, a training checkpoint, and without ref_model it becomes its own reference. To go on "
+            "with that run, give its first model and train(resume_from_checkpoint=%r); else pass ref_model.", path, str(path),
+        )  # fmt: skip
 
 
 def _check_vocabulary(model: Any, given: Any) -> None:

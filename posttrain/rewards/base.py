@@ -197,11 +197,19 @@ class RewardRunner:
         if self.score_twice and self._calls == 1 and "environments" not in call.always:
             self._score_again(call, values)
 
+    def rows_again(self, count: int) -> list[int]:
+        """Which of ``count`` rows are scored a second time."""
+        return list(range(min(TWICE, count)))
+
     def _score_again(self, call: RewardCall, values: list[list[float]]) -> None:
-        rows = slice(TWICE)
-        columns = {name: column[rows] for name, column in call.columns.items()}
-        always = {k: v[rows] if isinstance(v, list) else v for k, v in call.always.items()}
-        again = RewardCall(call.prompts[rows], call.completions[rows], call.completion_ids[rows], columns, always)
+        rows = self.rows_again(len(call.prompts))
+
+        def some(column: list[Any]) -> list[Any]:
+            return [column[i] for i in rows]
+
+        columns = {name: some(column) for name, column in call.columns.items()}
+        always = {k: some(v) if isinstance(v, list) else v for k, v in call.always.items()}
+        again = RewardCall(some(call.prompts), some(call.completions), some(call.completion_ids), columns, always)
         try:
             results, _ = self._run(again)
             second = [again.check(name, result) for name, result in zip(self.names, results, strict=True)]
@@ -209,7 +217,7 @@ class RewardRunner:
             logger.warning("the rewards of the first %d rows could not be computed a second time: %s", TWICE, error)
             return
         for name, before, after in zip(self.names, values, second, strict=True):
-            pairs = [(a, b) for a, b in zip(before[rows], after, strict=True) if a != b and not (a != a and b != b)]
+            pairs = [(a, b) for a, b in zip(some(before), after, strict=True) if a != b and not (a != a and b != b)]
             if pairs:
                 logger.warning(
                     "%s gave %g and then %g for the same completion (%d of %d rows differ): it is random, depends on time "

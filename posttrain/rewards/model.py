@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +12,40 @@ from posttrain.data.template_abilities import supports_tool_calling
 from posttrain.errors import ModelError, RewardError
 from posttrain.models.load import check_model_source
 
-__all__ = ["ModelReward"]
+__all__ = ["ModelReward", "refuse_alike"]
 
 logger = logging.getLogger(__name__)
 
 PROBES = ("Yes.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
 FEW = 3  # Different texts that may share one score by chance (or by rounding); more do not.
+TOKENIZER = (
+    "its texts cut to nothing; pass its own tokenizer in reward_processing_classes and check the folder's weights."
+)
+
+
+def refuse_alike(name: str, scores: list[float], texts: Iterable[str], fix: str) -> bool:
+    """Whether a batch has enough different texts to tell that a reward model tells them apart.
+
+    Args:
+        name: Of the model.
+        scores: One a text.
+        texts: What was scored.
+        fix: The end of the message: what else may be wrong, and what to do.
+
+    Raises:
+        RewardError: All of them got one score.
+    """
+    different = len(set(texts))
+    if different > FEW and len(set(scores)) == 1:
+        raise _alike(name, scores[0], f"{different} different texts of the first batch", fix)
+    return different > FEW
+
+
+def _alike(name: str, score: float, what: str, fix: str) -> RewardError:
+    return RewardError(
+        f"the reward model {name} gives {score:g} to {what}: nothing can be learned from it. Its head may be newly initialised, "
+        f"its tokenizer another model's, or {fix}"
+    )
 
 
 class ModelReward:
@@ -95,7 +123,7 @@ class ModelReward:
         shown = ", ".join(f"{text!r} {score:.4g}" for text, score in zip(PROBES, scores, strict=True))
         logger.info("reward model %s, answers to %r: %s", self.__name__, question, shown)
         if len(set(scores)) == 1:
-            raise self._alike(scores[0], "three different probe texts")
+            raise _alike(self.__name__, scores[0], "three different probe texts", TOKENIZER)
         return scores
 
     @torch.inference_mode()
@@ -106,19 +134,10 @@ class ModelReward:
             RewardError: The first batch of several different texts got one score for all of them.
         """
         scores = self._scores(prompts, completions)
-        different = len({str(pair) for pair in zip(prompts, completions, strict=True)})
-        if not self._alike_checked and different > FEW:
-            self._alike_checked = True
-            if len(set(scores)) == 1:
-                raise self._alike(scores[0], f"{different} different texts of the first batch")
+        if not self._alike_checked:
+            pairs = zip(prompts, completions, strict=True)
+            self._alike_checked = refuse_alike(self.__name__, scores, map(str, pairs), TOKENIZER)
         return scores
-
-    def _alike(self, score: float, what: str) -> RewardError:
-        return RewardError(
-            f"the reward model {self.__name__} gives {score:g} to {what}: nothing can be learned from it. Its head may be "
-            "newly initialised, its tokenizer another model's, or its texts cut to nothing; pass its own tokenizer in "
-            "reward_processing_classes and check the folder's weights."
-        )
 
     @torch.inference_mode()
     def _scores(self, prompts: list[Any], completions: list[Any]) -> list[float]:
@@ -136,6 +155,10 @@ class ModelReward:
             ids = self.tokenizer.apply_chat_template(
                 prompt + completion, tokenize=True, return_dict=True, **self.template_kwargs
             )["input_ids"]
+        return self._fitting(ids)
+
+    def _fitting(self, ids: list[int]) -> list[int]:
+        """As many of the last tokens as the model reads; cuts are counted."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and len(ids) > limit:
             self._cut += 1

@@ -20,6 +20,11 @@ class PairRewards(RewardRunner):
 
     pairs = True
 
+    def rows_again(self, count: int) -> list[int]:
+        """Both completions of the first two prompts: a judge compares them with each other."""
+        half = count // 2
+        return [0, 1, half, half + 1] if self.pairs and half > 1 else super().rows_again(count)
+
     def __call__(self, *, prompts: list[Any], **rows: Any) -> RewardTable:
         """As `RewardRunner`, whose rows ``0, 1, 2, 3`` become ``0, 2, 1, 3`` on the way."""
         count = len(prompts)
@@ -50,6 +55,5 @@ class WholeTextReward(ModelReward):
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
         if not isinstance(prompt, str):
             return super()._ids(prompt, completion)
-        ids = one_bos(self.tokenizer(prompt + completion, verbose=False)["input_ids"], self.tokenizer.bos_token_id)
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return ids[-limit:] if limit is not None else ids
+        ids = self.tokenizer(prompt + completion, verbose=False)["input_ids"]
+        return self._fitting(one_bos(ids, self.tokenizer.bos_token_id))

@@ -10,6 +10,7 @@ import torch
 from posttrain.data.forest import collate
 from posttrain.models.attention import probe_layout
 from posttrain.models.forward import forward, install_token_head
+from posttrain.rewards.model import refuse_alike
 from posttrain.types import Row
 
 __all__ = ["TokenReward"]
@@ -31,11 +32,16 @@ class TokenReward:
         self.pad_token_id, self.batch_size = pad_token_id, batch_size
         self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
         self._cut = 0
+        self._alike_checked = False
         install_token_head(model)
 
     @torch.no_grad()
     def __call__(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """One score a response."""
+        """One score a response.
+
+        Raises:
+            RewardError: The first batch of several different responses got one score for all of them.
+        """
         rows = [self._row(prompt, ids) for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         device, layout = next(self.model.parameters()).device, probe_layout(self.model)
         scores: list[float] = []
@@ -47,6 +53,10 @@ class TokenReward:
                 for origin, value in zip(batch.origin, values.tolist(), strict=True):  # type: ignore[union-attr]
                     found[origin] = value
             scores += found
+        if not self._alike_checked:
+            texts = map(str, zip(prompt_ids, completion_ids, strict=True))
+            fix = "its weights another folder's: check that the classifier's head was trained and saved with it."
+            self._alike_checked = refuse_alike(self.__name__, scores, texts, fix)
         return scores
 
     def _row(self, prompt: list[int], ids: list[int]) -> Row:

@@ -4,7 +4,7 @@ import datasets
 import pytest
 import torch
 
-from posttrain import ConfigError, DataError, RewardError
+from posttrain import ConfigError, DataError, RewardError, ScriptedEngine
 from posttrain.algorithms.nash_md import NashMDConfig, NashMDTrainer, nash_md_terms
 from posttrain.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from posttrain.algorithms.online_preference import pair_terms, sequence_sums
@@ -16,7 +16,7 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models.forward import sequence_logps
 from posttrain.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
 from posttrain.rewards.pairs import PairRewards, WholeTextReward
-from posttrain.types import LossTerms, Row
+from posttrain.types import LossTerms, Request, Row
 from tests import test_docs as docs
 from tests.algorithms.helpers import SHORT, count_a, prompts, scripted, weights
 from tests.conftest import build_model
@@ -515,6 +515,24 @@ def test_o7_p40_ties_prefer_nobody_and_are_told(tiny_tokenizer, tmp_path, method
 
 
 @everyone
+def test_o7_one_completion_twice_is_a_tie_whatever_a_judge_says(tiny_tokenizer, tmp_path, method):
+    """In Nash-MD a verdict between two equal texts would move the policy."""
+
+    class First(BasePairwiseJudge):
+        def judge(self, prompts, completions, shuffle_order=True):
+            return [0] * len(prompts)
+
+    copies = ScriptedEngine(lambda ids, index: [5, 6, 2])
+    keys = {"reference_engine": copies} if method == "xpo" else {}
+    trainer = make(method, tmp_path, tiny_tokenizer, judge=First(), engine=copies, max_steps=1, **keys)
+    if method == "nash_md":
+        trainer.sample_opponent = lambda asked, sampling: copies.generate([Request(ids) for ids in asked], sampling)
+    trainer.train()
+    assert logs(trainer, "ties") == [1.0]
+    assert logs(trainer, "advantages/abs_max") == [0.0]
+
+
+@everyone
 def test_o8_pairs_without_a_reward_are_left_out(tiny_tokenizer, tmp_path, method):
     """The first of two pairs is unscored: the loss is the other pair's alone, not half of it."""
 
@@ -677,6 +695,17 @@ def test_o14_an_adapter_that_came_trained_is_its_own_reference_without_a_second_
         assert logs(trainer, name)[0] == pytest.approx(0, abs=1e-3)
 
 
+def test_p42_a_checkpoint_that_would_become_its_own_reference_is_told(tiny_tokenizer, tmp_path, caplog):
+    build_model(len(tiny_tokenizer)).save_pretrained(tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    given = {"model": str(tmp_path / "checkpoint-1"), "engine": "scripted"}
+    make("online_dpo", tmp_path / "b", tiny_tokenizer, **given)
+    assert f"the model comes from {given['model']}, a training checkpoint" in caplog.text
+    caplog.clear()
+    make("online_dpo", tmp_path / "c", tiny_tokenizer, ref_model=build_model(len(tiny_tokenizer)), **given)
+    assert "a training checkpoint" not in caplog.text
+
+
 @everyone
 def test_o15_logps_are_at_temperature_one_whatever_is_sampled_at(tiny_tokenizer, tmp_path, method):
     trainer = make(method, tmp_path, tiny_tokenizer, temperature=0.5, max_steps=1)
@@ -706,6 +735,15 @@ def test_o16_texts_get_what_the_reward_tokenizer_adds(tiny_tokenizer):
     reward = WholeTextReward(reward_model(adding), adding)
     assert reward._ids("Hi", " you")[0] == adding.bos_token_id
     assert reward._ids("<|im_start|>Hi", " you").count(adding.bos_token_id) == 1
+
+
+def test_texts_beyond_the_reward_model_s_context_are_counted(tiny_tokenizer, caplog):
+    model = reward_model(tiny_tokenizer)
+    longest = model.config.max_position_embeddings
+    reward = WholeTextReward(model, tiny_tokenizer)
+    ids = reward._ids("What is 0? " * longest, "end")
+    assert len(ids) == longest and tiny_tokenizer.decode(ids).endswith("end")
+    assert f"reads {longest} tokens: longer texts lose their beginning (1 so far)" in caplog.text
 
 
 def test_o16_the_end_of_a_text_may_be_kept_for_rewards(tiny_tokenizer, tmp_path):
@@ -766,6 +804,15 @@ class Short(BaseBinaryJudge):
         return [int(len(c) < 8) for c in completions]
 
 
+def test_a_judge_is_asked_about_the_same_pairs_when_rewards_are_scored_twice(tiny_tokenizer, tmp_path, caplog):
+    judge = Longer()
+    trainer = make("online_dpo", tmp_path, tiny_tokenizer, judge=judge, check_reward_determinism=True, max_steps=1)
+    trainer.train()
+    _, (asked, pairs), (asked_again, again) = judge.calls  # The first call tried the judge out.
+    assert (asked_again, again) == (asked[:2], pairs[:2])
+    assert "for the same completion" not in caplog.text
+
+
 @everyone
 @pytest.mark.parametrize("kind", [Longer, Ranker, Short])
 def test_judges_prefer(tiny_tokenizer, tmp_path, method, kind):
@@ -784,6 +831,15 @@ def test_a_soft_judge_is_nash_md_s_preference_probability(tiny_tokenizer, tmp_pa
     trainer = make("nash_md", tmp_path, tiny_tokenizer, judge=Longer(), engine="scripted")
     generation = trainer.generate_and_score([row for row in prompts(4) for _ in range(2)], "train")
     assert [abs(a) for a in generation.columns["advantages"]] == pytest.approx([0.4] * 4)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"missing_eos_penalty": 1.0}, {"reward_weights": [2.0]}, {"reward_transform": ["tanh:1"]}]
+)
+def test_what_changes_rewards_is_refused_beside_a_judge(tiny_tokenizer, tmp_path, setting):
+    """A probability of 0.9 with weight 2 would be preferred with 1.3."""
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))} changes rewards, and a judge gives verdicts"):
+        make("nash_md", tmp_path, tiny_tokenizer, judge=Longer(), **setting)
 
 
 @everyone

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 import posttrain
-from posttrain import CheckpointError, ConfigError, DataError, ModelError, Row
+from posttrain import CheckpointError, ConfigError, DataError, ModelError, RewardError, Row
 from posttrain.algorithms.ppo import PPOConfig, PPOTrainer, ppo_objective
 from posttrain.data.forest import Layout
 from posttrain.losses.reduce import Denominators, reduce
@@ -677,6 +677,14 @@ def test_a_reward_model_reads_ids_at_the_last_token_of_a_response(tokenizer, tmp
         assert float(table.values[i, 0]) == pytest.approx(float(expected), abs=1e-5)
     assert trainer.reward_model is scorer
     assert not any(p.requires_grad for p in scorer.parameters())
+
+
+def test_r29_a_reward_model_that_says_one_thing_of_every_response_is_an_error(tokenizer, tmp_path):
+    scorer = classifier(len(tokenizer))
+    torch.nn.init.zeros_(scorer.score.weight)
+    trainer = ppo(tmp_path, tokenizer, reward=scorer, max_steps=1)
+    with pytest.raises(RewardError, match=r"gives 0 to \d different texts of the first batch.*the classifier's head"):
+        trainer.train()
 
 
 def test_models_may_be_given_as_folders(tokenizer, tiny_model_dir, tmp_path):

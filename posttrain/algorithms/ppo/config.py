@@ -177,8 +177,8 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
                 raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
         if "rank" in map(str, self.reward_transform or ()):
             raise ConfigError(
-                "reward_transform='rank' compares the completions of a prompt, and PPO samples one: every rank would be 0.5. Take "
-                "clip:a:b, log1p, tanh:s or zscore."
+                "reward_transform='rank' compares the completions of a prompt, and PPO samples one: every rank would be 0.5. "
+                "Take clip:a:b, log1p, tanh:s or zscore."
             )
         if total is not None and self.max_steps > 0:
             raise ConfigError(
