@@ -74,6 +74,8 @@ class OnlineHealthMixin:
         """Of generating and learning, where a step was logged."""
         yield from super().signs(logs)  # type: ignore[misc]
         rows = self.state.log_history
+        if rows and any(isinstance(function, SoftOverlongPunishment) for function in self.rewards.functions):
+            yield reward_checks.check_overlong_tools(rows[-1].get("tools/token_share"))
         if rows and "loss" in rows[-1]:
             yield from log_checks.check_online(rows, generations_per_step=self.generations_per_step)
 

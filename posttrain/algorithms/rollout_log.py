@@ -44,6 +44,9 @@ class RolloutLogMixin(OnlineHealthMixin):
             "rollouts/tokens_per_second": mean(float(lengths.sum()) / max(seconds, 1e-9)),
             "rollouts/seconds": mean(seconds),
         }
+        if any(rollout.tool_mask for rollout in generation.rollouts):
+            tokens = sum(len(rollout.token_ids) for rollout in generation.rollouts)
+            metrics["tools/token_share"] = mean(1 - float(lengths.sum()) / tokens, weight=tokens)
         if self.args.mask_truncated_completions:
             metrics["completions/masked_ratio"] = mean((~ended).float())
         self.log_metrics_now(metrics, mode)  # type: ignore[attr-defined]

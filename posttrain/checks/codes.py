@@ -71,6 +71,7 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-R020", "online-reward-large", "log_step", "rewards whose size makes steps large", "j"),
     ("PT-R021", "online-overlong-unreachable", "config", "a punishment of length that nothing can reach", "j"),
     ("PT-R022", "online-no-signal", "log_step", "many generations in a row without a signal", "j"),
+    ("PT-R031", "online-overlong-tools", "log_step", "a punishment of length that counts the words of tools", "j"),
     ("PT-R028", "advantages-clipped", "log_step", "advantages far beyond the spread of their group", "j"),
     ("PT-K101", "tokens-pad-stops", "config", "the pad token ends texts", ""),
     ("PT-K102", "tokens-no-pad", "config", "no pad token", ""),

@@ -9,11 +9,20 @@ from collections.abc import Mapping, Sequence
 from posttrain.checks.core import finding
 from posttrain.types import Finding
 
-__all__ = ["FLAT_GENERATIONS", "check_clipped", "check_no_signal", "check_overlong", "check_reward_values", "histogram"]
+__all__ = [
+    "FLAT_GENERATIONS",
+    "check_clipped",
+    "check_no_signal",
+    "check_overlong",
+    "check_overlong_tools",
+    "check_reward_values",
+    "histogram",
+]
 
 FLAT_GENERATIONS = 20
 HEAVY, LARGE = 50.0, 100.0  # Times the median; and in size, where nothing divides by a spread.
 BINS = 8
+TOOL_TOKENS = 0.5  # Share of the completions' tokens.
 
 
 def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool) -> list[Finding]:
@@ -99,6 +108,25 @@ def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
         "reward_funcs",
         "completions that are cut are hardly punished.",
         f"make it get_soft_overlong_punishment({longest}, {min(ramp, longest // 5)}), or raise max_completion_length.",
+    )
+
+
+def check_overlong_tools(share: float | None) -> Finding | None:
+    """A punishment of length that is felt for what tools said.
+
+    Args:
+        share: Of the completions' tokens, those that tools wrote; None where there are no tools.
+    """
+    if share is None or share <= TOOL_TOKENS:
+        return None
+    return finding(
+        "PT-R031",
+        "warning",
+        f"{100 * share:.0f} % of the completions' tokens are results of tools, and soft_overlong_punishment_reward counts them.",
+        "tools/token_share",
+        "the model is punished for the length of answers that it did not write.",
+        "lower max_tool_output_tokens, raise the punishment's limit by what tools say, or write a reward that counts the model's "
+        "own turns in `completions`.",
     )
 
 

@@ -63,6 +63,14 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
+def _text(completion: Any) -> str:
+    """A string, or the last words of the model: never a tool's."""
+    if isinstance(completion, str):
+        return completion
+    said = [str(m.get("content") or "") for m in completion if m.get("role", "assistant") == "assistant"]
+    return next((text for text in reversed(said) if text.strip()), "")
+
+
 class ReasoningGymReward:
     """Scores completions with the scorer of the task they answer, 0.0 to 1.0.
 
@@ -83,7 +91,7 @@ class ReasoningGymReward:
         self, completions: list[Any], task_index: list[int], answer: list[Any], log_extra: Any = None, **_: Any
     ) -> list[float]:
         """One score a completion; without an answer in it, 0.0."""
-        texts = [c if isinstance(c, str) else str(c[-1].get("content") or "") for c in completions]
+        texts = [_text(completion) for completion in completions]
         how = self.extract
         found = [how(t) if callable(how) else extract_answer(t, how) for t in texts]
         if log_extra is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.errors import RewardError
 from posttrain.rewards.answers import answer_box, answers_match, bare, normalize_answer
 from posttrain.rewards.format import completion_text
-from posttrain.rewards.symbolic import compare, need_math_verify, parse_golds
+from posttrain.rewards.symbolic import SECONDS, TIMED_OUT, compare, need_math_verify, parse_golds
 
 __all__ = ["accuracy_reward", "reasoning_accuracy_reward"]
 
@@ -54,7 +54,7 @@ def accuracy_reward(
     _check_rows(completions, solution)
     texts = [completion_text(completion) for completion in completions]
     rewards, golds, answers = _judge(texts, solution, lenient)
-    _watch(texts, golds, answers)
+    _watch(texts, answers)
     _log(log_extra, solution, golds, answers)
     return rewards
 
@@ -94,6 +94,7 @@ def reasoning_accuracy_reward(
     golds, answers = [INCOMPLETE] * len(ends), [INCOMPLETE] * len(ends)
     for i, reward, gold, answer in zip(done, *judged, strict=True):
         rewards[i], golds[i], answers[i] = reward, gold, answer
+    _tell(judged[2])
     _log(log_extra, solution, golds, answers)
     return rewards
 
@@ -146,7 +147,7 @@ def _judge_words(i: int, text: str, gold: str, lenient: bool, into: tuple[list, 
     answers[i] = UNPARSEABLE if said is None else normalize_answer(said)
 
 
-def _watch(texts: Sequence[str], golds: Sequence[str], answers: Sequence[str]) -> None:
+def _watch(texts: Sequence[str], answers: Sequence[str]) -> None:
     """Say what is wrong when no answer could ever be read, or references cannot."""
     global _silent_batches
     judged = [i for i, answer in enumerate(answers) if answer != SKIPPED]
@@ -163,11 +164,23 @@ def _watch(texts: Sequence[str], golds: Sequence[str], answers: Sequence[str]) -
             "answer is $42$'; the model writes: %r.%s Ask for that form in the prompt, or pass lenient=True.",
             PATIENCE, sample[-200:], hint,
         )  # fmt: skip
-    missing = len(golds) - len(judged)
-    if missing > 0.05 * len(golds) and "gold" not in _told:
+    _tell(answers)
+
+
+def _tell(answers: Sequence[str]) -> None:
+    """Say once that references cannot be read, and once that comparisons were given up."""
+    late = sum(answer == TIMED_OUT for answer in answers)
+    if late and "late" not in _told:
+        _told.add("late")
+        logger.warning(
+            "%d of %d answers of this batch were not compared within %g s and count as wrong (answer_parsed is %r): either "
+            "formulas that explode, or a machine too busy to compare them.", late, len(answers), SECONDS, TIMED_OUT,
+        )  # fmt: skip
+    missing = sum(answer == SKIPPED for answer in answers)
+    if missing > 0.05 * len(answers) and "gold" not in _told:
         _told.add("gold")
         logger.warning(
-            "%d of %d references of this batch cannot be read; their rows are not scored.", missing, len(golds)
+            "%d of %d references of this batch cannot be read; their rows are not scored.", missing, len(answers)
         )
 
 

@@ -26,6 +26,16 @@ def test_one_line_gives_rows_and_a_reward_that_knows_the_right_answers():
     assert reward.__name__ == "chain_sum"
 
 
+def test_what_a_tool_said_last_is_no_answer_of_the_model():
+    dataset, reward = reasoning_gym_task("chain_sum", size=1, seed=3)
+    columns = {"task_index": dataset["task_index"], "answer": dataset["answer"]}
+    tool = {"role": "tool", "content": dataset[0]["answer"]}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    assert reward(completions=[[called, tool]], **columns) == [0.0]
+    said = {"role": "assistant", "content": f"The answer is {dataset[0]['answer']}."}
+    assert reward(completions=[[said, tool, {"role": "assistant", "content": ""}]], **columns) == [1.0]
+
+
 def test_answers_are_computed_here_and_agree():
     """An independent reading of the questions: sums and differences of a few numbers."""
     dataset, _ = reasoning_gym_task("chain_sum", size=50, min_terms=2, max_terms=4, allow_negation=False)

@@ -90,6 +90,9 @@ def test_r22_a_reference_that_says_nothing_scores_nothing_and_is_told_once(caplo
     assert logged["answer_parsed"] == ["[skipped]", "[skipped]", "1"]
     assert logged["solution"] == [None, " ", "1"]
     assert caplog.text.count("2 of 3 references of this batch cannot be read") == 1
+    math_rewards._told.clear()
+    assert reasoning_accuracy_reward(["</think>1", "no end"], [None, None]) == [None, 0.0]
+    assert "1 of 1 references of this batch cannot be read" in caplog.text
 
 
 @needs_math
@@ -111,12 +114,14 @@ def test_the_last_assistant_message_with_content_is_judged():
 
 
 @needs_math
-def test_r28_an_expression_that_hangs_is_killed_and_the_rest_still_judged(monkeypatch):
+def test_r28_an_expression_that_hangs_is_killed_and_the_rest_still_judged(monkeypatch, caplog):
+    math_rewards._told.clear()
     logged = {}
     started = time.perf_counter()
     rewards = accuracy_reward([r"\boxed{1}", BOMB, r"\boxed{2}"], ["1", "7", "2"], log_extra=logged.__setitem__)
     assert time.perf_counter() - started < 30  # Five for the expression; processes start slowly on a busy machine.
     assert rewards == [1.0, 0.0, 1.0]
+    assert "1 of 3 answers of this batch were not compared within 5 s and count as wrong" in caplog.text
     # Several in one batch: patience runs out.
     monkeypatch.setattr(symbolic, "SECONDS", 1.0)
     monkeypatch.setattr(symbolic, "HURRY", 0.2)
