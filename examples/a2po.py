@@ -40,6 +40,7 @@ def main(model: str, output_dir: str = "runs/a2po", steps: str = "20", prompts: 
         max_steps=int(steps),
         logging_steps=1,
         gradient_checkpointing=False,
+        save_strategy="no",
     )
     trainer = A2POTrainer(model, right, config, train_dataset=questions(int(prompts)))
     trainer.train()  # Started again in the same folder, it reads the values from output_dir/v_star.jsonl.

@@ -54,7 +54,8 @@ def main() -> None:
     )  # fmt: skip
     trainer.train()
     scores = [row["reward"] for row in trainer.state.log_history if "reward" in row]
-    print(f"mean of log(1 + points): {scores[0]:.2f} in the first step, {sum(scores[-3:]) / 3:.2f} in the last three")
+    last = scores[-3:]
+    print(f"mean of log(1 + points): {scores[0]:.2f} in the first step, {sum(last) / len(last):.2f} in the last three")
 
 
 if __name__ == "__main__":

@@ -405,7 +405,8 @@ def test_a_schedule_that_clips_nearly_everything_is_told(tiny_tokenizer, tmp_pat
     assert not [r for r in caplog.records if "were clipped" in r.message]
 
 
-def test_the_reward_rises(tiny_tokenizer, tmp_path):
+@pytest.mark.parametrize("seed", [7, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_the_reward_rises(tiny_tokenizer, tmp_path, seed):
     """Reward: how often token 'a' is in the completion. A two-layer model must learn to say it."""
     token = tiny_tokenizer("a", add_special_tokens=False)["input_ids"][0]
 
@@ -413,7 +414,7 @@ def test_the_reward_rises(tiny_tokenizer, tmp_path):
         return [sum(t == token for t in ids) for ids in completion_ids]
 
     trainer = rloo(
-        tmp_path, tiny_tokenizer, engine="native", rewards=says_a, beta=0.0, max_steps=40, logging_steps=1,
+        tmp_path, tiny_tokenizer, engine="native", rewards=says_a, beta=0.0, max_steps=40, logging_steps=1, seed=seed,
         per_device_train_batch_size=32, num_generations=8, num_train_epochs=40, learning_rate=5e-3,
     )  # fmt: skip
     trainer.train()
