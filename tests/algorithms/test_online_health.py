@@ -3,9 +3,10 @@
 import logging
 
 import pytest
+import torch
 
 from posttrain import RewardError, ScriptedEngine
-from tests.algorithms.helpers import grpo
+from tests.algorithms.helpers import grpo, weights
 
 
 def said(caplog):
@@ -89,3 +90,28 @@ def test_r30_a_punishment_that_no_completion_reaches_is_told_at_the_start(tiny_t
     grpo(tmp_path / "b", tiny_tokenizer, rewards=get_soft_overlong_punishment(20, 4))
     assert said(caplog) == ["PT-R021"]
     assert "none of it is ever felt" in caplog.text
+
+
+@pytest.mark.parametrize("masked", ["truncated", "flat"])
+def test_steps_whose_completions_are_all_masked_do_not_end_the_run(tiny_tokenizer, tmp_path, masked):
+    """With one prompt a generation this happens by chance; twenty flat generations end a run, and not three."""
+    endless = ScriptedEngine(lambda prompt_ids, index: [5 + index] * 30)
+    calls = []
+
+    def at_last(completions, **_):
+        calls.append(0)
+        return [float(i % 2) if len(calls) > 6 else 1.0 for i, _ in enumerate(completions)]
+
+    settings = (
+        {"engine": endless, "mask_truncated_completions": True}
+        if masked == "truncated"
+        else {"rewards": at_last, "mask_zero_variance_groups": True, "check_rewards": False}
+    )
+    trainer = grpo(tmp_path, tiny_tokenizer, max_steps=7, num_train_epochs=9, **settings)
+    before = weights(trainer)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    empty = [row["trained_tokens"] == 0 for row in rows]
+    assert empty == [True] * 6 + [masked == "truncated"]
+    assert [row["loss"] for row in rows[:6]] == [0.0] * 6
+    assert torch.equal(before, weights(trainer)) == (masked == "truncated")
