@@ -138,6 +138,7 @@ class DynamicSamplingMixin:
             accepted += len(usable)
             self._put(generation, table, fresh, judged, list(zip(places, usable, strict=False)))
             places = places[len(usable) :]
+        self.remember_lengths(generation)  # type: ignore[attr-defined]
         groups = len(table.values) // self.group_size("train")  # type: ignore[attr-defined]
         metrics = {
             "dynamic_sampling/groups_without_variance": mean(found / groups),

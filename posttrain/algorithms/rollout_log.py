@@ -30,7 +30,8 @@ class RolloutLogMixin(OnlineHealthMixin):
 
     def log_lengths(self, generation: Generation, mode: str, seconds: float) -> None:
         """Lengths of what the model wrote, and how many completions were cut."""
-        lengths = torch.tensor([float(sum(generation.loss_mask(i, False))) for i in range(len(generation.rollouts))])
+        self.remember_lengths(generation)
+        lengths = torch.tensor(self._lengths, dtype=torch.float32)
         ended = torch.tensor([r.finish_reason == "stop" for r in generation.rollouts])
         metrics: dict[str, Metric] = {
             "completions/mean_length": mean(lengths),
@@ -50,10 +51,13 @@ class RolloutLogMixin(OnlineHealthMixin):
         if self.args.mask_truncated_completions:
             metrics["completions/masked_ratio"] = mean((~ended).float())
         self.log_metrics_now(metrics, mode)  # type: ignore[attr-defined]
-        self._lengths = tuple(int(length) for length in lengths)
         if mode == "train":
             tokens = float(lengths.sum()) + sum(len(r.prompt_ids) for r in generation.rollouts)
             self.counters["num_tokens"] += parallel.all_reduce_sum([tokens], self.accelerator)[0]
+
+    def remember_lengths(self, generation: Generation) -> None:
+        """For the correlation of lengths with the rewards that come: what is trained, not what was sampled last."""
+        self._lengths = tuple(sum(generation.loss_mask(i, False)) for i in range(len(generation.rollouts)))
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
         """Lengths of ended completions are 0 where none ended."""

@@ -121,6 +121,17 @@ def test_replaced_rows_keep_their_own_rewards_and_columns(tiny_tokenizer, tmp_pa
         assert row["advantage"] == pytest.approx(0.8659 if row["told"] else -0.8659, abs=1e-3)
 
 
+def test_lengths_are_compared_with_the_rewards_of_the_completions_that_are_trained(tiny_tokenizer, tmp_path):
+    def length_of_hard_ones(completion_ids, answer, **_):
+        return [0.0 if a < 8 else float(len(ids)) for ids, a in zip(completion_ids, answer, strict=True)]
+
+    settings = {"dynamic_sampling": 5, "per_device_train_batch_size": 16, "max_steps": 2, "num_train_epochs": 9}
+    trainer = grpo(tmp_path, tiny_tokenizer, rewards=length_of_hard_ones, **settings)
+    trainer.train()
+    assert sum(row["dynamic_sampling/prompts_drawn"] for row in logs(trainer)) > 0
+    assert [row["rewards/length_corr"] for row in logs(trainer)] == [1.0, 1.0]
+
+
 def test_a_stopped_run_with_dynamic_sampling_equals_one_that_was_not(tiny_tokenizer, tmp_path):
     settings = {
         "rewards": by_answer,
