@@ -13,6 +13,7 @@ from typing import Any
 
 import datasets
 
+from posttrain.algorithms.prompts import PROMPT_COLUMNS
 from posttrain.data.formats import is_conversational
 from posttrain.data.tokenize import tokenize_prompts
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
@@ -52,7 +53,11 @@ class EpisodeMixin:
     engine: Any
     rewards: RewardRunner
     stop_ids: tuple[int, ...]
+    pad_token_id: int
     context: int | None
+    push_if_due: Callable[[], None]
+    _is_far: bool
+    _uncorrected_told = False
 
     def __init__(
         self,
@@ -129,6 +134,7 @@ class EpisodeMixin:
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Rows without a prompt get an empty one where an environment speaks first; a template that cannot hold tools fails."""
         if self.environments is not None:
+            self._check_columns(train)
             train = _with_prompts(train)
             many = isinstance(evaluation, dict)
             evaluation = {k: _with_prompts(v) for k, v in evaluation.items()} if many else _with_prompts(evaluation)
@@ -146,6 +152,15 @@ class EpisodeMixin:
                 )
             self.tool_tokenizer = prepare_tokenizer(self.processing_class)
         return super().prepare_datasets(train, evaluation)  # type: ignore[misc]
+
+    def _check_columns(self, train: Any) -> None:
+        """Refuse to drop what ``reset`` is given."""
+        others = sorted(set(getattr(train, "column_names", None) or ()) - {*PROMPT_COLUMNS})
+        if self.args.remove_unused_columns and others:
+            raise ConfigError(
+                f"remove_unused_columns=True would leave out {others}, and an environment's reset gets all columns of its row. "
+                "Leave it off, or remove the columns from the dataset."
+            )
 
     @property
     def can_dry_run(self) -> bool:
@@ -235,15 +250,26 @@ class EpisodeMixin:
     def _roll_out_custom(self, examples: list[dict[str, Any]]) -> tuple[list[Rollout], list[Any]]:
         assert self.rollout_func is not None
         prompts = [example["prompt"] for example in examples]
-        function = self.rollout_func
+        function, ends = self.rollout_func, (*self.stop_ids, self.pad_token_id)
+        if self._is_far:
+            self.push_if_due()  # The function may ask the same servers: with the weights of now.
         given = parallel.run_and_share(
-            lambda: custom_rollouts(function, prompts, self, stop_ids=self.stop_ids), self.accelerator
+            lambda: custom_rollouts(function, prompts, self, stop_ids=ends), self.accelerator
         )
         rollouts, self._extra = given
+        if self.args.vllm_importance_sampling_correction and not any(r.logp for r in rollouts):
+            self._say_uncorrected()
         texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         rollouts = [dataclasses.replace(r, text=text) for r, text in zip(rollouts, texts, strict=True)]
-        chat = is_conversational(examples[0])
-        return rollouts, [[{"role": "assistant", "content": t}] if chat else t for t in texts]
+        return rollouts, self.completions_of(rollouts, examples)  # type: ignore[attr-defined]
+
+    def _say_uncorrected(self) -> None:
+        if not self._uncorrected_told:
+            logger.warning(
+                "rollout_func returned no log-probs (logprobs=None): nothing corrects for how far what it sampled from is from "
+                "the policy. Return those of the sampler."
+            )
+        self._uncorrected_told = True
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, then close the environments, however it ends; later evaluations make new ones."""

@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.algorithms.vllm_fields import VllmSyncFields
 from posttrain.checks import server as checks
 from posttrain.checks.core import codes_of
-from posttrain.errors import RolloutServerError, WeightSyncError
+from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import sequence_logps
@@ -67,13 +67,26 @@ class FarRolloutMixin:
             return given
         bare = self.accelerator.unwrap_model(self.model)
         if not getattr(args, "use_vllm", False):
-            folder = args.output_dir
-            return create_engine(args.rollout_engine, bare, pad_token_id=self.pad_token_id, folder=folder)
+            options = {"folder": args.output_dir, "cache": getattr(args, "cache_implementation", None)}
+            engine = create_engine(args.rollout_engine, bare, pad_token_id=self.pad_token_id, **options)
+            self._give_settings(engine)
+            return engine
         if args.vllm_mode == "server":
             return self._server_engine()
         from posttrain.rollouts.vllm import VLLMEngine
 
         return VLLMEngine.for_training(bare, args, self.accelerator)
+
+    def _give_settings(self, engine: Any) -> None:
+        """Those of transformers' continuous batching, which is for text."""
+        if engine.name != "paged":
+            return
+        if hasattr(self.processing_class, "tokenizer"):  # type: ignore[attr-defined]
+            raise ConfigError(
+                "use_transformers_continuous_batching=True with a processor: it generates from text alone. Give a tokenizer, or "
+                "use another rollout_engine."
+            )
+        engine.settings = dict(self.args.transformers_continuous_batching_config or {})
 
     def _server_engine(self) -> Any:
         from posttrain.rollouts.server import ServerEngine

@@ -23,8 +23,8 @@ from posttrain.algorithms.schedule import ScheduleMixin
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import collate, split_by_sequence
 from posttrain.data.formats import is_conversational
+from posttrain.data.responses import parse_response
 from posttrain.data.tokenize import tokenize_prompts
-from posttrain.errors import ConfigError
 from posttrain.losses.ratio import engine_gap
 from posttrain.metrics import mean
 from posttrain.models import parallel
@@ -191,8 +191,13 @@ class OnlineTrainer(
         texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         for rollout, text in zip(rollouts, texts, strict=True):
             rollout.text = text
-        chat = is_conversational(examples[0])
-        return rollouts, [[{"role": "assistant", "content": t}] if chat else t for t in texts]
+        return rollouts, self.completions_of(rollouts, examples)
+
+    def completions_of(self, rollouts: list[Rollout], examples: list[dict[str, Any]]) -> list[Any]:
+        """What reward functions see: the text, or one message, read with the tokenizer's response template if it has one."""
+        if not is_conversational(examples[0]):
+            return [rollout.text for rollout in rollouts]
+        return [[parse_response(self.processing_class, r.token_ids, prefix=r.prompt_ids)] for r in rollouts]
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
         """Prompts as the engine must see them."""
@@ -223,9 +228,6 @@ class OnlineTrainer(
         }
         overrides = dict(args.generation_kwargs or {})
         overrides.pop("do_sample", None)
-        unknown = sorted(set(overrides) - set(settings))
-        if unknown:
-            raise ConfigError(f"generation_kwargs has unknown keys {unknown}. Known: {sorted(settings)}.")
         return Sampling(**(settings | overrides))
 
     def score(self, generation: Generation, mode: str) -> RewardTable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,10 +20,13 @@ from posttrain.errors import ConfigError, check_choice
 
 __all__ = ["OnlineConfig"]
 
-ENGINES = ("auto", "native", "hf")
+ENGINES = ("auto", "native", "hf", "paged")
 ROUNDED = (
     "native_bf16"  # Samples from weights rounded to bfloat16: for methods that correct log-probs of foreign engines.
 )
+# Keys of generation_kwargs: those with a field of their own, which log-probs and checks read, and the others.
+OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+FURTHER = ("max_new_tokens", "stop_token_ids", "guide", "do_sample", "seed")
 FAR_ENGINES = {"server": "server", "vllm": "colocate"}  # rollout_engine -> vllm_mode of use_vllm=True.
 
 
@@ -52,7 +56,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     )
     reward_transform: list[str] | None = field(
         default=None,
-        metadata={"help": "One per reward, applied before weights: none, clip:a:b, log1p, rank or tanh:s."},
+        metadata={"help": "One per reward, applied before weights: none, clip:a:b, log1p, rank, tanh:s or zscore."},
     )
     mask_truncated_completions: bool = field(
         default=False, metadata={"help": "Leave completions that hit the length limit out of the loss."}
@@ -99,9 +103,21 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             if isinstance(value, str):
                 setattr(self, name, json.loads(value))
         super().__post_init__()
+        self._take_overrides()
         self._check_sampling()
         self._check_engine()
         self._resolve_batches()
+
+    def _take_overrides(self) -> None:
+        """What ``generation_kwargs`` overrides is the field itself: log-probs are of the temperature that was sampled at."""
+        given = dict(self.generation_kwargs or {})  # type: ignore[arg-type]
+        for name in given:
+            check_choice("generation_kwargs", name, OVERRIDDEN + FURTHER)
+        for name in OVERRIDDEN:
+            if given.get(name) is not None:
+                setattr(self, name, given[name])
+            given.pop(name, None)
+        self.generation_kwargs = given or None
 
     def _check_sampling(self) -> None:
         rules = [
@@ -156,17 +172,37 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             # Two spellings of one choice; engines for other models (a reference that generates) stay in process.
             self.use_vllm, self.vllm_mode, self.rollout_engine = True, FAR_ENGINES[self.rollout_engine], "auto"
         self.check_far_engine()
-        later = {
-            "use_transformers_continuous_batching": "paged generation comes with a later release; use rollout_engine='native'",
-        }
-        for name, reason in later.items():
-            if getattr(self, name):
-                raise ConfigError(f"{name}=True is not available in this version: {reason}.")
+        self._check_paged()
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ConfigError(
                 f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}."
             )
+
+    def _check_paged(self) -> None:
+        if self.use_transformers_paged is not None:
+            warnings.warn(
+                "use_transformers_paged is now use_transformers_continuous_batching.", FutureWarning, stacklevel=2
+            )
+            self.use_transformers_continuous_batching = self.use_transformers_paged
+            self.use_transformers_paged = None
+        if self.use_transformers_continuous_batching:
+            if self.use_vllm or self.rollout_engine not in ("auto", "paged"):
+                other = f"use_vllm={self.use_vllm}, rollout_engine={self.rollout_engine!r}"
+                raise ConfigError(f"use_transformers_continuous_batching=True with {other}: choose one engine.")
+            self.rollout_engine = "paged"
+        if self.rollout_engine != "paged":
+            return
+        from posttrain.rollouts.paged import check_paged
+
+        check_paged(self.transformers_continuous_batching_config)  # type: ignore[arg-type]
+        cut = {"min_p": self.min_p, "repetition_penalty": None if self.repetition_penalty == 1 else self.repetition_penalty}
+        for name, value in cut.items():
+            if value:
+                raise ConfigError(
+                    f"{name}={value} with transformers' continuous batching, which knows temperature, top_k and top_p alone and "
+                    "would leave it out. Take it out, or use rollout_engine='native'."
+                )
 
     def _resolve_batches(self) -> None:
         """The arithmetic of one generation: completions = per-device batch x processes x steps per generation."""

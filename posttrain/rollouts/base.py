@@ -77,6 +77,12 @@ def _hf(model: nn.Module, **options: Any) -> RolloutEngine:
     return HFEngine(model, **options)
 
 
+def _paged(model: nn.Module, **options: Any) -> RolloutEngine:
+    from posttrain.rollouts.paged import PagedEngine
+
+    return PagedEngine(model, **options)
+
+
 def _auto(model: nn.Module, **options: Any) -> RolloutEngine:
     from posttrain.rollouts.native.probe import native_is_exact
 
@@ -95,11 +101,16 @@ ENGINES: dict[str, Callable[..., RolloutEngine]] = {
     "native": _native,
     "native_bf16": _native_bf16,
     "hf": _hf,
+    "paged": _paged,
 }
 
 
-def create_engine(name: str, model: nn.Module, *, pad_token_id: int, folder: str | None = None) -> RolloutEngine:
+def create_engine(
+    name: str, model: nn.Module, *, pad_token_id: int, folder: str | None = None, cache: str | None = None
+) -> RolloutEngine:
     """Make the engine called ``name`` on ``model``; it writes the prompts of a failed call to ``folder``, if it can.
+
+    ``cache`` is transformers' ``cache_implementation``, which the engine hf alone has.
 
     Raises:
         ConfigError: An unknown name.
@@ -111,6 +122,14 @@ def create_engine(name: str, model: nn.Module, *, pad_token_id: int, folder: str
     engine: Any = ENGINES[name](model, pad_token_id=pad_token_id)
     if folder is not None and hasattr(engine, "folder"):
         engine.folder = Path(folder)
+    if cache is not None and hasattr(engine, "cache_implementation"):
+        engine.cache_implementation = cache
+    elif cache is not None:
+        logger.warning(
+            "cache_implementation=%r is ignored: rollout_engine=%r has a cache of its own; 'hf' reads it.",
+            cache,
+            engine.name,
+        )
     return engine
 
 

@@ -62,6 +62,7 @@ class HFEngine:
         self.model: Any = model
         self.pad_token_id = pad_token_id
         self.version = 0
+        self.cache_implementation: str | None = None  # Of `GenerationConfig`; None is its default.
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """See `RolloutEngine.generate`."""
@@ -105,6 +106,7 @@ class HFEngine:
             eos_token_id=list(sampling.stop_token_ids) or None,
             pad_token_id=self.pad_token_id,
             disable_compile=True,
+            cache_implementation=self.cache_implementation,
             **extra,
         )
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from posttrain import GRPOTrainer
 from posttrain.errors import ConfigError, RolloutServerError, ServerUnreachable, WeightSyncError
 from posttrain.rollouts import connection, fleet, server
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.replies import derived_seed
 from posttrain.rollouts.server import ServerEngine
 from posttrain.types import Request, Sampling
-from tests.algorithms.helpers import grpo, losses, prompts, weights
+from tests.algorithms.helpers import count_a, grpo, grpo_args, losses, prompts, weights
 from tests.conftest import build_model
 from tests.rollouts.stub_server import StubServer
 
@@ -74,6 +75,32 @@ def test_a_run_over_a_server_equals_the_run_in_process(tmp_path, tiny_tokenizer,
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in logged)
     assert all(row["weight_sync_time_s"] > 0 for row in logged)
     there.engine.close()
+
+
+def test_a_rollout_function_finds_the_weights_of_now_on_the_servers(tmp_path, tiny_tokenizer, stub):
+    model, equal = build_model(len(tiny_tokenizer)), []
+    before = model.model.norm.weight.detach().clone()
+
+    def mine(prompts, trainer):
+        here, there = trainer.model.model.norm.weight, stub.model.model.norm.weight
+        equal.append(torch.equal(here, there))
+        ids = [tiny_tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"] for p in prompts]
+        rollouts = trainer.engine.generate([Request(i) for i in ids], trainer.sampling("train"))
+        logprobs = [r.logp for r in rollouts]
+        return {"prompt_ids": ids, "completion_ids": [r.token_ids for r in rollouts], "logprobs": logprobs}
+
+    far = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stub.url}
+    trainer = GRPOTrainer(
+        model, count_a, grpo_args(tmp_path, **PLAIN, **far), train_dataset=prompts(), processing_class=tiny_tokenizer,
+        rollout_func=mine,
+    )  # fmt: skip
+    trainer.train()
+    assert equal == [True] * 3
+    assert not torch.equal(before, stub.model.model.norm.weight)
+    assert all(
+        row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in trainer.state.log_history if "loss" in row
+    )
+    trainer.engine.close()
 
 
 def test_an_evaluation_reuses_the_weights_and_whoever_writes_into_them_is_noticed(tmp_path, tiny_tokenizer, stub):

@@ -331,6 +331,14 @@ def test_a_reset_that_fails_stops_training_and_closes_the_environments(tokenizer
     assert Broken.alive == 0
 
 
+def test_columns_that_a_reset_would_get_are_not_removed_in_silence(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match=r"remove_unused_columns=True would leave out \['answer'\]"):
+        trainer_of(
+            tmp_path, tokenizer, ScriptedEngine([]), rewards=None, keys={"environment_factory": Walk},
+            remove_unused_columns=True,
+        )  # fmt: skip
+
+
 def test_members_of_a_group_get_one_seed_and_groups_different_ones(tokenizer, tmp_path):
     seeds = []
 
@@ -466,6 +474,34 @@ def test_r48_without_log_probs_nothing_is_corrected(tokenizer, tmp_path):
     batches = spied(trainer, "collate")
     trainer.train()
     assert batches[-1][0].rollout_logp is None
+
+
+def test_missing_log_probs_of_a_rollout_function_are_told_once(tokenizer, tmp_path, caplog):
+    for logprobs, told in ((None, 1), ([[-1.0, -2.0, -3.0]] * 8, 0)):
+        caplog.clear()
+        trainer_of(
+            tmp_path / str(told), tokenizer, ScriptedEngine([]), rewards=lambda score, **_: score, max_steps=2,
+            keys={"rollout_func": lambda prompts, trainer, given=logprobs: answers(prompts, trainer, logprobs=given)},
+        ).train()  # fmt: skip
+        assert caplog.text.count("rollout_func returned no log-probs") == told
+
+
+def test_a_pad_token_at_the_end_ends_a_completion_of_a_rollout_function_too(tokenizer, tmp_path):
+    tokenizer.pad_token = "<|endoftext|>"
+    pad = tokenizer.pad_token_id
+    assert pad != EOS
+
+    def padded(prompts, trainer):
+        ends = [pad, EOS, 21, 21] * (len(prompts) // 4)
+        return answers(prompts, trainer, completion_ids=[[10 + i, 20, end] for i, end in enumerate(ends)])
+
+    trainer = trainer_of(
+        tmp_path, tokenizer, ScriptedEngine([]), rewards=lambda score, **_: score, max_steps=1,
+        keys={"rollout_func": padded},
+    )  # fmt: skip
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "loss" in row]
+    assert row["completions/clipped_ratio"] == 0.5
 
 
 BAD = {

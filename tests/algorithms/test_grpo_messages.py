@@ -1,0 +1,48 @@
+"""What reward functions see of an answer, where the tokenizer knows how its model writes reasoning and calls."""
+
+import pytest
+
+from posttrain import ScriptedEngine, add_response_schema
+from posttrain.data.template_families import FAMILIES, training_template, with_template
+from tests.algorithms.helpers import grpo
+
+EOS = 2
+THOUGHT = "<think>\nsix times seven\n</think>\n\n42"
+BROKEN = '<tool_call>\n{"name": "double", '
+
+
+@pytest.fixture
+def tokenizer(tiny_tokenizer):
+    return with_template(tiny_tokenizer, training_template(next(f for f in FAMILIES if f.name == "Qwen3")))
+
+
+def said(folder, tokenizer, text):
+    """The messages that a reward function got, with a completion that ends in a letter of its own."""
+    seen = []
+
+    def reward(completions, **_):
+        seen.extend(completions)
+        return list(range(len(completions)))
+
+    def line(prompt_ids, index):
+        return [*tokenizer(text + "abcd"[index % 4], add_special_tokens=False)["input_ids"], EOS]
+
+    settings = {"max_steps": 1, "max_completion_length": 200, "check_rewards": False}
+    grpo(folder, tokenizer, engine=ScriptedEngine(line), rewards=reward, **settings).train()
+    return seen
+
+
+def test_an_answer_is_read_with_the_tokenizer_s_response_format(tokenizer, tmp_path):
+    seen = said(tmp_path, add_response_schema(tokenizer), THOUGHT)
+    assert seen[1] == [{"role": "assistant", "content": "42b", "reasoning_content": "six times seven"}]
+
+
+def test_an_answer_that_cannot_be_read_is_plain_text(tokenizer, tmp_path):
+    ((message,), *_) = said(tmp_path, add_response_schema(tokenizer), BROKEN)
+    assert message["content"] == BROKEN + "a"
+    assert "tool_calls" not in message
+
+
+def test_without_a_response_format_an_answer_is_its_text(tokenizer, tmp_path):
+    ((message,), *_) = said(tmp_path, tokenizer, THOUGHT)
+    assert message == {"role": "assistant", "content": THOUGHT + "a"}
