@@ -23,6 +23,7 @@ __all__ = ["PromptMixin"]
 
 logger = logging.getLogger(__name__)
 
+BEGINNING = 40  # Tokens of a prompt that tell which one it is.
 PROMPT_COLUMNS = ("prompt", "image", "images")
 
 
@@ -122,11 +123,12 @@ class PromptMixin:
     def check_lengths(self, requests: list[Request], completion: int | None = None) -> None:
         """Refuse a prompt that does not fit the context together with its completion (of so many tokens)."""
         completion = self.args.max_completion_length if completion is None else completion
-        limit, longest = self.context, max((len(request.prompt_ids) for request in requests), default=0)
-        if limit is not None and longest + completion > limit:
+        limit, longest = self.context, max((request.prompt_ids for request in requests), key=len, default=())
+        if limit is not None and len(longest) + completion > limit:
             raise DataError(
-                f"a prompt of {longest} tokens plus {self.length_option}={completion} does not fit the "
-                f"model's context of {limit} tokens. Drop or shorten the prompt, or lower {self.length_option}."
+                f"a prompt of {len(longest)} tokens plus {self.length_option}={completion} does not fit the model's context of "
+                f"{limit} tokens. Drop or shorten the prompt, or lower {self.length_option}. It begins: "
+                f"{self.processing_class.decode(longest[:BEGINNING])!r}."
             )
 
     # Loaders -----------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
 from posttrain.data.chat import terminal_token_ids
-from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
 
 __all__ = ["changes_vocabulary", "mirror_eos", "prepare_tokenizer", "train_new_tokens", "train_score_head"]
 
@@ -27,8 +29,14 @@ def prepare_tokenizer(tokenizer: Any, args: Any) -> None:
     """Apply ``chat_template_path`` (a file), ``eos_token`` and ``pad_token`` to the tokenizer, before any row is tokenised.
 
     Raises:
+        ArgumentTypeError: Neither a tokenizer nor a processor.
         ConfigError: A template file that does not exist; an eos or pad token that is not in the vocabulary.
     """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | ProcessorMixin):
+        raise ArgumentTypeError(
+            f"processing_class must be a tokenizer or a processor, and it is {type(tokenizer).__name__}. Load it with "
+            "AutoTokenizer.from_pretrained, or leave it out: then the model's own is loaded."
+        )
     path = getattr(args, "chat_template_path", None)
     if path is not None and not changes_vocabulary(args):
         if not Path(path).is_file():

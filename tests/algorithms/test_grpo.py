@@ -219,6 +219,26 @@ def test_evaluation_has_its_own_group_size_and_prefix(tiny_tokenizer, tmp_path):
     assert [r.n for r in engine.requests] == [2] * 6
 
 
+def test_evaluation_with_one_completion_a_prompt_has_rewards_and_no_advantage(tiny_tokenizer, tmp_path):
+    data = {"eval_dataset": prompts(4), "num_generations_eval": 1, "per_device_eval_batch_size": 2}
+    metrics = grpo(tmp_path / "a", tiny_tokenizer, **data).evaluate()
+    assert metrics["eval_advantages/abs_max"] == metrics["eval_loss"] == 0
+    assert metrics["eval_reward"] > 0
+    trainer = grpo(tmp_path / "b", tiny_tokenizer, beta=0.5, **data)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(0.5 * metrics["eval_kl"], rel=1e-4) != 0  # The KL is all that is left.
+
+
+def test_the_first_arguments_may_be_given_by_position_as_the_peer_has_them(tiny_tokenizer, tmp_path):
+    model, args = build_model(len(tiny_tokenizer)), grpo_args(tmp_path, per_device_eval_batch_size=4)
+    trainer = GRPOTrainer(
+        model, count_a, args, prompts(8), prompts(4), tiny_tokenizer, None, [], rollout_engine=scripted()
+    )
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (8, 4)
+    assert trainer.processing_class is tiny_tokenizer
+
+
 def test_several_evaluation_sets_keep_their_names_apart(tiny_tokenizer, tmp_path):
     trainer = grpo(
         tmp_path, tiny_tokenizer, eval_dataset={"a": prompts(2), "b": prompts(4)}, per_device_eval_batch_size=4
@@ -345,6 +365,11 @@ def test_bad_prompts_are_refused_before_the_model_loads(unloadable, tmp_path):
 )
 def test_a_broken_reward_is_refused_before_the_model_loads(unloadable, tmp_path, returned, match):
     refused(RewardError, match, unloadable, tmp_path, rewards=lambda **_: returned)
+
+
+def test_a_processing_class_that_is_no_tokenizer_is_refused(unloadable, tmp_path):
+    with pytest.raises(TypeError, match="processing_class must be a tokenizer or a processor, and it is str"):
+        GRPOTrainer(unloadable, count_a, grpo_args(tmp_path), train_dataset=prompts(), processing_class="gpt2")
 
 
 def test_a_reward_that_needs_a_missing_column_is_told(unloadable, tmp_path):

@@ -154,13 +154,25 @@ def test_r38_active_dropout_is_warned_of(tiny_tokenizer, tmp_path, caplog):
     assert "is active" not in caplog.text
 
 
-def test_r21_groups_that_differ_by_noise_are_told_once(tiny_tokenizer, tmp_path, caplog):
+@pytest.mark.parametrize("groups", [2, 1])
+def test_r21_groups_that_differ_by_noise_are_told_once(tiny_tokenizer, tmp_path, caplog, groups):
+    """A generation of one group has no spread but its own: what is narrow shows against the rewards so far."""
+
     def noise(completions, answer, **_):
-        return [1000.0 * a + 1e-4 * (i % 2) for i, a in enumerate(answer)]
+        return [1000.0 * a + 0.01 * (i % 2) for i, a in enumerate(answer)]
 
     with caplog.at_level(logging.WARNING):
-        grpo(tmp_path, tiny_tokenizer, rewards=noise, max_steps=3).train()
+        grpo(tmp_path, tiny_tokenizer, rewards=noise, per_device_train_batch_size=4 * groups, max_steps=8).train()
     assert caplog.text.count("spread less than a thousandth") == 1
+
+
+def test_r21_groups_that_differ_by_what_they_are_paid_for_are_not_called_noise(tiny_tokenizer, tmp_path, caplog):
+    def small(completions, answer, **_):
+        return [1e-3 * (i % 2) for i, _ in enumerate(answer)]
+
+    with caplog.at_level(logging.WARNING):
+        grpo(tmp_path, tiny_tokenizer, rewards=small, max_steps=4).train()
+    assert "spread less than" not in caplog.text
 
 
 DEFAULTS = {  # Table 2.2 of the chapter on online methods, in its order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from posttrain.algorithms.grpo.config import GRPOConfig
 from posttrain.algorithms.grpo.entropy_control import EntropyControlMixin
 from posttrain.algorithms.grpo.objective import grpo_needs, grpo_objective
 from posttrain.algorithms.online import OnlineTrainer
+from posttrain.checks.reward_range import RunningReward
 from posttrain.losses.advantages import AdvantageStats, group_advantages
 from posttrain.metrics import mean
 from posttrain.models.forward import causal_lm
@@ -30,7 +32,8 @@ __all__ = ["GRPOTrainer"]
 
 logger = logging.getLogger(__name__)
 
-TINY, MANY = 1e-3, 0.2  # Groups this narrow against the whole batch are noise; more than this share of them is told.
+TINY, MANY = 1e-3, 0.2  # Groups this narrow against all rewards are noise; more than this share of them is told.
+ENOUGH, LOOKED_AT = 5, 64  # Groups before anything is said of their share, and the latest that it is a share of.
 PADDING = -1e9  # No entropy is negative.
 
 
@@ -63,16 +66,24 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
         model: str | nn.Module,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Any = None,
         **kwargs: Any,
     ) -> None:
         self.check_overrides()
+        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
+        kwargs |= data | {"reward_processing_classes": reward_processing_classes, "callbacks": callbacks}
         super().__init__(model, reward_funcs, args, **kwargs)
         self.check_single_turn()
         args = self.args
         self.needs = grpo_needs(args)
         # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
         self.together = args.top_entropy_quantile < 1.0 or args.loss_type == "bnpo"
-        self._narrow_told = False
+        self._narrow_told, self._totals = False, RunningReward()
+        self._spreads_seen: deque[float] = deque(maxlen=LOOKED_AT)
         self.start_entropy_control()
         if not self.engine_is_policy:
             check_correction(args)
@@ -117,7 +128,8 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
         divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
         advantages = self.bounded(stats.advantages, mode) if divided else stats.advantages
         self.log_rewards(table, stats.totals, advantages, mode, **spread)
-        self._warn_of_noise(stats, whole)
+        if mode == "train":
+            self._warn_of_noise(stats)
         if args.mask_zero_variance_groups and size > 1:
             flat = self.flat(table, mode)  # Also where nothing was scored.
             mine = flat.repeat_interleave(size)[table.start : table.start + len(generation.rollouts)]
@@ -125,15 +137,19 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
             self.log_metrics_now({"groups/masked": mean(flat.float())}, mode)
         return advantages
 
-    def _warn_of_noise(self, stats: AdvantageStats, whole: float) -> None:
-        narrow = (stats.group_std > 0) & (stats.group_std < TINY * whole)
-        if self._narrow_told or self.args.scale_rewards != "group" or float(narrow.float().mean()) <= MANY:
+    def _warn_of_noise(self, stats: AdvantageStats) -> None:
+        """Tell of groups that are narrow against all rewards so far: a generation may hold a single group."""
+        self._totals.add(stats.totals.tolist())
+        self._spreads_seen.extend(stats.group_std[~stats.group_std.isnan()].tolist())
+        known, whole = len(self._spreads_seen), self._totals.std
+        narrow = sum(0 < spread < TINY * whole for spread in self._spreads_seen)
+        if self._narrow_told or self.args.scale_rewards != "group" or known < ENOUGH or narrow <= MANY * known:
             return
         self._narrow_told = True
         logger.warning(
-            "%d of %d groups spread less than a thousandth of the batch's reward std (%.3g), and scale_rewards='group' blows "
-            "that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",
-            int(narrow.sum()), narrow.numel(), whole,
+            "%d of the last %d groups spread less than a thousandth of the rewards' std so far (%.3g), and scale_rewards='group' "
+            "blows that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",
+            narrow, known, whole,
         )  # fmt: skip
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
