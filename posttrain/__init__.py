@@ -76,6 +76,7 @@ _PUBLIC = {
     "NashMDConfig": "algorithms.nash_md",
     "NashMDTrainer": "algorithms.nash_md",
     "NativeEngine": "rollouts.native.engine",
+    "PagedEngine": "rollouts.paged",
     "NoOpManager": "models.offload",
     "ORPOConfig": "algorithms.orpo",
     "ORPOTrainer": "algorithms.orpo",

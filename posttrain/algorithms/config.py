@@ -241,6 +241,9 @@ class VllmFields:
     vllm_importance_sampling_clip_min: float | None = field(default=None, metadata={"help": "Lower bound; None is 0."})
     use_transformers_continuous_batching: bool = field(default=False, metadata={"help": "Paged generation."})
     transformers_continuous_batching_config: dict | str | None = field(default=None, metadata={"help": "Its settings."})
+    use_transformers_paged: bool | None = field(
+        default=None, metadata={"help": "The old name of use_transformers_continuous_batching."}
+    )
 
 
 @dataclass

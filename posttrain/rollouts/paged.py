@@ -1,0 +1,202 @@
+"""transformers' continuous batching over paged memory behind the engine contract, on the trainer's own weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from importlib import metadata
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, did_you_mean
+from posttrain.models.heads import causal_lm
+from posttrain.rollouts.base import check_requests
+from posttrain.rollouts.hf import evaluating
+from posttrain.rollouts.native.probe import own_precision
+from posttrain.types import Request, Rollout, Sampling
+
+__all__ = ["PagedEngine", "check_paged"]
+
+logger = logging.getLogger(__name__)
+
+LEAST = "5.8"  # The first transformers whose continuous batching says log-probs and takes a config.
+MEMORY_SHARE = 0.5  # Of the free memory of a GPU, for keys and values; the rest is for training.
+PAGE = 32  # Tokens of a page on a CPU, where transformers cannot size its memory by itself.
+HALF = (torch.float16, torch.bfloat16)  # What flash attention takes.
+UNSUPPORTED = {  # Fields of `Sampling` it would drop with a line in the log, and what they are when they are off.
+    "min_p": (None, 0, 0.0), "repetition_penalty": (1.0,), "min_new_tokens": (0,), "stop_strings": ((),), "logit_bias": ((),),
+    "no_repeat_ngram": (0,), "guide": (None,), "top_logps": (0,),
+}  # fmt: skip
+
+
+def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
+    """The settings, if this transformers has continuous batching and knows all of them.
+
+    Raises:
+        MissingDependencyError: transformers is older than 5.8.
+        ConfigError: An unknown name.
+    """
+    version = metadata.version("transformers")
+    if Version(version) < Version(LEAST):
+        raise MissingDependencyError(
+            f"use_transformers_continuous_batching=True needs transformers>={LEAST}, and {version} is installed: "
+            f"pip install 'transformers>={LEAST}', or rollout_engine='native'."
+        )
+    from transformers import ContinuousBatchingConfig
+
+    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    for name in settings or {}:
+        if name not in known:
+            raise ConfigError(
+                f"transformers_continuous_batching_config has {name!r}, which ContinuousBatchingConfig of transformers "
+                f"{version} does not know{did_you_mean(name, known)}."
+            )
+    return dict(settings or {})
+
+
+class PagedEngine:
+    """Continuous batching of transformers: requests join and leave a running batch, keys and values lie in pages.
+
+    The weights stay as they are: they are neither copied nor cast, and float32 ones are sampled from in float32, also where
+    training runs under autocast (flash attention, which takes half precision alone, is then left out; weights loaded in
+    bfloat16 are sampled from in bfloat16). A thread that dies or a request that fails is an error
+    that names the requests, and nothing is returned; settings it could not follow are refused.
+
+    Args:
+        model: A causal language model, the trainer's own.
+        pad_token_id: Of the tokenizer.
+        settings: Of transformers' ``ContinuousBatchingConfig``. ``max_memory_percent`` is 0.5 unless given, CUDA graphs are
+            off unless given, and on a CPU ``num_blocks`` are as many as the requests can need.
+
+    Raises:
+        MissingDependencyError: transformers is older than 5.8.
+        ConfigError: A setting that it does not have.
+    """
+
+    name = "paged"
+
+    def __init__(self, model: nn.Module, *, pad_token_id: int, settings: dict[str, Any] | None = None) -> None:
+        self.model: Any = model
+        self.pad_token_id = pad_token_id
+        self.settings = check_paged(settings)
+        # Half precision may be sampled with flash attention, and another attention's log-probs are those of another engine.
+        self.in_process = causal_lm(model).dtype not in HALF
+        self.version = 0
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        """See `RolloutEngine.generate`; a request's own settings may differ in ``max_new_tokens`` alone.
+
+        Raises:
+            ConfigError: A setting that continuous batching cannot follow.
+            RolloutError: Requests failed, or the thread that generates ended before they did.
+        """
+        inner: Any = causal_lm(self.model)
+        text = inner.config.get_text_config()
+        check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
+        self._check(requests, sampling)
+        work = [
+            (list(request.prompt_ids), (request.sampling or sampling).max_new_tokens)
+            for request in requests
+            for _ in range(request.n)
+        ]
+        # Drawn from the run's own numbers: transformers would draw it from what is put back below, the same in every call.
+        seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**31, ()))
+        devices = [inner.device] if inner.device.type == "cuda" else []
+        with evaluating(self.model), own_precision(self.model), torch.random.fork_rng(devices=devices):
+            found = self._run(inner, work, sampling, self._pages(inner, work) | {"seed": seed})
+        failed = {number: one.error for number, one in found.items() if one.error is not None}
+        if failed or len(found) < len(work):
+            lost = sorted({*failed, *(set(range(len(work))) - found.keys())})
+            raise RolloutError(
+                f"transformers' continuous batching lost completions {lost[:8]} of {len(work)}"
+                f"{'' if not failed else f': {next(iter(failed.values()))}'}. Nothing of this call is used; its log says more. "
+                "rollout_engine='native' samples without it."
+            )
+        return [self._rollout(prompt, found[number], sampling) for number, (prompt, _) in enumerate(work)]
+
+    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        for one in (sampling, *(r.sampling for r in requests if r.sampling is not None)):
+            for name, off in UNSUPPORTED.items():
+                if getattr(one, name) not in off:
+                    raise ConfigError(
+                        f"{name}={getattr(one, name)!r}: transformers' continuous batching knows temperature, top_k and top_p "
+                        f"alone, and would leave it out. Use rollout_engine='native', or leave {name} at {off[0]!r}."
+                    )
+            same = dataclasses.replace(one, max_new_tokens=sampling.max_new_tokens, seed=sampling.seed)
+            if same != sampling:
+                raise ConfigError(
+                    "transformers' continuous batching samples all requests of a call alike, and one has settings of its own "
+                    "beside max_new_tokens. Use rollout_engine='native'."
+                )
+
+    def _pages(self, inner: Any, work: list[tuple[list[int], int]]) -> dict[str, Any]:
+        """The user's settings over ours."""
+        ours: dict[str, Any] = {"return_logprobs": True, "use_cuda_graph": False, "drop_unsupported_processors": False}
+        if inner.dtype not in HALF:
+            ours["auto_switch_to_flash"] = False
+        if inner.device.type == "cpu":
+            size = self.settings.get("page_size", PAGE)
+            most = max(len(prompt) + new for prompt, new in work)
+            ours |= {"page_size": size, "num_blocks": 2 + len(work) * (1 + most // size)}
+        else:
+            ours["max_memory_percent"] = MEMORY_SHARE
+        return ours | self.settings
+
+    def _run(self, inner: Any, work: list, sampling: Sampling, settings: dict[str, Any]) -> dict[int, Any]:
+        """What came of each completion, by its number; those that are missing were lost."""
+        from transformers import ContinuousBatchingConfig
+
+        found: dict[int, Any] = {}
+        with inner.continuous_batching_context_manager(
+            generation_config=self._config(sampling, max(new for _, new in work)),
+            continuous_batching_config=ContinuousBatchingConfig(**settings),
+            block=True,
+        ) as manager:
+            stops = list(sampling.stop_token_ids) or -1  # -1 is none; None would be those of the checkpoint.
+            # All before the first step where this version can wait, so that a seed draws the same whatever the clock does.
+            with manager.pause() if hasattr(manager, "pause") else nullcontext():
+                for number, (prompt, new) in enumerate(work):
+                    manager.add_request(prompt, request_id=str(number), max_new_tokens=new, eos_token_id=stops)
+            while len(found) < len(work):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    found[int(result.request_id)] = result
+                elif result is None and not manager.is_running():
+                    break
+        return found
+
+    def _config(self, sampling: Sampling, longest: int) -> GenerationConfig:
+        """Every field that changes the distribution, so that the checkpoint's own settings do not leak in."""
+        drawn: dict[str, Any] = {}
+        if sampling.temperature > 0:
+            drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        return GenerationConfig(
+            max_new_tokens=longest,
+            do_sample=sampling.temperature > 0,
+            eos_token_id=list(sampling.stop_token_ids) or -1,
+            pad_token_id=self.pad_token_id,
+            **drawn,
+        )
+
+    def _rollout(self, prompt: list[int], result: Any, sampling: Sampling) -> Rollout:
+        tokens, said = list(result.generated_tokens), list(result.logprobs)
+        ended = bool(tokens) and tokens[-1] in sampling.stop_token_ids
+        cut = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+        # It says log-probs of what it drew from: after a cut those are not what a trainer computes.
+        return Rollout(
+            prompt, tokens, [] if cut else said, "stop" if ended else "length", self.version,
+            processed_logp=said if cut else None,
+        )  # fmt: skip
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """The model is the trainer's own: only the version changes."""
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing to free: pages are given back after each call."""
