@@ -59,6 +59,8 @@ def work(folder, world):
         max_steps=2, save_strategy="steps", eval_dataset=prompts(3), per_device_eval_batch_size=4,
     )  # fmt: skip
     found["evaluated"] = straddling.evaluate()["eval_reward"]
+    sets = prompts(4), prompts(4).to_iterable_dataset()
+    found["streamed"] = [straddling.evaluate(one)["eval_reward"] for one in sets]
     return found, straddling.accelerator.is_main_process
 
 
@@ -106,6 +108,13 @@ def test_a_group_on_two_ranks_is_replaced_whole_and_recorded(both):
 @pytest.mark.distributed
 def test_an_evaluation_set_that_does_not_divide_over_ranks_ends(both):
     assert both[1]["evaluated"] is not None
+
+
+@pytest.mark.distributed
+def test_an_evaluation_stream_is_the_same_over_two_ranks_as_a_list_on_one(both):
+    one, two, _ = both
+    assert one["streamed"] == pytest.approx([one["streamed"][0]] * 2)
+    assert two["streamed"] == pytest.approx(one["streamed"])
 
 
 if __name__ == "__main__":
