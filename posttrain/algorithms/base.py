@@ -31,7 +31,7 @@ from posttrain.models.attention import probe_head, probe_layout
 from posttrain.models.checkpointing import KeepLastActivations
 from posttrain.models.experts import router_coefficient
 from posttrain.models.forward import causal_lm, forward, install_token_head, learns_prompts
-from posttrain.models.host_memory import KeepHostMemory
+from posttrain.models.host_memory import KeepHostMemory, gradients_first
 from posttrain.models.load import (
     create_model_from_path,
     get_config_model_id,
@@ -185,13 +185,9 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
 
     def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         if not isinstance(model, str):
-            if quantization_config and not self.added_tokens:
-                raise ConfigError(
-                    f"quantization_config is given with a {type(model).__name__} that is loaded already. Quantise it on "
-                    "loading, or give the model as a string."
-                )
-            if args.model_init_kwargs and not self.added_tokens:
-                logger.warning("model_init_kwargs are ignored: the model was given as an object, already loaded.")
+            given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+            for name in [name for name, value in given.items() if value and not self.added_tokens]:
+                logger.warning("%s is ignored: the model was given as an object, already loaded.", name)
             return model
         if quantization_config is not None and init.get("quantization_config") is not None:
             raise ConfigError(
@@ -315,11 +311,12 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         total = torch.zeros((), device=self.args.device)
         offloading = get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
         passes = parallel.equal_passes(len(inputs), self.accelerator)
-        for index in range(passes):
-            batch = inputs[min(index, len(inputs) - 1)]
-            idle = index >= len(inputs)  # Only to keep collectives equal over ranks.
-            with offloading, parallel.no_sync(model, last=index == passes - 1):
-                total = total + self.one_pass(model, batch, 0.0 if idle else 1.0)
+        with gradients_first(model, passes=passes):
+            for index in range(passes):
+                batch = inputs[min(index, len(inputs) - 1)]
+                idle = index >= len(inputs)  # Only to keep collectives equal over ranks.
+                with offloading, parallel.no_sync(model, last=index == passes - 1):
+                    total = total + self.one_pass(model, batch, 0.0 if idle else 1.0)
         return total
 
     def compute_loss(

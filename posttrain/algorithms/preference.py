@@ -210,6 +210,15 @@ class PreferenceTrainer(PairHealthMixin, PostTrainer):
         for callback in self.callback_handler.callbacks:
             self._share_reference(callback)
 
+    def _load(self, model: Any, args: Any, init: dict[str, Any], quantization_config: Any) -> Any:
+        # The reference is loaded anew from its name: with a quantisation that the policy does not have.
+        if quantization_config and not isinstance(model, str) and not self.added_tokens:
+            raise ConfigError(
+                f"quantization_config is given with a {type(model).__name__} that is loaded already. Quantise it on "
+                "loading, or give the model as a string."
+            )
+        return super()._load(model, args, init, quantization_config)
+
     def add_callback(self, callback: Any) -> None:
         """As `transformers.Trainer.add_callback`; callbacks that move the reference are given it."""
         super().add_callback(callback)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from posttrain.models.host_memory import KeepHostMemory, _glibc
+from posttrain.models.host_memory import KeepHostMemory, _glibc, gradients_first
 
 SCRIPT = """
 import resource, torch
@@ -56,3 +56,52 @@ def test_memory_of_an_accelerator_is_no_concern_of_it():
     keep = KeepHostMemory()
     keep.on_train_begin(SimpleNamespace(device=torch.device("meta")), None, None)
     assert not keep._kept
+
+
+def small() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict(
+        {"used": torch.nn.Linear(3, 2), "aside": torch.nn.Linear(3, 2), "frozen": torch.nn.Linear(3, 2)}
+    )
+    model["frozen"].requires_grad_(False)
+    return model
+
+
+def passes(model, count):
+    for number in range(count):
+        model["used"](torch.full((1, 3), 1.0 + number)).sum().backward()
+
+
+def test_gradients_of_several_passes_are_the_same_and_weights_that_none_reaches_have_none():
+    plain, first = small(), small()
+    passes(plain, 2)
+    with gradients_first(first, passes=2):
+        assert all(p.grad is not None for p in first["aside"].parameters())
+        assert all(p.grad is None for p in first["frozen"].parameters())
+        passes(first, 2)
+    for a, b in zip(plain.parameters(), first.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.equal(a.grad, b.grad)
+
+
+def test_gradients_of_earlier_micro_batches_are_kept_and_one_pass_makes_none_before_it():
+    model = small()
+    passes(model, 1)
+    before = {p: p.grad.clone() for p in model["used"].parameters()}
+    with gradients_first(model, passes=2):
+        assert all(torch.equal(p.grad, before[p]) for p in model["used"].parameters())
+    with gradients_first(model, passes=1):
+        assert all(p.grad is None for p in model["aside"].parameters())
+
+
+def test_a_zero_gradient_that_was_computed_stays():
+    model = small()
+    with gradients_first(model, passes=2):
+        (0.0 * model["used"](torch.ones(1, 3))).sum().backward()
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model["used"].parameters())
+
+
+def test_wrapped_models_keep_gradients_where_their_wrapper_puts_them():
+    model = small()
+    with gradients_first(torch.nn.DataParallel(model), passes=2):
+        assert all(p.grad is None for p in model.parameters())
