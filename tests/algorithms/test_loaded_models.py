@@ -24,7 +24,7 @@ def test_settings_for_loading_are_ignored_aloud(method, tiny_tokenizer, tmp_path
         trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **COMMON), train_dataset=data, **given)
     else:
         data = Dataset.from_list([{"prompt": "a b c"}] * 2)
-        config = GRPOConfig(str(tmp_path), **COMMON, num_generations=2)
+        config = GRPOConfig(str(tmp_path), **COMMON, num_generations=2, max_completion_length=4)
         trainer = GRPOTrainer(model, letters, config, train_dataset=data, **given)
     assert trainer.model is model
     for name in ("quantization_config", "model_init_kwargs"):
