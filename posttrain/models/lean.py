@@ -130,10 +130,8 @@ def _twin(kind: type, activation: type) -> type | None:
         return None
     twin = type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.device("cpu"),
-        ):  # The run's own random numbers stay what they were.
+        # The run's own random numbers stay what they were, and the answer is one for good, wherever it is asked first.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False):
             torch.manual_seed(0)
             parts: dict[str, Any] = {"weight": nn.Parameter(torch.randn(6)), "variance_epsilon": 1e-5}
             if base is _LeanMLP:
