@@ -82,9 +82,12 @@ class ModelReward:
         init.setdefault("trust_remote_code", trust_remote_code)
         if isinstance(model, str):
             model = _load(model, init)
-        labels = getattr(model.config, "num_labels", None)
+        labels = getattr(getattr(model, "config", None), "num_labels", None)
         if labels != 1:
-            raise ModelError(f"a reward model needs num_labels=1, and {type(model).__name__} has {labels}.")
+            raise ModelError(
+                f"a reward model needs num_labels=1, and {type(model).__name__} has {labels}. A module of another kind "
+                "goes into a function f(prompts, completions, **columns) that calls it."
+            )
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(
             model.config._name_or_path,

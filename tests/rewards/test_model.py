@@ -103,6 +103,8 @@ def test_r29_a_head_that_says_the_same_of_everything_is_an_error(judge):
 def test_a_classifier_of_several_labels_and_a_missing_folder_are_refused(tiny_tokenizer, tmp_path):
     with pytest.raises(ModelError, match="num_labels=1, and LlamaForSequenceClassification has 3"):
         ModelReward(build(len(tiny_tokenizer), labels=3), tiny_tokenizer)
+    with pytest.raises(ModelError, match=r"Linear has None\. A module of another kind goes into a function"):
+        RewardRunner(torch.nn.Linear(2, 1))
     with pytest.raises(ModelError, match="was not found"):
         ModelReward(str(tmp_path / "none"))
 
