@@ -27,9 +27,10 @@ from posttrain.checks.samples import (
     too_many,
 )
 from posttrain.data.formats import get_dataset_column_names
+from posttrain.rollouts.environments import EMPTY_PROMPT
 from posttrain.types import Finding
 
-__all__ = ["note_suspects", "row_codes", "usable_rows"]
+__all__ = ["is_open", "note_suspects", "row_codes", "usable_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +47,14 @@ def row_codes(dataset: Any) -> tuple[str, ...]:
     return (*ROW_CODES, *(PAIR_TEXT_CODES if pairs else ()))
 
 
-def usable_rows(dataset: Any, args: Any, *, main: bool) -> tuple[Any, list[Finding]]:
+def usable_rows(dataset: Any, args: Any, *, main: bool, filled: bool = False) -> tuple[Any, list[Finding]]:
     """The rows that can be trained, and what is wrong with the others.
 
     Args:
         dataset: As it was given.
         args: ``bad_rows``, ``bad_rows_max``, ``preflight``, ``output_dir``.
         main: Whether this process writes files.
+        filled: Whether an environment fills empty prompts.
 
     Returns:
         The set, without bad rows if ``bad_rows="drop"``; and findings, the same on every rank.
@@ -65,11 +67,11 @@ def usable_rows(dataset: Any, args: Any, *, main: bool) -> tuple[Any, list[Findi
         return dataset, []
     if isinstance(dataset, datasets.IterableDataset):
         if drop:
-            return dataset.filter(functools.partial(_is_good, columns=columns)), []
-        faults, doubts = _read(islice(dataset, STREAMED), columns)
+            return dataset.filter(functools.partial(_is_good, columns=columns, filled=filled)), []
+        faults, doubts = _read(islice(dataset, STREAMED), columns, filled)
         looked = STREAMED if faults or doubts else 0
         return dataset, _found(faults, doubts, looked)
-    faults, doubts = _read(_plain_rows(dataset, columns, len(dataset) if drop else DEEP), columns)
+    faults, doubts = _read(_plain_rows(dataset, columns, len(dataset) if drop else DEEP), columns, filled)
     scan = _pairs(dataset, columns)
     if not drop:
         faults = _empty_rows(dataset, columns) | faults
@@ -88,17 +90,22 @@ def _found(faults: dict[int, str], doubts: dict[int, str], total: int) -> list[F
     return [f for f in (bad_rows(faults, total), doubtful_rows(doubts, total)) if f is not None]
 
 
-def _is_good(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
-    return not fault(row, columns) and not doubt(row, columns)
+def _is_good(row: Mapping[str, Any], columns: Sequence[str], filled: bool = False) -> bool:
+    return not fault(row, columns) and (not doubt(row, columns) or is_open(row, filled))
 
 
-def _read(rows: Any, columns: Sequence[str]) -> tuple[dict[int, str], dict[int, str]]:
+def is_open(row: Mapping[str, Any], filled: bool) -> bool:
+    """Whether a row's prompt is empty for an environment to fill; ``filled`` says that there is one."""
+    return filled and row.get("prompt") == EMPTY_PROMPT
+
+
+def _read(rows: Any, columns: Sequence[str], filled: bool) -> tuple[dict[int, str], dict[int, str]]:
     faults: dict[int, str] = {}
     doubts: dict[int, str] = {}
     for index, row in enumerate(rows):
         if wrong := fault(row, columns):
             faults[index] = wrong
-        elif odd := doubt(row, columns):
+        elif (odd := doubt(row, columns)) and not is_open(row, filled):
             doubts[index] = odd
     return faults, doubts
 

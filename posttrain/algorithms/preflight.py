@@ -18,7 +18,7 @@ import datasets
 from accelerate import PartialState
 
 from posttrain.algorithms.data_report import DataReportMixin, refuse_data, template_findings
-from posttrain.algorithms.input_rows import row_codes, usable_rows
+from posttrain.algorithms.input_rows import is_open, row_codes, usable_rows
 from posttrain.checks.core import Context, Moment, codes_of
 from posttrain.checks.preflight import Preflight, describe
 from posttrain.data.templates import PROBLEMS
@@ -64,7 +64,8 @@ class PreflightMixin(DataReportMixin):
         self.look("config", train_dataset=train_dataset, eval_dataset=eval_dataset)
         state = PartialState()
         with parallel.failing_together(state), self.preflight.looking("data", row_codes(train_dataset)):
-            train_dataset, findings = usable_rows(train_dataset, self.args, main=state.is_main_process)
+            main = state.is_main_process
+            train_dataset, findings = usable_rows(train_dataset, self.args, main=main, filled=self._fills_prompts)
             self.tell(findings)
             if self.args.strict_data and any(found.severity != "info" for found in findings):
                 refuse_data([describe(found) for found in findings])
@@ -168,6 +169,15 @@ class PreflightMixin(DataReportMixin):
         os.replace(part, folder / FILE)
         self._preflight_written, self.preflight.changed = True, False
 
+    @property
+    def _fills_prompts(self) -> bool:
+        """Whether environments say what is to be done, each time anew: prompts left to them are empty, and all alike."""
+        return getattr(self, "environments", None) is not None
+
+    def _examples(self, dataset: Any, count: int) -> list[Any]:
+        rows = (dataset[i] for i in _spread(len(dataset), count))
+        return [row for row in rows if not is_open(row, self._fills_prompts)]
+
     def _sampled_rows(self) -> list[Row]:
         """Rows spread over the training set, as many as are made in a second or two; none where they cannot be made."""
         dataset = self.train_dataset
@@ -175,10 +185,10 @@ class PreflightMixin(DataReportMixin):
             return []
         started = time.perf_counter()
         try:
-            rows = self._rows_of([dataset[i] for i in _spread(len(dataset), FEW)])
+            rows = self._rows_of(self._examples(dataset, FEW))
             spent = max(time.perf_counter() - started, 1e-6)
             count = min(SAMPLE, int(SECONDS / spent * FEW))
-            return rows if count <= FEW else self._rows_of([dataset[i] for i in _spread(len(dataset), count)])
+            return rows if count <= FEW else self._rows_of(self._examples(dataset, count))
         except PosttrainError:  # What is wrong with such rows is told where they are trained, by number.
             return []
 

@@ -9,7 +9,7 @@ from posttrain import ScriptedEngine
 from posttrain.errors import PreflightError
 from posttrain.rewards import get_soft_overlong_punishment, string_match_reward, think_format_reward
 from tests.algorithms.helpers import grpo
-from tests.algorithms.test_tools import CALL, qwen, speaker, trainer_of
+from tests.algorithms.test_tools import CALL, Walk, qwen, speaker, trainer_of
 
 
 def long_answer(n: int) -> str:
@@ -64,3 +64,15 @@ def test_r24_a_tag_that_the_template_opens_counts_for_the_completion(tiny_tokeni
     trainer.train()
     assert tiny_tokenizer.decode(engine.requests[0].prompt_ids).endswith(end)
     assert trainer.state.log_history[0]["rewards/think_format_reward/mean"] == reward
+
+
+def test_empty_prompts_that_an_environment_fills_are_no_odd_rows(tiny_tokenizer, tmp_path, caplog):
+    tokenizer = qwen(tiny_tokenizer)
+    given = {"rewards": None, "keys": {"environment_factory": Walk}}
+    trainer_of(tmp_path / "a", tokenizer, speaker(tokenizer, "x"), data=False, max_steps=1, **given)
+    assert "PT-D" not in caplog.text  # Nor copies of each other.
+    turns = [{"role": "assistant", "content": ""}, {"role": "user", "content": "go"}]
+    rows = datasets.Dataset.from_list([{"prompt": turns}] * 16)
+    trainer_of(tmp_path / "b", tokenizer, speaker(tokenizer, "x"), data=rows, **given)
+    assert "a turn of the assistant without content in `prompt`" in caplog.text
+    assert "PT-D007" in caplog.text
