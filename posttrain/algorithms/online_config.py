@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import warnings
 from dataclasses import dataclass, field
@@ -17,8 +18,11 @@ from posttrain.algorithms.config import (
 )
 from posttrain.algorithms.vllm_fields import VllmSyncFields
 from posttrain.errors import ConfigError, check_choice
+from posttrain.rollouts.guiding import structured_guide
 
 __all__ = ["OnlineConfig"]
+
+logger = logging.getLogger(__name__)
 
 ENGINES = ("auto", "native", "hf", "paged")
 ROUNDED = (
@@ -26,7 +30,7 @@ ROUNDED = (
 )
 # Keys of generation_kwargs: those with a field of their own, which log-probs and checks read, and the others.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-FURTHER = ("max_new_tokens", "stop_token_ids", "guide", "do_sample", "seed")
+FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed")
 FAR_ENGINES = {"server": "server", "vllm": "colocate"}  # rollout_engine -> vllm_mode of use_vllm=True.
 
 
@@ -117,6 +121,13 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             if given.get(name) is not None:
                 setattr(self, name, given[name])
             given.pop(name, None)
+        if (structured := given.pop("structured_outputs", None)) is not None:
+            given["guide"] = structured_guide(structured)
+        if given.get("guide") is not None and self.vllm_structured_outputs_regex:
+            del given["guide"]
+            logger.warning("vllm_structured_outputs_regex wins over what generation_kwargs says of structured outputs.")
+        elif given.get("guide") is not None:
+            given["guide"] = tuple(given["guide"])  # A list, where it comes from a file.
         self.generation_kwargs = given or None
 
     def _check_sampling(self) -> None:
@@ -196,7 +207,10 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         from posttrain.rollouts.paged import check_paged
 
         check_paged(self.transformers_continuous_batching_config)  # type: ignore[arg-type]
-        cut = {"min_p": self.min_p, "repetition_penalty": None if self.repetition_penalty == 1 else self.repetition_penalty}
+        cut = {
+            "min_p": self.min_p,
+            "repetition_penalty": None if self.repetition_penalty == 1 else self.repetition_penalty,
+        }
         for name, value in cut.items():
             if value:
                 raise ConfigError(

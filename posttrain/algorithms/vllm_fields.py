@@ -76,6 +76,8 @@ def truncated_sampling(cfg: Any) -> str:
     changed = [
         f"{name}={given[name]}" for name, default in off.items() if given[name] not in (default, default or None)
     ]
+    if given.get("guide") is not None:
+        changed.append(f"generation_kwargs with the guide {given['guide']}")
     if cfg.vllm_structured_outputs_regex:
         changed.append(f"vllm_structured_outputs_regex={cfg.vllm_structured_outputs_regex!r}")
     return ", ".join(changed)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.errors import did_you_mean
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.rollouts.guiding import structured_guide
 from posttrain.serve.jobs import Ask
 from posttrain.serve.schema import Chat, Generate
 from posttrain.serve.state import Refusal
@@ -18,7 +18,6 @@ __all__ = ["Limits", "Wanted", "render_chat", "wanted"]
 NAMED = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs", "seed")
 FURTHER = ("stop", "stop_token_ids", "min_tokens", "logit_bias", "no_repeat_ngram", "ignore_eos", "structured_outputs")
 WITHOUT_EFFECT = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind")
-GUIDES = ("regex", "json", "grammar", "choice")
 
 
 @dataclass(slots=True, frozen=True)
@@ -183,20 +182,13 @@ def _bias(value: Any, limits: Limits) -> tuple[tuple[int, float], ...]:
 
 
 def _guide(given: Any, regex: str | None, notes: list[str]) -> tuple[str, str] | None:
-    if given is not None and (not isinstance(given, dict) or len(given) != 1 or next(iter(given)) not in GUIDES):
-        raise bad(f"generation_kwargs: structured_outputs={given!r} must hold one of {', '.join(GUIDES)}.")
-    if regex is not None:
-        if given is not None:
-            notes.append("structured_outputs_regex wins over generation_kwargs['structured_outputs'].")
-        return ("regex", regex)
-    if given is None:
-        return None
-    kind, value = next(iter(given.items()))
-    if kind == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
-            raise bad(f"structured_outputs: choice={value!r} must be a list of strings.")
-        return ("choices", "\n".join(value))
-    return (kind, value if isinstance(value, str) else json.dumps(value))
+    try:
+        guide = None if given is None else structured_guide(given)
+    except ConfigError as error:
+        raise bad(f"generation_kwargs: {error}") from error
+    if regex is not None and guide is not None:
+        notes.append("structured_outputs_regex wins over generation_kwargs['structured_outputs'].")
+    return guide if regex is None else ("regex", regex)
 
 
 def _with_seed(sampling: Sampling, seed: int) -> Sampling:
