@@ -20,9 +20,7 @@ import harness
 TASKS = {  # Short ones whose answers spread: always saying the commonest takes a fifth of them at most, and is drawn too.
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    "simple_equations": {
-        "min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 9, "operators_weights": [1.0, 0.0, 0.0],
-    },
+    "lcm": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 9},
 }  # fmt: skip
 METHODS = ("grpo", "rloo", "ppo")
 SYSTEM = "Reply with just the number."

@@ -331,7 +331,7 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
     def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
         needs = self.needs | {"aux"} if self.router_coefficient else self.needs
-        outputs = forward(model, batch, needs, temperature=self.temperature)
+        outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=self.args.logits_chunk_size)
         terms = self.objective(outputs, batch)
         if self.router_coefficient and outputs.aux_loss is not None:
             term = self.router_coefficient * outputs.aux_loss[None]

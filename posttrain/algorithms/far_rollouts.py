@@ -78,7 +78,9 @@ class FarRolloutMixin:
         return VLLMEngine.for_training(bare, args, self.accelerator)
 
     def _give_settings(self, engine: Any) -> None:
-        """Those of transformers' continuous batching, which is for text."""
+        """The tokenizer that guides and stop strings speak of; those of transformers' continuous batching, which is for text."""
+        if getattr(engine, "tokenizer", self) is None:
+            engine.tokenizer = self.processing_class  # type: ignore[attr-defined]
         if engine.name != "paged":
             return
         if hasattr(self.processing_class, "tokenizer"):  # type: ignore[attr-defined]

@@ -34,7 +34,19 @@ class MemoryFields:
         default=None, metadata={"help": "Most memory of the device to plan with, in GiB; None: what is free."}
     )
 
+    logits_chunk_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Positions whose logits exist at once, in the loss and its backward; None: as many as 24 MiB hold on a "
+            "CPU, 64 on an accelerator."
+        },
+    )
+
     def __post_init__(self) -> None:
+        if self.logits_chunk_size is not None and self.logits_chunk_size < 1:
+            raise ConfigError(
+                f"logits_chunk_size={self.logits_chunk_size} must be at least 1, or None for a size that is fast."
+            )
         given = self.per_device_train_batch_size
         self.auto_batch_size = given == AUTO
         if self.auto_batch_size:

@@ -333,7 +333,7 @@ class OnlineTrainer(
         temperature = self.temperature if temperature is None else temperature
         for batch in collate(rows, pad_token_id=self.pad_token_id, layout=self.layout):
             batch = batch.to(device)
-            logp = forward(model, batch, temperature=temperature).logp
+            logp = forward(model, batch, temperature=temperature, chunk_size=self.args.logits_chunk_size).logp
             for origin, values in zip(batch.origin, split_by_sequence(logp, batch), strict=True):
                 result[origin] = values.tolist()
         return [result[i] for i in range(len(result))]

@@ -40,6 +40,7 @@ def forward(
     needs: frozenset[str] = frozenset({"logp"}),
     *,
     temperature: float = 1.0,
+    chunk_size: int | None = None,
 ) -> ModelOutputs:
     """Run the model on a forest and put what was asked for on its ``(B, T)`` grid.
 
@@ -50,6 +51,7 @@ def forward(
             or ``scores`` (a classifier's score at each sequence's last token) or ``token_scores`` (its scores at each loss
             token) alone.
         temperature: Divides the logits, so that log-probs are those of the distribution that was sampled from.
+        chunk_size: Positions whose logits exist at once; None: as many as `token_logprobs` picks.
 
     Returns:
         Log-probs, entropies and hits aligned with the tokens they speak of, zero outside ``loss_mask``; scores ``(S,)``, or
@@ -59,6 +61,8 @@ def forward(
     inner: Any = causal_lm(model)
     virtual = virtual_tokens(model)
     head = _score_head(batch, needs, virtual) or _token_head(batch, needs, virtual, temperature)
+    if isinstance(head, TokenHead):
+        head.chunk_size = chunk_size
     if isinstance(head, TokenHead) and "values" in needs:
         head.values = _value_reader(inner, batch, virtual)
     balance = isinstance(head, TokenHead) and head.balance_over is not None

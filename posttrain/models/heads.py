@@ -63,6 +63,7 @@ class TokenHead:
         rows, columns: ``(N,)`` where the predicting hidden states stand.
         targets: ``(N,)`` token ids they predict.
         temperature: Divides the logits before the softmax.
+        chunk_size: Positions whose logits exist at once; None: see `token_logprobs`.
         need_entropy, entropy_grad, need_correct, need_mean_logit, need_collision, need_logits: What else to return.
         balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
         values: Last hidden states ``(B, T, H)`` to values ``(M,)``, returned beside the log-probs.
@@ -72,6 +73,7 @@ class TokenHead:
     columns: Tensor
     targets: Tensor
     temperature: float = 1.0
+    chunk_size: int | None = None
     need_entropy: bool = False
     entropy_grad: bool = False
     need_correct: bool = False
@@ -204,6 +206,7 @@ def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
                 logit_scale=rule.scale,
                 softcap=rule.softcap,
                 temperature=head.temperature,
+                chunk_size=head.chunk_size,
                 need_entropy=head.need_entropy,
                 entropy_grad=head.entropy_grad,
                 need_correct=head.need_correct,

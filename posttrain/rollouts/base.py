@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, RolloutError, did_you_mean
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["RolloutEngine", "check_requests", "create_engine", "keeping"]
+__all__ = ["RolloutEngine", "check_followed", "check_requests", "create_engine", "keeping"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,36 @@ def check_requests(
             raise RolloutError(
                 f"request {index} holds token id {max(request.prompt_ids)}, and the model has {vocabulary}: the tokenizer "
                 "belongs to another model."
+            )
+
+
+def check_followed(
+    requests: Sequence[Request], sampling: Sampling, engine: str, unknown: Collection[str], own: Collection[str] = ()
+) -> None:
+    """Refuse sampling settings that an engine would leave out.
+
+    Args:
+        requests: Of the call.
+        sampling: Of the call.
+        engine: What messages call it.
+        unknown: Fields of `Sampling` it cannot follow unless they are at their defaults.
+        own: Fields in which a request may differ from the call.
+
+    Raises:
+        ConfigError: One of them is set, or a request differs in another field.
+    """
+    defaults = {field.name: field.default for field in fields(Sampling)}
+    defaults |= {"min_p": 0}  # None is off too.
+    for one in (sampling, *(r.sampling for r in requests if r.sampling is not None)):
+        for name in unknown:
+            if (getattr(one, name) or defaults[name]) != defaults[name]:
+                raise ConfigError(
+                    f"{name}={getattr(one, name)!r}: {engine} would leave it out. Use rollout_engine='native', or leave {name} "
+                    f"at {defaults[name]!r}."
+                )
+        if replace(one, **{name: getattr(sampling, name) for name in own}) != sampling:
+            raise ConfigError(
+                f"{engine} samples all requests of a call alike, and one has settings of its own. Use rollout_engine='native'."
             )
 
 

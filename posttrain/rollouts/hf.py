@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from posttrain.rollouts.base import check_requests
+from posttrain.rollouts.base import check_followed, check_requests
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["HFEngine", "evaluating"]
+
+# Fields of `Sampling` that this engine does not hand on.
+UNKNOWN = ("min_new_tokens", "stop_strings", "logit_bias", "no_repeat_ngram", "guide")
 
 
 @contextmanager
@@ -68,6 +71,7 @@ class HFEngine:
         """See `RolloutEngine.generate`."""
         text = self.model.config.get_text_config()
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
+        check_followed(requests, sampling, "rollout_engine='hf'", UNKNOWN, own=("seed",))
         prompts = [list(request.prompt_ids) for request in requests for _ in range(request.n)]
         width, device = max(map(len, prompts)), next(self.model.parameters()).device
         ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)

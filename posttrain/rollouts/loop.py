@@ -20,7 +20,8 @@ from posttrain.types import FinishReason, Request, Rollout, Sampling
 __all__ = ["Batches", "Episode", "ToolLoop", "roll_out_with_tools", "share_prompts"]
 
 MAX_ITERATIONS = 32  # Rounds of calls when nobody said; unlimited is said explicitly.
-SEED_STRIDE = 7_919  # Later calls to the engine draw other numbers than the first.
+SEED_STRIDE = 7_919  # Later calls to the engine draw other numbers than the first,
+BATCH_STRIDE = 15_485_863  # and batches of a call: not those of the next rank, whose seeds are the next numbers.
 TURN_WASTE = 2  # Rollouts share a call to the engine while none can be generated this many times beyond its budget.
 
 Batches = list[tuple[list[list[int]], Sampling]]
@@ -202,7 +203,7 @@ class ToolLoop:
         batches = [
             (
                 [episodes[i].ids for i in members],
-                replace(sampling, max_new_tokens=most, seed=_later(sampling.seed, n, 1)),
+                replace(sampling, max_new_tokens=most, seed=_later(sampling.seed, n, BATCH_STRIDE)),
             )
             for n, (members, most) in enumerate(groups)
         ]

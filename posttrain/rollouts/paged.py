@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, did_you_mean
 from posttrain.models.heads import causal_lm
-from posttrain.rollouts.base import check_requests
+from posttrain.rollouts.base import check_followed, check_requests
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.probe import own_precision
 from posttrain.types import Request, Rollout, Sampling
@@ -29,10 +29,10 @@ LEAST = "5.8"  # The first transformers whose continuous batching says log-probs
 MEMORY_SHARE = 0.5  # Of the free memory of a GPU, for keys and values; the rest is for training.
 PAGE = 32  # Tokens of a page on a CPU, where transformers cannot size its memory by itself.
 HALF = (torch.float16, torch.bfloat16)  # What flash attention takes.
-UNSUPPORTED = {  # Fields of `Sampling` it would drop with a line in the log, and what they are when they are off.
-    "min_p": (None, 0, 0.0), "repetition_penalty": (1.0,), "min_new_tokens": (0,), "stop_strings": ((),), "logit_bias": ((),),
-    "no_repeat_ngram": (0,), "guide": (None,), "top_logps": (0,),
-}  # fmt: skip
+# Fields of `Sampling` that it would drop with a line in the log: it knows temperature, top_k and top_p.
+UNKNOWN = (
+    "min_p", "repetition_penalty", "min_new_tokens", "stop_strings", "logit_bias", "no_repeat_ngram", "guide", "top_logps",
+)  # fmt: skip
 
 
 def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class PagedEngine:
         inner: Any = causal_lm(self.model)
         text = inner.config.get_text_config()
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
-        self._check(requests, sampling)
+        check_followed(requests, sampling, "transformers' continuous batching", UNKNOWN, own=("max_new_tokens", "seed"))
         work = [
             (list(request.prompt_ids), (request.sampling or sampling).max_new_tokens)
             for request in requests
@@ -119,21 +119,6 @@ class PagedEngine:
                 "rollout_engine='native' samples without it."
             )
         return [self._rollout(prompt, found[number], sampling) for number, (prompt, _) in enumerate(work)]
-
-    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        for one in (sampling, *(r.sampling for r in requests if r.sampling is not None)):
-            for name, off in UNSUPPORTED.items():
-                if getattr(one, name) not in off:
-                    raise ConfigError(
-                        f"{name}={getattr(one, name)!r}: transformers' continuous batching knows temperature, top_k and top_p "
-                        f"alone, and would leave it out. Use rollout_engine='native', or leave {name} at {off[0]!r}."
-                    )
-            same = dataclasses.replace(one, max_new_tokens=sampling.max_new_tokens, seed=sampling.seed)
-            if same != sampling:
-                raise ConfigError(
-                    "transformers' continuous batching samples all requests of a call alike, and one has settings of its own "
-                    "beside max_new_tokens. Use rollout_engine='native'."
-                )
 
     def _pages(self, inner: Any, work: list[tuple[list[int], int]]) -> dict[str, Any]:
         """The user's settings over ours."""

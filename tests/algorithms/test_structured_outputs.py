@@ -21,6 +21,24 @@ def test_structured_outputs_reach_the_engine(tiny_tokenizer, tmp_path, given, gu
     assert grpo(tmp_path, tiny_tokenizer, generation_kwargs=given).sampling("train").guide == guide
 
 
+def test_completions_of_a_run_match_their_guide(tiny_tokenizer, tmp_path):
+    pytest.importorskip("xgrammar")
+    trainer = grpo(
+        tmp_path,
+        tiny_tokenizer,
+        engine="native",
+        generation_kwargs={"structured_outputs": {"choice": ["a", "b"]}},
+        max_steps=1,
+    )
+    texts = []
+    score = trainer.rewards.functions[0]
+    trainer.rewards.functions[0] = lambda completions, **columns: (
+        texts.extend(completions) or score(completions, **columns)
+    )
+    trainer.train()
+    assert texts and {t if isinstance(t, str) else t[-1]["content"] for t in texts} <= {"a", "b"}
+
+
 def test_the_regex_of_its_own_field_wins_and_says_so(tmp_path, caplog):
     args = OnlineDPOConfig(
         str(tmp_path), report_to="none", bf16=False, vllm_structured_outputs_regex="a+",

@@ -222,3 +222,19 @@ def test_it_works_under_activation_checkpointing(engine):
     rollouts = engine.generate(requests(2), Sampling(6, seed=2))
     truth = sequence_logps(engine.model, [Row(r.prompt_ids, [r.token_ids], [[1] * 6]) for r in rollouts])
     assert all(torch.allclose(torch.tensor(r.logp), t, atol=1e-3) for r, t in zip(rollouts, truth, strict=True))
+
+
+def test_settings_that_an_engine_would_leave_out_are_refused(engine):
+    if engine.name not in ("hf", "paged"):
+        return
+    for name, value in {
+        "min_new_tokens": 2,
+        "stop_strings": ("a",),
+        "logit_bias": ((3, 1.0),),
+        "no_repeat_ngram": 2,
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{name}=.* would leave it out\. Use rollout_engine='native'"):
+            engine.generate(requests(1), Sampling(2, **{name: value}))
+    with pytest.raises(ConfigError, match="settings of its own"):
+        engine.generate([Request([5], sampling=Sampling(2, temperature=0.5))], Sampling(2))
+    assert len(engine.generate([Request([5], sampling=Sampling(2, min_p=None, seed=3))], Sampling(2, seed=4))) == 1
