@@ -30,8 +30,8 @@ UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "T
 def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
     """Split off what ``chosen`` and ``rejected`` share at their beginning.
 
-    Lists share whole messages. Strings share characters, back to a word boundary, and a space at the boundary belongs to
-    the answers: tokenisers merge over it.
+    Lists share whole messages. Strings share characters, back to a word boundary, and spaces at the boundary belong to
+    the answers: tokenisers merge over them.
 
     Returns:
         ``prompt``, ``chosen`` and ``rejected``.
@@ -80,7 +80,7 @@ def _shared_text(chosen: str, rejected: str) -> int:
     cut = min(_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     while cut > 0 and inside_a_word(cut):
         cut -= 1
-    if cut > 0 and chosen[cut - 1] == " ":
+    while cut > 0 and chosen[cut - 1] == " ":
         cut -= 1
     return cut
 

@@ -2,7 +2,7 @@
 
 import datasets
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from posttrain.data.pairs import (
@@ -38,6 +38,8 @@ def test_the_shared_prompt_ends_at_a_word_or_a_message(chosen, rejected, prompt)
     assert out["prompt"] + out["rejected"] == rejected
 
 
+@example("  a", "  ,")
+@example("x   a", "x   b")
 @given(st.text("ab ,蓝", min_size=1, max_size=12), st.text("ab ,蓝", min_size=1, max_size=12))
 def test_nothing_is_lost_and_no_answer_is_empty(chosen, rejected):
     if chosen == rejected:
