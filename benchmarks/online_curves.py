@@ -125,8 +125,8 @@ def draw(runs: list[dict], path: Path) -> None:
         panel.set_xlabel(f"updates of {PROMPTS} x {GROUP} completions")
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("held-out accuracy")
-    panels[0][0].legend()
-    figure.tight_layout()
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncol=len(METHODS) + 1, frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path, dpi=110)
 
 
