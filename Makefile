@@ -80,6 +80,7 @@ bench: $(VENV)/.dev  ## measure against the peer, in environments of their own
 parity: $(VENV)/.dev  ## compare losses with the peer's on the same tensors
 	$(BIN)/python benchmarks/grpo.py --parity-only
 	$(BIN)/python benchmarks/parity_grpo.py
+	$(BIN)/python benchmarks/parity_online.py
 	$(BIN)/python benchmarks/parity_preference.py
 
 clean:

@@ -25,6 +25,7 @@ TASKS = {  # Short ones whose answers spread: always saying the commonest takes 
 METHODS = ("grpo", "rloo", "ppo")
 SYSTEM = "Reply with just the number."
 PROMPTS, GROUP, NEW = 8, 8, 6
+EVERY = 5  # Updates between two looks at the accuracy.
 
 
 def shaped(reward):
@@ -69,7 +70,7 @@ def trainer_of(method: str, model: str, reward, data, settings: dict):
 
 
 def run(method: str, task: str, seed: int, model: str, updates: int) -> dict:
-    """Train, and tell the accuracy before, halfway and after."""
+    """Train, and tell the accuracy before, every few updates and after."""
     import torch
     from transformers import TrainerCallback
 
@@ -92,7 +93,7 @@ def run(method: str, task: str, seed: int, model: str, updates: int) -> dict:
     class Judge(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             done = state.global_step // (steps // updates)
-            if state.global_step % (steps // updates) == 0 and done in (updates // 2, updates):
+            if state.global_step % (steps // updates) == 0 and (done % EVERY == 0 or done == updates):
                 points.append((done, accuracy(trainer.model, trainer.processing_class, held, judge)))
 
     points.append((0, accuracy(trainer.model, trainer.processing_class, held, judge)))

@@ -24,7 +24,7 @@ from posttrain.rewards.environments import EnvironmentReward
 from posttrain.rollouts.base import keeping
 from posttrain.rollouts.custom import custom_rollouts
 from posttrain.rollouts.environments import EMPTY_PROMPT, EnvironmentPool, PooledReward
-from posttrain.rollouts.generation import Generation
+from posttrain.rollouts.generation import Generation, judged_completions
 from posttrain.rollouts.loop import Batches, Episode, ToolLoop, share_prompts
 from posttrain.rollouts.suffix import prepare_tokenizer
 from posttrain.rollouts.tools import ToolBox, ToolRunner
@@ -261,7 +261,8 @@ class EpisodeMixin:
             self._say_uncorrected()
         texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         rollouts = [dataclasses.replace(r, text=text) for r, text in zip(rollouts, texts, strict=True)]
-        return rollouts, self.completions_of(rollouts, examples)  # type: ignore[attr-defined]
+        chat = is_conversational(examples[0])
+        return rollouts, judged_completions(self.processing_class, rollouts, conversational=chat)
 
     def _say_uncorrected(self) -> None:
         if not self._uncorrected_told:

@@ -23,7 +23,6 @@ from posttrain.algorithms.schedule import ScheduleMixin
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import collate, split_by_sequence
 from posttrain.data.formats import is_conversational
-from posttrain.data.responses import parse_response
 from posttrain.data.tokenize import tokenize_prompts
 from posttrain.losses.ratio import engine_gap
 from posttrain.metrics import mean
@@ -32,7 +31,7 @@ from posttrain.models.forward import forward
 from posttrain.models.reference import Reference
 from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.generation import Generation
+from posttrain.rollouts.generation import Generation, judged_completions
 from posttrain.rollouts.spool import Spool
 from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Row, Sampling
 
@@ -191,13 +190,8 @@ class OnlineTrainer(
         texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         for rollout, text in zip(rollouts, texts, strict=True):
             rollout.text = text
-        return rollouts, self.completions_of(rollouts, examples)
-
-    def completions_of(self, rollouts: list[Rollout], examples: list[dict[str, Any]]) -> list[Any]:
-        """What reward functions see: the text, or one message, read with the tokenizer's response template if it has one."""
-        if not is_conversational(examples[0]):
-            return [rollout.text for rollout in rollouts]
-        return [[parse_response(self.processing_class, r.token_ids, prefix=r.prompt_ids)] for r in rollouts]
+        chat = is_conversational(examples[0])
+        return rollouts, judged_completions(self.processing_class, rollouts, conversational=chat)
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
         """Prompts as the engine must see them."""
@@ -344,11 +338,12 @@ class OnlineTrainer(
         """Where the run stands inside its window, with the scored rollouts it has not trained yet."""
         buffer = None if self._buffer is None else [[dataclasses.asdict(row) for row in rows] for rows in self._buffer]
         online = {"step": self._step, "generations": self._generations, "born": self._buffer_born, "buffer": buffer}
-        return super().state_to_save() | {"online": online}
+        return super().state_to_save() | {"online": online, "rewards": self.rewards.state()}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
         super().load_saved_state(state)
+        self.rewards.load(state.get("rewards", ()))
         online = state["online"]
         self._step, self._generations, self._buffer_born = online["step"], online["generations"], online["born"]
         buffer = online["buffer"]

@@ -60,7 +60,9 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     )
     reward_transform: list[str] | None = field(
         default=None,
-        metadata={"help": "One per reward, applied before weights: none, clip:a:b, log1p, rank, tanh:s or zscore."},
+        metadata={
+            "help": "One per reward, applied before weights: none, clip:a:b, log1p, rank, tanh:s, zscore or running."
+        },
     )
     mask_truncated_completions: bool = field(
         default=False, metadata={"help": "Leave completions that hit the length limit out of the loss."}

@@ -58,7 +58,7 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
                     f"{name} reaches {largest:g}, and advantages are not divided by a spread.",
                     f"rewards/{name}",
                     "the size of a step grows with the size of the reward.",
-                    "divide the reward, set reward_transform ('tanh:s', 'log1p', 'zscore'), or scale_rewards='group'.",
+                    "divide the reward, set reward_transform ('running', 'log1p', 'tanh:s'), or scale_rewards='group'.",
                 )
             )
     return found

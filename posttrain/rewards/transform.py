@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, did_you_mean
 
-__all__ = ["TRANSFORMS", "parse_transform"]
+__all__ = ["TRANSFORMS", "RunningScale", "parse_transform"]
 
 Transform = Callable[[Tensor, Tensor], Tensor]
 # Name -> how it is written with its numbers.
@@ -21,7 +21,9 @@ TRANSFORMS = {
     "rank": "rank",
     "tanh": "tanh:s",
     "zscore": "zscore",
+    "running": "running",
 }
+SPREAD_LEAST = 1e-6  # Of the mean's size: below it rewards do not differ, and nothing is to be divided by.
 
 
 def parse_transform(spec: str | None) -> Transform | None:
@@ -29,7 +31,7 @@ def parse_transform(spec: str | None) -> Transform | None:
 
     ``clip:a:b`` bounds to [a, b]; ``log1p`` is ``sign(r) log(1 + |r|)``; ``tanh:s`` is ``tanh(r / s)``; ``rank`` is the
     share of the group's other rewards that are smaller (ties count half), in [0, 1]; ``zscore`` is
-    ``(r - mean) / (std + 1e-4)`` over all rows. NaN stays NaN.
+    ``(r - mean) / (std + 1e-4)`` over all rows; ``running`` is `RunningScale`. NaN stays NaN.
 
     Raises:
         ConfigError: An unknown name, or numbers that are missing or make no sense.
@@ -46,6 +48,8 @@ def parse_transform(spec: str | None) -> Transform | None:
     numbers = _numbers(str(spec), name, given)
     if name == "none":
         return None
+    if name == "running":
+        return RunningScale()
     if name == "clip":
         low, high = numbers
         return lambda r, groups: r.clamp(low, high)
@@ -69,6 +73,50 @@ def _numbers(spec: str, name: str, given: Sequence[str]) -> list[float]:
     if name == "tanh" and numbers[0] <= 0:
         raise ConfigError(f"reward_transform={spec!r} needs s > 0: rewards are divided by it.")
     return numbers
+
+
+class RunningScale:
+    """``r / std`` with the standard deviation of all rewards since the run began: steps have one size, whatever r is measured in.
+
+    The mean stays (a baseline or a value takes it), so that the sign of a reward keeps its meaning. `add` takes the rewards of a
+    training generation in, before they are divided; evaluation only divides. While no two rewards differ they stay as they are.
+
+    Attributes:
+        count, mean, squares: Of the rewards; sum of squared distances to the mean (Welford's sums).
+
+    Reference: Implementation matters in deep policy gradients, arXiv:2005.12729, section 3, reward scaling.
+
+    >>> scale = RunningScale()
+    >>> scale.add(torch.tensor([0.0, 200.0]))
+    >>> scale(torch.tensor([100.0, 300.0]), torch.zeros(2)).tolist()
+    [1.0, 3.0]
+    """
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+
+    def add(self, rewards: Tensor) -> None:
+        """Count ``(n,)`` rewards; NaN stands for none."""
+        scored = rewards[~rewards.isnan()].double()
+        if not len(scored):
+            return
+        count, gap = self.count + len(scored), float(scored.mean()) - self.mean
+        self.squares += float((scored - scored.mean()).square().sum()) + gap**2 * self.count * len(scored) / count
+        self.mean += gap * len(scored) / count
+        self.count = count
+
+    def __call__(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        """``(n,)`` rewards over the spread so far."""
+        std = math.sqrt(self.squares / self.count) if self.count else 0.0
+        return rewards / std if std > SPREAD_LEAST * abs(self.mean) else rewards
+
+    def state(self) -> list[float]:
+        """For JSON."""
+        return [self.count, self.mean, self.squares]
+
+    def load(self, state: Sequence[float]) -> None:
+        """Undo `state`."""
+        self.count, self.mean, self.squares = int(state[0]), *map(float, state[1:])
 
 
 def _log1p(rewards: Tensor, groups: Tensor) -> Tensor:

@@ -6,9 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.data.responses import parse_response
 from posttrain.types import Rollout, Row
 
-__all__ = ["Generation"]
+__all__ = ["Generation", "judged_completions"]
+
+
+def judged_completions(tokenizer: Any, rollouts: Sequence[Rollout], *, conversational: bool) -> list[Any]:
+    """What reward functions see: the text, or one message, read with the tokenizer's response template if it has one."""
+    if not conversational:
+        return [rollout.text for rollout in rollouts]
+    return [[parse_response(tokenizer, rollout.token_ids, prefix=rollout.prompt_ids)] for rollout in rollouts]
 
 
 @dataclasses.dataclass(slots=True)

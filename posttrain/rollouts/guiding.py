@@ -30,5 +30,9 @@ def structured_guide(given: Any) -> tuple[str, str]:
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
             raise ConfigError(f"structured_outputs: choice={value!r} must be a list of strings.")
+        if broken := [v for v in value if "\n" in v]:
+            raise ConfigError(
+                f"structured_outputs: choice {broken[0]!r} has a line break. Write it as a regex or a grammar."
+            )
         return ("choices", "\n".join(value))
     return (kind, value if isinstance(value, str) else json.dumps(value))

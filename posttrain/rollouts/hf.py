@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from posttrain.rollouts.base import check_followed, check_requests
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["HFEngine", "evaluating"]
+__all__ = ["HFEngine", "evaluating", "pinned_config"]
 
 # Fields of `Sampling` that this engine does not hand on.
 UNKNOWN = ("min_new_tokens", "stop_strings", "logit_bias", "no_repeat_ngram", "guide")
@@ -50,6 +50,20 @@ class _Recorder(LogitsProcessor):
         return scores
 
 
+def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
+    """Every field that changes the distribution is set, so that the checkpoint's own settings do not leak in."""
+    drawn: dict[str, Any] = {}
+    if sampling.temperature > 0:
+        names = ("temperature", "top_k", "top_p", "min_p")
+        drawn = {name: getattr(sampling, name) for name in names}
+    settings = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "repetition_penalty": sampling.repetition_penalty,
+        "do_sample": sampling.temperature > 0,
+    }
+    return GenerationConfig(**settings | drawn | further)
+
+
 class HFEngine:
     """Left-pads all prompts of a call into one ``generate``.
 
@@ -81,7 +95,14 @@ class HFEngine:
             out = self.model.generate(
                 input_ids=ids,
                 attention_mask=mask,
-                generation_config=self._config(sampling),
+                generation_config=pinned_config(
+                    sampling,
+                    eos_token_id=list(sampling.stop_token_ids) or None,
+                    pad_token_id=self.pad_token_id,
+                    num_beams=1,
+                    disable_compile=True,
+                    cache_implementation=self.cache_implementation,
+                ),
                 logits_processor=LogitsProcessorList([recorder]),
             )
         recorder.settle(out)
@@ -90,29 +111,6 @@ class HFEngine:
             self._rollout(prompt, tokens, logp, sampling)
             for prompt, tokens, logp in zip(prompts, out[:, width:].tolist(), logps, strict=True)
         ]
-
-    def _config(self, sampling: Sampling) -> GenerationConfig:
-        """Every field that changes the distribution is set, so that the checkpoint's own settings do not leak in."""
-        sampled = sampling.temperature > 0
-        extra: dict[str, Any] = {}
-        if sampled:
-            extra = {
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "min_p": sampling.min_p,
-            }
-        return GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens,
-            do_sample=sampled,
-            num_beams=1,
-            repetition_penalty=sampling.repetition_penalty,
-            eos_token_id=list(sampling.stop_token_ids) or None,
-            pad_token_id=self.pad_token_id,
-            disable_compile=True,
-            cache_implementation=self.cache_implementation,
-            **extra,
-        )
 
     def _rollout(self, prompt: list[int], tokens: list[int], logp: list[float], sampling: Sampling) -> Rollout:
         end = next((i + 1 for i, token in enumerate(tokens) if token in sampling.stop_token_ids), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from importlib import metadata
@@ -12,18 +11,15 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, did_you_mean
 from posttrain.models.heads import causal_lm
 from posttrain.rollouts.base import check_followed, check_requests
-from posttrain.rollouts.hf import evaluating
+from posttrain.rollouts.hf import evaluating, pinned_config
 from posttrain.rollouts.native.probe import own_precision
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["PagedEngine", "check_paged"]
-
-logger = logging.getLogger(__name__)
 
 LEAST = "5.8"  # The first transformers whose continuous batching says log-probs and takes a config.
 MEMORY_SHARE = 0.5  # Of the free memory of a GPU, for keys and values; the rest is for training.
@@ -138,12 +134,15 @@ class PagedEngine:
         from transformers import ContinuousBatchingConfig
 
         found: dict[int, Any] = {}
+        stops = list(sampling.stop_token_ids) or -1  # -1 is none; None would be those of the checkpoint.
+        longest = max(new for _, new in work)
         with inner.continuous_batching_context_manager(
-            generation_config=self._config(sampling, max(new for _, new in work)),
+            generation_config=pinned_config(
+                sampling, max_new_tokens=longest, eos_token_id=stops, pad_token_id=self.pad_token_id
+            ),
             continuous_batching_config=ContinuousBatchingConfig(**settings),
             block=True,
         ) as manager:
-            stops = list(sampling.stop_token_ids) or -1  # -1 is none; None would be those of the checkpoint.
             # All before the first step where this version can wait, so that a seed draws the same whatever the clock does.
             with manager.pause() if hasattr(manager, "pause") else nullcontext():
                 for number, (prompt, new) in enumerate(work):
@@ -155,19 +154,6 @@ class PagedEngine:
                 elif result is None and not manager.is_running():
                     break
         return found
-
-    def _config(self, sampling: Sampling, longest: int) -> GenerationConfig:
-        """Every field that changes the distribution, so that the checkpoint's own settings do not leak in."""
-        drawn: dict[str, Any] = {}
-        if sampling.temperature > 0:
-            drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        return GenerationConfig(
-            max_new_tokens=longest,
-            do_sample=sampling.temperature > 0,
-            eos_token_id=list(sampling.stop_token_ids) or -1,
-            pad_token_id=self.pad_token_id,
-            **drawn,
-        )
 
     def _rollout(self, prompt: list[int], result: Any, sampling: Sampling) -> Rollout:
         tokens, said = list(result.generated_tokens), list(result.logprobs)

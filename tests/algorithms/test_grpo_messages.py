@@ -1,9 +1,13 @@
 """What reward functions see of an answer, where the tokenizer knows how its model writes reasoning and calls."""
 
+import pickle
+
 import pytest
 
-from posttrain import ScriptedEngine, add_response_schema
+from posttrain import Rollout, Sampling, ScriptedEngine, add_response_schema
+from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
 from posttrain.data.template_families import FAMILIES, training_template, with_template
+from posttrain.rollouts.samples import GroupTask
 from tests.algorithms.helpers import grpo
 
 EOS = 2
@@ -46,3 +50,14 @@ def test_an_answer_that_cannot_be_read_is_plain_text(tokenizer, tmp_path):
 def test_without_a_response_format_an_answer_is_its_text(tokenizer, tmp_path):
     ((message,), *_) = said(tmp_path, tokenizer, THOUGHT)
     assert message == {"role": "assistant", "content": THOUGHT + "a"}
+
+
+def test_an_asynchronous_run_reads_an_answer_as_a_synchronous_one(tokenizer):
+    """In the worker, whose tokenizer was sent to it."""
+    sent = pickle.loads(pickle.dumps(add_response_schema(tokenizer)))
+    runner = EpisodeRunner(EpisodeSetup(sent, Sampling(64)), writer=None)
+    task = GroupTask(0, {"prompt": [{"role": "user", "content": "6 * 7?"}]}, size=1, seed=0)
+    prompt, _ = runner.prompt(task)
+    ids = [*tokenizer(THOUGHT, add_special_tokens=False)["input_ids"], EOS]
+    found = runner.single_turn(task, 1, [Rollout(prompt, ids, [0.0] * len(ids), "stop", 1)])
+    assert found.completions == [[{"role": "assistant", "content": "42", "reasoning_content": "six times seven"}]]

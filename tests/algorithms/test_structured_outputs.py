@@ -53,6 +53,11 @@ def test_a_structure_that_is_none_is_refused_with_the_config(tmp_path):
         RLOOConfig(str(tmp_path), report_to="none", bf16=False, generation_kwargs={"structured_outputs": {"regx": "b"}})
 
 
+def test_a_choice_that_a_line_break_would_make_two_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"choice 'yes\\nno' has a line break"):
+        RLOOConfig(str(tmp_path), generation_kwargs={"structured_outputs": {"choice": ["maybe", "yes\nno"]}})
+
+
 def test_a_guide_and_the_correction_exclude_each_other(tmp_path):
     """The engine draws from what the guide leaves: the ratio to the whole distribution is off by the rest."""
     with pytest.raises(ConfigError, match=r"generation_kwargs with the guide \('regex', 'b'\) with vllm_importance"):

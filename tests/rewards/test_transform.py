@@ -1,5 +1,6 @@
 """Reward transforms against numbers worked out by hand."""
 
+import json
 import math
 
 import pytest
@@ -41,14 +42,32 @@ def test_zscore_has_mean_zero_and_unit_spread():
     assert scores.std().item() == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("spec", ["clip:0:1", "log1p", "rank", "tanh:2", "zscore"])
+@pytest.mark.parametrize("spec", ["clip:0:1", "log1p", "rank", "tanh:2", "zscore", "running"])
 def test_every_transform_keeps_nan_and_ignores_it(spec):
-    assert {s.split(":")[0] for s in ("none", "clip", "log1p", "rank", "tanh", "zscore")} == set(TRANSFORMS)
+    assert {s.split(":")[0] for s in ("none", "clip", "log1p", "rank", "tanh", "zscore", "running")} == set(TRANSFORMS)
     rewards = torch.tensor([0.5, math.nan, 0.25])
     result = parse_transform(spec)(rewards, torch.zeros(3))
     alone = parse_transform(spec)(rewards[[0, 2]], torch.zeros(2))
     assert result.isnan().tolist() == [False, True, False]
     torch.testing.assert_close(result[[0, 2]], alone)
+
+
+def test_running_divides_by_the_spread_of_all_rewards_so_far():
+    """Of 10, 30 | 50, 70: the population standard deviations are 10 and, of all four, sqrt(500)."""
+    scale = parse_transform("running")
+    for batch, std in ((torch.tensor([10.0, 30.0]), 10.0), (torch.tensor([50.0, math.nan, 70.0]), math.sqrt(500))):
+        scale.add(batch)
+        assert scale(torch.tensor([-20.0]), ONE_GROUP[:1]).item() == pytest.approx(-20 / std)
+    again = parse_transform("running")
+    again.load(json.loads(json.dumps(scale.state())))
+    again.add(torch.tensor([90.0]))
+    assert again(torch.tensor([1.0]), ONE_GROUP[:1]).item() == pytest.approx(1 / math.sqrt(800))
+
+
+def test_running_leaves_rewards_that_never_differ_as_they_are():
+    scale = parse_transform("running")
+    scale.add(torch.full((4,), 0.1))
+    assert scale(torch.tensor([0.1, 0.3]), ONE_GROUP[:2]).tolist() == pytest.approx([0.1, 0.3])
 
 
 def test_none_is_no_transform():

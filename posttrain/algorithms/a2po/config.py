@@ -10,7 +10,7 @@ from posttrain.errors import ConfigError
 
 __all__ = ["A2POConfig"]
 
-OF_OTHERS = ("rank", "zscore")  # Transforms that read the other rewards of a batch: not those that values are made of.
+OF_OTHERS = ("rank", "zscore", "running")  # Transforms that read other rewards than their own: not those of the values.
 
 
 @dataclass
@@ -65,8 +65,8 @@ class A2POConfig(OnlineConfig):
             "dynamic_sampling": (self.dynamic_sampling == 0, "must be 0: one completion a prompt has no variance"),
             "reward_transform": (
                 not {str(spec) for spec in self.reward_transform or []} & set(OF_OTHERS),
-                f"holds one of {', '.join(OF_OTHERS)}, which depends on the batch; values and rewards need one scale. Take clip, "
-                "log1p or tanh",
+                f"holds one of {', '.join(OF_OTHERS)}, which depends on other rewards; values and rewards need one scale. Take "
+                "clip, log1p or tanh",
             ),
         }
         for name, (holds, rule) in rules.items():

@@ -15,6 +15,7 @@ from posttrain.data.tokenize import tokenize_prompts
 from posttrain.errors import RolloutError
 from posttrain.rewards.environments import EnvironmentReward
 from posttrain.rollouts.environments import EnvironmentPool, PooledReward
+from posttrain.rollouts.generation import judged_completions
 from posttrain.rollouts.loop import Batches, Episode, ToolLoop, share_prompts
 from posttrain.rollouts.partial import Writer
 from posttrain.rollouts.samples import GroupTask
@@ -134,7 +135,7 @@ class EpisodeRunner:
         for rollout, text in zip(rollouts, texts, strict=True):
             rollout.text = text
         chat = is_conversational({"prompt": task.row["prompt"]})
-        completions: list[Any] = [[{"role": "assistant", "content": t}] if chat else t for t in texts]
+        completions = judged_completions(self.setup.tokenizer, rollouts, conversational=chat)
         return Finished(task.group_id, version, [task.row] * len(rollouts), rollouts, completions)
 
     def _text(self, token_ids: list[int]) -> str:

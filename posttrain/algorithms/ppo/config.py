@@ -99,7 +99,7 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
     reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward; None: ones."})
     reward_transform: list[str] | None = field(
         default=None,
-        metadata={"help": "One per reward, applied before weights: none, clip:a:b, log1p, tanh:s or zscore."},
+        metadata={"help": "One per reward, applied before weights: none, clip:a:b, log1p, tanh:s, zscore or running."},
     )
     reward_timeout: float | None = field(
         default=None,
@@ -178,7 +178,7 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
         if "rank" in map(str, self.reward_transform or ()):
             raise ConfigError(
                 "reward_transform='rank' compares the completions of a prompt, and PPO samples one: every rank would be 0.5. "
-                "Take clip:a:b, log1p, tanh:s or zscore."
+                "Take clip:a:b, log1p, tanh:s, zscore or running."
             )
         if total is not None and self.max_steps > 0:
             raise ConfigError(

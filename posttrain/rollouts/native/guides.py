@@ -77,7 +77,7 @@ class Guides:
             "regex": self.compiler.compile_regex,
             "json": self.compiler.compile_json_schema,
             "grammar": self.compiler.compile_grammar,
-            "choices": lambda lines: self.compiler.compile_regex("|".join(map(re.escape, lines.splitlines()))),
+            "choices": lambda lines: self.compiler.compile_regex("|".join(map(re.escape, lines.split("\n")))),
         }[kind]
         try:
             return make(text)
