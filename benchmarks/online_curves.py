@@ -135,7 +135,7 @@ def main() -> None:
     """All runs, two at a time with one thread each, then the picture and the table."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model")
-    options.add_argument("--updates", type=int, default=10)
+    options.add_argument("--updates", type=int, default=20)
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     options.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))

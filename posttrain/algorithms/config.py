@@ -20,11 +20,26 @@ __all__ = [
     "PostTrainingConfig",
     "ReferenceFields",
     "VllmFields",
+    "check_gathering",
     "refuse_cut_sequences",
     "warn_keep_end",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+def check_gathering(config: Any) -> None:
+    """Refuse or tell that shards stay apart (``ds3_gather_for_generation=False``): every rollout engine reads whole weights."""
+    if config.ds3_gather_for_generation:
+        return
+    if getattr(config, "use_vllm", False):
+        raise ConfigError(
+            "ds3_gather_for_generation=False with use_vllm=True: vLLM is sent whole weights. Leave it at True."
+        )
+    logger.warning(
+        "ds3_gather_for_generation=False is ignored: rollout_engine=%r reads whole weights, so ZeRO-3's shards are gathered to "
+        "generate. A model above one device's memory needs a rollout server: use_vllm=True.", config.rollout_engine,
+    )  # fmt: skip
 
 
 def refuse_cut_sequences(config: Any, what: str) -> None:

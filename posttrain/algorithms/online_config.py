@@ -14,6 +14,7 @@ from posttrain.algorithms.config import (
     PostTrainingConfig,
     ReferenceFields,
     VllmFields,
+    check_gathering,
     refuse_cut_sequences,
 )
 from posttrain.algorithms.vllm_fields import VllmSyncFields
@@ -185,6 +186,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             # Two spellings of one choice; engines for other models (a reference that generates) stay in process.
             self.use_vllm, self.vllm_mode, self.rollout_engine = True, FAR_ENGINES[self.rollout_engine], "auto"
         self.check_far_engine()
+        check_gathering(self)
         self._check_paged()
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:

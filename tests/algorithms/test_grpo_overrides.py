@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain import ConfigError, GRPOConfig
+from posttrain import ConfigError, GRPOConfig, PPOConfig
 from tests.algorithms.helpers import grpo, grpo_args, losses
 
 
@@ -61,3 +61,14 @@ def test_the_cache_that_was_asked_for_is_the_one_that_generates(tiny_tokenizer, 
 def test_a_cache_that_no_engine_here_reads_is_told(tiny_tokenizer, tmp_path, caplog):
     grpo(tmp_path, tiny_tokenizer, engine="native", rollout_engine="native", cache_implementation="static")
     assert "cache_implementation='static' is ignored" in caplog.text
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, PPOConfig])
+def test_shards_that_were_to_stay_apart_are_gathered_and_told(tmp_path, config, caplog):
+    config(str(tmp_path), bf16=False, report_to="none", ds3_gather_for_generation=False)
+    assert "ds3_gather_for_generation=False is ignored: rollout_engine='auto' reads whole weights" in caplog.text
+
+
+def test_shards_cannot_stay_apart_where_vllm_generates(tmp_path):
+    with pytest.raises(ConfigError, match="ds3_gather_for_generation=False with use_vllm=True: vLLM is sent whole"):
+        grpo_args(tmp_path, ds3_gather_for_generation=False, use_vllm=True, vllm_mode="server")

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from posttrain.algorithms.config import PostTrainingConfig
+from posttrain.algorithms.config import PostTrainingConfig, check_gathering
 from posttrain.algorithms.online_config import ENGINES
 from posttrain.data.tensors import exact_div
 from posttrain.errors import ConfigError, check_choice
@@ -159,6 +159,7 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
     def _check_ranges(self) -> None:
         check_choice("kl_estimator", self.kl_estimator, ESTIMATORS)
         check_choice("rollout_engine", self.rollout_engine, ENGINES)
+        check_gathering(self)
         penalty, total = self.missing_eos_penalty, self.total_episodes
         rules: list[tuple[str, bool, str]] = [
             ("temperature", self.temperature > 0, "must be above 0 (logits are divided by it)"),
