@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -230,11 +231,37 @@ class PreTrainedModelWrapper(nn.Module):
         head = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items() if key.startswith("v_head.")}
         torch.save(head, Path(save_directory, "pytorch_model.bin"))
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload the checkpoint of `save_pretrained`, as the model's own method does."""
-        if not self.is_peft_model:
-            kwargs["state_dict"] = self.state_dict()
-        return self.pretrained_model.push_to_hub(*args, **kwargs)
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        token: Any = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        max_shard_size: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Upload what `save_pretrained` writes, the value head with it.
+
+        Args:
+            repo_id: ``owner/name``; made if it is not there.
+            token: Of the hub; None is the one that is logged in.
+            private: Of a new repository.
+            revision: The branch to upload to; made if it is not there.
+            max_shard_size: Of weight files.
+            **kwargs: ``commit_message``, ``commit_description`` and ``create_pr``.
+        """
+        import huggingface_hub
+
+        kwargs.setdefault("commit_message", f"Upload {type(self).__name__}")
+        shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, **shards)
+            huggingface_hub.create_repo(repo_id, token=token, private=private, exist_ok=True)
+            if revision is not None and not revision.startswith("refs/pr"):
+                huggingface_hub.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
+            where: dict[str, Any] = {"repo_id": repo_id, "revision": revision, "token": token}
+            return huggingface_hub.upload_folder(**where, folder_path=folder, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own."""

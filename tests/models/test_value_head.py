@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import pytest
 import torch
@@ -300,6 +301,27 @@ def test_with_adapters_the_state_is_the_head_alone_and_comes_back(tiny_model_dir
     ids = torch.tensor([[3, 4, 5]])
     assert torch.allclose(again.eval()(ids)[0], model.eval()(ids)[0])
     assert any(p.requires_grad for n, p in again.pretrained_model.named_parameters() if "lora" in n)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_an_upload_holds_the_head_too(tiny_model_dir, tmp_path, adapter, monkeypatch):
+    """The adapter's own upload leaves it out, and a loaded policy has a new one."""
+    made, sent = [], []
+
+    def upload(repo_id, folder_path, **kwargs):
+        sent.append((repo_id, kwargs["commit_message"], kwargs["revision"]))
+        shutil.copytree(folder_path, tmp_path / "hub")
+
+    monkeypatch.setattr("huggingface_hub.create_repo", lambda repo_id, private, **_: made.append((repo_id, private)))
+    monkeypatch.setattr("huggingface_hub.create_branch", lambda repo_id, branch, **_: made.append((repo_id, branch)))
+    monkeypatch.setattr("huggingface_hub.upload_folder", upload)
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, peft_config=lora() if adapter else None)
+    model.push_to_hub("me/policy", private=True, revision="next")
+    assert made == [("me/policy", True), ("me/policy", "next")]
+    assert sent == [("me/policy", "Upload AutoModelForCausalLMWithValueHead", "next")]
+    again = AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path / "hub"))
+    assert again.is_peft_model is adapter
+    assert torch.equal(again.v_head.summary.weight, model.v_head.summary.weight)
 
 
 def test_it_generates_and_passes_on_what_it_does_not_know(tiny_model):
