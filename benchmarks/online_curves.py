@@ -1,7 +1,7 @@
 """GRPO, RLOO and PPO from one start on tasks of reasoning-gym: held-out accuracy against tokens, three seeds each.
 
 Every method samples the same number of completions of the same prompts and trains on them; PPO takes its usual passes over
-each batch, the others one. Prompts that the runs are judged on are drawn from another seed and answered greedily.
+each batch, the others one. The prompts that runs are judged on are not among those they train on, and are answered greedily.
 """
 
 from __future__ import annotations
@@ -79,10 +79,14 @@ def run(method: str, task: str, seed: int, model: str, updates: int) -> dict:
     torch.set_num_threads(1)
     steps = 2 * updates if method == "ppo" else updates  # PPO passes twice over each batch.
     ask = {"system_prompt": SYSTEM, "extract": "last_number"}
-    data, reward = reasoning_gym_task(task, size=updates * PROMPTS, seed=seed, **ask, **TASKS[task])
+    held, judge = reasoning_gym_task(task, size=64, seed=1_000, **ask, **TASKS[task])
+    first = {str(held["prompt"][row]): row for row in reversed(range(len(held)))}
+    held = held.select(sorted(first.values()))
+    # The tasks have few problems: drawn from another seed, most of those held out would be trained on too.
+    data, reward = reasoning_gym_task(task, size=4 * updates * PROMPTS, seed=seed, **ask, **TASKS[task])
+    data = data.filter(lambda row: str(row["prompt"]) not in first).select(range(updates * PROMPTS))
     if method == "ppo":  # The same prompts, as often as the others answer each.
         data = data.select([row for row in range(len(data)) for _ in range(GROUP)])
-    held, judge = reasoning_gym_task(task, size=64, seed=1_000, **ask, **TASKS[task])
     settings = harness.settings(
         steps, output_dir=tempfile.mkdtemp(), seed=seed, learning_rate=2e-5, gradient_checkpointing=False,
         per_device_train_batch_size=PROMPTS * GROUP,
@@ -100,7 +104,8 @@ def run(method: str, task: str, seed: int, model: str, updates: int) -> dict:
     trainer.add_callback(Judge())
     trainer.train()
     always = Counter(held["answer"]).most_common(1)[0][1] / len(held)
-    return {"method": method, "task": task, "seed": seed, "updates": updates, "points": points, "always": always}
+    found = {"method": method, "task": task, "seed": seed, "updates": updates, "model": Path(model).name}
+    return found | {"held_out": len(held), "points": points, "always": always}
 
 
 def draw(runs: list[dict], path: Path) -> None:
@@ -135,7 +140,7 @@ def main() -> None:
     """All runs, two at a time with one thread each, then the picture and the table."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model")
-    options.add_argument("--updates", type=int, default=20)
+    options.add_argument("--updates", type=int, default=15)
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     options.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
@@ -149,7 +154,8 @@ def main() -> None:
         return
     path = harness.RESULTS / "online_curves.json"
     runs = json.loads(path.read_text())["runs"] if args.resume and path.exists() else []
-    runs = [r for r in runs if r["updates"] == args.updates and r["task"] in args.tasks]
+    same = {"updates": args.updates, "model": Path(model).name}
+    runs = [r for r in runs if r["task"] in args.tasks and {name: r.get(name) for name in same} == same]
     done = {(r["method"], r["task"], r["seed"]) for r in runs}
     wanted = [(m, t, s) for s in range(args.seeds) for t in args.tasks for m in args.methods if (m, t, s) not in done]
     common = ["--model", model, "--updates", str(args.updates)]
