@@ -129,7 +129,7 @@ class BCOTrainer(JudgedTrainer):
     def _rewards(self, batch: Batch) -> Tensor:
         batch = batch.to(self.args.device)
         with self.inference() as policy:
-            logp = forward(policy, batch).logp
+            logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
         return self.args.beta * (sequence_logp(logp, batch)[0] - self.reference_logp(batch))  # type: ignore[arg-type]
 
     def state_to_save(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from posttrain.errors import ConfigError
 from posttrain.losses.advantages import group_advantages, weighted_total
 from posttrain.metrics import mean, total
 from posttrain.models import parallel
-from posttrain.rewards.base import RewardTable
+from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rollouts.generation import Generation
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class DynamicSamplingMixin:
 
     args: OnlineConfig
     accelerator: Any
+    rewards: RewardRunner
     train_dataset: Any
     _fresh_prompts: PromptStream | None = None
 
@@ -138,8 +139,11 @@ class DynamicSamplingMixin:
             accepted += len(usable)
             self._put(generation, table, fresh, judged, list(zip(places, usable, strict=False)))
             places = places[len(usable) :]
+        size = self.group_size("train")  # type: ignore[attr-defined]
+        if accepted and table.raw is not None:  # Anew for all: what a transform divides by may be other rewards.
+            table.values[:] = self.rewards.transformed(table.raw, torch.arange(len(table.raw)) // size)
         self.remember_lengths(generation)  # type: ignore[attr-defined]
-        groups = len(table.values) // self.group_size("train")  # type: ignore[attr-defined]
+        groups = len(table.values) // size
         metrics = {
             "dynamic_sampling/groups_without_variance": mean(found / groups),
             "dynamic_sampling/groups_left": mean(len(places) / groups),

@@ -134,7 +134,8 @@ class EpisodeMixin:
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Rows without a prompt get an empty one where an environment speaks first; a template that cannot hold tools fails."""
         if self.environments is not None:
-            self._check_columns(train)
+            for dataset in (train, *(evaluation.values() if isinstance(evaluation, dict) else (evaluation,))):
+                self._check_columns(dataset)
             train = _with_prompts(train)
             many = isinstance(evaluation, dict)
             evaluation = {k: _with_prompts(v) for k, v in evaluation.items()} if many else _with_prompts(evaluation)
@@ -153,9 +154,9 @@ class EpisodeMixin:
             self.tool_tokenizer = prepare_tokenizer(self.processing_class)
         return super().prepare_datasets(train, evaluation)  # type: ignore[misc]
 
-    def _check_columns(self, train: Any) -> None:
+    def _check_columns(self, dataset: Any) -> None:
         """Refuse to drop what ``reset`` is given."""
-        others = sorted(set(getattr(train, "column_names", None) or ()) - {*PROMPT_COLUMNS})
+        others = sorted(set(getattr(dataset, "column_names", None) or ()) - {*PROMPT_COLUMNS})
         if self.args.remove_unused_columns and others:
             raise ConfigError(
                 f"remove_unused_columns=True would leave out {others}, and an environment's reset gets all columns of its row. "

@@ -67,28 +67,32 @@ class FarRolloutMixin:
             return given
         bare = self.accelerator.unwrap_model(self.model)
         if not getattr(args, "use_vllm", False):
-            options = {"folder": args.output_dir, "cache": getattr(args, "cache_implementation", None)}
-            engine = create_engine(args.rollout_engine, bare, pad_token_id=self.pad_token_id, **options)
-            self._give_settings(engine)
-            return engine
+            return self.engine_on(bare)
         if args.vllm_mode == "server":
             return self._server_engine()
         from posttrain.rollouts.vllm import VLLMEngine
 
         return VLLMEngine.for_training(bare, args, self.accelerator)
 
-    def _give_settings(self, engine: Any) -> None:
-        """The tokenizer that guides and stop strings speak of; those of transformers' continuous batching, which is for text."""
+    def engine_on(self, model: Any) -> Any:
+        """The engine in process that the config names, on a model, with all that the config says of it.
+
+        It gets the tokenizer that guides and stop strings speak of, and the settings of transformers' continuous batching,
+        which is for text.
+        """
+        options = {"folder": self.args.output_dir, "cache": getattr(self.args, "cache_implementation", None)}
+        engine: Any = create_engine(self.args.rollout_engine, model, pad_token_id=self.pad_token_id, **options)
         if getattr(engine, "tokenizer", self) is None:
             engine.tokenizer = self.processing_class  # type: ignore[attr-defined]
         if engine.name != "paged":
-            return
+            return engine
         if hasattr(self.processing_class, "tokenizer"):  # type: ignore[attr-defined]
             raise ConfigError(
                 "use_transformers_continuous_batching=True with a processor: it generates from text alone. Give a tokenizer, or "
                 "use another rollout_engine."
             )
         engine.settings = dict(self.args.transformers_continuous_batching_config or {})
+        return engine
 
     def _server_engine(self) -> Any:
         from posttrain.rollouts.server import ServerEngine

@@ -204,7 +204,7 @@ class KTOTrainer(JudgedTrainer):
             source = mismatched[index] if index < len(mismatched) else self._idle[0]
             batch = self.with_reference(source.to(self.args.device))
             with self.inference() as policy:
-                logp = forward(policy, batch).logp
+                logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
             if index < len(mismatched):
                 ratio = sequence_logp(logp, batch)[0] - self.reference_logp(batch)  # type: ignore[arg-type]
                 totals += kl_totals(ratio).double().cpu()

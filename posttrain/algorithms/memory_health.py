@@ -145,7 +145,8 @@ class MemoryHealthMixin(MemoryMixin):
         model = self.model
         offloading = get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
         with offloading, self.compute_loss_context_manager():  # type: ignore[attr-defined]
-            out = forward(model, batch.to(self.args.device), self.needs, temperature=self.temperature)
+            settings: dict[str, Any] = {"temperature": self.temperature, "chunk_size": self.args.logits_chunk_size}
+            out = forward(model, batch.to(self.args.device), self.needs, **settings)
             parts = [x.float().sum() for x in (out.logp, out.scores, out.values, out.logits) if x is not None]
             loss = torch.stack([part for part in parts if part.requires_grad]).sum()
         loss.backward()

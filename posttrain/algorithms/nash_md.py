@@ -92,6 +92,7 @@ class NashMDTrainer(OnlinePreferenceTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         reference = self.reference.copy or functools.partial(self.reference.active, policy)
         self.opponent = MixtureEngine(policy, reference, pad_token_id=self.pad_token_id)
+        self.opponent.check(self.sampling("train"))
 
     def sample_opponent(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """One completion a prompt from the mixture."""

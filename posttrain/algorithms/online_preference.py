@@ -167,7 +167,8 @@ class OnlinePreferenceTrainer(OnlineTrainer):
         init = {"trust_remote_code": args.trust_remote_code, "model_init_kwargs": args.model_init_kwargs}
         made = []
         for function, theirs in zip(functions, own, strict=True):
-            if isinstance(function, nn.Module) and theirs is None and not getattr(function.config, "_name_or_path", ""):
+            nameless = not getattr(getattr(function, "config", None), "_name_or_path", "")
+            if isinstance(function, nn.Module) and theirs is None and nameless:
                 theirs = tokenizer  # Made in memory: it can only be for the policy's own tokens.
             is_model = isinstance(function, str | nn.Module)
             made.append(WholeTextReward(function, theirs, **init) if is_model else function)

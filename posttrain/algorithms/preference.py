@@ -323,7 +323,8 @@ class PreferenceTrainer(PairHealthMixin, PostTrainer):
             return batch
         batch = batch.to(self.args.device)
         with self.inference() as policy, self.reference.active(policy) as reference:
-            return replace(batch, ref_logp=forward(reference, batch).logp)
+            logp = forward(reference, batch, chunk_size=self.args.logits_chunk_size).logp
+        return replace(batch, ref_logp=logp)
 
     def reference_logp(self, batch: Batch) -> Tensor:
         """The reference's summed log-probs, ``(S,)``."""

@@ -11,7 +11,7 @@ from posttrain.algorithms.online_preference import OnlinePreferenceTrainer, pair
 from posttrain.algorithms.online_preference_config import OnlinePreferenceConfig
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.rollouts.base import RolloutEngine, create_engine
+from posttrain.rollouts.base import RolloutEngine
 from posttrain.types import Batch, ModelOutputs, Request, Rollout, Sampling
 
 __all__ = ["XPOConfig", "XPOTrainer"]
@@ -67,9 +67,7 @@ class XPOTrainer(OnlinePreferenceTrainer):
         super().__init__(*args, **kwargs)
         assert self.reference is not None
         model = self.reference.copy or self.accelerator.unwrap_model(self.model)
-        self.opponent = reference_engine or create_engine(
-            self.args.rollout_engine, model, pad_token_id=self.pad_token_id
-        )
+        self.opponent = reference_engine or self.engine_on(model)
 
     def sample_opponent(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """One completion a prompt from the reference: adapters off (or a frozen one on) where it is the same model."""

@@ -9,9 +9,19 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, DataError, did_you_mean
 
-__all__ = ["MOST", "AdvantageStats", "group_advantages", "leave_one_out_advantages", "standardized", "weighted_total"]
+__all__ = [
+    "MOST",
+    "AdvantageStats",
+    "centred",
+    "group_advantages",
+    "leave_one_out_advantages",
+    "standardized",
+    "weighted_total",
+]
 
 EPSILON = 1e-4  # Keeps a group without spread finite.
+# Rewards that differ by less, relative to their size, are equal: sums of the same numbers round apart by as much in float32.
+SAME = 4 * torch.finfo(torch.float32).eps
 # A standardised advantage beyond it is one outlier of a large group: |A| <= (G - 1) / sqrt(G), so G > 100.
 MOST = 10.0
 
@@ -46,12 +56,24 @@ def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
     return total.masked_fill(rewards.isnan().all(-1), torch.nan)
 
 
+def _alike(values: Tensor, dim: int) -> Tensor:
+    """Whether the non-NaN entries along a dimension, which is kept, are all one number."""
+    missing = values.isnan()
+    high = values.masked_fill(missing, -torch.inf).amax(dim, keepdim=True)
+    low = values.masked_fill(missing, torch.inf).amin(dim, keepdim=True)
+    return high - low <= SAME * torch.maximum(high.abs(), low.abs())
+
+
+def centred(values: Tensor, dim: int = -1) -> Tensor:
+    """``values - mean`` over the non-NaN entries: exactly 0 where all are equal, though their mean rounds to another number."""
+    gaps = values - values.nanmean(dim, keepdim=True)
+    return torch.where(_alike(values, dim) & ~values.isnan(), 0.0, gaps)
+
+
 def _std(values: Tensor, dim: int = -1) -> Tensor:
     """Bessel-corrected standard deviation of the non-NaN entries; NaN with fewer than two."""
-    kept = ~values.isnan()
-    count = kept.sum(dim, keepdim=True)
-    centre = values.nansum(dim, keepdim=True) / count
-    squares = (values - centre).square().nansum(dim, keepdim=True)
+    count = (~values.isnan()).sum(dim, keepdim=True)
+    squares = centred(values, dim).square().nansum(dim, keepdim=True)
     variance = torch.where(count > 1, squares / (count - 1).clamp_min(1), torch.nan)
     return variance.sqrt().squeeze(dim)
 
@@ -96,9 +118,7 @@ def group_advantages(
     if aggregation == "normalize_then_sum":
         advantages = _normalize_then_sum(_groups(rewards, group_size), weights, totals)
     elif aggregation == "sum_then_normalize":
-        advantages = (grouped - grouped.nanmean(-1, keepdim=True)).flatten() / _scale(
-            std, totals, scale_rewards, group_size
-        )
+        advantages = centred(grouped).flatten() / _scale(std, totals, scale_rewards, group_size)
     else:
         choices = ("sum_then_normalize", "normalize_then_sum")
         raise ConfigError(
@@ -130,10 +150,9 @@ def _scale(std: Tensor, totals: Tensor, scale_rewards: str, group_size: int) -> 
 
 def _normalize_then_sum(rewards: Tensor, weights: Tensor, totals: Tensor) -> Tensor:
     """Each function in its own group first, so that two rewards cannot cancel before they are compared."""
-    centred = rewards - rewards.nanmean(1, keepdim=True)
-    z = centred / (_std(rewards, 1).unsqueeze(1) + EPSILON)
+    z = centred(rewards, 1) / (_std(rewards, 1).unsqueeze(1) + EPSILON)
     summed = (z.nan_to_num(0.0) * weights).sum(-1).flatten().masked_fill(totals.isnan(), torch.nan)
-    return (summed - summed.nanmean()) / (_std(summed) + EPSILON)
+    return centred(summed) / (_std(summed) + EPSILON)
 
 
 def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
@@ -147,7 +166,8 @@ def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
     grouped = _groups(totals, group_size)
     count = (~grouped.isnan()).sum(-1, keepdim=True)
     others = (grouped.nansum(-1, keepdim=True) - grouped) / (count - 1)
-    return torch.where(count > 1, grouped - others, 0.0).nan_to_num(0.0).flatten()
+    known = (count > 1) & ~_alike(grouped, -1)
+    return torch.where(known, grouped - others, 0.0).nan_to_num(0.0).flatten()
 
 
 def standardized(advantages: Tensor, scored: Tensor) -> Tensor:
@@ -158,4 +178,4 @@ def standardized(advantages: Tensor, scored: Tensor) -> Tensor:
         scored: ``(n,)`` bool, rows that some reward function scored.
     """
     known = advantages.masked_fill(~scored, torch.nan)
-    return ((known - known.nanmean()) / (_std(known) + EPSILON)).nan_to_num(0.0)
+    return (centred(known) / (_std(known) + EPSILON)).nan_to_num(0.0)

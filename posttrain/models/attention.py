@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PretrainedConfig
 
-__all__ = ["attention_mask", "forest_mask", "layout_for", "probe_head", "probe_layout"]
+__all__ = ["attention_mask", "coarsest_dtype", "forest_mask", "layout_for", "probe_head", "probe_layout"]
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,14 @@ def layout_for(model: Module) -> Layout:
 PROBED: dict[tuple[str, str, str], Layout] = {}
 
 
+def coarsest_dtype(model: Module) -> torch.dtype:
+    """The dtype of the weights that round most; packed ones are whole numbers and round more than any. The first may differ:
+    an output layer in float32 on layers in bfloat16, and embeddings that are tied to it.
+    """
+    kinds = {parameter.dtype for parameter in model.parameters()}
+    return max(kinds, key=lambda kind: torch.finfo(kind).eps if kind.is_floating_point else 1.0)
+
+
 @torch.no_grad()
 def probe_layout(model: Module) -> Layout:
     """`layout_for`, or the padded layout where the model does not compute a tree as it computes its sequences.
@@ -125,7 +133,8 @@ def probe_layout(model: Module) -> Layout:
     config: Any = model.config
     parameter = next(model.parameters())
     implementation = str(getattr(config.get_text_config(), "_attn_implementation", None))
-    key = (type(model).__name__ + config.model_type, implementation, f"{parameter.dtype}{parameter.device.type}")
+    dtype = coarsest_dtype(model)
+    key = (type(model).__name__ + config.model_type, implementation, f"{dtype}{parameter.device.type}")
     if key in PROBED:
         return PROBED[key]
     layout = layout_for(model)
@@ -136,7 +145,7 @@ def probe_layout(model: Module) -> Layout:
         try:
             (batch,) = collate(rows, pad_token_id=0, layout=Layout("tree", row_tokens=512))
             gap = _gap(model, rows, batch.to(parameter.device))
-            reason = "" if gap <= TOLERANCE.get(parameter.dtype, 0.1) else f"outputs differ by {gap:.2g}"
+            reason = "" if gap <= TOLERANCE.get(dtype, 0.1) else f"outputs differ by {gap:.2g}"
         except Exception as error:  # Any failure means the same: this model cannot take a forest.
             reason = f"{type(error).__name__}: {error}"
         finally:
@@ -171,7 +180,7 @@ def probe_head(model: Module) -> None:
     model.eval()
     gap = _gap(model, [row], batch.to(parameter.device))
     model.train(training)
-    if gap > TOLERANCE.get(parameter.dtype, 0.1):
+    if gap > TOLERANCE.get(coarsest_dtype(model), 0.1):
         inner.own_logits = True
         logger.warning(
             "%s changes its logits in a way that the chunked head does not know: log-probs differ by %.2g. Training takes the "

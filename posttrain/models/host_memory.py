@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["KeepHostMemory", "gradients_first"]
 
@@ -54,12 +54,14 @@ def gradients_first(model: nn.Module, *, passes: int) -> Iterator[None]:
     gradient afterwards, as ever, so that no optimiser moves it.
 
     Args:
-        model: Not wrapped by parallelism, which keeps gradients in memory of its own; one that is stays as it is.
+        model: Not wrapped by parallelism, which keeps gradients in memory of its own; one that is stays as it is, and so do
+            weights that are sharded in place (FSDP2), whose own count of changes stays 0 when their shard's gradient grows.
         passes: Forward and backward passes inside; one alone adds nothing up.
     """
     made = []
     if passes > 1 and not isinstance(getattr(model, "module", None), nn.Module):
-        made = [p for p in model.parameters() if p.requires_grad and p.grad is None and p.device.type == "cpu"]
+        plain = [p for p in model.parameters() if type(p.data) is Tensor and p.device.type == "cpu"]
+        made = [p for p in plain if p.requires_grad and p.grad is None]
     for parameter in made:
         parameter.grad = torch.zeros_like(parameter)
     try:
@@ -79,6 +81,6 @@ def _set(values: dict[int, int]) -> bool:
     """Whether glibc took all of them."""
     try:
         library = _glibc()
-    except OSError:  # No C library to ask, as on Windows.
+    except (OSError, TypeError):  # No C library to ask, as on Windows.
         return False
     return library is not None and {library.mallopt(name, value) for name, value in values.items()} == {1}

@@ -109,7 +109,8 @@ def keep_inputs_only(model: nn.Module) -> int:
     A layer of width H and inner width I keeps ``2 H + 2 I`` numbers a token less (of about ``13 H + 4 I``): they are computed
     again from the inputs, elementwise, and no product is. Outputs are the same to the last bit. Every class is proven on
     random numbers first: one that computes anything else stays as it is, and so does a layer whose forward somebody replaced.
-    A layer changes its class for a subclass of the same name, so that copies, hooks and adapters work as before.
+    A layer changes its class for a subclass of the same name, so that copies, hooks and adapters work as before. Pickled whole
+    (`torch.save(layer)`) it cannot be; its state dict is what it was.
     """
     changed = 0
     for module in model.modules():

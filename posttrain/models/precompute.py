@@ -188,7 +188,7 @@ def _compute(
             with trainer.inference() as policy:
                 context = nullcontext(policy) if reference is None else reference.active(policy)
                 with context as model:
-                    logp = forward(model, batch).logp
+                    logp = forward(model, batch, chunk_size=args.logits_chunk_size).logp
             values[torch.tensor(batch.origin)] = trainer.sums(logp, batch).double().cpu()
         rows = values.view(-1, branches).tolist()
         found += list(zip(indices, rows, strict=False))

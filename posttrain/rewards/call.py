@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -246,7 +247,7 @@ def _copy(value: Any) -> Any:
     """A string as it is; a list of messages with its messages copied."""
     if not isinstance(value, list):
         return value
-    return [dict(item) if isinstance(item, Mapping) else item for item in value]
+    return [copy.copy(item) if isinstance(item, Mapping) else item for item in value]
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:

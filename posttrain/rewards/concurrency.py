@@ -9,6 +9,7 @@ import inspect
 import os
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +20,8 @@ __all__ = ["awaited", "close", "is_concurrent", "itself", "parallel", "run_all",
 
 F = TypeVar("F", bound=Callable)
 GRACE = 5.0  # Seconds after its limit in which a task must have noticed it, or it has the loop to itself.
-WAITED = "reward-"  # Names of the tasks that are waited for.
+# Which of the things that are waited for a task works for: itself, or the task that began it.
+_OWNERS: weakref.WeakKeyDictionary[asyncio.Task, int] = weakref.WeakKeyDictionary()
 
 
 def parallel(function: F) -> F:
@@ -97,7 +99,7 @@ def run_all(tasks: list[Callable[[], Awaitable]], timeout: float | None) -> list
         try:
             task = asyncio.ensure_future(tasks[index]())
             if isinstance(task, asyncio.Task):
-                task.set_name(f"{WAITED}{index}")
+                _OWNERS[task] = index
             outcome = await asyncio.wait_for(task, timeout)
         except (Exception, asyncio.CancelledError) as error:
             outcome = error
@@ -112,7 +114,7 @@ def run_all(tasks: list[Callable[[], Awaitable]], timeout: float | None) -> list
         future.result(None if timeout is None else timeout + GRACE)
     except concurrent.futures.TimeoutError:
         busy = asyncio.current_task(loop)
-        guilty = {f"{WAITED}{index}": index for index in range(len(tasks))}.get(busy.get_name() if busy else "")
+        guilty = None if busy is None else _OWNERS.get(busy)
         _LOOPS.pop(os.getpid(), None)
         late = time.perf_counter() - begin
         for index in set(range(len(tasks))) - set(found):
@@ -133,8 +135,17 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = _LOOPS.get(os.getpid())
     if loop is None:
         loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()
+        loop.set_task_factory(_owned_task)
         threading.Thread(target=loop.run_forever, daemon=True, name="async-rewards").start()
     return loop
+
+
+def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine, **kwargs: Any) -> asyncio.Task:
+    """A task that works for whom the task that begins it works."""
+    task, parent = asyncio.Task(coroutine, loop=loop, **kwargs), asyncio.current_task(loop)
+    if parent in _OWNERS:
+        _OWNERS[task] = _OWNERS[parent]
+    return task
 
 
 W = TypeVar("W")

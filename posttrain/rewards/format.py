@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["completion_text", "think_format_reward"]
+from posttrain.data.messages import REASONING
+from posttrain.data.responses import ParsedMessage
+
+__all__ = ["completion_text", "text_with_reasoning", "think_format_reward"]
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -30,6 +33,22 @@ def _content(message: Any) -> str:
     return "".join(part.get("text") or "" for part in content if part.get("type", "text") == "text")
 
 
+def text_with_reasoning(completion: Any) -> str:
+    """As `completion_text`, with the reasoning that the tokenizer's response format puts into a field of its own.
+
+    >>> text_with_reasoning([{"role": "assistant", "reasoning_content": "why", "content": "42"}])
+    '<think>why</think>42'
+    """
+    if isinstance(completion, str):
+        return completion
+    turns = [message for message in completion if message.get("role", "assistant") == "assistant"]
+    message = next((turn for turn in reversed(turns) if _content(turn).strip()), turns[-1] if turns else {})
+    if isinstance(message, ParsedMessage):
+        return message.raw
+    reasoning = next((message[name] for name in REASONING if message.get(name)), None)
+    return _content(message) if reasoning is None else f"{OPEN}{reasoning}{CLOSE}{_content(message)}"
+
+
 def think_format_reward(
     completions: Sequence[Any], prompt_suffixes: Sequence[str] | None = None, **_: Any
 ) -> list[float]:
@@ -45,7 +64,7 @@ def think_format_reward(
     >>> think_format_reward(["why</think>42"], prompt_suffixes=["<|assistant|><think>"])
     [1.0]
     """
-    texts = [completion_text(completion) for completion in completions]
+    texts = [text_with_reasoning(completion) for completion in completions]
     if prompt_suffixes is not None:
         texts = [_opened(suffix) + text for suffix, text in zip(prompt_suffixes, texts, strict=True)]
     return [float(_is_well_formed(text)) for text in texts]

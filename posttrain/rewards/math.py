@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.errors import RewardError
 from posttrain.rewards.answers import answer_box, answers_match, bare, normalize_answer
-from posttrain.rewards.format import completion_text
+from posttrain.rewards.format import completion_text, text_with_reasoning
 from posttrain.rewards.symbolic import SECONDS, TIMED_OUT, compare, need_math_verify, parse_golds
 
 __all__ = ["accuracy_reward", "reasoning_accuracy_reward"]
@@ -87,7 +87,7 @@ def reasoning_accuracy_reward(
     need_math_verify("reasoning_accuracy_reward")
     _check_rows(completions, solution)
     delimiters = list(reasoning_delimiters) if reasoning_delimiters is not None else ["</think>"]
-    ends = [_after(completion_text(completion), delimiters) for completion in completions]
+    ends = [_after(text_with_reasoning(completion), delimiters) for completion in completions]
     done = [i for i, end in enumerate(ends) if end is not None]
     judged = _judge([str(ends[i]) for i in done], [solution[i] for i in done], lenient=False)
     rewards: list[float | None] = [0.0] * len(ends)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, did_you_mean
 
-__all__ = ["TRANSFORMS", "RunningScale", "parse_transform"]
+__all__ = ["TRANSFORMS", "RunningScale", "parse_transform", "transform_names"]
 
 Transform = Callable[[Tensor, Tensor], Tensor]
 # Name -> how it is written with its numbers.
@@ -24,6 +24,15 @@ TRANSFORMS = {
     "running": "running",
 }
 SPREAD_LEAST = 1e-6  # Of the mean's size: below it rewards do not differ, and nothing is to be divided by.
+
+
+def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
+    """The names in what a config's ``reward_transform`` holds: one for all functions, or one each.
+
+    >>> sorted(transform_names(["clip:0:1", None])), sorted(transform_names("rank"))
+    (['clip', 'none'], ['rank'])
+    """
+    return {str(spec or "none").split(":")[0] for spec in ([specs] if isinstance(specs, str) else specs or ())}
 
 
 def parse_transform(spec: str | None) -> Transform | None:

@@ -63,7 +63,12 @@ def check_requests(
 
 
 def check_followed(
-    requests: Sequence[Request], sampling: Sampling, engine: str, unknown: Collection[str], own: Collection[str] = ()
+    requests: Sequence[Request],
+    sampling: Sampling,
+    engine: str,
+    unknown: Collection[str],
+    own: Collection[str] = (),
+    fix: str = "Use rollout_engine='native'",
 ) -> None:
     """Refuse sampling settings that an engine would leave out.
 
@@ -73,6 +78,7 @@ def check_followed(
         engine: What messages call it.
         unknown: Fields of `Sampling` it cannot follow unless they are at their defaults.
         own: Fields in which a request may differ from the call.
+        fix: What else to do, for the message.
 
     Raises:
         ConfigError: One of them is set, or a request differs in another field.
@@ -83,13 +89,11 @@ def check_followed(
         for name in unknown:
             if (getattr(one, name) or defaults[name]) != defaults[name]:
                 raise ConfigError(
-                    f"{name}={getattr(one, name)!r}: {engine} would leave it out. Use rollout_engine='native', or leave {name} "
-                    f"at {defaults[name]!r}."
+                    f"{name}={getattr(one, name)!r}: {engine} would leave it out. {fix}: {name} is {defaults[name]!r} by "
+                    "default."
                 )
         if replace(one, **{name: getattr(sampling, name) for name in own}) != sampling:
-            raise ConfigError(
-                f"{engine} samples all requests of a call alike, and one has settings of its own. Use rollout_engine='native'."
-            )
+            raise ConfigError(f"{engine} samples all requests of a call alike, and one has settings of its own. {fix}.")
 
 
 def _native(model: nn.Module, **options: Any) -> RolloutEngine:

@@ -35,4 +35,8 @@ def structured_guide(given: Any) -> tuple[str, str]:
                 f"structured_outputs: choice {broken[0]!r} has a line break. Write it as a regex or a grammar."
             )
         return ("choices", "\n".join(value))
+    if not (isinstance(value, str) and value) and not (kind == "json" and isinstance(value, dict | bool)):
+        raise ConfigError(
+            f"structured_outputs: {kind}={value!r} must be text{' or a schema' if kind == 'json' else ''}."
+        )
     return (kind, value if isinstance(value, str) else json.dumps(value))

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from posttrain.models.heads import causal_lm
 from posttrain.rollouts.base import check_followed, check_requests
+from posttrain.rollouts.sampling import cuts, penalize_repetition, truncate
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["HFEngine", "evaluating", "pinned_config"]
+__all__ = ["HFEngine", "evaluating", "pinned_config", "without_own_settings"]
 
 # Fields of `Sampling` that this engine does not hand on.
-UNKNOWN = ("min_new_tokens", "stop_strings", "logit_bias", "no_repeat_ngram", "guide")
+UNKNOWN = ("min_new_tokens", "stop_strings", "logit_bias", "no_repeat_ngram", "guide", "top_logps")
 
 
 @contextmanager
@@ -32,22 +35,58 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class _Recorder(LogitsProcessor):
-    """Keeps one step of log-probs: step t's token is known at step t + 1."""
+@contextmanager
+def without_own_settings(model: nn.Module) -> Iterator[None]:
+    """Inside, the checkpoint's generation config is blank: transformers fills from it whatever a call leaves at None, and bans,
+    biases and forced tokens would change what is sampled.
+    """
+    inner: Any = causal_lm(model)
+    own, inner.generation_config = inner.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        inner.generation_config = own
 
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature or 1.0
-        self.pending: Tensor | None = None
-        self.logps: list[Tensor] = []
+
+class _Shape(LogitsProcessor):
+    """Temperature, penalty and cuts, as in every engine of this package; keeps log-probs before and after them.
+
+    Step t's token is known at step t + 1. Padding before a prompt is no token of it: transformers' own penalty counts it.
+    """
+
+    def __init__(self, sampling: Sampling, widths: Sequence[int]) -> None:
+        self.sampling, self.widths = sampling, widths
+        self.temperature = sampling.temperature or 1.0
+        self.changes = sampling.repetition_penalty != 1.0 or cuts(sampling)
+        self.pending: list[Tensor] = []
+        self.found: list[list[Tensor]] = []
 
     def settle(self, input_ids: Tensor) -> None:
-        if self.pending is not None:
-            self.logps.append(self.pending.gather(1, input_ids[:, -1:]).squeeze(1))
+        """Pick the log-probs of the tokens that were drawn last."""
+        if self.pending:
+            token = input_ids[:, -1:]
+            self.found.append([logp.gather(1, token).squeeze(1) for logp in self.pending])
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.settle(input_ids)
-        self.pending = torch.log_softmax(scores.float() / self.temperature, dim=-1)
-        return scores
+        raw = scores.float() / self.temperature
+        self.pending = [raw.log_softmax(-1)]
+        if not self.changes:
+            return raw
+        shaped = scores.float().clone()
+        if self.sampling.repetition_penalty != 1.0:
+            new = input_ids.shape[1] - max(self.widths)
+            history = [row[-(w + new) :].tolist() for row, w in zip(input_ids, self.widths, strict=True)]
+            shaped = penalize_repetition(shaped, history, self.sampling.repetition_penalty)
+        shaped = shaped / self.temperature
+        if self.sampling.temperature > 0:
+            shaped = truncate(shaped, self.sampling)
+            self.pending.append(shaped.log_softmax(-1))
+        return shaped
+
+    def columns(self) -> list[list[list[float]]]:
+        """Log-probs of each row: raw, and those of the distribution it was drawn from where that is another."""
+        return [torch.stack(parts, 1).tolist() for parts in zip(*self.found, strict=True)]
 
 
 def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
@@ -82,7 +121,11 @@ class HFEngine:
         self.cache_implementation: str | None = None  # Of `GenerationConfig`; None is its default.
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """See `RolloutEngine.generate`."""
+        """See `RolloutEngine.generate`; a request may differ from the call in its seed, which is not read.
+
+        Raises:
+            ConfigError: A setting that this engine cannot follow.
+        """
         text = self.model.config.get_text_config()
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
         check_followed(requests, sampling, "rollout_engine='hf'", UNKNOWN, own=("seed",))
@@ -90,32 +133,37 @@ class HFEngine:
         width, device = max(map(len, prompts)), next(self.model.parameters()).device
         ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        recorder = _Recorder(sampling.temperature)
-        with evaluating(self.model), _seeded(sampling.seed, device):
+        shape = _Shape(sampling, [len(prompt) for prompt in prompts])
+        # All that changes the distribution is done by `_Shape`.
+        rest = {"top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
+        plain = replace(sampling, temperature=float(sampling.temperature > 0), **rest)
+        with evaluating(self.model), without_own_settings(self.model), _seeded(sampling.seed, device):
             out = self.model.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 generation_config=pinned_config(
-                    sampling,
+                    plain,
                     eos_token_id=list(sampling.stop_token_ids) or None,
                     pad_token_id=self.pad_token_id,
                     num_beams=1,
                     disable_compile=True,
                     cache_implementation=self.cache_implementation,
                 ),
-                logits_processor=LogitsProcessorList([recorder]),
+                logits_processor=LogitsProcessorList([shape]),
             )
-        recorder.settle(out)
-        logps = torch.stack(recorder.logps, 1).tolist()
+        shape.settle(out)
+        columns = shape.columns()
         return [
-            self._rollout(prompt, tokens, logp, sampling)
-            for prompt, tokens, logp in zip(prompts, out[:, width:].tolist(), logps, strict=True)
+            self._rollout(prompt, tokens, logps, sampling)
+            for prompt, tokens, *logps in zip(prompts, out[:, width:].tolist(), *columns, strict=True)
         ]
 
-    def _rollout(self, prompt: list[int], tokens: list[int], logp: list[float], sampling: Sampling) -> Rollout:
+    def _rollout(self, prompt: list[int], tokens: list[int], logps: list[list[float]], sampling: Sampling) -> Rollout:
         end = next((i + 1 for i, token in enumerate(tokens) if token in sampling.stop_token_ids), None)
         size = end or len(tokens)
-        return Rollout(prompt, tokens[:size], logp[:size], "stop" if end else "length", self.version)
+        logp, *processed = [column[:size] for column in logps]
+        drawn = processed[0] if processed else None
+        return Rollout(prompt, tokens[:size], logp, "stop" if end else "length", self.version, processed_logp=drawn)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """The model is the trainer's own: only the version changes."""

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.forward import causal_lm, learns_prompts
 from posttrain.models.heads import unwrapped
-from posttrain.rollouts.base import check_requests
+from posttrain.rollouts.base import check_followed, check_requests
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.sampling import sample
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["MixtureEngine"]
+
+# Fields of `Sampling` that a mixture is not drawn with.
+UNKNOWN = ("min_new_tokens", "stop_strings", "logit_bias", "no_repeat_ngram", "guide", "top_logps")
 
 
 @contextmanager
@@ -70,12 +73,18 @@ class MixtureEngine:
         self.version = 0
         self._stream = torch.Generator().manual_seed(0)
 
+    @staticmethod
+    def check(sampling: Sampling, requests: Sequence[Request] = ()) -> None:
+        """Refuse settings that the policy's own completions would follow and the mixture's would not."""
+        check_followed(requests, sampling, "the mixture of two models", UNKNOWN, fix="Leave it out")
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """See `posttrain.rollouts.base.RolloutEngine.generate`."""
         if not 0 <= self.mixture_coef <= 1:
             raise ConfigError(f"mixture_coef={self.mixture_coef} must be in [0, 1]: 0 is the policy, 1 the reference.")
         text = causal_lm(self.model).config.get_text_config()  # type: ignore[union-attr]
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
+        self.check(sampling, requests)
         prompts = [list(request.prompt_ids) for request in requests for _ in range(request.n)]
         generator = self._stream if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
         uniform = torch.rand(len(prompts), sampling.max_new_tokens, generator=generator, dtype=torch.float64)

@@ -17,6 +17,7 @@ from posttrain.models.heads import causal_lm
 from posttrain.rollouts.base import check_followed, check_requests
 from posttrain.rollouts.hf import evaluating, pinned_config
 from posttrain.rollouts.native.probe import own_precision
+from posttrain.rollouts.sampling import cuts
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["PagedEngine", "check_paged"]
@@ -86,7 +87,8 @@ class PagedEngine:
         self.version = 0
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """See `RolloutEngine.generate`; a request's own settings may differ in ``max_new_tokens`` alone.
+        """See `RolloutEngine.generate`; a request's own settings may differ in ``max_new_tokens``, and in the seed, which is
+        not read.
 
         Raises:
             ConfigError: A setting that continuous batching cannot follow.
@@ -158,7 +160,7 @@ class PagedEngine:
     def _rollout(self, prompt: list[int], result: Any, sampling: Sampling) -> Rollout:
         tokens, said = list(result.generated_tokens), list(result.logprobs)
         ended = bool(tokens) and tokens[-1] in sampling.stop_token_ids
-        cut = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+        cut = sampling.temperature > 0 and cuts(sampling)
         # It says log-probs of what it drew from: after a cut those are not what a trainer computes.
         return Rollout(
             prompt, tokens, [] if cut else said, "stop" if ended else "length", self.version,

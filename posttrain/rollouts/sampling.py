@@ -11,7 +11,7 @@ from torch import Tensor
 from posttrain.errors import RolloutError
 from posttrain.types import Sampling
 
-__all__ = ["Drawn", "draw", "draw_tokens", "penalize_repetition", "sample", "truncate"]
+__all__ = ["Drawn", "cuts", "draw", "draw_tokens", "penalize_repetition", "sample", "truncate"]
 
 BLOCK = 256
 CANDIDATES = (256, 4096)  # Most likely tokens that are sorted in search of a nucleus, before all are.
@@ -137,7 +137,7 @@ def draw_tokens(
     if bool(best.isnan().any()):
         raise RolloutError(f"the model gave NaN logits for rows {_rows(best.isnan())}.")
     top = _most_likely(x, best, sampling.top_logps) if sampling.top_logps else None
-    if greedy or change is not None or sampling.repetition_penalty != 1.0 or _truncates(sampling):
+    if greedy or change is not None or sampling.repetition_penalty != 1.0 or cuts(sampling):
         drawn = _shaped(x, best, sampling, uniform, history, change)
         drawn.top = top
         return drawn
@@ -157,7 +157,8 @@ def _most_likely(x: Tensor, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return ids, values - log_z
 
 
-def _truncates(sampling: Sampling) -> bool:
+def cuts(sampling: Sampling) -> bool:
+    """Whether `truncate` changes anything."""
     return bool(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p)
 
 

@@ -358,6 +358,7 @@ def test_an_adapter_needs_no_copy_and_values_come_from_its_base(tiny_tokenizer, 
         ({"dynamic_sampling": 1}, "dynamic_sampling=1 must be 0"),
         ({"reward_transform": ["rank"]}, "depends on other rewards"),
         ({"reward_transform": ["none", "zscore"]}, "depends on other rewards"),
+        ({"reward_transform": "running"}, "depends on other rewards"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, settings, match):

@@ -360,6 +360,7 @@ BAD = [
     ({"is_correction": "token_mask", "is_clip_min": 3.0}, "must be below"),
     ({"beta": 0.1}, "beta=0.1 has no meaning"),
     ({"num_iterations": 2}, "num_iterations=2 has no meaning"),
+    ({"reward_transform": "running"}, "several workers here"),
     ({"rollout_failure_budget": 2.0}, "rollout_failure_budget=2.0"),
     ({"reward_timeout_s": 0}, "reward_timeout_s=0"),
     ({"samples_per_step": 0}, "samples_per_step=0"),
@@ -470,3 +471,13 @@ def test_trap_s9_a_checkpoint_s_state_restores_prompts_counts_and_version(tiny_t
         task.row for task in tasks[3:]
     ]  # Asked again, before all others.
     assert again.source.next().row == run.source.next().row
+
+
+def test_the_share_of_tools_words_is_told(tiny_tokenizer):
+    """It is what the check of punishments of length goes by."""
+    rollout = Rollout([1, 2], [5, 6, 7, 8], [0.0] * 4, "stop", tool_mask=[1, 0, 0, 0])
+    row = {"prompt": "p", "answer": 1}
+    runner = RewardRunner(lambda completions, **_: [1.0] * len(completions))
+    scorer = Scorer(runner, tiny_tokenizer, scale_rewards="group", mask_truncated=False)
+    (conversation,) = scorer(Finished(0, 0, [row], [rollout], ["x"]))
+    assert conversation.samples[0].metrics["tools/token_share"] == 0.75

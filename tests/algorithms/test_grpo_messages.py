@@ -7,8 +7,9 @@ import pytest
 from posttrain import Rollout, Sampling, ScriptedEngine, add_response_schema
 from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
 from posttrain.data.template_families import FAMILIES, training_template, with_template
+from posttrain.rewards import reasoning_accuracy_reward, think_format_reward
 from posttrain.rollouts.samples import GroupTask
-from tests.algorithms.helpers import grpo
+from tests.algorithms.helpers import grpo, prompts
 
 EOS = 2
 THOUGHT = "<think>\nsix times seven\n</think>\n\n42"
@@ -61,3 +62,44 @@ def test_an_asynchronous_run_reads_an_answer_as_a_synchronous_one(tokenizer):
     ids = [*tokenizer(THOUGHT, add_special_tokens=False)["input_ids"], EOS]
     found = runner.single_turn(task, 1, [Rollout(prompt, ids, [0.0] * len(ids), "stop", 1)])
     assert found.completions == [[{"role": "assistant", "content": "42", "reasoning_content": "six times seven"}]]
+    assert pickle.loads(pickle.dumps(found.completions))[0][0].raw == THOUGHT  # Rewards may be in another process.
+
+
+THINKS = "<think>\nsix times seven\n</think>\n\n\\boxed{42}"
+SHIPPED = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "defaults": {"role": "assistant"},
+    "fields": {"reasoning_content": {"open": "<think>", "close": "</think>"}, "content": {"close": "<|im_end|>"}},
+}
+
+
+def shipped(tokenizer):
+    tokenizer.response_template = SHIPPED
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "ready", [lambda tokenizer: tokenizer, add_response_schema, shipped], ids=["plain", "format", "shipped"]
+)
+@pytest.mark.parametrize(
+    ("text", "well_formed", "right"),
+    [
+        (THINKS, 1.0, 1.0),
+        ("why</think>\\boxed{42}", 0.0, 1.0),
+        ("<think>\\boxed{42}", 0.0, 0.0),
+        ("\\boxed{42}", 0.0, 0.0),
+    ],
+)
+def test_rewards_of_thinking_see_it_wherever_the_tokenizer_puts_it(
+    tokenizer, tmp_path, ready, text, well_formed, right
+):
+    engine = ScriptedEngine(lambda prompt_ids, index: [*tokenizer(text, add_special_tokens=False)["input_ids"], EOS])
+    rewards = [think_format_reward, reasoning_accuracy_reward]
+    data = prompts().add_column("solution", ["42"] * 16)
+    trainer = grpo(
+        tmp_path, ready(tokenizer), engine=engine, rewards=rewards, data=data, max_steps=1, max_completion_length=200
+    )
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "reward" in row]
+    assert row["rewards/think_format_reward/mean"] == well_formed
+    assert row["rewards/reasoning_accuracy_reward/mean"] == right

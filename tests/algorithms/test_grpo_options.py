@@ -175,6 +175,17 @@ def test_r21_groups_that_differ_by_what_they_are_paid_for_are_not_called_noise(t
     assert "spread less than" not in caplog.text
 
 
+@pytest.mark.parametrize("settings", [{}, {"min_group_std": 0.1}], ids=["equal rewards", "as advised"])
+def test_r21_groups_that_get_no_advantage_are_not_called_noise(tiny_tokenizer, tmp_path, caplog, settings):
+    def noise(completions, answer, **_):
+        apart = 0.01 if settings else 0.0
+        return [1000.1 * a + apart * (i % 2) for i, a in enumerate(answer)]
+
+    with caplog.at_level(logging.WARNING):
+        grpo(tmp_path, tiny_tokenizer, rewards=noise, max_steps=6, **settings).train()
+    assert "spread less than" not in caplog.text
+
+
 DEFAULTS = {  # Table 2.2 of the chapter on online methods, in its order.
     "model_init_kwargs": None, "trust_remote_code": False, "router_aux_loss_coef": 0.001, "disable_dropout": False,
     "cast_lm_head_to_fp32": False, "remove_unused_columns": False, "num_generations": 8, "num_generations_eval": None,

@@ -273,3 +273,17 @@ def test_a_dataset_smaller_than_a_generation_is_named(tiny_tokenizer, tmp_path):
         grpo(
             tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(list(prompts(2))), per_device_train_batch_size=16
         )
+
+
+def test_fresh_groups_and_those_they_join_are_divided_by_one_spread(tiny_tokenizer, tmp_path):
+    """A running scale has moved on when fresh groups are scored."""
+    trainer = grpo(
+        tmp_path, tiny_tokenizer, rewards=by_answer, dynamic_sampling=3, reward_transform=["running"],
+        scale_rewards="none", per_device_train_batch_size=16, max_steps=1,
+    )  # fmt: skip
+    tables, replace = [], trainer.replace_flat_groups
+    trainer.replace_flat_groups = lambda generation, table: (tables.append(table), replace(generation, table))[1]
+    trainer.train()
+    ((table,), (scale,)) = tables, trainer.rewards.transforms
+    assert scale.count > len(table.raw)
+    assert torch.equal(table.values[:, 0], scale(table.raw[:, 0], None))

@@ -4,7 +4,7 @@ import datasets
 import pytest
 import torch
 
-from posttrain import ConfigError, DataError, RewardError, ScriptedEngine
+from posttrain import ConfigError, DataError, ModelError, RewardError, ScriptedEngine
 from posttrain.algorithms.nash_md import NashMDConfig, NashMDTrainer, nash_md_terms
 from posttrain.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from posttrain.algorithms.online_preference import pair_terms, sequence_sums
@@ -979,3 +979,22 @@ def test_the_pages_list_the_options_of_the_code(page, first, config):
 @everyone
 def test_the_pages_list_the_metrics_of_the_code(method):
     assert set(NAMES[method]) <= set(docs.names(f"{method}.md", "metric"))
+
+
+def test_the_reference_s_engine_is_as_ready_as_the_policy_s(tiny_tokenizer, tmp_path):
+    """Guides speak of text, and the cache was asked for."""
+    trainer = make("xpo", tmp_path, tiny_tokenizer, rollout_engine="native")
+    assert trainer.opponent.tokenizer is tiny_tokenizer
+    trainer = make("xpo", tmp_path, tiny_tokenizer, rollout_engine="hf", cache_implementation="static")
+    assert trainer.opponent.cache_implementation == "static"
+
+
+def test_settings_that_a_mixture_would_not_follow_are_refused_at_once(tiny_tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match=r"guide=.*the mixture of two models would leave it out"):
+        make("nash_md", tmp_path, tiny_tokenizer, generation_kwargs={"structured_outputs": {"regex": "[ab]{3}"}})
+
+
+@everyone
+def test_a_module_that_is_no_reward_model_is_refused(method, tiny_tokenizer, tmp_path):
+    with pytest.raises(ModelError, match="a reward model needs num_labels=1, and Linear has None"):
+        make(method, tmp_path, tiny_tokenizer, rewards=torch.nn.Linear(2, 1))

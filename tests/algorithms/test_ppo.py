@@ -325,6 +325,7 @@ def worker(folder, accumulation):
         ({"rollout_engine": "vlm"}, "rollout_engine='vlm' is not known"),
         ({"auto_find_batch_size": True}, "would change what a rollout batch is"),
         ({"reward_transform": ["rank"]}, "PPO samples one: every rank would be 0.5"),
+        ({"reward_transform": "rank"}, "PPO samples one: every rank would be 0.5"),
     ],
 )
 def test_5_5_e_options_that_cannot_work_are_refused_by_name(tmp_path, settings, match):

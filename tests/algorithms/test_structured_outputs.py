@@ -53,6 +53,12 @@ def test_a_structure_that_is_none_is_refused_with_the_config(tmp_path):
         RLOOConfig(str(tmp_path), report_to="none", bf16=False, generation_kwargs={"structured_outputs": {"regx": "b"}})
 
 
+@pytest.mark.parametrize("given", [{"regex": None}, {"regex": 5}, {"grammar": ["a"]}, {"regex": ""}, {"json": 3}])
+def test_a_structure_that_is_no_text_is_refused(tmp_path, given):
+    with pytest.raises(ConfigError, match="must be text"):
+        RLOOConfig(str(tmp_path), generation_kwargs={"structured_outputs": given})
+
+
 def test_a_choice_that_a_line_break_would_make_two_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"choice 'yes\\nno' has a line break"):
         RLOOConfig(str(tmp_path), generation_kwargs={"structured_outputs": {"choice": ["maybe", "yes\nno"]}})

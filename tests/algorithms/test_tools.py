@@ -339,6 +339,15 @@ def test_columns_that_a_reset_would_get_are_not_removed_in_silence(tokenizer, tm
         )  # fmt: skip
 
 
+def test_columns_of_an_evaluation_set_are_not_removed_in_silence_either(tokenizer, tmp_path):
+    data = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": "go"}]}] * 8)
+    with pytest.raises(ConfigError, match=r"remove_unused_columns=True would leave out \['level'\]"):
+        trainer_of(
+            tmp_path, tokenizer, ScriptedEngine([]), rewards=None, data=data, remove_unused_columns=True,
+            keys={"environment_factory": Walk, "eval_dataset": data.add_column("level", list(range(8)))},
+        )  # fmt: skip
+
+
 def test_members_of_a_group_get_one_seed_and_groups_different_ones(tokenizer, tmp_path):
     seeds = []
 

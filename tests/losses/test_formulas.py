@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError, DataError
-from posttrain.losses.advantages import group_advantages, leave_one_out_advantages
+from posttrain.losses.advantages import group_advantages, leave_one_out_advantages, standardized
 from posttrain.losses.kl import k1, k2, k3
 from posttrain.losses.likelihood import dft
 from posttrain.losses.policy import LOSS_TYPES, cispo, clipped, sapo, vespo_weight
@@ -290,3 +290,28 @@ def test_kl_estimators_by_hand():
 def test_dft_of_two_equal_logits_is_half_the_cross_entropy():
     logp = t(math.log(0.5))
     assert float(dft(logp)) == pytest.approx(0.5 * math.log(2))
+
+
+EQUAL = [0.2, 0.3, 0.7, 1000.1, 1.0, 0.0, -0.35]
+
+
+@pytest.mark.parametrize("reward", EQUAL)
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_equal_rewards_have_no_spread_and_no_advantage_whatever_their_mean_rounds_to(reward, size):
+    rewards = torch.full((size, 1), reward)
+    for settings in (
+        {"scale_rewards": "group"}, {"scale_rewards": "none"}, {"aggregation": "normalize_then_sum"},
+    ):  # fmt: skip
+        stats = group_advantages(rewards, torch.ones(1), size, **settings)
+        assert not stats.advantages.any()
+        assert (stats.zero_std_share, stats.reward_std) == (1.0, 0.0)
+    assert not leave_one_out_advantages(rewards[:, 0], size).any()
+    assert not standardized(rewards[:, 0], torch.ones(size, dtype=torch.bool)).any()
+
+
+def test_sums_that_round_apart_are_equal_and_small_differences_are_not():
+    rewards = torch.tensor([[0.05, 0.3], [0.1, 0.25], [0.15, 0.2], [0.25, 0.1]])
+    assert rewards.sum(1).unique().numel() > 1  # In float32.
+    assert group_advantages(rewards, torch.ones(2), 4).zero_std_share == 1.0
+    close = torch.tensor([[1000.0], [1000.01], [1000.0], [1000.01]])
+    assert group_advantages(close, torch.ones(1), 4).advantages.abs().min() > 0.5

@@ -6,8 +6,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.models import attention
-from posttrain.models.attention import probe_layout
+from posttrain.models.attention import coarsest_dtype, probe_layout
 from posttrain.models.forward import forward, sequence_logps
+from posttrain.models.fp32_head import cast_head_to_fp32
+from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.types import Row
 from tests.conftest import build_model
 
@@ -121,6 +123,17 @@ def test_the_probe_accepts_a_llama_and_keeps_its_verdict():
     attention.PROBED.clear()
     assert probe_layout(build_model(97)).kind == "tree"
     assert len(attention.PROBED) == 1
+
+
+def test_the_probe_goes_by_the_weights_that_round_most():
+    """A float32 output layer tied to the embeddings is the first parameter, and its layers are bfloat16."""
+    model = build_model(97, tie_word_embeddings=True).bfloat16()
+    cast_head_to_fp32(model)
+    assert next(model.parameters()).dtype == torch.float32
+    assert coarsest_dtype(model) == torch.bfloat16
+    assert probe_layout(model).kind == "tree"
+    assert not NativeEngine(model, pad_token_id=0).as_trained
+    assert NativeEngine(model.float(), pad_token_id=0).as_trained
 
 
 def test_the_probe_sends_a_model_that_ignores_masks_to_padded_rows(caplog):

@@ -9,8 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from posttrain.models.host_memory import KeepHostMemory, _glibc, gradients_first
+from tests.conftest import build_model
 
 SCRIPT = """
 import resource, torch
@@ -105,3 +108,33 @@ def test_wrapped_models_keep_gradients_where_their_wrapper_puts_them():
     model = small()
     with gradients_first(torch.nn.DataParallel(model), passes=2):
         assert all(p.grad is None for p in model.parameters())
+
+
+def test_weights_that_are_sharded_in_place_keep_the_gradients_that_several_passes_add_up():
+    """FSDP2 adds to the local part of a gradient, which the gradient itself does not count as a change."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = build_model(300)
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        ids = torch.randint(3, 300, (2, 7))
+        with gradients_first(model, passes=2):
+            for _ in range(2):
+                model(input_ids=ids, labels=ids).loss.backward()
+        assert all(p.grad is not None and p.grad.full_tensor().abs().sum() > 0 for p in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_system_without_a_c_library_to_ask_trains_as_it_is(monkeypatch):
+    """On Windows ctypes cannot look for None at all."""
+
+    def cdll(name):
+        raise TypeError("argument of type 'NoneType' is not iterable")
+
+    monkeypatch.setattr("ctypes.CDLL", cdll)
+    keep = KeepHostMemory()
+    keep.on_train_begin(SimpleNamespace(device=torch.device("cpu")), None, None)
+    keep.on_train_end(SimpleNamespace(device=torch.device("cpu")), None, None)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.errors import ConfigError
+from posttrain.rewards.transform import transform_names
 
 __all__ = ["A2POConfig"]
 
@@ -64,7 +65,7 @@ class A2POConfig(OnlineConfig):
             "num_iterations": (self.num_iterations == 1, "must be 1: the regression has no importance ratio"),
             "dynamic_sampling": (self.dynamic_sampling == 0, "must be 0: one completion a prompt has no variance"),
             "reward_transform": (
-                not {str(spec) for spec in self.reward_transform or []} & set(OF_OTHERS),
+                not transform_names(self.reward_transform) & set(OF_OTHERS),
                 f"holds one of {', '.join(OF_OTHERS)}, which depends on other rewards; values and rewards need one scale. Take "
                 "clip, log1p or tanh",
             ),

@@ -22,7 +22,6 @@ from posttrain.losses.advantages import weighted_total
 from posttrain.models import parallel
 from posttrain.models.reference import Reference
 from posttrain.report.checkpoints import last_complete_checkpoint
-from posttrain.rollouts.base import create_engine
 from posttrain.rollouts.generation import Generation
 from posttrain.types import Sampling
 
@@ -119,7 +118,7 @@ class ValueMixin:
             copy = self.reference.copy
             if far or (self._own_engine and copy is not None):
                 model = copy if copy is not None else self.accelerator.unwrap_model(self.model)
-                self.engine = create_engine(self.args.rollout_engine, model, pad_token_id=self.pad_token_id)
+                self.engine = self.engine_on(model)
             try:
                 yield
             finally:
@@ -169,7 +168,8 @@ class ValueMixin:
         binary = all(min(abs(r), abs(r - 1)) <= TOLERANCE for row in rewards for r in row)
         if self.args.filter_all_incorrect and not binary:
             logger.warning(
-                "filter_all_incorrect=True has no effect: rewards are not all 0 or 1, so a sum of 0 does not mean unsolved."
+                "filter_all_incorrect=True has no effect: rewards%s are not all 0 or 1, so a sum of 0 does not mean unsolved.",
+                "" if not self.args.reward_transform else f" after reward_transform={self.args.reward_transform}",
             )
         strict = self.args.filter_all_incorrect and binary
         kept = [i for i, row in enumerate(rewards) if row and (not strict or sum(row) > TOLERANCE)]

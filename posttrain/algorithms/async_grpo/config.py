@@ -10,6 +10,7 @@ from posttrain.algorithms.episode_config import EpisodeFields
 from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.ratio import CORRECTIONS
+from posttrain.rewards.transform import transform_names
 
 __all__ = ["AsyncGRPOConfig"]
 
@@ -171,6 +172,11 @@ class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
         self.ignore_data_skip = True
 
     def _refuse_meaningless(self) -> None:
+        if "running" in transform_names(self.reward_transform):
+            raise ConfigError(
+                "reward_transform='running': rewards are scored in several workers here, each of which would have a scale of its "
+                "own. Take log1p, tanh:s or clip:a:b, or leave scale_rewards at a spread of the group."
+            )
         if self.deepspeed is not None:
             raise ConfigError(
                 f"deepspeed={self.deepspeed!r}: asynchronous GRPO runs on one process, DDP or FSDP2. Leave it out."

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms.online import SUFFIX_TOKENS
-from posttrain.losses.advantages import MOST, group_advantages, weighted_total
+from posttrain.losses.advantages import MOST, centred, group_advantages, weighted_total
 from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rollouts.generation import Generation
 from posttrain.rollouts.samples import Conversation, RolloutSample
@@ -62,8 +62,8 @@ def population_advantages(totals: Tensor) -> Tensor:
     scored = ~totals.isnan()
     if not bool(scored.any()):
         return torch.zeros_like(totals)
-    centred = totals - totals[scored].mean()
-    return (centred / (centred[scored].square().mean().sqrt() + EPSILON)).nan_to_num(0.0)
+    gaps = centred(totals)
+    return (gaps / (gaps[scored].square().mean().sqrt() + EPSILON)).nan_to_num(0.0)
 
 
 class Scorer:
@@ -122,10 +122,7 @@ class Scorer:
             environments=group.environments,
             judge=False,
         )
-        members = torch.zeros(len(group.rollouts), dtype=torch.long)
-        for k, transform in enumerate(self.rewards.transforms):
-            if transform is not None:
-                table.values[:, k] = transform(table.values[:, k].clone(), members)
+        table.values = self.rewards.transformed(table.values, torch.zeros(len(group.rollouts), dtype=torch.long))
         return table
 
     def _advantages(self, table: RewardTable, totals: Tensor) -> Tensor:
@@ -162,7 +159,8 @@ def _shown(table: RewardTable, totals: Tensor, index: int) -> dict[str, float]:
 
 def _lengths(rollout: Rollout) -> dict[str, float]:
     written = sum(rollout.tool_mask) if rollout.tool_mask else len(rollout.token_ids)
-    return {
+    tools = {"tools/token_share": 1 - written / len(rollout.token_ids)} if rollout.tool_mask else {}
+    return tools | {
         "completions/mean_length": float(written),
         "completions/clipped_ratio": float(rollout.finish_reason != "stop"),
     }

@@ -284,9 +284,8 @@ class CompatMixin:
         needs = frozenset(
             {"logp"} | ({"entropy"} if compute_entropy else set()) | ({"aux"} if compute_aux_loss else set())
         )
-        return padded_logps(
-            model, input_ids, attention_mask, logits_to_keep, needs=needs, temperature=self.args.temperature
-        )
+        settings = {"temperature": self.args.temperature, "chunk_size": self.args.logits_chunk_size}
+        return padded_logps(model, input_ids, attention_mask, logits_to_keep, needs=needs, **settings)
 
     @staticmethod
     def get_off_policy_mask(

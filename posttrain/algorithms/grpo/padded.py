@@ -111,9 +111,12 @@ def from_padded(
 
 
 def padded_logps(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, keep: int, *, needs: frozenset[str], temperature: float
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, keep: int, *, needs: frozenset[str], **settings: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probs and entropies ``(B, keep)`` of the last ``keep`` columns of padded rows, 0 on padding, and the router's term."""
+    """Log-probs and entropies ``(B, keep)`` of the last ``keep`` columns of padded rows, 0 on padding, and the router's term.
+
+    ``settings`` are those of `forward`: ``temperature``, ``chunk_size``.
+    """
     real = attention_mask.bool()
     tail = real[:, -keep:]
     rows = []
@@ -122,7 +125,7 @@ def padded_logps(
         rows.append(Row(ids[:-keep][inside[:-keep]].tolist(), [completion], [[1] * len(completion)]))
     [batch] = collate(rows, pad_token_id=0, layout=Layout("padded"), together=True)
     batch = batch.to(input_ids.device)
-    out = forward(model, batch, needs, temperature=temperature)
+    out = forward(model, batch, needs, **settings)
 
     def placed(values: Tensor | None) -> Tensor | None:
         if values is None:

@@ -142,7 +142,7 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
         self._totals.add(stats.totals.tolist())
         self._spreads_seen.extend(stats.group_std[~stats.group_std.isnan()].tolist())
         known, whole = len(self._spreads_seen), self._totals.std
-        narrow = sum(0 < spread < TINY * whole for spread in self._spreads_seen)
+        narrow = sum(spread > 0 and self.args.min_group_std <= spread < TINY * whole for spread in self._spreads_seen)
         if self._narrow_told or self.args.scale_rewards != "group" or known < ENOUGH or narrow <= MANY * known:
             return
         self._narrow_told = True

@@ -10,6 +10,7 @@ from posttrain.algorithms.config import PostTrainingConfig, check_gathering
 from posttrain.algorithms.online_config import ENGINES
 from posttrain.data.tensors import exact_div
 from posttrain.errors import ConfigError, check_choice
+from posttrain.rewards.transform import transform_names
 
 __all__ = ["PPOConfig"]
 
@@ -176,7 +177,7 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
         for name, holds, rule in rules:
             if not holds:
                 raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
-        if "rank" in map(str, self.reward_transform or ()):
+        if "rank" in transform_names(self.reward_transform):
             raise ConfigError(
                 "reward_transform='rank' compares the completions of a prompt, and PPO samples one: every rank would be 0.5. "
                 "Take clip:a:b, log1p, tanh:s, zscore or running."

@@ -174,12 +174,13 @@ class PPOTrainer(PartsMixin, OnlineTrainer):
     @torch.no_grad()
     def measure(self, model: nn.Module, rows: Sequence[Row], needs: frozenset[str]) -> dict[str, list[list[float]]]:
         """Per-token numbers of every response, by the forward that trains."""
+        chunk = self.args.logits_chunk_size
         size, result = self.args.local_rollout_forward_batch_size, {name: [[]] * len(rows) for name in needs}
         for start in range(0, len(rows), size):
             part, places = share_prompts(rows[start : start + size])
             for batch in collate(part, pad_token_id=self.pad_token_id, layout=self.layout):
                 batch = batch.to(self.args.device)
-                outputs = forward(model, batch, needs, temperature=self.temperature)
+                outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=chunk)
                 for name in needs:
                     pieces = split_by_sequence(getattr(outputs, name), batch)
                     for origin, piece in zip(batch.origin, pieces, strict=True):

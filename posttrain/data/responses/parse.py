@@ -13,7 +13,7 @@ from posttrain.data.template_abilities import supports_tool_calling
 from posttrain.data.template_families import inner_tokenizer, template_text, with_template
 from posttrain.errors import ModelError
 
-__all__ = ["add_response_schema", "parse_response", "reasoning_policy"]
+__all__ = ["ParsedMessage", "add_response_schema", "parse_response", "reasoning_policy"]
 
 ATTRIBUTE = "posttrain_response_format"
 # What a text that breaks off anywhere can make a parser raise.
@@ -57,6 +57,12 @@ def _reads_back(tokenizer: Any, parser: Parser) -> bool:
         if {name: value for name, value in read.items() if name != "role"} != message:
             return False
     return True
+
+
+class ParsedMessage(dict):
+    """A message as a dict, and ``raw``: what the model wrote, with its marks, as a reward of the format judges it."""
+
+    raw: str = ""
 
 
 def add_response_schema(processing_class: Any) -> Any:
@@ -157,7 +163,8 @@ def parse_response(
         tools: Schemas or functions; arguments that the format writes as bare text get the types they ask for.
 
     Returns:
-        The message; every call is ``{"type": "function", "function": {"name": str, "arguments": dict}}``.
+        The message, a `ParsedMessage` where there is a format; every call is
+        ``{"type": "function", "function": {"name": str, "arguments": dict}}``.
     """
     tokenizer = inner_tokenizer(tokenizer)
     name = getattr(tokenizer, ATTRIBUTE, None)
@@ -168,8 +175,11 @@ def parse_response(
     text, before = _text(tokenizer, ids), _text(tokenizer, prefix)
     try:
         if own:
-            return _own_parser(tokenizer, text, before, tools)
-        return _parsed(tokenizer, text, FORMATS[name], before, parameter_schemas(tools))
+            message = ParsedMessage(_own_parser(tokenizer, text, before, tools))
+        else:
+            message = ParsedMessage(_parsed(tokenizer, text, FORMATS[name], before, parameter_schemas(tools)))
+        message.raw = _without_end(tokenizer, text)
+        return message
     except UNREADABLE as error:
         return plain | {"parse_error": str(error)}
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
+from posttrain.models.attention import coarsest_dtype
 from posttrain.models.forward import LogitRule, causal_lm
 from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.hf import evaluating
@@ -165,10 +166,9 @@ class NativeEngine:
     @property
     def as_trained(self) -> bool:
         """Whether its log-probs are those of the training forward to 1e-4: float32 throughout."""
-        weights = next(self.inner.parameters())
-        kind = weights.device.type
+        kind = next(self.inner.parameters()).device.type
         coarse = torch.is_autocast_enabled(kind) or (kind == "cuda" and torch.backends.cuda.matmul.allow_tf32)
-        return self.in_process and weights.dtype == torch.float32 and not coarse
+        return self.in_process and coarsest_dtype(self.inner) == torch.float32 and not coarse
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
