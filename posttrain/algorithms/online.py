@@ -30,6 +30,7 @@ from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference
 from posttrain.rewards.base import RewardRunner, RewardTable
+from posttrain.rewards.transform import load_transforms, transforms_state
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.generation import Generation, judged_completions
 from posttrain.rollouts.spool import Spool
@@ -338,12 +339,12 @@ class OnlineTrainer(
         """Where the run stands inside its window, with the scored rollouts it has not trained yet."""
         buffer = None if self._buffer is None else [[dataclasses.asdict(row) for row in rows] for rows in self._buffer]
         online = {"step": self._step, "generations": self._generations, "born": self._buffer_born, "buffer": buffer}
-        return super().state_to_save() | {"online": online, "rewards": self.rewards.state()}
+        return super().state_to_save() | {"online": online, "rewards": transforms_state(self.rewards.transforms)}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
         super().load_saved_state(state)
-        self.rewards.load(state.get("rewards", ()))
+        load_transforms(self.rewards.transforms, state.get("rewards", ()))
         online = state["online"]
         self._step, self._generations, self._buffer_born = online["step"], online["generations"], online["born"]
         buffer = online["buffer"]

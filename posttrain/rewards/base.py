@@ -22,7 +22,7 @@ from posttrain.rewards.concurrency import awaited, close, is_concurrent, itself,
 from posttrain.rewards.environments import environment_rewards
 from posttrain.rewards.functions import as_callable, one_each, reward_name, unique
 from posttrain.rewards.shares import REPORTED, describe_shares, describe_weights, variance_shares
-from posttrain.rewards.transform import RunningScale, parse_transform
+from posttrain.rewards.transform import count_rewards, parse_transform
 
 __all__ = ["RewardRunner", "RewardTable", "parallel", "reward_name"]
 
@@ -295,9 +295,8 @@ class RewardRunner:
         self._judge(unscored, names)
         numbers = torch.as_tensor(list(groups))
         self._warn_partial(table, numbers, unscored)
-        for transform, raw in zip(self.transforms, table.values.unbind(1), strict=True) if training else ():
-            if isinstance(transform, RunningScale):
-                transform.add(raw)
+        if training:
+            count_rewards(self.transforms, table.values)
         table.raw, table.values = table.values, self.transformed(table.values, numbers)
         for name, transform, raw in zip(table.names, self.transforms, table.raw.unbind(1), strict=True):
             if transform is not None:
@@ -310,16 +309,6 @@ class RewardRunner:
         """``(n, K)`` rewards after each function's transform, a tensor of its own; ``groups (n,)`` numbers the rows' groups."""
         columns = zip(values.unbind(1), self.transforms, strict=True)
         return torch.stack([raw if transform is None else transform(raw, groups) for raw, transform in columns], 1)
-
-    def state(self) -> list[list[float] | None]:
-        """Of each function's transform, what a resumed run must know; for JSON."""
-        return [one.state() if isinstance(one, RunningScale) else None for one in self.transforms]
-
-    def load(self, state: Sequence[Sequence[float] | None]) -> None:
-        """Undo `state`."""
-        for transform, saved in zip(self.transforms, state, strict=False):
-            if isinstance(transform, RunningScale) and saved is not None:
-                transform.load(saved)
 
     def _report_shares(self, table: RewardTable, training: bool) -> None:
         """How much of what is learned from each function decides."""

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, did_you_mean
 
-__all__ = ["TRANSFORMS", "RunningScale", "parse_transform", "transform_names"]
+__all__ = [
+    "TRANSFORMS",
+    "RunningScale",
+    "count_rewards",
+    "load_transforms",
+    "parse_transform",
+    "transform_names",
+    "transforms_state",
+]
 
 Transform = Callable[[Tensor, Tensor], Tensor]
 # Name -> how it is written with its numbers.
@@ -126,6 +134,25 @@ class RunningScale:
     def load(self, state: Sequence[float]) -> None:
         """Undo `state`."""
         self.count, self.mean, self.squares = int(state[0]), *map(float, state[1:])
+
+
+def count_rewards(transforms: Sequence[Transform | None], rewards: Tensor) -> None:
+    """Let transforms that remember see ``(n, K)`` rewards of a training generation."""
+    for transform, column in zip(transforms, rewards.unbind(1), strict=True):
+        if isinstance(transform, RunningScale):
+            transform.add(column)
+
+
+def transforms_state(transforms: Sequence[Transform | None]) -> list[list[float] | None]:
+    """What a resumed run must know of each; for JSON."""
+    return [transform.state() if isinstance(transform, RunningScale) else None for transform in transforms]
+
+
+def load_transforms(transforms: Sequence[Transform | None], state: Sequence[Sequence[float] | None]) -> None:
+    """Undo `transforms_state`."""
+    for transform, saved in zip(transforms, state, strict=False):
+        if isinstance(transform, RunningScale) and saved is not None:
+            transform.load(saved)
 
 
 def _log1p(rewards: Tensor, groups: Tensor) -> Tensor:

@@ -224,8 +224,9 @@ def test_5_5_c_a_run_that_was_stopped_equals_one_that_was_not(tokenizer, tmp_pat
     assert torch.equal(weights(whole), weights(part))  # Policy and value function.
     assert whole.counters == part.counters
     assert whole.counters["episode"] == 3 * 8
-    assert whole.rewards.state() == part.rewards.state()
-    assert whole.rewards.state()[0][0] == 3 * 8  # Every reward once.
+    (scale,), (again,) = whole.rewards.transforms, part.rewards.transforms
+    assert scale.state() == again.state()
+    assert scale.count == 3 * 8  # Every reward once.
     first = {row["step"]: row["loss"] for row in whole.state.log_history if "loss" in row}
     again = {row["step"]: row["loss"] for row in part.state.log_history if "loss" in row}
     assert all(again[step] == first[step] for step in range(4, 11))
