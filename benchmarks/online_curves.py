@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import threading
@@ -23,7 +24,7 @@ TASKS = {  # Short ones whose answers spread: always saying the commonest takes 
     "lcm": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 9},
 }  # fmt: skip
 METHODS = ("grpo", "rloo", "ppo")
-SYSTEM = "Reply with just the number."
+ASK = {"system_prompt": "Reply with just the number.", "extract": "last_number"}
 PROMPTS, GROUP, NEW = 8, 8, 6
 EVERY = 5  # Updates between two looks at the accuracy.
 
@@ -47,6 +48,30 @@ def accuracy(model, tokenizer, dataset, reward) -> float:
     said = complete(model, tokenizer, dataset["prompt"], max_new_tokens=NEW)
     columns = {name: dataset[name] for name in ("task_index", "answer")}
     return sum(s >= 0.99 for s in reward([t.strip() for t in said], **columns)) / len(said)
+
+
+def held_out(task: str):
+    """Distinct problems that no run trains on, the scorer, and the prompts' texts."""
+    from posttrain import reasoning_gym_task
+
+    held, judge = reasoning_gym_task(task, size=64, seed=1_000, **ASK, **TASKS[task])
+    first = {str(held["prompt"][row]): row for row in reversed(range(len(held)))}
+    return held.select(sorted(first.values())), judge, set(first)
+
+
+def shortcuts(task: str) -> dict[str, float]:
+    """What is right without the arithmetic that a task asks for."""
+    held, *_ = held_out(task)
+    answers = [int(answer) for answer in held["answer"]]
+    pairs = [[int(x) for x in re.findall(r"\d+", prompt[-1]["content"])][:2] for prompt in held["prompt"]]
+    said = {
+        "the commonest answer": [Counter(answers).most_common(1)[0][0]] * len(answers),
+        "the first number": [a for a, _ in pairs],
+        "the second number": [b for _, b in pairs],
+        "the larger number": [max(pair) for pair in pairs],
+        "the sum, whatever the sign": [sum(pair) for pair in pairs],
+    }
+    return {name: sum(map(int.__eq__, given, answers)) / len(answers) for name, given in said.items()}
 
 
 def trainer_of(method: str, model: str, reward, data, settings: dict):
@@ -80,13 +105,10 @@ def run(method: str, task: str, seed: int, model: str, updates: int) -> dict:
 
     torch.set_num_threads(1)
     steps = 2 * updates if method == "ppo" else updates  # PPO passes twice over each batch.
-    ask = {"system_prompt": SYSTEM, "extract": "last_number"}
-    held, judge = reasoning_gym_task(task, size=64, seed=1_000, **ask, **TASKS[task])
-    first = {str(held["prompt"][row]): row for row in reversed(range(len(held)))}
-    held = held.select(sorted(first.values()))
+    held, judge, texts = held_out(task)
     # The tasks have few problems: drawn from another seed, most of those held out would be trained on too.
-    data, reward = reasoning_gym_task(task, size=4 * updates * PROMPTS, seed=seed, **ask, **TASKS[task])
-    data = data.filter(lambda row: str(row["prompt"]) not in first).select(range(updates * PROMPTS))
+    data, reward = reasoning_gym_task(task, size=4 * updates * PROMPTS, seed=seed, **ASK, **TASKS[task])
+    data = data.filter(lambda row: str(row["prompt"]) not in texts).select(range(updates * PROMPTS))
     if method == "ppo":  # The same prompts, as often as the others answer each.
         data = data.select([row for row in range(len(data)) for _ in range(GROUP)])
     settings = harness.settings(
@@ -105,13 +127,12 @@ def run(method: str, task: str, seed: int, model: str, updates: int) -> dict:
     points.append((0, accuracy(trainer.model, trainer.processing_class, held, judge)))
     trainer.add_callback(Judge())
     trainer.train()
-    always = Counter(held["answer"]).most_common(1)[0][1] / len(held)
     found = {"method": method, "task": task, "seed": seed, "updates": updates, "model": Path(model).name}
-    return found | {"held_out": len(held), "points": points, "always": always}
+    return found | {"held_out": len(held), "points": points}
 
 
-def draw(runs: list[dict], path: Path) -> None:
-    """One panel a task: the mean over seeds, and each seed."""
+def draw(runs: list[dict], easy: dict[str, dict[str, float]], path: Path) -> None:
+    """One panel a task: the mean over seeds, and each seed; and the best of the shortcuts."""
     from posttrain.integrations import require
 
     require("matplotlib", "the curves").use("Agg")
@@ -127,8 +148,11 @@ def draw(runs: list[dict], path: Path) -> None:
             mean = [(p[0][0], sum(y for _, y in p) / len(p)) for p in zip(*mine, strict=True)]
             if mean:
                 panel.plot(*zip(*mean, strict=True), color=colours[method], label=method.upper(), marker="o")
-        always = next(r["always"] for r in runs if r["task"] == task)
-        panel.axhline(always, color="0.4", linestyle=":", linewidth=1, label="always the commonest answer")
+        best = max(easy[task], key=easy[task].__getitem__)
+        panel.axhline(easy[task][best], color="0.4", linestyle=":", linewidth=1, label="best shortcut")
+        panel.text(
+            0.02, easy[task][best], best, color="0.4", fontsize=8, va="bottom", transform=panel.get_yaxis_transform()
+        )
         panel.set_title(task)
         panel.set_xlabel(f"updates of {PROMPTS} x {GROUP} completions")
         panel.grid(alpha=0.3)
@@ -161,18 +185,18 @@ def main() -> None:
     done = {(r["method"], r["task"], r["seed"]) for r in runs}
     wanted = [(m, t, s) for s in range(args.seeds) for t in args.tasks for m in args.methods if (m, t, s) not in done]
     common = ["--model", model, "--updates", str(args.updates)]
-    lock = threading.Lock()
+    lock, easy = threading.Lock(), {task: shortcuts(task) for task in args.tasks}
 
     def start(which: tuple[str, str, int]) -> None:
         found = harness.child(sys.executable, __file__, "--one", *map(str, which), *common)
         print(found, flush=True)
         with lock:  # Kept one by one: a run takes minutes, and all of them an hour.
             runs.append(found)
-            harness.save("online_curves", {"runs": runs})
+            harness.save("online_curves", {"runs": runs, "shortcuts": easy})
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(start, wanted))
-    draw(runs, harness.RESULTS / "online_curves.png")
+    draw(runs, easy, harness.RESULTS / "online_curves.png")
 
 
 if __name__ == "__main__":
