@@ -89,7 +89,7 @@ def audit_answers(
     values = {score for score in scores if score == score}
     if column is None or not values <= {0.0, max(values, default=0.0)} or max(values, default=0.0) < 0:
         return None
-    judged, missed, given = 0, [], []
+    judged, missed, given, known = 0, [], [], False
     for score, completion, gold in list(zip(scores, completions, columns[column], strict=True))[:SAMPLES]:
         said = said_answer(completion)
         equal = None if said is None or score != score else answers_match(said, gold)
@@ -97,11 +97,13 @@ def audit_answers(
             continue
         judged += 1
         pair = (str(said)[:40], str(gold)[:40])
+        known |= bool(equal) and score > 0
         if equal and score == 0:
             missed.append(pair)
         elif not equal and score > 0 and _comparable(gold):
             given.append(pair)
-    return Disagreement(column, judged, missed, given) if judged else None
+    # Where no right answer got it, the one value may be what a wrong one gets for its form.
+    return Disagreement(column, judged, missed, given if known else []) if judged else None
 
 
 def _comparable(gold: Any) -> bool:

@@ -233,3 +233,13 @@ def test_an_environment_may_be_the_only_reward_and_its_error_names_it():
         runner(prompts=["p"] * 2, completions=["a"] * 2, completion_ids=[[1]] * 2, environments=[Game(), Game(None)])
     with pytest.raises(ConfigError, match="reward_funcs is empty"):
         RewardRunner(None, environments=[object()])
+
+
+def test_a_reward_of_form_in_a_batch_without_a_right_answer_is_not_taken_for_that_of_one():
+    def right(completions, answer, **_):
+        return [1.0 if text == a else 0.2 * text.isdigit() for text, a in zip(completions, answer, strict=True)]
+
+    said, gold = ["18", "9", "so", "7"], ["2", "1", "3", "4"]
+    found = audit_answers(right, right(said, gold), said, {"answer": gold})
+    assert found.given == []
+    assert found.describe("right") is None
