@@ -12,6 +12,7 @@ import math
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,9 +219,14 @@ def our_case(settings: dict[str, Any], count: int) -> dict[str, Any]:
         )  # fmt: skip
         terms = grpo_objective(ModelOutputs(logp=batch["logp"], entropy=batch["entropy"]), forest, config)
         total = total + reduce(terms, counts)
-        metrics = {k: float(m.value) / (float(m.weight) if m.reduction == "mean" else 1.0) for k, m in terms.metrics.items()
-                   if m.reduction != "mean" or float(m.weight)}  # fmt: skip
+        metrics = numbers_of(terms)
     return told(total, batches, metrics if count == 1 else {})
+
+
+def numbers_of(terms: Any) -> dict[str, float]:
+    """Metrics of one micro-batch; a mean over nothing is none."""
+    known = {k: m for k, m in terms.metrics.items() if m.reduction != "mean" or float(m.weight)}
+    return {k: float(m.value) / (float(m.weight) if m.reduction == "mean" else 1.0) for k, m in known.items()}
 
 
 def gap(ours: list[float], peer: list[float]) -> float:
@@ -247,16 +253,30 @@ def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, dict[str, f
     return found
 
 
+def gaps_of(script: str, about: str, cases: dict[str, tuple], ours: Callable, peer: Callable) -> dict | None:
+    """Relative gaps of every case, from a process a side; None in such a process, which has printed its numbers.
+
+    Args:
+        script: The file that is run.
+        about: For ``--help``.
+        cases: Arguments by name.
+        ours: Makes the numbers of a case here.
+        peer: Makes the peer's.
+    """
+    args = harness.parser(about).parse_args()
+    if args.side:
+        run = ours if args.side == "ours" else peer
+        print(json.dumps({name: run(*case) for name, case in cases.items()}))
+        return None
+    theirs = harness.child(harness.peer_python(), script, "--side", "peer")
+    return compare(harness.child(sys.executable, script, "--side", "ours"), theirs)
+
+
 def main() -> None:
     """Both sides, the gaps, and what was not expected."""
-    options = harness.parser(__doc__)
-    args = options.parse_args()
-    if args.side:
-        run = our_case if args.side == "ours" else peer_case
-        print(json.dumps({name: run(*case) for name, case in cases().items()}))
+    gaps = gaps_of(__file__, __doc__, cases(), our_case, peer_case)
+    if gaps is None:
         return
-    peer = harness.child(harness.peer_python(), __file__, "--side", "peer")
-    gaps = compare(harness.child(sys.executable, __file__, "--side", "ours"), peer)
     apart = {name: found for name, found in gaps.items() if max(found.values()) > CLOSE}
     for name, found in apart.items():
         worst = max(found, key=found.__getitem__)

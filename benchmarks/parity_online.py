@@ -6,8 +6,6 @@ that were never constructed. PPO, Nash-MD and XPO are not in the peer's release;
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from collections import defaultdict
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ from typing import Any
 
 import harness
 import torch
-from parity_grpo import CLOSE, ROWS, TOKENS, compare, micro_batches, told
+from parity_grpo import CLOSE, ROWS, TOKENS, gaps_of, micro_batches, numbers_of, told
 
 Tensors = dict[str, torch.Tensor]
 
@@ -241,20 +239,15 @@ def our_case(method: str, settings: dict[str, Any], count: int) -> dict[str, Any
         )  # fmt: skip
         terms = terms_of(ModelOutputs(logp=batch["logp"], entropy=batch["entropy"]), forest)
         total = total + reduce(terms, counts)
-        metrics = {k: float(m.value) / (float(m.weight) if m.reduction == "mean" else 1.0) for k, m in terms.metrics.items()
-                   if m.reduction != "mean" or float(m.weight)}  # fmt: skip
+        metrics = numbers_of(terms)
     return told(total, batches, metrics if count == 1 else {})
 
 
 def main() -> None:
     """Both sides, the gaps, and what was not expected."""
-    args = harness.parser(__doc__).parse_args()
-    if args.side:
-        run = our_case if args.side == "ours" else peer_case
-        print(json.dumps({name: run(*case) for name, case in cases().items()}))
+    gaps = gaps_of(__file__, __doc__, cases(), our_case, peer_case)
+    if gaps is None:
         return
-    peer = harness.child(harness.peer_python(), __file__, "--side", "peer")
-    gaps = compare(harness.child(sys.executable, __file__, "--side", "ours"), peer)
     equal, strange, used = [], [], set()
     for name, found in gaps.items():
         allowed, why = DELIBERATE.get(name.removesuffix(" x2"), ((), ""))

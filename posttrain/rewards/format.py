@@ -21,8 +21,14 @@ def completion_text(completion: Any) -> str:
     """
     if isinstance(completion, str):
         return completion
-    said = [_content(message) for message in completion if message.get("role", "assistant") == "assistant"]
-    return next((text for text in reversed(said) if text.strip()), "")
+    text = _content(_answer(completion))
+    return text if text.strip() else ""
+
+
+def _answer(messages: Sequence[Any]) -> Any:
+    """The last assistant message that says something, else the last one; empty where the assistant has none."""
+    turns = [message for message in messages if message.get("role", "assistant") == "assistant"]
+    return next((turn for turn in reversed(turns) if _content(turn).strip()), turns[-1] if turns else {})
 
 
 def _content(message: Any) -> str:
@@ -41,8 +47,7 @@ def text_with_reasoning(completion: Any) -> str:
     """
     if isinstance(completion, str):
         return completion
-    turns = [message for message in completion if message.get("role", "assistant") == "assistant"]
-    message = next((turn for turn in reversed(turns) if _content(turn).strip()), turns[-1] if turns else {})
+    message = _answer(completion)
     if isinstance(message, ParsedMessage):
         return message.raw
     reasoning = next((message[name] for name in REASONING if message.get(name)), None)
