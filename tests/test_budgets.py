@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "posttrain"
 EXCEPTIONS = ROOT / "tests" / "budget_exceptions.txt"
-MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, WINDOW, MAX_COPIED = 400, 50, 8, 6, 0.05
+MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, WINDOW, MAX_COPIED = 600, 50, 8, 6, 0.05
 
 
 def files():
