@@ -1,13 +1,16 @@
-"""Budgets of the code: files, functions, parameters and copied lines stay small."""
+"""Budgets of the code: functions, parameters and copied lines stay small, and the figures of the house only go down."""
 
 import ast
+import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "posttrain"
 EXCEPTIONS = ROOT / "tests" / "budget_exceptions.txt"
-MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, WINDOW, MAX_COPIED = 600, 50, 8, 6, 0.05
+MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, WINDOW, MAX_COPIED = 600, 50, 8, 6, 0.03
 
 
 def files():
@@ -56,7 +59,7 @@ def test_no_exception_outlives_its_reason():
     assert allowed() <= set(over_budget())
 
 
-def test_copied_windows_of_six_lines_stay_under_five_percent():
+def test_copied_windows_of_six_lines_stay_under_three_percent():
     windows, total = Counter(), 0
     for path in files():
         lines = [line.strip() for line in path.read_text().splitlines()]
@@ -65,3 +68,20 @@ def test_copied_windows_of_six_lines_stay_under_five_percent():
         windows.update(tuple(code[i : i + WINDOW]) for i in range(len(code) - WINDOW + 1))
     copied = sum(count - 1 for count in windows.values() if count > 1) * WINDOW
     assert copied <= MAX_COPIED * total, f"{copied} of {total} lines"
+
+
+RATCHETS = ROOT / "tests" / "snapshots" / "house.json"
+# What a figure may lie below its ratchet before the ratchet must follow: lines change with every commit.
+SLACK = {"lines": 300, "longest_file": 200, "one_importer_share": 0.01}
+
+
+def test_the_figures_of_the_house_only_go_down():
+    """`python tools/house.py --json > tests/snapshots/house.json` lowers the ratchets."""
+    done = subprocess.run(
+        [sys.executable, "tools/house.py", "--json"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    now, held = json.loads(done.stdout.splitlines()[-1]), json.loads(RATCHETS.read_text())
+    assert now.pop("docstring_share") >= 0.15
+    assert not {name: (value, held[name]) for name, value in now.items() if value > held[name]}
+    loose = {k: (v, held[k]) for k, v in now.items() if v < held[k] - SLACK.get(k, 0)}
+    assert not loose, f"better than the ratchet, which should follow: {loose}"

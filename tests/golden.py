@@ -1,0 +1,208 @@
+"""Twenty steps of every trainer on a two-layer model: the curves that no refactoring may move.
+
+``python -m tests.golden`` measures all of them and rewrites the file. A change that moves a curve says why in its message.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.conftest import build_model, build_tokenizer
+
+FILE = Path(__file__).parent / "snapshots" / "golden_curves.json"
+# Adam divides by the gradient's own size and so makes whole steps of rounding errors; plain SGD does not.
+COMMON = {
+    "max_steps": 20,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 10,
+    "learning_rate": 0.02,
+    "lr_scheduler_type": "linear",
+    "optim": "sgd",
+    "seed": 7,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "bf16": False,
+    "use_cpu": True,
+}
+PINNED = ("loss", "grad_norm", "reward", "eval_loss", "eval_reward", "rewards/margins", "kl", "num_tokens")
+
+
+def lora():
+    """Seeded by the trainer."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+
+def _sft(folder, tokenizer, **settings):
+    from tests.algorithms.helpers import chats, sft
+
+    return sft(folder, tokenizer, eval_dataset=chats(5), **(COMMON | settings))
+
+
+def _reward(folder, tokenizer):
+    from tests.algorithms.test_reward import pairs, reward
+
+    return reward(folder, tokenizer, eval_dataset=pairs(3), **COMMON, per_device_train_batch_size=4)
+
+
+def _dpo(folder, tokenizer, **settings):
+    from tests.algorithms.test_dpo import dpo, pairs
+
+    return dpo(folder, tokenizer, eval_dataset=pairs(3), **(COMMON | {"per_device_train_batch_size": 4} | settings))
+
+
+def _unpaired(kind):
+    def build(folder, tokenizer):
+        from tests.algorithms.test_judged import answers, make
+
+        return make(kind, folder, tokenizer, eval_dataset=answers(4), **COMMON, gradient_accumulation_steps=1)
+
+    return build
+
+
+def _reference_free(kind):
+    def build(folder, tokenizer):
+        from tests.algorithms.test_reference_free import make, pairs, triples
+
+        rows = (triples() if kind == "tpo" else pairs()).select(range(3))
+        return make(kind, folder, tokenizer, eval_dataset=rows, **COMMON, per_device_train_batch_size=4)
+
+    return build
+
+
+def _grpo(folder, tokenizer, **settings):
+    from tests.algorithms.helpers import grpo, prompts
+
+    own = {"gradient_accumulation_steps": 2, "num_iterations": 2, "beta": 0.05, "eval_dataset": prompts(4)}
+    return grpo(folder, tokenizer, engine="native", **(COMMON | own | settings))
+
+
+def _gmpo(folder, tokenizer):
+    from posttrain import GMPOConfig, GMPOTrainer
+    from tests.algorithms.helpers import GROUPS, count_a, prompts
+
+    args = GMPOConfig(str(folder), **(GROUPS | COMMON | {"num_iterations": 2}))
+    data = {"train_dataset": prompts(), "eval_dataset": prompts(4)}
+    return GMPOTrainer(build_model(len(tokenizer)), count_a, args, processing_class=tokenizer, **data)
+
+
+def _rloo(folder, tokenizer):
+    from tests.algorithms.helpers import prompts
+    from tests.algorithms.test_rloo import rloo
+
+    return rloo(folder, tokenizer, engine="native", eval_dataset=prompts(4), **COMMON)
+
+
+def _ppo(folder, tokenizer):
+    from tests.algorithms.helpers import prompts
+    from tests.algorithms.test_ppo import ppo
+
+    tokenizer.pad_token = "<|endoftext|>"
+    return ppo(folder, tokenizer, engine="native", eval_dataset=prompts(4), **COMMON)
+
+
+def _online_preference(method):
+    def build(folder, tokenizer):
+        from tests.algorithms.helpers import prompts
+        from tests.algorithms.test_online_preference import make
+
+        return make(method, folder, tokenizer, eval_dataset=prompts(4), **COMMON)
+
+    return build
+
+
+def _a2po(folder, tokenizer):
+    from tests.algorithms.test_a2po import build
+
+    own = {"eval_strategy": "no", "filter_all_incorrect": False}
+    return build(folder, tokenizer, engine="native", **(COMMON | own))
+
+
+def _async_grpo(folder, tokenizer):
+    from tests.algorithms.async_helpers import sample, trainer
+
+    def make(number, version):
+        written = [(number * 7 + k) % 250 + 3 for k in range(1 + number % 5)]
+        return sample(number // 2, version, written=written, advantage=(-1.0) ** number * (1 + number % 3))
+
+    return trainer(folder, tokenizer, make, **(COMMON | {"eval_strategy": "no"}))
+
+
+CASES = {
+    "sft": _sft,
+    "sft_lora": lambda folder, tokenizer: _sft(folder, tokenizer, peft_config=lora(), learning_rate=0.5),
+    "sft_packed": lambda folder, tokenizer: _sft(folder, tokenizer, packing=True, max_length=64),
+    "reward": _reward,
+    "dpo": _dpo,
+    "dpo_lora": lambda folder, tokenizer: _dpo(folder, tokenizer, peft_config=lora(), loss_type=["sigmoid", "sft"]),
+    "kto": _unpaired("kto"),
+    "bco": _unpaired("bco"),
+    "cpo": _reference_free("cpo"),
+    "orpo": _reference_free("orpo"),
+    "tpo": _reference_free("tpo"),
+    "grpo": _grpo,
+    "grpo_lora": lambda folder, tokenizer: _grpo(folder, tokenizer, peft_config=lora(), learning_rate=0.2),
+    "gmpo": _gmpo,
+    "rloo": _rloo,
+    "ppo": _ppo,
+    "online_dpo": _online_preference("online_dpo"),
+    "nash_md": _online_preference("nash_md"),
+    "xpo": _online_preference("xpo"),
+    "a2po": _a2po,
+    "async_grpo": _async_grpo,
+}
+TWO_RANKS = ("sft", "grpo")
+
+
+def build(name, folder):
+    """The trainer of one case."""
+    return CASES[name](folder, build_tokenizer())
+
+
+def curve(name, folder):
+    """``{metric: [values by step]}`` of one run; empty where no run of the method logs the metric."""
+    trainer = build(name, folder)
+    trainer.train()
+    rows = trainer.state.log_history
+    return {key: found for key in PINNED if (found := [row[key] for row in rows if key in row])}
+
+
+def measure(name):
+    """The same in a folder that goes away; on two gloo processes where the name says so."""
+    from tests.ranks import run_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        if name.endswith("@2"):
+            return run_ranks("tests.golden", "--rank", name[:-2], folder, processes=2, folder=Path(folder, "result"))
+        return curve(name, folder)
+
+
+NAMES = [*CASES, *(f"{name}@2" for name in TWO_RANKS)]
+
+
+def _rank(name, folder):
+    from tests.ranks import leave, part
+
+    found = curve(name, folder)
+    from accelerate import PartialState
+
+    if PartialState().is_main_process:
+        leave(found)
+    part()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        _rank(*sys.argv[2:4])
+    else:
+        known = json.loads(FILE.read_text()) if FILE.exists() else {}
+        for case in sys.argv[1:] or NAMES:
+            known[case] = measure(case)
+            print(case, {key: len(values) for key, values in known[case].items()}, flush=True)
+        FILE.write_text(json.dumps({name: known[name] for name in sorted(known)}, indent=1) + "\n")

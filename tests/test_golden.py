@@ -1,0 +1,21 @@
+"""Curves of twenty steps stay what they are while code moves."""
+
+import json
+
+import pytest
+
+from tests.golden import FILE, NAMES, measure
+
+
+def marked(name):
+    return pytest.param(name, marks=pytest.mark.distributed) if name.endswith("@2") else name
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in NAMES])
+def test_twenty_steps_of_a_trainer_are_what_they_were(name):
+    known, found = json.loads(FILE.read_text())[name], measure(name)
+    assert found.keys() == known.keys()
+    assert len(known["loss"]) == 20
+    assert len(set(known["loss"])) > 10, "a curve that does not move pins nothing"
+    for metric, values in known.items():
+        assert found[metric] == pytest.approx(values, rel=1e-6, abs=1e-6), metric
