@@ -118,10 +118,11 @@ def _online_preference(method):
 
 
 def _a2po(folder, tokenizer):
+    from tests.algorithms.helpers import count_a
     from tests.algorithms.test_a2po import build
 
     own = {"eval_strategy": "no", "filter_all_incorrect": False}
-    return build(folder, tokenizer, engine="native", **(COMMON | own))
+    return build(folder, tokenizer, rewards=count_a, engine="native", **(COMMON | own))
 
 
 def _async_grpo(folder, tokenizer):
