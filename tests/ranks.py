@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 # Names of metrics whose value depends on the clock, on how many passes there were, or on the process.
-FREE = ("seconds", "per_second", "runtime", "step_time", "epoch", "replay/size")
+FREE = ("seconds", "per_second", "runtime", "step_time", "epoch")
 
 
 def run_ranks(module: str, *arguments: object, processes: int, folder: Path, timeout: float = 240) -> Any:

@@ -198,9 +198,9 @@ def test_the_tables_of_sft_are_those_of_the_code():
 
 
 def test_the_tables_of_reward_models_are_the_fields_of_the_code():
-    from posttrain import PRMConfig, RewardConfig
+    from posttrain import RewardConfig
 
-    for page, config in (("reward.md", RewardConfig), ("prm.md", PRMConfig)):
+    for page, config in (("reward.md", RewardConfig),):
         assert options(page, "option") == {f.name: default_of(f) for f in own_fields(config)}
 
 

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from posttrain import BCOConfig, ConfigError, CPOConfig, DPOConfig, GRPOConfig, KTOConfig, PRMConfig, RewardConfig
+from posttrain import BCOConfig, ConfigError, CPOConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig
 from posttrain.checks import versions
 from posttrain.checks.core import Context
 from posttrain.checks.machine import ports_of_servers
@@ -58,7 +58,7 @@ def test_trap_s30_a_mask_that_leaves_completions_out_by_their_length_is_told():
     assert "PT-R010" not in [finding.code for finding in check_online(healthy)]
 
 
-@pytest.mark.parametrize("config", [DPOConfig, KTOConfig, BCOConfig, CPOConfig, RewardConfig, PRMConfig, GRPOConfig])
+@pytest.mark.parametrize("config", [DPOConfig, KTOConfig, BCOConfig, CPOConfig, RewardConfig, GRPOConfig])
 @pytest.mark.parametrize("axis", ["cp_size", "sp_size"])
 def test_trap_s37_rows_that_share_a_prompt_are_never_cut_over_processes(config, axis, tmp_path):
     made = config(str(tmp_path), report_to="none", use_cpu=True, bf16=False)

@@ -51,7 +51,6 @@ _SAMPLED_PAIRS = Traits(group=2, reference="always", doubled=True)
 TRAITS: dict[str, Traits] = {
     "sft": Traits(answers=1, needs=frozenset({"logp", "entropy", "correct"})),
     "reward": Traits(kind="sequence", answers=2),
-    "prm": Traits(kind="token", answers=1),
     "dpo": _PAIRS,
     "kto": replace(_PAIRS, answers=1),
     "bco": replace(_PAIRS, answers=1),
@@ -60,7 +59,6 @@ TRAITS: dict[str, Traits] = {
     "tpo": replace(_PAIRS, answers=3, reference="never"),
     "grpo": _GROUPS,
     "gmpo": _GROUPS,
-    "grpo-replay": _GROUPS,
     "async-grpo": replace(_GROUPS, elsewhere=True),
     "rloo": _GROUPS,
     "a2po": Traits(group=1, reference="always"),

@@ -20,7 +20,7 @@ def name_of(context: Context) -> str | None:
     """The training command behind a trainer's class, or behind the class that it extends; None where there is none."""
     trainer = context.parts.get("trainer")
     classes = [kind.__name__ for kind in type(trainer).__mro__] if trainer is not None else []
-    plain = {name.replace("-", ""): name for name in TRAITS} | {"grpowithreplaybuffer": "grpo-replay"}
+    plain = {name.replace("-", ""): name for name in TRAITS}
     for name in (context.trainer, *classes):
         key = name.removesuffix("Trainer").lower().replace("-", "").replace("_", "")
         if key in plain:

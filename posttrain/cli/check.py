@@ -123,7 +123,7 @@ class Checkup:
         source = model_args.model_name_or_path or getattr(config, "sft_model_path", None)
         if not source:
             raise ValueError("--model_name_or_path is missing: which model shall be trained?")
-        check_model_source(source, generative=self.command not in ("reward", "prm"))
+        check_model_source(source, generative=self.command != "reward")
         found = model_config_of(source, config)
         if found is None:
             raise ValueError(f"the configuration of {source!r} cannot be read.")
@@ -138,7 +138,7 @@ class Checkup:
 
     def _tokenizer(self) -> str:
         _, config, model_args, _ = self.parsed
-        tokenizer = inspect._tokenizer(model_args, config, generative=self.command not in ("reward", "prm"))
+        tokenizer = inspect._tokenizer(model_args, config, generative=self.command != "reward")
         self.known["tokenizer"] = tokenizer
         template = "with a chat template" if getattr(tokenizer, "chat_template", None) else "without a chat template"
         return f"{len(tokenizer):,} tokens, {template}, eos {tokenizer.eos_token!r}, pad {tokenizer.pad_token!r}"

@@ -226,7 +226,7 @@ def _longest_rows(trainer: str, parsed: Sequence[Any]) -> list[Any]:
         data, _ = train._datasets(script_args, mixture, config)
         dataset = data[train._train_split(script_args, mixture)]
         drawn, _, _ = inspect._drawn(_as_dataset(longest_examples(dataset, LONGEST), dataset), LONGEST, config.seed)
-        tokenizer = inspect._tokenizer(model_args, config, generative=trainer not in ("reward", "prm"))
+        tokenizer = inspect._tokenizer(model_args, config, generative=trainer != "reward")
         made = inspect.ROWS[name](drawn, tokenizer, config)
     return made.rows if isinstance(made, inspect.Prepared) else made
 

@@ -103,23 +103,6 @@ def reward_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     return Prepared(pair_rows(prepared), [], numbers=_numbers(prepared))
 
 
-def prm_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
-    """Rows of a process reward model: judged tokens are the trained ones."""
-    from posttrain.data.steps import prepare_step_dataset, step_rows
-
-    prepared = prepare_step_dataset(
-        examples,
-        tokenizer,
-        step_separator=config.step_separator,
-        max_length=config.max_length,
-        max_completion_length=config.max_completion_length,
-        last_step_only=config.train_on_last_step_only,
-        soft_labels=config.soft_labels,
-    )
-    # Steps are judged at their separators: nothing is generated, so nothing has to end.
-    beside = frozenset({"PT-D004", "PT-D006"})
-    return Prepared(step_rows(prepared), [], None, beside, _numbers(prepared))
-
 
 def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
     """Rows of a method on given answers: the shared prompt and one completion a branch."""
@@ -154,8 +137,7 @@ for _name, _branches in {
     register(_name, answer_rows_of(_branches))
 register("sft", sft_rows)
 register("reward", reward_rows)
-register("prm", prm_rows)
-for _name in ("grpo", "async-grpo", "grpo-replay", "gmpo", "a2po", "rloo", "online-dpo", "nash-md", "xpo"):
+for _name in ("grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo", "nash-md", "xpo"):
     register(_name, prompt_rows)
 
 
@@ -218,7 +200,7 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
     from posttrain.report.inspect import summarise
 
     script_args, config, model_args, mixture = parsed
-    tokenizer = _tokenizer(model_args, config, generative=name not in ("reward", "prm"))
+    tokenizer = _tokenizer(model_args, config, generative=name != "reward")
     split = train._train_split(script_args, mixture)
     with _no_progress_bars():
         data, _ = train._datasets(script_args, mixture, config)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["SERVED", "RayArguments", "is_wanted", "run", "split"]
 
 # Commands that can generate with rollout servers.
-SERVED = ("grpo", "gmpo", "grpo-replay", "a2po", "rloo", "online-dpo", "async-grpo")
+SERVED = ("grpo", "gmpo", "a2po", "rloo", "online-dpo", "async-grpo")
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")
 INTERRUPTED, TERMINATED = 130, 143  # 128 and SIGINT, SIGTERM, as a shell says it.
 PATIENCE = 15.0  # Seconds that the trainer has to save after Ctrl-C.

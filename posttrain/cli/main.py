@@ -17,7 +17,6 @@ Post-training of transformer language models.
 training commands (all take --config file.yaml; COMMAND --help lists every option):
   sft     supervised fine-tuning
   reward  outcome reward models, from preference pairs
-  prm     process reward models, from judged steps
   dpo     direct preference optimisation, from preference pairs
   kto     from answers judged good or bad
   bco     the same, by a binary classifier's loss
@@ -26,7 +25,6 @@ training commands (all take --config file.yaml; COMMAND --help lists every optio
   tpo     pairs and a gold answer
   grpo    group-relative policy optimisation
   gmpo    GRPO with geometric means of clipped ratios
-  grpo-replay GRPO that replaces groups without a signal by earlier ones
   async-grpo  GRPO on rollouts that other processes write while it trains
   a2po    regression on optimal advantages, one completion a prompt
   rloo    policy gradients against the mean of a prompt's other completions
@@ -123,9 +121,8 @@ def _serve(argv: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sft": _train("sft"),
     "reward": _train("reward"),
-    "prm": _train("prm"),
     **{name: _train(name) for name in ("dpo", "kto", "bco", "cpo", "orpo", "tpo", "grpo")},
-    **{name: _train(name) for name in ("rloo", "ppo", "online-dpo", "nash-md", "xpo", "gmpo", "grpo-replay", "a2po")},
+    **{name: _train(name) for name in ("rloo", "ppo", "online-dpo", "nash-md", "xpo", "gmpo", "a2po")},
     "async-grpo": _train("async-grpo"),
     "check": _check,
     "estimate": _estimate,

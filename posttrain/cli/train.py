@@ -115,9 +115,6 @@ COMMANDS: dict[str, Command] = {
     "reward": Command(
         "posttrain.algorithms.reward:RewardTrainer", "posttrain.algorithms.reward:RewardConfig", "outcome reward models"
     ),
-    "prm": Command(
-        "posttrain.algorithms.prm:PRMTrainer", "posttrain.algorithms.prm:PRMConfig", "process reward models"
-    ),
     "dpo": Command(
         "posttrain.algorithms.dpo:DPOTrainer", "posttrain.algorithms.dpo:DPOConfig", "direct preference optimisation"
     ),
@@ -168,12 +165,6 @@ COMMANDS: dict[str, Command] = {
         "posttrain.algorithms.grpo.gmpo:GMPOTrainer",
         "posttrain.algorithms.grpo.gmpo:GMPOConfig",
         "GRPO with geometric means of clipped ratios",
-        EpisodeScriptArguments,
-    ),
-    "grpo-replay": Command(
-        "posttrain.algorithms.grpo.replay:GRPOWithReplayBufferTrainer",
-        "posttrain.algorithms.grpo.replay:GRPOWithReplayBufferConfig",
-        "GRPO that replaces groups without a signal by earlier ones",
         EpisodeScriptArguments,
     ),
     "async-grpo": Command(

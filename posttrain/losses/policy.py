@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.losses.reduce import sequence_sum
+from posttrain.losses.reduce import sequence_mean, sequence_sum, spread
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.types import Reduction
 
-__all__ = ["LOSS_TYPES", "LossType", "cispo", "clip_metrics", "clipped", "sapo", "vespo", "vespo_weight"]
+__all__ = ["LOSS_TYPES", "LossType", "cispo", "clip_metrics", "clipped", "geometric_ratio", "sapo", "vespo", "vespo_weight"]
 
 
 def clipped(
@@ -50,6 +50,34 @@ def sapo(log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float, tempe
     """
     tau = _by_sign(advantages > 0, temperature_pos, temperature_neg, advantages)
     return -advantages * (4.0 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
+
+
+def geometric_ratio(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    sequence: Tensor,
+    num_sequences: int,
+    *,
+    epsilon: float,
+    epsilon_high: float,
+) -> Tensor:
+    """``c_i = exp(mean_t d'_t)`` with ``d' = min(d, eps_high)`` where A > 0 and ``max(d, -eps)`` elsewhere, ``(S,)``.
+
+    Args:
+        log_ratio: ``(B, T)`` token log-ratios d.
+        advantages: ``(S,)``.
+        mask: ``(B, T)`` bool, the tokens that count.
+        sequence: ``(B, T)`` sequence index.
+        num_sequences: S.
+        epsilon: Lower clip, in log space.
+        epsilon_high: Upper clip, in log space.
+
+    Reference: Geometric-mean policy optimization, arXiv:2507.20673, equation 4.
+    """
+    better = spread(advantages, sequence) > 0
+    clipped = torch.where(better, log_ratio.clamp_max(epsilon_high), log_ratio.clamp_min(-epsilon))
+    return sequence_mean(clipped, mask, sequence, num_sequences).exp()
 
 
 def _by_sign(good: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
@@ -104,7 +132,7 @@ class LossType:
     """One row of the table.
 
     Attributes:
-        surrogate: ``clipped``, ``cispo``, ``sapo`` or ``vespo``.
+        surrogate: ``clipped``, ``cispo``, ``sapo``, ``vespo`` or ``geometric``.
         reduction: How tokens become one number; see `posttrain.losses.reduce`.
         level: The ratio level it fixes; None leaves it to the config.
     """
@@ -124,6 +152,8 @@ LOSS_TYPES: dict[str, LossType] = {
     # A sequence's term times its length, averaged over sequences: the sum of its tokens' equal terms.
     "luspo": LossType("clipped", "constant", "sequence"),
     "vespo": LossType("vespo", "token", "token"),
+    # One ratio a completion: all its tokens have its term, whose mean over the sequence is the term itself.
+    "gmpo": LossType("geometric", "sequence_token", "token"),
 }
 
 

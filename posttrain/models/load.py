@@ -62,7 +62,7 @@ class ModelConfig:
     )
     lora_modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules trained and saved whole."})
     lora_task_type: str = field(
-        default="CAUSAL_LM", metadata={"help": "SEQ_CLS for reward models, TOKEN_CLS for PRMs."}
+        default="CAUSAL_LM", metadata={"help": "SEQ_CLS for reward models."}
     )
     use_rslora: bool = field(default=False, metadata={"help": "Scale by alpha / sqrt(r)."})
     use_dora: bool = field(default=False, metadata={"help": "Train magnitude and direction apart."})

@@ -89,7 +89,7 @@ def generate_model_card(
         paper_title: Of the paper that introduced the method.
         paper_id: Its id on arXiv.
         trainer_citation: BibTeX of that paper.
-        task: ``text-generation``, ``text-classification`` (a reward model) or ``token-classification`` (a PRM).
+        task: ``text-generation``, ``text-classification`` (a reward model).
         chat: Whether the quick start of a generating model sends messages or plain text.
 
     Returns:

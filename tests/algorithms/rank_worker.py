@@ -3,7 +3,7 @@
 import sys
 
 from posttrain import Rollout  # noqa: F401 - the public package must import in a worker too
-from tests.algorithms.helpers import chats, grpo, prompts, sft
+from tests.algorithms.helpers import chats, count_a, grpo, prompts, sft
 from tests.conftest import build_tokenizer
 from tests.ranks import leave, part, step_taken, weights
 
@@ -28,26 +28,17 @@ def main(kind, folder, batch, accumulation):
         from tests.algorithms.test_rloo import rloo
 
         trainer = rloo(folder, tokenizer, data=prompts(4), normalize_advantages=True, **common)
-    elif kind in ("replay", "a2po"):
-        trainer = variant(kind, folder, tokenizer, common)
+    elif kind == "a2po":
+        from tests.algorithms.test_a2po import build
+
+        own = {"num_generations": 1, "beta2": 0.1, "num_value_samples": 4, "filter_all_incorrect": False}
+        trainer = build(folder, tokenizer, rewards=count_a, data=prompts(16), **(common | own))
     else:
         trainer = grpo(folder, tokenizer, beta=0.05, data=prompts(4), loss_type=kind, scale_rewards="batch", **common)
     before = weights(trainer)
     trainer.train()
     if trainer.accelerator.is_main_process:
         leave(step_taken(trainer, before))
-
-
-def variant(kind, folder, tokenizer, common):
-    """With a buffer of earlier groups (each process has its own), or with values of all prompts estimated before the step."""
-    from posttrain import A2POConfig, A2POTrainer, GRPOWithReplayBufferConfig, GRPOWithReplayBufferTrainer
-    from tests.algorithms.test_replay import build
-
-    if kind == "a2po":
-        own = {"num_generations": 1, "beta2": 0.1, "num_value_samples": 4, "filter_all_incorrect": False}
-        return build(A2POTrainer, A2POConfig, folder, tokenizer, data=prompts(16), **(common | own))
-    own = {"data": prompts(4), "beta": 0.05, "scale_rewards": "batch"}
-    return build(GRPOWithReplayBufferTrainer, GRPOWithReplayBufferConfig, folder, tokenizer, **(common | own))
 
 
 def evaluate(folder, tokenizer, batch):

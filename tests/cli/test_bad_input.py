@@ -11,7 +11,6 @@ from posttrain.cli.main import main
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 LONG = "word " * 60
 PAIR = {"prompt": LONG, "chosen": "a", "rejected": "b"}
-STEPS = {"prompt": LONG, "completions": ["a"], "labels": [True]}
 
 
 def lines(*rows):
@@ -46,9 +45,7 @@ CASES = {
         "reward", lines(PAIR, {"chosen": "a", "rejected": "a"}), ["--max_length", "16"],
         "of 2, 1 longer than max_length=16, 1 with two equal answers",
     ),
-    "every judged answer left out": ("prm", lines(STEPS), ["--max_length", "16"], "of 1, 1 whose judged steps all lie beyond the limit"),
     "columns of another method": ("reward", lines(CHAT), [], "the train rows need 'chosen' and 'rejected', and have columns ['messages']"),
-    "a share as a label": ("prm", lines({"prompt": "q", "completions": ["a"], "labels": [0.9]}), [], "row 0: column 'labels': 0.9 must be"),
     "a split that is not there": ("sft", lines(CHAT), ["--eval_strategy", "steps"], "eval_strategy='steps' needs a split 'test'"),
     "a missing package": ("sft", lines(CHAT), ["--use_liger_kernel", "true"], "liger-kernel"),
     "offloading without a device": ("sft", lines(CHAT), ["--activation_offloading", "true"], "this run is on the CPU"),

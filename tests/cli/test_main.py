@@ -129,7 +129,7 @@ def prompts_file(folder, count=8):
     return write_jsonl(folder / "p.jsonl", [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(count)])
 
 
-@pytest.mark.parametrize("command", ["a2po", "gmpo", "grpo-replay"])
+@pytest.mark.parametrize("command", ["a2po", "gmpo"])
 def test_every_variant_trains_from_the_command_line_with_a_reward_in_a_file(command, tiny_model_dir, tmp_path):
     (tmp_path / "own.py").write_text(
         "LIMIT = 3\ndef even(completions, **kw):\n    return [len(c[0]['content']) % 2 for c in completions]\n"

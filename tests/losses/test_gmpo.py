@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
-from posttrain.algorithms.grpo.gmpo import GMPOConfig, geometric_ratio, gmpo_objective
+from posttrain.algorithms.grpo.gmpo import GMPOConfig
+from posttrain.algorithms.grpo.objective import grpo_objective
 from posttrain.errors import ConfigError
+from posttrain.losses.policy import geometric_ratio
 from posttrain.losses.reduce import Denominators, reduce
 from tests.losses.properties import (
     Case,
@@ -28,7 +30,7 @@ def config(**settings):
 
 def gmpo(name, **settings):
     cfg = config(**settings)
-    return Case(name, lambda out, batch: gmpo_objective(out, batch, cfg))
+    return Case(name, lambda out, batch: grpo_objective(out, batch, cfg))
 
 
 CASES = [gmpo("gmpo"), gmpo("gmpo+kl", beta=0.1), gmpo("tight", epsilon=0.05, epsilon_high=0.1)]
@@ -113,7 +115,7 @@ def test_a_loop_over_completions_gives_the_same_loss():
         kl = [math.exp(g) - g - 1 for g in (batch.ref_logp - out.logp)[tokens].tolist()]
         if kept:
             total += -ratio * advantage + 0.1 * sum(kl) / len(kl)
-    loss = float(reduce(gmpo_objective(out, batch, cfg), counts([batch])))
+    loss = float(reduce(grpo_objective(out, batch, cfg), counts([batch])))
     assert loss == pytest.approx(total / batch.num_sequences, rel=1e-9)
 
 
@@ -144,7 +146,7 @@ def test_clip_metrics_are_in_log_space():
     low = ((gaps < -0.4) & (advantages < 0))[batch.loss_mask].double().mean()
     high = ((gaps > 0.4) & (advantages > 0))[batch.loss_mask].double().mean()
     assert float(low + high) > 0
-    metrics = gmpo_objective(out, batch, cfg).metrics
+    metrics = grpo_objective(out, batch, cfg).metrics
     assert float(metrics["clip_ratio/low_mean"].value / metrics["clip_ratio/low_mean"].weight) == pytest.approx(
         float(low)
     )
@@ -162,19 +164,34 @@ def test_r50_the_ratio_of_another_engine_weighs_whole_completions():
     batch = double(batch)
     batch = replace(batch, rollout_logp=batch.old_logp - 0.1)
     out = outputs(policy(), batch)
-    weighted, bare = gmpo_objective(out, batch, cfg), gmpo_objective(out, replace(batch, rollout_logp=None), cfg)
+    weighted, bare = grpo_objective(out, batch, cfg), grpo_objective(out, replace(batch, rollout_logp=None), cfg)
     for s in range(batch.num_sequences):
-        n = int(((batch.sequence == s) & batch.loss_mask).sum())
+        tokens = (batch.sequence == s) & batch.loss_mask
+        n = int(tokens.sum())
         if n:
-            assert float(weighted.terms[s] / bare.terms[s]) == pytest.approx(min(math.exp(0.1 * n), 1.35))
+            assert (weighted.terms / bare.terms)[tokens].tolist() == pytest.approx([min(math.exp(0.1 * n), 1.35)] * n)
     assert float(weighted.metrics["sampling/sampling_logp_difference/max"].value) == pytest.approx(0.1)
     assert "sampling/kl" in weighted.metrics and "sampling/kl" not in bare.metrics
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("loss_type", "grpo"), ("delta", 3.0), ("entropy_coef", 0.1), ("off_policy_mask_threshold", 1.0)],
+    [("delta", 3.0), ("entropy_coef", 0.1), ("off_policy_mask_threshold", 1.0)],
 )
 def test_what_gmpo_would_ignore_is_refused(field, value):
     with pytest.raises(ConfigError, match=f"{field}=.* has no meaning in GMPO"):
         config(**{field: value})
+
+
+def test_gmpo_s_config_is_of_no_other_loss():
+    with pytest.raises(ConfigError, match="loss_type='grpo'"):
+        config(loss_type="grpo")
+
+
+def test_the_row_of_the_table_is_the_trainer_s_own_loss():
+    from posttrain import GRPOConfig
+
+    row = GRPOConfig("unused", loss_type="gmpo", epsilon=0.4, max_completion_length=16, bf16=False, report_to="none")
+    (batch,) = layouts(toy_rows())["packed"]
+    out = outputs(policy(), batch)
+    assert grpo_objective(out, batch, row).terms.equal(grpo_objective(out, batch, config()).terms)

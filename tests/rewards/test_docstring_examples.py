@@ -10,7 +10,6 @@ import pytest
 MODULES = [
     "algorithms.a2po.values",
     "algorithms.dynamic_sampling",
-    "algorithms.grpo.replay",
     "checks.references",
     "losses.ppo",
     "models.value_head",

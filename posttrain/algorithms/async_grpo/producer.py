@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
-from posttrain.algorithms.async_grpo.harness_runner import HarnessRunner
 from posttrain.algorithms.async_grpo.scoring import Finished, Scorer
 from posttrain.rewards.base import RewardRunner
 from posttrain.rollouts.engine_spec import EngineHandle, EngineSpec
-from posttrain.rollouts.harness import HarnessRolloutWorker
 from posttrain.rollouts.partial import Writer, Writing, writings
 from posttrain.rollouts.pool import GroupResult
 from posttrain.rollouts.samples import GroupTask
@@ -45,7 +43,6 @@ class RolloutJob:
         threads: Of torch; None: all.
         segment_s: Seconds after which a call to the engine is interrupted, so that what is finished is handed over.
         slots: Rollouts of one call, at most.
-        harness: Sessions of an agent instead of prompts.
     """
 
     engine: EngineSpec
@@ -56,7 +53,6 @@ class RolloutJob:
     threads: int | None = None
     segment_s: float = 30.0
     slots: int = 256
-    harness: HarnessRolloutWorker | None = None
 
     def run(self, link: Link) -> None:
         """Make the engine and the reward functions, then serve."""
@@ -93,7 +89,7 @@ class Producer:
     def __init__(self, job: RolloutJob, link: Link, handle: EngineHandle) -> None:
         self.job, self.link, self.handle = job, link, handle
         writer = Writer(handle.engine, self.refresh)
-        self.runner = EpisodeRunner(job.setup, writer) if job.harness is None else HarnessRunner(job, writer)
+        self.runner = EpisodeRunner(job.setup, writer)
         self.parallel = job.engine.kind == "server"
         rewards = RewardRunner(**job.rewards, environments=self.runner.probes)
         rewards.functions = self.runner.pooled(rewards.functions)

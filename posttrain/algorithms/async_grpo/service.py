@@ -21,7 +21,6 @@ from posttrain.models.forward import causal_lm
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.buffer import RolloutBuffer
 from posttrain.rollouts.engine_spec import EngineSpec
-from posttrain.rollouts.harness import HarnessRolloutWorker
 from posttrain.rollouts.loop import MAX_ITERATIONS
 from posttrain.rollouts.pool import PoolSettings, WorkerPool
 from posttrain.rollouts.shared_weights import SharedWeights
@@ -86,11 +85,6 @@ class ServiceMixin:
                 )  # fmt: skip
 
     @property
-    def _harness(self) -> HarnessRolloutWorker | None:
-        given = self.given["rollout_worker"]
-        return given if isinstance(given, HarnessRolloutWorker) else None
-
-    @property
     def owns_workers(self) -> bool:
         """Whether the workers are ours, so that every rollout can be accounted for from its beginning."""
         return isinstance(self.worker, WorkerPool)
@@ -108,8 +102,7 @@ class ServiceMixin:
         parallel.run_and_share(self._on_main(self.transfer.init_weight_transfer), self.accelerator)
         if self._engine_kind == "server":
             self.check_servers(getattr(self.transfer, "engine", None))  # type: ignore[attr-defined]
-        given = None if self._harness is not None else self.given["rollout_worker"]
-        self.worker = (given or self.make_worker()) if self._is_main else None
+        self.worker = (self.given["rollout_worker"] or self.make_worker()) if self._is_main else None
         self.push_weights()
         parallel.run_and_share(self._on_main(lambda: self.worker.start()), self.accelerator)
 
@@ -253,7 +246,6 @@ class ServiceMixin:
             mask_truncated=args.mask_truncated_completions,
             threads=shared,
             segment_s=args.worker_segment_s,
-            harness=self._harness,
             slots=max(args.num_generations, -(-args.max_inflight_tasks // args.num_rollout_workers)),
         )
 

@@ -28,7 +28,6 @@ from posttrain.report.callbacks.rollout_table import RolloutTableCallback
 from posttrain.rewards.base import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.generation import Generation
-from posttrain.rollouts.harness import HarnessRolloutWorker, harness_reward
 from posttrain.rollouts.staleness import DropWatch, Ledger, MismatchGuard
 from posttrain.rollouts.tasks import TaskSource
 from posttrain.rollouts.worker import check_picklable
@@ -84,11 +83,8 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
         **kwargs: Any,
     ) -> None:
         sent = {name: kwargs.get(name) for name in ("tools", "environment_factory", "reward_processing_classes")}
-        if isinstance(rollout_worker, HarnessRolloutWorker):
-            reward_funcs = reward_funcs or harness_reward
-            sent["rollout_worker"] = rollout_worker
         sent |= {"reward_funcs": reward_funcs, "engine_factory": engine_factory}
-        if rollout_worker is None or "rollout_worker" in sent:
+        if rollout_worker is None:
             check_picklable({**sent, "processing_class": processing_class})
             self.check_reward_models(reward_funcs)
         if kwargs.get("rollout_func") is not None:
@@ -101,7 +97,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
         )
         if "DEEPSPEED" in str(self.accelerator.distributed_type):
             raise ConfigError("asynchronous GRPO runs on one process, DDP or FSDP2, not on DeepSpeed.")
-        if rollout_worker is not None and self._harness is None and weight_transfer is None:
+        if rollout_worker is not None and weight_transfer is None:
             logger.warning(
                 "rollout_worker without weight_transfer: it loads what lies in shared memory, or stays as it is."
             )
@@ -129,11 +125,6 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
             f"{args.weight_sync_steps} step(s); a rollout may be {args.max_staleness_hard} version(s) old when it is trained "
             f"({args.staleness_policy}).{wanted}"
         )
-
-    @property
-    def can_dry_run(self) -> bool:
-        """Whether rewards get nothing that only a session has."""
-        return self._harness is None and super().can_dry_run
 
     # The loop ----------------------------------------------------------------------------------------------------
 

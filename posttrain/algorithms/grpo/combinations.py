@@ -18,6 +18,15 @@ logger = logging.getLogger(__name__)
 OLD_UPDATES = 16  # Updates between sampling and training, after which even a clipped ratio is mostly noise.
 BY_LENGTH = ("bnpo", "dr_grpo", "dapo", "cispo")  # Reductions under which a sequence's ratio counts once a token.
 LOW_TEMPERATURE = 0.1
+# What the loss of one ratio a completion has no place for.
+WITHOUT_IN_GMPO = {
+    "importance_sampling_level": "token",
+    "delta": None,
+    "off_policy_mask_threshold": None,
+    "use_bias_correction_kl": False,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+}
 
 
 def check_combinations(cfg: GRPOConfig) -> None:
@@ -28,6 +37,8 @@ def check_combinations(cfg: GRPOConfig) -> None:
     """
     if cfg.loss_type == "luspo":
         _check_luspo(cfg)
+    if cfg.loss_type == "gmpo":
+        _check_gmpo(cfg)
     if cfg.loss_type == "cispo" and (cfg.epsilon_high is None or cfg.epsilon_high < 1):
         raise ConfigError(
             f"loss_type='cispo' with epsilon_high={cfg.epsilon_high}: CISPO caps the ratio itself, so a cap below 1 would "
@@ -57,6 +68,15 @@ def _check_luspo(cfg: GRPOConfig) -> None:
                 f"loss_type='luspo' weighs whole sequences, so {name}={getattr(cfg, name)!r} cannot be used with it. "
                 "Set importance_sampling_level='sequence', beta=0.0, top_entropy_quantile=1.0 and a "
                 "vllm_importance_sampling_mode that begins with 'sequence'."
+            )
+
+
+def _check_gmpo(cfg: GRPOConfig) -> None:
+    for name, default in WITHOUT_IN_GMPO.items():
+        if getattr(cfg, name) != default:
+            raise ConfigError(
+                f"{name}={getattr(cfg, name)!r} has no meaning in GMPO, whose loss is one ratio a completion. Leave it at "
+                f"{default!r}, or use another loss_type."
             )
 
 

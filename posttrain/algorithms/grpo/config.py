@@ -30,7 +30,7 @@ class GRPOConfig(EpisodeFields, OnlineConfig):
     Reference: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (2503.14476); Dr. GRPO (2503.20783); GSPO (2507.18071).
     """
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = field(
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"] = field(
         default="dapo", metadata={"help": "A row of the loss table: ratio level, surrogate and reduction."}
     )
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = field(

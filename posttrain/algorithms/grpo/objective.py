@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from posttrain.losses.kl import k3
-from posttrain.losses.policy import LOSS_TYPES, cispo, clip_metrics, clipped, sapo, vespo, vespo_weight
+from posttrain.losses.policy import LOSS_TYPES, cispo, clip_metrics, clipped, geometric_ratio, sapo, vespo, vespo_weight
 from posttrain.losses.ratio import engine_gap, entropy_mask, importance_log_ratio, off_policy_mask, rollout_correction
 from posttrain.losses.reduce import spread
 from posttrain.metrics import Metric, maximum, mean, minimum
@@ -52,13 +53,17 @@ def grpo_objective(
     log_ratio = importance_log_ratio(out.logp, batch.old_logp, *forest, level=level)
     advantages = spread(batch.advantages, batch.sequence)
     weight, metrics = _rollout_weight(out.logp, batch, cfg)
-    terms, told = _surrogate(kind.surrogate, log_ratio, advantages, out.logp, batch, cfg, weight, level)
     uncertain = batch.loss_mask
     if cfg.top_entropy_quantile < 1.0:
         uncertain = entropy_mask(out.entropy, batch.loss_mask, quantile=cfg.top_entropy_quantile, gather=gather)
+    if kind.surrogate == "geometric":
+        terms, told = _geometric(log_ratio, advantages, batch, cfg, uncertain)
+    else:
+        terms, told = _surrogate(kind.surrogate, log_ratio, advantages, out.logp, batch, cfg, weight, level)
+        terms = terms * uncertain
     if weight is not None and kind.surrogate != "vespo":
         terms = terms * weight
-    terms = terms * _kept(out.logp, batch, cfg) * uncertain
+    terms = terms * _kept(out.logp, batch, cfg)
     if batch.ref_logp is not None:
         kl = k3(out.logp, batch.ref_logp) * (log_ratio.exp() if cfg.use_bias_correction_kl else 1.0)
         terms = terms + cfg.beta * kl if cfg.beta else terms
@@ -117,6 +122,19 @@ def _surrogate(
     return vespo(spread(phi, batch.sequence), advantages, logp), metrics
 
 
+def _geometric(
+    log_ratio: Tensor, advantages: Tensor, batch: Batch, cfg: GRPOConfig, kept: Tensor
+) -> tuple[Tensor, dict[str, Metric]]:
+    """GMPO: ``-c_i A_i`` on every token of a completion, the ratio over the ``kept`` ones; bounds are in log space."""
+    forest = (batch.sequence, batch.num_sequences)
+    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+    bounds = {"epsilon": cfg.epsilon, "epsilon_high": high}
+    ratio = geometric_ratio(log_ratio, batch.advantages, kept, *forest, **bounds)
+    same = {"epsilon": 1 - math.exp(-cfg.epsilon), "epsilon_high": math.expm1(high)}
+    metrics = clip_metrics(log_ratio, advantages, batch.loss_mask, *forest, **same)
+    return -spread(ratio, batch.sequence) * advantages, metrics
+
+
 def _rollout_weight(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor | None, dict[str, Metric]]:
     """Correction for an engine that is not the trainer, and how far the two are apart; None where the engine is."""
     sampled = batch.rollout_logp
@@ -126,13 +144,14 @@ def _rollout_weight(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor
     metrics = engine_gap(trained, sampled, batch.loss_mask)
     if not cfg.vllm_importance_sampling_correction:
         return None, metrics
+    mode = cfg.vllm_importance_sampling_mode
     weight = rollout_correction(
         trained,
         sampled,
         batch.loss_mask,
         batch.sequence,
         batch.num_sequences,
-        mode=cfg.vllm_importance_sampling_mode,
+        mode=mode.replace("token_", "sequence_") if cfg.loss_type == "gmpo" else mode,
         clip_max=cfg.vllm_importance_sampling_clip_max,
         clip_min=cfg.vllm_importance_sampling_clip_min,
     )

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from posttrain.algorithms.config import PostTrainingConfig, check_gathering
 from posttrain.algorithms.online_config import ENGINES
-from posttrain.data.tensors import exact_div
 from posttrain.errors import ConfigError, check_choice
 from posttrain.rewards.transform import transform_names
 
@@ -206,8 +205,8 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
         self.micro_batch_size = self.per_device_train_batch_size * self.world_size
         self.local_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps
         self.batch_size = self.local_batch_size * self.world_size
-        self.local_mini_batch_size = exact_div(self.local_batch_size, self.num_mini_batches, said)
-        self.mini_batch_size = exact_div(self.batch_size, self.num_mini_batches, said)
+        self.local_mini_batch_size = _exactly(self.local_batch_size, self.num_mini_batches, said)
+        self.mini_batch_size = _exactly(self.batch_size, self.num_mini_batches, said)
         if self.whiten_rewards and self.local_mini_batch_size < WHITEN_LEAST:
             raise ConfigError(
                 f"whiten_rewards=True with mini-batches of {self.local_mini_batch_size} responses a process: their spread is "
@@ -235,3 +234,9 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
     def updates(self) -> int:
         """Optimiser steps of one rollout batch."""
         return self.num_ppo_epochs * self.num_mini_batches
+
+
+def _exactly(whole: int, parts: int, what: str) -> int:
+    if whole % parts:
+        raise ConfigError(f"{what}: {whole} is not a multiple of {parts}.")
+    return whole // parts
