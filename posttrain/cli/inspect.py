@@ -103,7 +103,6 @@ def reward_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     return Prepared(pair_rows(prepared), [], numbers=_numbers(prepared))
 
 
-
 def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
     """Rows of a method on given answers: the shared prompt and one completion a branch."""
 

@@ -12,7 +12,17 @@ from posttrain.losses.reduce import sequence_mean, sequence_sum, spread
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.types import Reduction
 
-__all__ = ["LOSS_TYPES", "LossType", "cispo", "clip_metrics", "clipped", "geometric_ratio", "sapo", "vespo", "vespo_weight"]
+__all__ = [
+    "LOSS_TYPES",
+    "LossType",
+    "cispo",
+    "clip_metrics",
+    "clipped",
+    "geometric_ratio",
+    "sapo",
+    "vespo",
+    "vespo_weight",
+]
 
 
 def clipped(

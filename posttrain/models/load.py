@@ -61,9 +61,7 @@ class ModelConfig:
         default=None, metadata={"help": "Parameter names that get an adapter (expert tensors)."}
     )
     lora_modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules trained and saved whole."})
-    lora_task_type: str = field(
-        default="CAUSAL_LM", metadata={"help": "SEQ_CLS for reward models."}
-    )
+    lora_task_type: str = field(default="CAUSAL_LM", metadata={"help": "SEQ_CLS for reward models."})
     use_rslora: bool = field(default=False, metadata={"help": "Scale by alpha / sqrt(r)."})
     use_dora: bool = field(default=False, metadata={"help": "Train magnitude and direction apart."})
     load_in_8bit: bool = field(default=False, metadata={"help": "8-bit weights (bitsandbytes)."})

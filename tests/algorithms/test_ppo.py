@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 import posttrain
 from posttrain import CheckpointError, ConfigError, DataError, ModelError, RewardError, Row
 from posttrain.algorithms.ppo import PPOConfig, PPOTrainer, ppo_objective
+from posttrain.compat.value_models import AutoModelForCausalLMWithValueHead
 from posttrain.data.forest import Layout
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.models.value_wrapper import AutoModelForCausalLMWithValueHead
 from posttrain.types import ModelOutputs
 from tests.algorithms.helpers import SHORT, count_a, prompts, scripted, weights
 from tests.conftest import build_model, build_tokenizer

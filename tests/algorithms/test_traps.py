@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from posttrain import ConfigError, ModelConfig, ModelError, get_peft_config, get_quantization_config
 from posttrain.checks.training import check_first_gradients
+from posttrain.compat.bema import BEMACallback
 from posttrain.data.forest import Layout, collate
 from posttrain.metrics import MetricBuffer, mean, minimum
 from posttrain.models import attention, parallel
@@ -20,7 +21,6 @@ from posttrain.models.logprob import token_logprobs
 from posttrain.models.offload import OffloadActivations
 from posttrain.models.reference import Reference, create_reference_model, disable_dropout_in_model
 from posttrain.models.vocabulary import mirror_eos
-from posttrain.report.callbacks.bema import BEMACallback
 from posttrain.report.callbacks.completions import EvalPrompts
 from posttrain.types import Row
 from tests.algorithms.helpers import chats, grpo, losses, sft, weights

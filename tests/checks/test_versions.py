@@ -11,7 +11,7 @@ import pytest
 
 from posttrain import GRPOConfig, SFTConfig
 from posttrain.checks import core, versions
-from posttrain.integrations import available
+from posttrain.compat import available
 from posttrain.integrations.versions import FEATURES, REQUIREMENTS, base_version, required_version
 
 

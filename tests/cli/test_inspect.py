@@ -196,9 +196,7 @@ def test_findings_call_rows_by_their_place_in_the_dataset_and_one_of_each_is_sho
     assert max(shown.row for shown in part.shown) == 12
 
 
-@pytest.mark.parametrize(
-    ("name", "bad"), [("reward", {"chosen": "b"}), ("dpo", {"chosen": "b"})]
-)
+@pytest.mark.parametrize(("name", "bad"), [("reward", {"chosen": "b"}), ("dpo", {"chosen": "b"})])
 def test_rows_left_out_of_other_methods_are_named_too(folder, name, bad):
     good = {"prompt": "q", "chosen": "a", "rejected": "b"}
     rows = [{**good, "prompt": f"q {i}"} for i in range(6)]

@@ -11,15 +11,15 @@ from transformers import AutoTokenizer
 
 from posttrain import DataCollatorForLanguageModeling, DataCollatorForPreference, RepeatSampler
 from posttrain.checks.rows import check_rows
+from posttrain.compat.sequences import split_tensor_dict
+from posttrain.compat.tensors import flush_left, pad
 from posttrain.data import chat, formats, messages, pairs
 from posttrain.data.forest import Layout, collate
 from posttrain.data.packing import pack_dataset, truncate_dataset
 from posttrain.data.pairs import maybe_extract_prompt, unpair_preference_dataset
 from posttrain.data.ranked import prepare_reward_dataset
-from posttrain.data.sequences import split_tensor_dict
 from posttrain.data.supervised import SupervisedOptions, check_prepared, document_rows, prepare_sft_dataset
 from posttrain.data.templates import get_training_chat_template
-from posttrain.data.tensors import flush_left, pad
 from posttrain.data.tokenize import tokenize_prompts
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.attention import forest_mask

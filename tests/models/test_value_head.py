@@ -9,6 +9,11 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
 
 from posttrain import ConfigError, ModelError, Row
+from posttrain.compat.value_models import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    PreTrainedModelWrapper,
+)
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ArgumentTypeError
 from posttrain.models.forward import forward
@@ -21,11 +26,6 @@ from posttrain.models.value_head import (
     load_value_state,
     value_state,
     without_value,
-)
-from posttrain.models.value_wrapper import (
-    AutoModelForCausalLMWithValueHead,
-    AutoModelForSeq2SeqLMWithValueHead,
-    PreTrainedModelWrapper,
 )
 from tests.conftest import build_model
 
@@ -360,7 +360,7 @@ def test_an_offloaded_model_is_refused(tiny_model, places):
 
 
 def test_quantised_weights_without_a_device_map_go_to_this_process_s_device(caplog):
-    from posttrain.models.value_wrapper import _with_device_map
+    from posttrain.compat.value_models import _with_device_map
 
     with caplog.at_level(logging.WARNING, "posttrain"):
         assert _with_device_map({"load_in_8bit": True})["device_map"] == {"": 0}

@@ -12,11 +12,11 @@ import transformers
 from datasets import Dataset, DatasetDict
 from transformers import GenerationConfig
 
+from posttrain.compat.weave import WeaveCallback
 from posttrain.errors import ConfigError, DataError
 from posttrain.report.callbacks.completions import EvalPrompts, LogCompletionsCallback, to_sampling
-from posttrain.report.callbacks.weave import WeaveCallback
+from tests.compat.test_bema import ROWS
 from tests.conftest import build_model
-from tests.report.test_callbacks_bema import ROWS
 
 PROMPTS = Dataset.from_list([{"prompt": text} for text in ("What is", "The answer", "two", "1 + 1 =", "user")])
 GREEDY = GenerationConfig(max_new_tokens=6)

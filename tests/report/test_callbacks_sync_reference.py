@@ -8,8 +8,8 @@ from transformers import TrainerControl, TrainerState
 from posttrain.errors import CheckpointError, ConfigError, ModelError
 from posttrain.models.reference import Reference, create_reference_model
 from posttrain.report.callbacks.sync_reference import SyncRefModelCallback, is_sharded, resumed_from
+from tests.compat.test_bema import Watch, build_trainer
 from tests.conftest import build_model
-from tests.report.test_callbacks_bema import Watch, build_trainer
 
 
 def settings(folder, steps=2, alpha=0.6, **options):
@@ -221,7 +221,7 @@ def shard_by_wrapping(model):
 
 @pytest.mark.parametrize("shard", [shard_in_place, shard_by_wrapping])
 def test_models_that_fsdp_sharded_alike_are_mixed_shard_by_shard(tiny_tokenizer, one_process_group, shard):
-    from posttrain.report.callbacks.bema import BEMACallback
+    from posttrain.compat.bema import BEMACallback
 
     plain, policy = (build_model(len(tiny_tokenizer), seed=seed, tie_word_embeddings=False) for seed in (0, 1))
     wanted = {n: torch.lerp(p, dict(policy.named_parameters())[n], 0.3) for n, p in plain.named_parameters()}

@@ -237,6 +237,6 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
 
 
 def _exactly(whole: int, parts: int, what: str) -> int:
-    if whole % parts:
-        raise ConfigError(f"{what}: {whole} is not a multiple of {parts}.")
+    if parts == 0 or whole % parts:
+        raise ConfigError(f"{whole} cannot be divided by {parts} without a remainder: {what}")
     return whole // parts

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from posttrain.data.tensors import (
+from posttrain.compat.tensors import (
     exact_div,
     first_true_indices,
     flush_left,

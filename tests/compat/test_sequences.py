@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from posttrain.data.sequences import (
+from posttrain.compat.sequences import (
     UnsupportedTokenizerError,
     encode_with_byte_offsets,
     is_byte_level,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.data.tensors import first_true_indices
+from posttrain.compat.tensors import first_true_indices
 from posttrain.errors import ConfigError
 from posttrain.models.heads import causal_lm, score
 from posttrain.models.load import wrap_with_peft

@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.data.legacy_collators import DataCollatorForChatML, DPODataCollatorWithPadding
+from posttrain.compat.collators import DataCollatorForChatML, DPODataCollatorWithPadding
 from posttrain.errors import ConfigError, DataError
 from tests.conftest import CHAT_TEMPLATE
 

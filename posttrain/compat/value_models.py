@@ -1,9 +1,11 @@
-"""Language models with a value head beside the output layer, loaded and saved as one checkpoint."""
+"""Causal and sequence-to-sequence models with a value head, by TRL's names, and the files that hold them."""
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,12 +14,70 @@ from torch import Tensor, nn
 
 from posttrain.errors import ArgumentTypeError, ConfigError, ModelError, check_choice
 from posttrain.integrations import require
-from posttrain.models.checkpoint_files import checkpoint_tensors
 from posttrain.models.value_head import ValueHead
 
-__all__ = ["AutoModelForCausalLMWithValueHead", "AutoModelForSeq2SeqLMWithValueHead", "PreTrainedModelWrapper"]
+__all__ = [
+    "AutoModelForCausalLMWithValueHead",
+    "AutoModelForSeq2SeqLMWithValueHead",
+    "PreTrainedModelWrapper",
+    "checkpoint_tensors",
+]
 
 logger = logging.getLogger(__name__)
+
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # Each may be an index of shards.
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def checkpoint_tensors(
+    source: str, wanted: set[str] | None = None, *, adapter: bool = False
+) -> Iterable[tuple[str, Tensor]]:
+    """Tensors of a checkpoint, sharded or not, read one by one.
+
+    Args:
+        source: Folder or hub id.
+        wanted: Names; None is all.
+        adapter: Of the adapter in it, not of the model.
+    """
+    names = ADAPTER_WEIGHTS if adapter else WEIGHTS
+    for name in names:
+        index = _find(source, f"{name}.index.json")
+        if index is not None:
+            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = sorted({place for key, place in places.items() if wanted is None or key in wanted})
+            files = [path for shard in shards if (path := _find(source, shard)) is not None]
+        else:
+            path = _find(source, name)
+            files = [] if path is None else [path]
+        for file in files:
+            for key, tensor in _read(file):
+                if wanted is None or key in wanted:
+                    yield key, tensor
+
+
+def _find(source: str, name: str) -> Path | None:
+    if Path(source).is_dir():
+        path = Path(source, name)
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return None if found is None else Path(found)
+
+
+def _read(file: Path) -> Iterable[tuple[str, Tensor]]:
+    if file.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(str(file), framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - it is no mapping.
+                yield key, opened.get_tensor(key)
+    else:
+        yield from torch.load(file, map_location="cpu", weights_only=True).items()
+
 
 STRATEGIES = (None, "normal")
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")

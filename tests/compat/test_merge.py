@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
+from posttrain.compat import merge
+from posttrain.compat.merge import MergeConfig, MergeModelCallback, merge_models, upload_model_to_hf
 from posttrain.errors import ConfigError, MissingDependencyError, ModelError
-from posttrain.report.callbacks import merge
-from posttrain.report.callbacks.merge import MergeConfig, MergeModelCallback, merge_models, upload_model_to_hf
-from tests.report.test_callbacks_bema import build_trainer
+from tests.compat.test_bema import build_trainer
 
 
 @pytest.fixture

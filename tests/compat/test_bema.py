@@ -7,9 +7,9 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 
+from posttrain.compat.bema import BEMACallback
 from posttrain.errors import CheckpointError, ConfigError, ModelError
 from posttrain.models.reference import Reference, create_reference_model
-from posttrain.report.callbacks.bema import BEMACallback
 from tests.conftest import build_model
 
 ROWS = Dataset.from_list([{"input_ids": [1, i, i + 1, 2], "labels": [1, i, i + 1, 2]} for i in range(5, 29)])

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.compat import tensors as softmax
+from posttrain.compat.tensors import entropy_from_logits, selective_log_softmax, selective_log_softmax_and_entropy
 from posttrain.errors import ConfigError, DataError
-from posttrain.losses import softmax
-from posttrain.losses.softmax import entropy_from_logits, selective_log_softmax, selective_log_softmax_and_entropy
 
 
 def logits_of(*shape, seed=0, scale=3.0, dtype=torch.float32):

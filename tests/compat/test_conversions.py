@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from posttrain import convert_dataset, describe_dataset
-from posttrain.data.conversions import CONVERSIONS
+from posttrain.compat.sequences import CONVERSIONS
 from posttrain.errors import ConfigError, DataError
 
 

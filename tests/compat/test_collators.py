@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.collators import (
+from posttrain.compat.collators import (
     DataCollatorForLanguageModeling,
     DataCollatorForPreference,
     DataCollatorForReward,

@@ -1,20 +1,27 @@
-"""Dictionaries of batches cut, shuffled and regrouped so that every entry stays with its row; byte spans of tokens."""
+"""Helpers on batches and datasets by TRL's names: splitting, shuffling, byte offsets, end tokens, conversions."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+import datasets
 import torch
 from torch import Tensor
 
-from posttrain.data.tensors import pad_to_length
+from posttrain.compat.tensors import pad_to_length
+from posttrain.data.formats import describe_dataset, is_messages, maybe_convert_to_chatml
+from posttrain.data.pairs import maybe_extract_prompt, unpair_preference_dataset
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, PosttrainError, check_choice
 
 __all__ = [
+    "CONVERSIONS",
     "UnsupportedTokenizerError",
+    "add_bos_token_if_needed",
+    "add_eos_token_if_needed",
+    "convert_dataset",
     "encode_with_byte_offsets",
     "is_byte_level",
     "pad_byte_offsets",
@@ -23,6 +30,7 @@ __all__ = [
     "split_tensor_dict",
     "unsplit_pixel_values_by_grid",
 ]
+
 
 PIXEL_KEYS = (
     "pixel_values",
@@ -303,3 +311,216 @@ def _around(tokens: list[Any], encoding: Any, text: str, added: set[int]) -> lis
         out.append(span)
         end = span[1]
     return out
+
+
+Tokens = Mapping[str, Any]
+
+
+def add_bos_token_if_needed(
+    bos_token_id: int | None,
+    prompt_len_input_ids: int,
+    prompt_tokens: Tokens,
+    chosen_prompt_len_input_ids: int,
+    chosen_tokens: Tokens,
+    rejected_prompt_len_input_ids: int,
+    rejected_tokens: Tokens,
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Begin three tokenised prompts with the bos token, unless they do already.
+
+    Args:
+        bos_token_id: None leaves everything as it is.
+        prompt_len_input_ids: Tokens of the prompt by itself; 0 where it is empty.
+        prompt_tokens: With ``prompt_input_ids`` and ``prompt_attention_mask``.
+        chosen_prompt_len_input_ids: Tokens of the prompt before the chosen answer.
+        chosen_tokens: Likewise.
+        rejected_prompt_len_input_ids: Tokens of the prompt before the rejected answer.
+        rejected_tokens: Likewise.
+
+    Returns:
+        New dictionaries; the given ones are not changed.
+
+    >>> row = {"prompt_input_ids": [5], "prompt_attention_mask": [1]}
+    >>> add_bos_token_if_needed(1, 1, row, 1, row, 1, row)[0]
+    {'prompt_input_ids': [1, 5], 'prompt_attention_mask': [1, 1]}
+    """
+
+    def begun(tokens: Tokens, length: int) -> dict[str, Any]:
+        ids = tokens["prompt_input_ids"]
+        if bos_token_id is None or (length and ids[0] == bos_token_id):
+            return dict(tokens)
+        mask = tokens["prompt_attention_mask"]
+        return {**tokens, "prompt_input_ids": [bos_token_id, *ids], "prompt_attention_mask": [1, *mask]}
+
+    return (
+        begun(prompt_tokens, prompt_len_input_ids),
+        begun(chosen_tokens, chosen_prompt_len_input_ids),
+        begun(rejected_tokens, rejected_prompt_len_input_ids),
+    )
+
+
+def add_eos_token_if_needed(
+    eos_token_id: int, chosen_tokens: Tokens, rejected_tokens: Tokens
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """End two tokenised answers (``input_ids``, ``attention_mask``) with the eos token, unless they do already.
+
+    Returns:
+        New dictionaries; the given ones are not changed.
+
+    >>> add_eos_token_if_needed(2, {"input_ids": [5], "attention_mask": [1]}, {"input_ids": [2], "attention_mask": [1]})
+    ({'input_ids': [5, 2], 'attention_mask': [1, 1]}, {'input_ids': [2], 'attention_mask': [1]})
+    """
+
+    def ended(tokens: Tokens) -> dict[str, Any]:
+        ids = tokens["input_ids"]
+        if ids and ids[-1] == eos_token_id:
+            return dict(tokens)
+        return {**tokens, "input_ids": [*ids, eos_token_id], "attention_mask": [*tokens["attention_mask"], 1]}
+
+    return ended(chosen_tokens), ended(rejected_tokens)
+
+
+Row = Mapping[str, Any]
+JUDGED = ("chosen", "rejected", "completion", "completions", "label", "labels")  # Columns that a conversion uses up.
+
+
+def convert_dataset(dataset: Any, to: str, *, separator: str = "\n", num_proc: int | None = None) -> Any:
+    """Turn a dataset into one of another type; columns that are no part of the old type stay.
+
+    | from | to |
+    |---|---|
+    | prompt-completion | language-modeling, prompt-only |
+    | preference, implicit-preference | language-modeling, prompt-completion, prompt-only, unpaired-preference, each other |
+    | unpaired-preference | language-modeling, prompt-completion (rows whose label is true), prompt-only |
+    | stepwise-supervision | language-modeling, prompt-completion (rows of good steps alone), unpaired-preference, prompt-only |
+
+    To unpaired-preference is only right where every chosen answer is good and every rejected one bad by itself.
+
+    Args:
+        dataset: ``Dataset``, ``DatasetDict`` or an iterable twin.
+        to: Type, as `describe_dataset` names it.
+        separator: Stands between the steps of stepwise supervision once they are one answer.
+        num_proc: Processes.
+
+    Raises:
+        ConfigError: ``to`` is no type that anything converts to.
+        DataError: The dataset has no answer of that kind, or no row is left (none is good).
+
+    >>> pairs = datasets.Dataset.from_dict({"prompt": ["2+2="], "chosen": [" 4"], "rejected": [" 5"]})
+    >>> convert_dataset(pairs, "prompt-completion")[0]
+    {'prompt': '2+2=', 'completion': ' 4'}
+    """
+    check_choice("to", to, sorted({target for _, target in CONVERSIONS}))
+    if isinstance(dataset, dict):
+        parts = {
+            name: convert_dataset(part, to, separator=separator, num_proc=num_proc) for name, part in dataset.items()
+        }
+        return type(dataset)(parts)
+    described = describe_dataset(dataset)
+    kind = described["type"]
+    if kind == to:
+        return dataset
+    if (kind, to) not in CONVERSIONS:
+        known = sorted(target for source, target in CONVERSIONS if source == kind) or "nothing"
+        raise DataError(
+            f"a {kind} dataset (columns {described['columns']}) holds nothing to make a {to} one of; it converts to {known}."
+        )
+    extra: dict[str, Any] = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
+    if GOOD.get(kind) and to not in ("prompt-only", "unpaired-preference"):
+        dataset = dataset.filter(GOOD[kind], **extra)
+        if next(iter(dataset), None) is None:
+            raise DataError(
+                f"no row is left: none of the {kind} rows is good, and a {to} dataset holds good ones alone."
+            )
+    if to == "unpaired-preference" and "chosen" in described["columns"]:
+        return unpair_preference_dataset(dataset.map(_explicit, **extra) if "implicit" in kind else dataset, **extra)
+    convert = partial(_convert, function=CONVERSIONS[kind, to], separator=separator)
+    used = [name for name in described["columns"] if name in (*JUDGED, "prompt")]
+    return dataset.map(convert, remove_columns=used, **extra)
+
+
+def _convert(row: Row, function: Callable[..., dict[str, Any]], separator: str) -> dict[str, Any]:
+    row = maybe_convert_to_chatml(row)
+    if "completions" in row:
+        row = {**row, "completion": separator.join(row["completions"])}
+    return function(row)
+
+
+def _explicit(row: Row) -> dict[str, Any]:
+    parted = maybe_extract_prompt(row)
+    return {name: parted[name] for name in ("prompt", "chosen", "rejected")}
+
+
+def _implicit(row: Row) -> dict[str, Any]:
+    row = maybe_extract_prompt(row)
+    return {name: row["prompt"] + row[name] for name in ("chosen", "rejected")}
+
+
+def _whole(text: Any) -> dict[str, Any]:
+    return {"messages" if is_messages(text) else "text": text}
+
+
+def _text(row: Row) -> dict[str, Any]:
+    return _whole(row["prompt"] + row["completion"])
+
+
+def _chosen_text(row: Row) -> dict[str, Any]:
+    return _whole(_implicit(row)["chosen"] if "prompt" in row else row["chosen"])
+
+
+def _chosen(row: Row) -> dict[str, Any]:
+    row = _explicit(row)
+    return {"prompt": row["prompt"], "completion": row["chosen"]}
+
+
+def _answer(row: Row) -> dict[str, Any]:
+    return {"prompt": row["prompt"], "completion": row["completion"]}
+
+
+def _judged(row: Row) -> dict[str, Any]:
+    return {**_answer(row), "label": all(row["labels"])}
+
+
+def _prompt(row: Row) -> dict[str, Any]:
+    return {"prompt": row["prompt"]}
+
+
+def _shared_prompt(row: Row) -> dict[str, Any]:
+    return {"prompt": _explicit(row)["prompt"]}
+
+
+def _is_good(row: Row) -> bool:
+    return bool(row["label"])
+
+
+def _steps_are_good(row: Row) -> bool:
+    return all(row["labels"])
+
+
+# Type -> whether a row of it is one to imitate.
+GOOD: dict[str, Callable[[Row], bool]] = {
+    "unpaired-preference": _is_good,
+    "stepwise-supervision": _steps_are_good,
+}
+
+# (From, to) -> what makes the new columns of a row.
+CONVERSIONS: dict[tuple[str, str], Callable[[Row], dict[str, Any]]] = {
+    ("prompt-completion", "language-modeling"): _text,
+    ("prompt-completion", "prompt-only"): _prompt,
+    ("preference", "language-modeling"): _chosen_text,
+    ("preference", "prompt-completion"): _chosen,
+    ("preference", "prompt-only"): _shared_prompt,
+    ("preference", "implicit-preference"): _implicit,
+    ("preference", "unpaired-preference"): _explicit,
+    ("implicit-preference", "language-modeling"): _chosen_text,
+    ("implicit-preference", "prompt-completion"): _chosen,
+    ("implicit-preference", "prompt-only"): _shared_prompt,
+    ("implicit-preference", "preference"): _explicit,
+    ("implicit-preference", "unpaired-preference"): _explicit,
+    ("unpaired-preference", "language-modeling"): _text,
+    ("unpaired-preference", "prompt-completion"): _answer,
+    ("unpaired-preference", "prompt-only"): _prompt,
+    ("stepwise-supervision", "language-modeling"): _text,
+    ("stepwise-supervision", "prompt-completion"): _answer,
+    ("stepwise-supervision", "prompt-only"): _prompt,
+    ("stepwise-supervision", "unpaired-preference"): _judged,
+}
