@@ -6,9 +6,9 @@ A metric is a pair (reduction, numbers on the device); nothing waits for the hos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,6 +82,10 @@ class MetricBuffer:
     def __bool__(self) -> bool:
         return bool(self._items)
 
+    def __getitem__(self, name: str) -> Series:
+        """``buffer[name].append(value)``: what was written for a dict of lists works, and is averaged over the window."""
+        return Series(self, name)
+
     def add(self, metrics: Mapping[str, Metric]) -> None:
         """Merge metrics into the window; a name keeps the reduction it was first emitted with."""
         for name, metric in metrics.items():
@@ -106,6 +110,22 @@ class MetricBuffer:
             metric = Metric(reduction, value, weight)  # type: ignore[arg-type]
             merged[name] = metric if name not in merged else _merge(merged[name], metric)
         return {name: _finish(metric) for name, metric in merged.items() if _is_defined(metric)}
+
+
+class Series:
+    """Stands where a list of values stood: what is appended is averaged with the rest of the log window."""
+
+    def __init__(self, buffer: MetricBuffer, name: str) -> None:
+        self.buffer, self.name = buffer, name
+
+    def append(self, value: Any) -> None:
+        """One more value."""
+        self.buffer.add({self.name: mean(float(value))})
+
+    def extend(self, values: Iterable[Any]) -> None:
+        """Several."""
+        for value in values:
+            self.append(value)
 
 
 def _merge(a: Metric, b: Metric) -> Metric:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections import deque
 from typing import Any, ClassVar
@@ -11,14 +12,14 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.episodes import EpisodeMixin
 from posttrain.algorithms.grpo.combinations import check_correction
-from posttrain.algorithms.grpo.compat import CompatMixin
 from posttrain.algorithms.grpo.config import GRPOConfig
 from posttrain.algorithms.grpo.entropy_control import EntropyControlMixin
 from posttrain.algorithms.grpo.objective import grpo_needs, grpo_objective
 from posttrain.algorithms.online import OnlineTrainer
 from posttrain.checks.reward_range import RunningReward
+from posttrain.errors import ConfigError
 from posttrain.losses.advantages import AdvantageStats, group_advantages
-from posttrain.metrics import mean
+from posttrain.metrics import MetricBuffer, mean
 from posttrain.models.forward import causal_lm
 from posttrain.models.fp32_head import cast_head_to_fp32
 from posttrain.models.reference import active_dropout
@@ -37,7 +38,7 @@ ENOUGH, LOOKED_AT = 5, 64  # Groups before anything is said of their share, and 
 PADDING = -1e9  # No entropy is negative.
 
 
-class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer):
+class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
     """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
 
     Args:
@@ -60,6 +61,7 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
     _name: ClassVar[str] = "GRPO"
     _suffix: ClassVar[str] = "GRPO"
     args: GRPOConfig
+    _rows: list[dict[str, Any]] = []  # noqa: RUF012 - replaced, never changed
 
     def __init__(
         self,
@@ -73,11 +75,13 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
         callbacks: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.check_overrides()
+        if type(self).__module__.split(".")[0] != "posttrain":
+            # The one door to compat/: nothing stands before the calls of a trainer that overrides none of TRL's names.
+            importlib.import_module("posttrain.compat.grpo_overrides").adapt(self)
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         kwargs |= data | {"reward_processing_classes": reward_processing_classes, "callbacks": callbacks}
         super().__init__(model, reward_funcs, args, **kwargs)
-        self.check_single_turn()
+        self.check_turns()
         args = self.args
         self.needs = grpo_needs(args)
         # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
@@ -95,6 +99,9 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
                 "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
                 "disable_dropout=True.", dropout,
             )  # fmt: skip
+
+    def check_turns(self) -> None:
+        """Where a subclass must be refused once it is known whether rollouts have several turns."""
 
     def _log_completions(self) -> None:
         args = self.args
@@ -164,3 +171,66 @@ class GRPOTrainer(CompatMixin, EntropyControlMixin, EpisodeMixin, OnlineTrainer)
         gathered = self.accelerator.gather(padded)
         assert isinstance(gathered, torch.Tensor)
         return gathered[gathered != PADDING]
+
+    # Attributes that callbacks and reward functions read, by TRL's names ---------------------------------------------
+
+    def completion_rows(self, generation: Generation, table: RewardTable) -> list[dict[str, Any]]:
+        """As the parent's, and remembered for `_logs`."""
+        self._rows = super().completion_rows(generation, table)
+        return self._rows
+
+    @property
+    def _metrics(self) -> dict[str, MetricBuffer]:
+        return self.buffers
+
+    @property
+    def _logs(self) -> dict[str, Any]:
+        names = self.rewards.names
+        own = {"step", "prompt", "completion", "advantage", *names}
+        columns = {key: [row.get(key) for row in self._rows] for row in self._rows for key in row}
+        return {
+            "prompt": columns.get("prompt", []),
+            "completion": columns.get("completion", []),
+            "rewards": {name: columns.get(name, []) for name in names},
+            "advantages": columns.get("advantage", []),
+            "extra": {key: values for key, values in columns.items() if key not in own},
+        }
+
+    @property
+    def _buffered_inputs(self) -> Any:
+        return self._buffer
+
+    @_buffered_inputs.setter
+    def _buffered_inputs(self, value: Any) -> None:
+        if value is not None:
+            raise ConfigError("_buffered_inputs holds rows of token forests; set it to None to generate again.")
+        self._buffer = None
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """The reward functions, reward models as callables."""
+        return self.rewards.functions
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """Their names, unique."""
+        return self.rewards.names
+
+    @property
+    def reward_weights(self) -> Tensor:
+        """``(K,)`` weights; may be set while training."""
+        return self.rewards.weights
+
+    @reward_weights.setter
+    def reward_weights(self, weights: Any) -> None:
+        weights = torch.as_tensor(weights, dtype=torch.float32)
+        if weights.shape != self.rewards.weights.shape:
+            raise ConfigError(
+                f"reward_weights has shape {tuple(weights.shape)} for {len(self.rewards.names)} reward functions. Give one each."
+            )
+        self.rewards.weights = weights
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The frozen copy, where there is one; with adapters the reference is the model with its adapter off."""
+        return None if self.reference is None else self.reference.copy

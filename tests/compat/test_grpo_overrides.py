@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain import ConfigError, GRPOTrainer, RewardError
-from posttrain.algorithms.grpo.compat import REFUSED
+from posttrain.compat.grpo_overrides import REFUSED, GRPOOverrides
 from tests.algorithms.helpers import count_a, grpo_args, prompts, scripted, weights
 from tests.conftest import build_model
 
@@ -14,6 +14,13 @@ def make(cls, folder, tokenizer, rewards=count_a, engine=None, data=None, **sett
         build_model(len(tokenizer)), rewards, grpo_args(folder, **settings), train_dataset=data or prompts(),
         processing_class=tokenizer, rollout_engine=engine or scripted(),
     )  # fmt: skip
+
+
+class Passing(GRPOTrainer):
+    """Overrides one name, so that the names beside it can be called."""
+
+    def _generate(self, prompts):
+        return super()._generate(prompts)
 
 
 def first(trainer):
@@ -36,16 +43,16 @@ def test_what_would_never_be_called_is_refused_before_the_model_loads(tmp_path, 
 
 def test_an_override_that_only_calls_its_parent_changes_nothing(tiny_tokenizer, tmp_path, plain):
     def passing(name):
-        return lambda self, *args, **kwargs: getattr(super(Passing, self), name)(*args, **kwargs)
+        return lambda self, *args, **kwargs: getattr(super(Every, self), name)(*args, **kwargs)
 
-    class Passing(GRPOTrainer):
+    class Every(GRPOTrainer):
         pass
 
     for name in (
         "_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts", "_calculate_rewards",
     ):  # fmt: skip
-        setattr(Passing, name, passing(name))
-    trainer = make(Passing, tmp_path / "mine", tiny_tokenizer, max_steps=1)
+        setattr(Every, name, passing(name))
+    trainer = make(Every, tmp_path / "mine", tiny_tokenizer, max_steps=1)
     trainer.train()
     assert torch.allclose(weights(trainer), plain, atol=1e-7)
 
@@ -199,7 +206,7 @@ def test_tensors_that_nothing_would_read_are_refused(tiny_tokenizer, tmp_path):
 
 def test_padded_log_probs_are_those_of_the_model(tiny_tokenizer, tmp_path):
     """Against the model's own logits, with left-padded prompts, right-padded completions and a temperature."""
-    trainer = make(GRPOTrainer, tmp_path, tiny_tokenizer, temperature=0.7)
+    trainer = make(Passing, tmp_path, tiny_tokenizer, temperature=0.7)
     ids = torch.tensor([[0, 5, 6, 7, 8, 9], [4, 5, 6, 7, 0, 0]])
     mask = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
     with torch.no_grad():
@@ -220,27 +227,27 @@ def test_padded_log_probs_are_those_of_the_model(tiny_tokenizer, tmp_path):
 def test_the_off_policy_mask_keeps_what_the_chapter_says():
     gaps = torch.tensor([[2.0, 2.0, 9.0], [0.5, 0.5, 9.0], [2.0, 2.0, -9.0]])
     mask = torch.tensor([[1.0, 1.0, 0.0]] * 3)  # Padding must not count.
-    kept = GRPOTrainer.get_off_policy_mask(torch.tensor([[1.0], [-1.0], [-1.0]]), -gaps, torch.zeros(3, 3), mask, 1.0)
+    kept = GRPOOverrides.get_off_policy_mask(torch.tensor([[1.0], [-1.0], [-1.0]]), -gaps, torch.zeros(3, 3), mask, 1.0)
     assert kept.tolist() == [[1.0], [1.0], [0.0]]
     unknown = torch.full((3, 3), float("nan"))
-    assert GRPOTrainer.get_off_policy_mask(-torch.ones(3), -gaps, unknown, mask, 1.0).sum() == 3  # NaN is no evidence.
+    assert GRPOOverrides.get_off_policy_mask(-torch.ones(3), -gaps, unknown, mask, 1.0).sum() == 3  # NaN is no evidence.
 
 
 def test_gamma_weights_are_those_of_the_chapter():
     def phi(advantage, weight):
         ratio = torch.tensor([[weight]]).log()
-        return float(GRPOTrainer.get_gamma_weights(torch.tensor([[advantage]]), ratio, torch.ones(1, 1), None))
+        return float(GRPOOverrides.get_gamma_weights(torch.tensor([[advantage]]), ratio, torch.ones(1, 1), None))
 
     found = [phi(1.0, 0.5), phi(1.0, 1.0), phi(1.0, 2.0), phi(-1.0, 0.5), phi(-1.0, 2.0)]
     assert found == pytest.approx([1.1204, 1.0, 0.1992, 0.3398, 1.0827], abs=1e-4)
-    silenced = GRPOTrainer.get_gamma_weights(
+    silenced = GRPOOverrides.get_gamma_weights(
         torch.ones(1, 1), torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[1.0, 0.0]])
     )
     assert float(silenced) < 1e-12  # One masked token silences its sequence.
 
 
 def test_the_high_entropy_mask_has_its_six_cases(tiny_tokenizer, tmp_path):
-    trainer = make(GRPOTrainer, tmp_path, tiny_tokenizer)
+    trainer = make(Passing, tmp_path, tiny_tokenizer)
     entropies = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5], [0.6, 0.7, 0.8, 0.9, 1.0]])
     every = torch.ones(2, 5)
     counts = [int(trainer.get_high_entropy_mask(entropies, every, q).sum()) for q in (0.8, 0.5, 0.0, 1.0)]
@@ -298,3 +305,15 @@ def test_weights_of_rewards_can_be_set_while_training(tiny_tokenizer, tmp_path):
     assert rows[1]["reward"] == pytest.approx(10 * rows[1]["rewards/count_a/mean"])
     with pytest.raises(ConfigError, match="1 reward functions"):
         trainer.reward_weights = [1.0, 2.0]
+
+
+def test_a_class_that_overrides_none_of_these_names_has_nothing_in_its_way(tiny_tokenizer, tmp_path):
+    class Mine(GRPOTrainer):
+        def advantages(self, generation, table, mode):
+            return super().advantages(generation, table, mode)
+
+    assert GRPOOverrides not in type(make(GRPOTrainer, tmp_path / "plain", tiny_tokenizer)).__mro__
+    assert type(make(Mine, tmp_path / "mine", tiny_tokenizer)) is Mine
+    adapted = type(make(Passing, tmp_path / "passing", tiny_tokenizer))
+    assert GRPOOverrides in adapted.__mro__
+    assert (adapted.__name__, adapted.__module__) == ("Passing", Passing.__module__)

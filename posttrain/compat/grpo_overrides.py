@@ -1,25 +1,24 @@
-"""Names that subclasses written for TRL's GRPOTrainer override, call or append to: they work, or they are refused."""
+"""What subclasses of `GRPOTrainer` override by TRL's private names: it takes effect, or is refused with the hook to use."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.grpo.padded import from_padded, padded_logps, to_padded
+from posttrain.compat.grpo_padded import from_padded, padded_logps, to_padded
 from posttrain.errors import ConfigError, RewardError
 from posttrain.losses.policy import vespo_weight
 from posttrain.losses.ratio import entropy_mask, off_policy_mask
-from posttrain.metrics import MetricBuffer, mean
 from posttrain.rewards.base import RewardTable
 from posttrain.rollouts.generation import Generation
 from posttrain.types import Batch, Rollout, Sampling
 
-__all__ = ["CompatMixin", "overrides"]
+__all__ = ["REFUSED", "TAKEN", "GRPOOverrides", "adapt", "overrides"]
 
 # What cannot take effect where prompts are shared and rows are forests, and what to override instead.
 REFUSED = {
@@ -37,41 +36,52 @@ REFUSED = {
 SINGLE_TURN = ("_generate_single_turn", "_tokenize_prompts")  # Tools and rollout functions go other ways.
 
 
+TAKEN = (
+    "_generate_and_score_completions",
+    "_generate",
+    "_generate_single_turn",
+    "_tokenize_prompts",
+    "_calculate_rewards",
+)
+
+
 def overrides(trainer: Any, name: str) -> type | None:
     """The class outside this package that defines ``name`` for a trainer; None where the package's own is in force."""
-    classes = type(trainer).__mro__
-    owner = next((cls for cls in classes[: classes.index(CompatMixin)] if name in vars(cls)), None)
-    return None if owner is None or owner.__module__.split(".")[0] == "posttrain" else owner
+    for cls in type(trainer).__mro__:
+        if cls.__module__.split(".")[0] == "posttrain":
+            return None
+        if name in vars(cls):
+            return cls
+    return None
 
 
-class _Series:
-    """Stands where a list of values stood: what is appended is averaged with the rest of the log window."""
+def adapt(trainer: Any) -> None:
+    """Put `GRPOOverrides` between the class of a trainer and ours, where that class overrides one of `TAKEN`.
 
-    def __init__(self, buffer: MetricBuffer, name: str) -> None:
-        self.buffer, self.name = buffer, name
-
-    def append(self, value: Any) -> None:
-        """One more value."""
-        self.buffer.add({self.name: mean(float(value))})
-
-    def extend(self, values: Sequence[Any]) -> None:
-        """Several."""
-        for value in values:
-            self.append(value)
-
-
-class _Window:
-    """``metrics[name].append(value)``."""
-
-    def __init__(self, buffer: MetricBuffer) -> None:
-        self.buffer = buffer
-
-    def __getitem__(self, name: str) -> _Series:
-        return _Series(self.buffer, name)
+    Raises:
+        ConfigError: It overrides one of `REFUSED`, which would never be called: names the method, its class, and what to
+            override instead.
+    """
+    for name, instead in REFUSED.items():
+        if owner := overrides(trainer, name):
+            raise ConfigError(
+                f"{owner.__name__} overrides {name}, which is never called here: prompts are shared and rows are token "
+                f"forests, so there are no padded tensors to give it. Override {instead}."
+            )
+    if any(overrides(trainer, name) for name in TAKEN):
+        trainer.__class__ = _adapted(type(trainer))
 
 
-class CompatMixin:
-    """Goes first in the bases of `GRPOTrainer`; without a subclass that overrides an old name, it does nothing."""
+@functools.cache
+def _adapted(cls: type) -> type:
+    """``cls`` with the adapter before our own classes in its order of resolution, so that its ``super()`` reaches it."""
+    ours = next(base for base in cls.__mro__ if base.__module__.split(".")[0] == "posttrain")
+    adapter = type("GRPOOverrides", (GRPOOverrides, ours), {"__module__": __name__})
+    return type(cls.__name__, (cls, adapter), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+class GRPOOverrides:
+    """Calls methods by TRL's names where ours would be called, and gives a subclass's ``super()`` what TRL's would."""
 
     args: Any
     rewards: Any
@@ -83,20 +93,6 @@ class CompatMixin:
     _scored: RewardTable | None = None
     _sampling_now: Sampling | None = None
     _foreign_logps = False
-    _rows: list[dict[str, Any]] | None = None
-
-    def check_overrides(self) -> None:
-        """Refuse a subclass whose method would never be called.
-
-        Raises:
-            ConfigError: Names the method, its class, and what to override instead.
-        """
-        for name, instead in REFUSED.items():
-            if owner := overrides(self, name):
-                raise ConfigError(
-                    f"{owner.__name__} overrides {name}, which is never called here: prompts are shared and rows are token "
-                    f"forests, so there are no padded tensors to give it. Override {instead}."
-                )
 
     @property
     def cuts_prompts(self) -> bool:
@@ -109,7 +105,7 @@ class CompatMixin:
         own = ("_tokenize_prompts", "_generate_single_turn", "_generate")
         return super().may_read_images or any(overrides(self, name) for name in own)  # type: ignore[misc]
 
-    def check_single_turn(self) -> None:
+    def check_turns(self) -> None:
         """Refuse overrides that several turns would go around."""
         if not (getattr(self, "calls_tools", False) or getattr(self, "rollout_func", None)):
             return
@@ -323,71 +319,6 @@ class CompatMixin:
         """``(B, T)`` tokens whose entropy reaches the quantile ``threshold`` of all ranks' tokens."""
         gather = self._gather_entropies if self.accelerator.num_processes > 1 else None  # type: ignore[attr-defined]
         return entropy_mask(entropies, mask.bool(), quantile=1.0 - threshold, gather=gather)
-
-    # Looked at ---------------------------------------------------------------------------------------------------
-
-    def completion_rows(self, generation: Generation, table: RewardTable) -> list[dict[str, Any]]:
-        """As the parent's, and remembered for `_logs`."""
-        self._rows = super().completion_rows(generation, table)  # type: ignore[misc]
-        return self._rows
-
-    @property
-    def _metrics(self) -> dict[str, _Window]:
-        return {mode: _Window(buffer) for mode, buffer in self.buffers.items()}  # type: ignore[attr-defined]
-
-    @property
-    def _logs(self) -> dict[str, Any]:
-        rows = self._rows or []
-        names = self.rewards.names
-        own = {"step", "prompt", "completion", "advantage", *names}
-        columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
-        return {
-            "prompt": columns.get("prompt", []),
-            "completion": columns.get("completion", []),
-            "rewards": {name: columns.get(name, []) for name in names},
-            "advantages": columns.get("advantage", []),
-            "extra": {key: values for key, values in columns.items() if key not in own},
-        }
-
-    @property
-    def _buffered_inputs(self) -> Any:
-        return self._buffer
-
-    @_buffered_inputs.setter
-    def _buffered_inputs(self, value: Any) -> None:
-        if value is not None:
-            raise ConfigError("_buffered_inputs holds rows of token forests; set it to None to generate again.")
-        self._buffer = None
-
-    @property
-    def reward_funcs(self) -> list[Any]:
-        """The reward functions, reward models as callables."""
-        return self.rewards.functions
-
-    @property
-    def reward_func_names(self) -> list[str]:
-        """Their names, unique."""
-        return self.rewards.names
-
-    @property
-    def reward_weights(self) -> Tensor:
-        """``(K,)`` weights; may be set while training."""
-        return self.rewards.weights
-
-    @reward_weights.setter
-    def reward_weights(self, weights: Any) -> None:
-        weights = torch.as_tensor(weights, dtype=torch.float32)
-        if weights.shape != self.rewards.weights.shape:
-            raise ConfigError(
-                f"reward_weights has shape {tuple(weights.shape)} for {len(self.rewards.names)} reward functions. Give one each."
-            )
-        self.rewards.weights = weights
-
-    @property
-    def ref_model(self) -> nn.Module | None:
-        """The frozen copy, where there is one; with adapters the reference is the model with its adapter off."""
-        reference = self.reference  # type: ignore[attr-defined]
-        return None if reference is None else reference.copy
 
 
 def _rows_as_sequences(mask: Tensor) -> tuple[Tensor, Tensor, int]:
