@@ -26,11 +26,11 @@ from typing import Any
 
 import harness
 import torch
+from engines import Work, by_continuous, by_generate, lengths
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.measure import Work, by_continuous, by_generate, lengths
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.types import Request, Row, Sampling
 

@@ -21,6 +21,7 @@ SECTIONS = {
     "report": "Reports and callbacks",
     "integrations": "Integrations",
     "cli": "Command line",
+    "compat": "Helpers by TRL's names",
 }
 
 

@@ -41,7 +41,6 @@ other commands:
   report  make one HTML file of what runs recorded: curves, findings, completions, comparison
   watch   show a run while it trains, on the terminal or as a live page on this machine
   serve   a rollout server: an engine behind HTTP, whose weights a trainer replaces (also: vllm-serve)
-  bench-rollouts  time rollout engines here, with your model and lengths
   env     what a bug report needs
 
 options:
@@ -106,12 +105,6 @@ def _watch(argv: list[str]) -> int:
     return run(argv)
 
 
-def _bench_rollouts(argv: list[str]) -> int:
-    from posttrain.cli.bench_rollouts import run
-
-    return run(argv)
-
-
 def _serve(argv: list[str]) -> int:
     from posttrain.cli.serve import run
 
@@ -129,7 +122,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "inspect": _inspect,
     "report": _report,
     "watch": _watch,
-    "bench-rollouts": _bench_rollouts,
     "serve": _serve,
     "vllm-serve": _serve,
     "demo": _demo,

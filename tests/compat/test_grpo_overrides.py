@@ -230,7 +230,9 @@ def test_the_off_policy_mask_keeps_what_the_chapter_says():
     kept = GRPOOverrides.get_off_policy_mask(torch.tensor([[1.0], [-1.0], [-1.0]]), -gaps, torch.zeros(3, 3), mask, 1.0)
     assert kept.tolist() == [[1.0], [1.0], [0.0]]
     unknown = torch.full((3, 3), float("nan"))
-    assert GRPOOverrides.get_off_policy_mask(-torch.ones(3), -gaps, unknown, mask, 1.0).sum() == 3  # NaN is no evidence.
+    assert (
+        GRPOOverrides.get_off_policy_mask(-torch.ones(3), -gaps, unknown, mask, 1.0).sum() == 3
+    )  # NaN is no evidence.
 
 
 def test_gamma_weights_are_those_of_the_chapter():

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from posttrain.cli.bench_rollouts import recommended
-from posttrain.errors import ConfigError
-from posttrain.rollouts import measure as measuring
-from posttrain.rollouts.measure import (
+import benchmarks.engines as measuring
+from benchmarks.engines import (
     Figure,
     Work,
     by_continuous,
@@ -14,8 +12,10 @@ from posttrain.rollouts.measure import (
     by_native,
     lengths,
     measure,
+    recommended,
     seconds_at_least,
 )
+from posttrain.errors import ConfigError
 from tests.conftest import build_model
 
 WORK = Work([[5, 6, 7], [8, 9, 10, 11]], 3, [2, 5, 3, 1, 4, 6])
@@ -73,12 +73,12 @@ def test_mistakes_are_named(call, message):
 
 
 def test_the_command_shows_both_shapes_and_recommends(tiny_tokenizer, tmp_path, capsys):
-    from posttrain.cli.main import main
+    from benchmarks.engines import main
 
     build_model(len(tiny_tokenizer)).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     shape = ["--prompts", "2", "--group", "2", "--prompt-tokens", "6", "--new-tokens", "5", "--repeats", "1"]
-    assert main(["bench-rollouts", str(tmp_path), *shape]) == 0
+    assert main([str(tmp_path), *shape]) == 0
     out = capsys.readouterr().out
     assert "equal lengths: 2 prompts x 2, 20 tokens sampled" in out
     assert "skewed lengths" in out
