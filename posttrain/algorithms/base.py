@@ -27,7 +27,7 @@ from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
-from posttrain.models.attention import probe_head, probe_layout
+from posttrain.models.attention import padded_layout, probe_head, probe_layout
 from posttrain.models.checkpointing import KeepLastActivations
 from posttrain.models.experts import router_coefficient
 from posttrain.models.forward import causal_lm, forward, install_token_head, learns_prompts
@@ -224,7 +224,7 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
 
     def _choose_layout(self) -> Layout:
         probe_head(self.model)
-        layout = Layout("padded", row_tokens=4096) if self._needs_padded_rows() else probe_layout(self.model)
+        layout = padded_layout(self.model) if self._needs_padded_rows() else probe_layout(self.model)
         if self.args.max_row_tokens is not None:
             layout = replace(layout, row_tokens=self.args.max_row_tokens)
         multiple = getattr(self.args, "pad_to_multiple_of", None)

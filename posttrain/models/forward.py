@@ -16,8 +16,9 @@ from posttrain.models.heads import (
     TokenHead,
     causal_lm,
     install_token_head,
-    score,
+    learns_prompts,
     unwrapped,
+    virtual_tokens,
 )
 from posttrain.types import Batch, ModelOutputs, Row
 
@@ -86,23 +87,8 @@ def forward(
     )
 
 
-def learns_prompts(model: nn.Module) -> bool:
-    """Whether a peft wrapper puts virtual tokens before every row, and takes 2-D masks only."""
-    config = getattr(model, "active_peft_config", None)
-    return bool(getattr(config, "is_prompt_learning", False))
-
-
-def virtual_tokens(model: nn.Module) -> int:
-    """Columns that prompt tuning puts before a row's tokens; prefix tuning puts its own into the cache."""
-    model = unwrapped(model)
-    if not learns_prompts(model):
-        return 0
-    config: Any = model.active_peft_config
-    return 0 if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE") else int(config.num_virtual_tokens)
-
-
 def _attention(model: nn.Module, inner: Any, batch: Batch) -> dict[str, Any]:
-    if learns_prompts(unwrapped(model)):
+    if learns_prompts(model):
         assert int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0, "virtual tokens need one sequence a row"
         return {"attention_mask": (batch.tree == 0).long()}
     mask = attention_mask(batch, inner.config, next(inner.parameters()).dtype)
@@ -163,15 +149,16 @@ def _place(values: Tensor | None, batch: Batch, mask: Tensor | None = None) -> T
 def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
     """Log-probs of every completion, each sequence alone through the model's own forward and its full logits.
 
-    The plain way, kept as the truth that the fast way is compared with.
+    The plain way, kept as the truth that the fast way is compared with: the model as it was given, with its adapter and the
+    virtual tokens of that. Nothing below the wrapper is called.
     """
-    inner: Any = causal_lm(model)
-    device = next(inner.parameters()).device
+    given: Any = unwrapped(model)
+    device, virtual = next(given.parameters()).device, virtual_tokens(given)
     result = []
     for row in rows:
         for ids, mask in zip(row.completions, row.loss_masks, strict=True):
             sequence = torch.tensor([row.prompt_ids + ids], device=device)
-            logits = inner(input_ids=sequence, use_cache=False).logits[0].float()
+            logits = given(input_ids=sequence, use_cache=False).logits[0, virtual:].float()
             logp = torch.log_softmax(logits[:-1], -1).gather(-1, sequence[0, 1:, None]).squeeze(-1)
             tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]
             result.append(tail * torch.tensor(mask, device=device))
@@ -180,13 +167,18 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
 
 @torch.no_grad()
 def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
-    """``(S, labels)`` scores at the last token of every completion, each sequence alone: the truth for the fast way."""
-    inner: Any = causal_lm(model)
-    device = next(inner.parameters()).device
+    """``(S, labels)`` scores at the last token of every completion, each sequence alone through the model's own forward."""
+    given: Any = unwrapped(model)
+    config = causal_lm(given).config.get_text_config()  # type: ignore[union-attr, operator]
+    device, pad = next(given.parameters()).device, config.pad_token_id
     scores = []
-    for row in rows:
-        for ids in row.completions:
-            sequence = torch.tensor([row.prompt_ids + ids], device=device)
-            hidden = inner.base_model(input_ids=sequence, use_cache=False).last_hidden_state[0, -1:]
-            scores.append(score(inner, hidden))
+    config.pad_token_id = None  # Else a last token that is the pad id would not be the one that is read.
+    try:
+        for row in rows:
+            for ids in row.completions:
+                sequence = torch.tensor([row.prompt_ids + ids], device=device)
+                logits = given(input_ids=sequence, use_cache=False).logits.float()
+                scores.append(logits if logits.dim() == 2 else logits[:, -1])
+    finally:
+        config.pad_token_id = pad
     return torch.cat(scores)

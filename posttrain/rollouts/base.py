@@ -12,9 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, did_you_mean
+from posttrain.models.attention import rope_limits
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["RolloutEngine", "check_followed", "check_requests", "create_engine", "keeping"]
+__all__ = ["RolloutEngine", "check_followed", "check_requests", "check_rope", "create_engine", "keeping"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,24 @@ def check_requests(
             raise RolloutError(
                 f"request {index} holds token id {max(request.prompt_ids)}, and the model has {vocabulary}: the tokenizer "
                 "belongs to another model."
+            )
+
+
+def check_rope(requests: Sequence[Request], sampling: Sampling, model: nn.Module, engine: str) -> None:
+    """Refuse requests that may reach beyond the length where longrope changes the frequencies of a whole pass.
+
+    Raises:
+        RolloutError: One may; names the request.
+    """
+    switch, _ = rope_limits(model)
+    for index, request in enumerate(requests):
+        length, most = len(request.prompt_ids), (request.sampling or sampling).max_new_tokens
+        if switch is not None and length + most > switch:
+            raise RolloutError(
+                f"request {index}: a prompt of {length} tokens and max_new_tokens={most} may reach beyond {switch} tokens, where "
+                f"rope_type='longrope' changes the rotary frequencies of a whole pass: in {engine} log-probs would depend on "
+                f"what is sampled beside it. Fix: at most {switch} tokens in all, or rollout_engine='hf', which samples such "
+                "requests one by one."
             )
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.attention import coarsest_dtype
-from posttrain.models.forward import LogitRule, causal_lm
-from posttrain.rollouts.base import check_requests
+from posttrain.models.forward import LogitRule, causal_lm, learns_prompts
+from posttrain.models.heads import trunk, unwrapped
+from posttrain.rollouts.base import check_requests, check_rope
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
 from posttrain.rollouts.native.choosing import SickRequests
@@ -91,8 +92,10 @@ class NativeEngine:
         decode: str = "auto",
         products: Products = "exact",
     ) -> None:
+        _refuse_what_it_leaves_out(model)
         self.model: Any = model
         self.inner: Any = causal_lm(model)
+        self.trunk: Any = trunk(self.inner)
         self.pad_token_id = pad_token_id
         self.tokenizer = tokenizer
         self.rule = LogitRule.of(self.inner.config)
@@ -126,6 +129,7 @@ class NativeEngine:
         """
         text = self.inner.config.get_text_config()
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
+        check_rope(requests, sampling, self.model, "the native engine")
         self.interrupted.clear()
         if self.kept is not None:
             self._forget_old_weights()
@@ -241,6 +245,15 @@ class NativeEngine:
     def new_seed(self) -> int:
         """The next seed of the engine's own stream."""
         return int(torch.randint(2**63 - 1, (1,), generator=self._stream))
+
+
+def _refuse_what_it_leaves_out(model: nn.Module) -> None:
+    if learns_prompts(model):
+        kind = str(unwrapped(model).active_peft_config.peft_type).rsplit(".", 1)[-1]  # type: ignore[union-attr]
+        raise ConfigError(
+            f"the native engine runs the layers below the adapter, and would sample without the virtual tokens of {kind}. "
+            "Fix: rollout_engine='hf', which samples through the adapter."
+        )
 
 
 def failure(error: SickRequests, run: Run, tokenizer: Any = None) -> dict[str, Any]:

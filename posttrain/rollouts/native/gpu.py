@@ -285,7 +285,7 @@ class Decoder:
         view = self._view(bucket, widths, self.prompt.index_select(0, rows), drawn)
         positions = view.prompt.long() + drawn - 1
         self.store.view = view
-        hidden = self.engine.inner.base_model(
+        hidden = self.engine.trunk(
             input_ids=token[:, None], position_ids=positions[:, None], use_cache=False
         ).last_hidden_state[:, 0]
         logits = self.engine.logits(hidden)

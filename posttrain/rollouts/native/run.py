@@ -222,7 +222,7 @@ class Run:
             self._pack()
         self._make_room(max(len(c.tokens) for c in self.live))
         self.store.begin_step(max(len(c.tokens) for c in self.live) - 1)
-        hidden = self.engine.inner.base_model(
+        hidden = self.engine.trunk(
             input_ids=self.tokens[:, None], position_ids=self.positions[:, None], use_cache=False
         ).last_hidden_state[:, 0]
         self.tokens = self.chooser.draw(self.engine.logits(hidden), self.live)
