@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Backends that take an arbitrary mask.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # Of the spread of the truth; 0.1 in half precision.
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # Of the largest number: log-probs are computed in float32.
-SHRINKABLE = ("sliding_window", "attention_chunk_size")  # Read anew in every pass, so a probe may make them short.
+# Read anew in every pass, so a probe may make them short; Llama 4 counts ``floor_scale`` in columns instead of positions.
+SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
 NARROW = 4  # Tokens of a window that was made short: less than any sequence of a probe has.
 LONGEST = 1024  # Tokens of a prompt in a probe that must reach beyond a window as it is.
@@ -226,7 +227,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
     sizes = {name: getattr(text, name, None) for name in (*SHRINKABLE, *FIXED)}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
     if kinds is not None and all(kind == "full_attention" for kind in kinds):
-        windows = {}
+        windows.pop("sliding_window", None)
     shrinkable = {name: size for name, size in windows.items() if name in SHRINKABLE and size > NARROW}
     if shrinkable:
         cases.append((7, _narrowed(model, shrinkable)))
@@ -347,7 +348,8 @@ def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
         out = forward(model, batch, frozenset({"scores"}) if scored else frozenset({"logp"}))
         parts = out.scores[:, None] if scored else split_by_sequence(out.logp, batch)  # type: ignore[index, arg-type]
         found |= dict(zip(batch.origin, parts, strict=True))
-    return torch.cat([found[i] for i in range(len(found))])
+    values = torch.cat([found[i] for i in range(len(found))])
+    return values if scored else values[_judged(rows)]
 
 
 def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
@@ -357,7 +359,12 @@ def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
 
     if score_layer(causal_lm(model)) is not None:
         return sequence_scores(model, rows)[:, 0]
-    return torch.cat(sequence_logps(model, rows))
+    return torch.cat(sequence_logps(model, rows))[_judged(rows)]
+
+
+def _judged(rows: Sequence[Row]) -> Tensor:
+    """Which completion tokens have a log-prob; zeros of the others would widen the spread."""
+    return torch.tensor([bool(m) for row in rows for mask in row.loss_masks for m in mask])
 
 
 def _probe_rows(vocabulary: int, prompt: int = 7) -> list[Row]:
@@ -367,4 +374,4 @@ def _probe_rows(vocabulary: int, prompt: int = 7) -> list[Row]:
         return torch.randint(0, vocabulary, (n,), generator=generator).tolist()
 
     group = [draw(5), draw(3), draw(4)]
-    return [Row(draw(prompt), group, [[1] * len(c) for c in group]), Row([], [draw(6)], [[1] * 6])]
+    return [Row(draw(prompt), group, [[1] * len(c) for c in group]), Row([], [draw(6)], [[0] + [1] * 5])]

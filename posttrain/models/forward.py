@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +30,9 @@ __all__ = [
     "causal_lm",
     "forward",
     "install_token_head",
+    "inverse_lengths",
     "learns_prompts",
+    "noisy_embeddings",
     "sequence_logps",
     "sequence_scores",
     "virtual_tokens",
@@ -67,6 +71,9 @@ def forward(
     if isinstance(head, TokenHead) and "values" in needs:
         head.values = _value_reader(inner, batch, virtual)
     balance = isinstance(head, TokenHead) and head.balance_over is not None
+    noise = getattr(inner, "embedding_noise", None)
+    if noise is not None:
+        noise.inverse_lengths = inverse_lengths(batch)
     result = model(
         input_ids=batch.input_ids,
         **_attention(model, inner, batch),
@@ -75,6 +82,8 @@ def forward(
         **({"output_router_logits": True} if balance else {}),
         **batch.model_kwargs,
     )
+    if noise is not None:
+        noise.inverse_lengths = None
     if isinstance(head, ScoreHead):
         scores = result["scores"]
         return ModelOutputs(scores=scores[:, 0]) if "scores" in needs else ModelOutputs(logits=scores)
@@ -85,6 +94,69 @@ def forward(
         logits=result.get("logits"),
         aux_loss=result.get("aux_loss"),
     )
+
+
+@dataclass(slots=True)
+class Noise:
+    """NEFTune: uniform noise of at most ``alpha / sqrt(L d)`` on input embeddings, with L the length of the document.
+
+    Attributes:
+        alpha: Its magnitude.
+        inverse_lengths: ``(B, T)`` 1/L of the running `forward`; None, or of another shape: L is the row's width.
+
+    Reference: NEFTune, arXiv:2310.05914.
+    """
+
+    alpha: float
+    inverse_lengths: Tensor | None = None
+
+    def __call__(self, embeddings: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """The embeddings with noise, in training; ``(B, T, d)`` in and out."""
+        if not embeddings.training:
+            return output
+        inverse = self.inverse_lengths
+        if inverse is None or inverse.shape != output.shape[:-1]:
+            inverse = torch.full(output.shape[:-1], 1 / output.shape[1], device=output.device)
+        most = self.alpha * (inverse / output.shape[-1]).sqrt()  # (B, T)
+        return output + torch.empty_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)
+
+
+@contextmanager
+def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
+    """Inside, embeddings get `Noise` in training; None adds none."""
+    if alpha is None:
+        yield
+        return
+    inner: Any = causal_lm(model)
+    inner.embedding_noise = Noise(alpha)
+    handle = inner.get_input_embeddings().register_forward_hook(inner.embedding_noise)
+    try:
+        yield
+    finally:
+        handle.remove()
+        del inner.embedding_noise
+
+
+def inverse_lengths(batch: Batch) -> Tensor:
+    """``(B, T)``: 1/L at every token, L being the tokens of its document (a prompt with one completion); 0 on padding.
+
+    A prompt that several completions share is one for all of them: the mean of their 1/L, so that the variance of noise is the
+    mean of what each document alone would have.
+    """
+    rows, width = batch.tree.shape
+    device = batch.tree.device
+    tree = batch.tree.clamp_min(0) + width * torch.arange(rows, device=device)[:, None]  # (B, T), a number of its own
+    real, own = batch.tree >= 0, batch.sequence >= 0
+    prompts = torch.bincount(tree[real & ~own], minlength=rows * width)
+    lengths = torch.bincount(batch.sequence[own], minlength=batch.num_sequences)
+    of = torch.zeros(batch.num_sequences, dtype=torch.long, device=device)
+    of[batch.sequence[own]] = tree[own]
+    inverse = 1 / (lengths + prompts[of]).clamp_min(1)  # (S,)
+    count, total = (torch.zeros(rows * width, device=device) for _ in range(2))
+    count.index_add_(0, of, (lengths > 0).float())
+    total.index_add_(0, of, torch.where(lengths > 0, inverse, 0.0))
+    shared = torch.where(count > 0, total / count.clamp_min(1), 1 / prompts.clamp_min(1))
+    return torch.where(own, inverse[batch.sequence.clamp_min(0)], shared[tree]) * real
 
 
 def _attention(model: nn.Module, inner: Any, batch: Batch) -> dict[str, Any]:

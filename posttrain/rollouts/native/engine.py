@@ -25,7 +25,7 @@ from posttrain.rollouts.native.fused import fused_layers
 from posttrain.rollouts.native.gpu import decoder_of
 from posttrain.rollouts.native.gpu_run import GraphRun
 from posttrain.rollouts.native.kept import Kept, fingerprint
-from posttrain.rollouts.native.products import Packed, Products, can_pack, has_bfloat16, quick_products, worth_packing
+from posttrain.rollouts.native.products import Packed, Products, can_pack, has_bfloat16, packs, quick_products, worth_packing
 from posttrain.rollouts.native.run import Run
 from posttrain.rollouts.native.threads import bound_threads
 from posttrain.types import Request, Rollout, Sampling
@@ -163,8 +163,11 @@ class NativeEngine:
                 f"products='bfloat16' rounds copies of the weights for a CPU, and the model is on {device}: load it in "
                 "bfloat16 instead, or train with bf16=True."
             )
-        if products == "bfloat16" and not can_pack():
-            raise ConfigError("products='bfloat16' needs a torch with oneDNN on x86. Use products='exact'.")
+        if products == "bfloat16" and not (can_pack() and packs(torch.bfloat16)):
+            raise ConfigError(
+                "products='bfloat16' needs a torch with oneDNN on x86, and a CPU on which that has bfloat16 (AVX512). Use "
+                "products='exact'."
+            )
         return products
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import RolloutError, check_choice
+from posttrain.errors import ConfigError, RolloutError, check_choice
 from posttrain.rollouts.native.device_sampling import Features, Settings, choose
 from posttrain.rollouts.native.graphs import CudaGraphs, Direct, Runner, bucket_of, identity
 from posttrain.rollouts.native.paged_attention import ATTENTIONS, GATHERING, measured, possible, stopwatch
@@ -42,6 +42,15 @@ def decoder_of(engine: NativeEngine, decode: str) -> Decoder | None:
     check_choice("decode", decode, WAYS)
     on_gpu = next(engine.model.parameters()).device.type == "cuda"
     if decode == "eager" or (decode == "auto" and not on_gpu):
+        return None
+    if getattr(engine.inner.config.get_text_config(), "is_heterogeneous", False):
+        # Pages and kernels are for layers of one shape.
+        if decode == "graph":
+            raise ConfigError(
+                f"decode='graph': layers of {type(engine.inner).__name__} differ in the size of their heads, and its pages are of "
+                "one size. Fix: decode='auto', which decodes uncaptured here."
+            )
+        logger.info("decode='auto': uncaptured, because layers of %s differ in shape.", type(engine.inner).__name__)
         return None
     return Decoder(engine, strict=decode == "graph")
 

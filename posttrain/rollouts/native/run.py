@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.errors import RolloutError
+from posttrain.models.flops import key_value_width, layer_configs
 from posttrain.rollouts.native.attention import Store, grown
 from posttrain.rollouts.native.blocks import Block, Group
 from posttrain.rollouts.native.choosing import Asked, Chooser, Completion, Prompt
@@ -334,7 +335,5 @@ def common_beginning(prompts: list[list[int]]) -> list[int]:
 
 def bytes_per_token(model: Any) -> int:
     """Of keys and values of all layers."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * next(model.parameters()).element_size()
+    layers = layer_configs(model.config.get_text_config())
+    return 2 * sum(key_value_width(one) for one in layers) * next(model.parameters()).element_size()
