@@ -131,9 +131,7 @@ def collate(
     return [batch for part in parts for batch in _batches(part, **options)]  # type: ignore[arg-type]
 
 
-def _batches(
-    trees: list[_Tree], *, pad_token_id: int, layout: Layout, whole_rows: bool, together: bool
-) -> list[Batch]:
+def _batches(trees: list[_Tree], *, pad_token_id: int, layout: Layout, whole_rows: bool, together: bool) -> list[Batch]:
     """Batches of trees that may share a pass; see `collate`."""
     if together:
         packed = [[tree] for tree in trees] if layout.kind == "padded" else _best_fit(trees, layout.row_tokens)

@@ -147,7 +147,9 @@ def rope_limits(model: Module) -> tuple[int | None, int | None]:
     switches = [one["original_max_position_embeddings"] for one in kinds if one["rope_type"] == "longrope"]
     ends = [text.max_position_embeddings for one in kinds if "dynamic" in one["rope_type"]]
     if len(set(switches)) > 1:
-        raise ModelError(f"layers with longrope change at different lengths {sorted(set(switches))}: no pass can be right.")
+        raise ModelError(
+            f"layers with longrope change at different lengths {sorted(set(switches))}: no pass can be right."
+        )
     return (min(switches) - virtual if switches else None), (min(ends) - virtual if ends else None)
 
 

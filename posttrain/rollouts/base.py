@@ -13,9 +13,18 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, did_you_mean
 from posttrain.models.attention import rope_limits
+from posttrain.models.heads import learns_prompts, unwrapped
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["RolloutEngine", "check_followed", "check_requests", "check_rope", "create_engine", "keeping"]
+__all__ = [
+    "RolloutEngine",
+    "check_followed",
+    "check_requests",
+    "check_rope",
+    "create_engine",
+    "keeping",
+    "refuse_virtual_tokens",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +88,20 @@ def check_rope(requests: Sequence[Request], sampling: Sampling, model: nn.Module
                 f"what is sampled beside it. Fix: at most {switch} tokens in all, or rollout_engine='hf', which samples such "
                 "requests one by one."
             )
+
+
+def refuse_virtual_tokens(model: nn.Module, engine: str) -> None:
+    """Refuse a model that learns prompts, for an engine that runs the layers below the adapter.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if learns_prompts(model):
+        kind = str(unwrapped(model).active_peft_config.peft_type).rsplit(".", 1)[-1]  # type: ignore[union-attr]
+        raise ConfigError(
+            f"{engine} runs the layers below the adapter, and would sample without the virtual tokens of {kind}. Fix: "
+            "rollout_engine='hf', which samples through the adapter"
+        )
 
 
 def check_followed(

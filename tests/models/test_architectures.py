@@ -127,7 +127,10 @@ def test_with_every_rope_type_neighbours_change_nothing(kind, form):
 
 def test_sequences_on_both_sides_of_the_switch_never_share_a_pass():
     layout = Layout("tree", row_tokens=512, rope_switch=10)
-    examples = [Row([1] * 6, [[2] * n for n in (2, 9, 4, 5)], [[1] * n for n in (2, 9, 4, 5)]), Row([], [[3] * 30], [[1] * 30])]
+    examples = [
+        Row([1] * 6, [[2] * n for n in (2, 9, 4, 5)], [[1] * n for n in (2, 9, 4, 5)]),
+        Row([], [[3] * 30], [[1] * 30]),
+    ]
     batches = collate(examples, pad_token_id=0, layout=layout)
     lengths = {0: 8, 1: 15, 2: 10, 3: 11, 4: 30}
     assert sorted(origin for batch in batches for origin in batch.origin) == [0, 1, 2, 3, 4]

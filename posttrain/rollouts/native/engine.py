@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.attention import coarsest_dtype
-from posttrain.models.forward import LogitRule, causal_lm, learns_prompts
-from posttrain.models.heads import trunk, unwrapped
-from posttrain.rollouts.base import check_requests, check_rope
+from posttrain.models.forward import LogitRule, causal_lm
+from posttrain.models.heads import trunk
+from posttrain.rollouts.base import check_requests, check_rope, refuse_virtual_tokens
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
 from posttrain.rollouts.native.choosing import SickRequests
@@ -25,7 +25,15 @@ from posttrain.rollouts.native.fused import fused_layers
 from posttrain.rollouts.native.gpu import decoder_of
 from posttrain.rollouts.native.gpu_run import GraphRun
 from posttrain.rollouts.native.kept import Kept, fingerprint
-from posttrain.rollouts.native.products import Packed, Products, can_pack, has_bfloat16, packs, quick_products, worth_packing
+from posttrain.rollouts.native.products import (
+    Packed,
+    Products,
+    can_pack,
+    has_bfloat16,
+    packs,
+    quick_products,
+    worth_packing,
+)
 from posttrain.rollouts.native.run import Run
 from posttrain.rollouts.native.threads import bound_threads
 from posttrain.types import Request, Rollout, Sampling
@@ -92,7 +100,7 @@ class NativeEngine:
         decode: str = "auto",
         products: Products = "exact",
     ) -> None:
-        _refuse_what_it_leaves_out(model)
+        refuse_virtual_tokens(model, "the native engine")
         self.model: Any = model
         self.inner: Any = causal_lm(model)
         self.trunk: Any = trunk(self.inner)
@@ -248,15 +256,6 @@ class NativeEngine:
     def new_seed(self) -> int:
         """The next seed of the engine's own stream."""
         return int(torch.randint(2**63 - 1, (1,), generator=self._stream))
-
-
-def _refuse_what_it_leaves_out(model: nn.Module) -> None:
-    if learns_prompts(model):
-        kind = str(unwrapped(model).active_peft_config.peft_type).rsplit(".", 1)[-1]  # type: ignore[union-attr]
-        raise ConfigError(
-            f"the native engine runs the layers below the adapter, and would sample without the virtual tokens of {kind}. "
-            "Fix: rollout_engine='hf', which samples through the adapter."
-        )
 
 
 def failure(error: SickRequests, run: Run, tokenizer: Any = None) -> dict[str, Any]:
