@@ -43,6 +43,7 @@ ROUNDING = 8 * torch.finfo(torch.float32).eps  # Of the largest number: log-prob
 # Read anew in every pass, so a probe may make them short; Llama 4 counts ``floor_scale`` in columns instead of positions.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # Layers whose mask is known.
 NARROW = 4  # Tokens of a window that was made short: less than any sequence of a probe has.
 LONGEST = 1024  # Tokens of a prompt in a probe that must reach beyond a window as it is.
 
@@ -221,11 +222,17 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
     that cannot be made short is looked at with a prompt that is longer than it.
 
     Raises:
-        ModelError: Such a window is longer than `LONGEST`.
+        ModelError: Such a window is longer than `LONGEST`; or layers hand something on from token to token beside attention,
+            which is known without a look, and which the weights of today may not show.
     """
     cases: list[tuple[int, AbstractContextManager[None]]] = [(7, nullcontext())]
-    text = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+    inner: Any = causal_lm(model)
+    text = inner.config.get_text_config()
     kinds = getattr(text, "layer_types", None)
+    if getattr(inner, "_is_stateful", False) or set(kinds or ()) - KINDS:
+        raise ModelError(
+            f"it has layers that mix tokens by other means than attention ({sorted(set(kinds or ()) - KINDS)})"
+        )
     sizes = {name: getattr(text, name, None) for name in (*SHRINKABLE, *FIXED)}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
     if kinds is not None and all(kind == "full_attention" for kind in kinds):

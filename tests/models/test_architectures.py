@@ -60,11 +60,14 @@ def test_the_engine_that_auto_takes_says_what_each_sequence_alone_says(name, cap
 
 
 @pytest.mark.parametrize("name", ["jamba", "mamba", "qwen3 next"])
-def test_a_stateful_model_with_tiny_logits_never_gets_a_forest(name):
-    model = built(name, initializer_range=0.002)
+@pytest.mark.parametrize("size", [0.02, 0.0005])
+def test_a_stateful_model_with_tiny_logits_gets_neither_forest_nor_engine(name, size):
+    """At the smaller size no log-prob shows the state, and after some training it would."""
+    model = built(name, initializer_range=size)
     truth = torch.cat([alone(model, row.prompt_ids, c) for row in rows() if row.prompt_ids for c in row.completions])
-    assert truth.std() < 0.1
+    assert truth.std() < 0.2
     assert probe_layout(model).kind == "padded"
+    assert native_is_exact(model) is not None
 
 
 def test_two_configs_of_one_class_have_two_verdicts():
