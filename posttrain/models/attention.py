@@ -290,7 +290,7 @@ def probe_layout(model: Module) -> Layout:
         finally:
             model.train(training)
         if reason:
-            text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+            text = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
             logger.warning(
                 "%s with attn_implementation=%r does not compute shared prompts and packed rows as it computes sequences "
                 "alone (%s). Training uses padded rows: correct, and slower.",
@@ -305,7 +305,8 @@ def probe_layout(model: Module) -> Layout:
 
 def _forest_fault(model: Module, layout: Layout) -> str:
     """Why a forest is not what its sequences are alone; empty where it is."""
-    vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    config: Any = model.config
+    vocabulary = config.get_text_config().vocab_size
     share = TOLERANCE.get(coarsest_dtype(model), 0.1)
     for prompt, context in probe_cases(model):
         rows = _probe_rows(vocabulary, prompt)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, did_you_mean
 from posttrain.models.attention import rope_limits
-from posttrain.models.heads import learns_prompts, unwrapped
+from posttrain.models.heads import causal_lm, learns_prompts, unwrapped
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = [
@@ -140,7 +140,14 @@ def check_followed(
 
 def _native(model: nn.Module, **options: Any) -> RolloutEngine:
     from posttrain.rollouts.native.engine import NativeEngine
+    from posttrain.rollouts.native.probe import native_is_exact
 
+    reason = native_is_exact(model)
+    if reason is not None:
+        raise ConfigError(
+            f"rollout_engine='native' does not say of {type(causal_lm(model)).__name__} what its own forward says: {reason}. "
+            "Fix: rollout_engine='hf', or 'auto', which chooses by this."
+        )
     return NativeEngine(model, **options)
 
 

@@ -153,7 +153,7 @@ class HFEngine:
         for i, request in enumerate(requests):
             size = len(request.prompt_ids)
             alone = switch is not None and size + sampling.max_new_tokens > switch
-            if alone and size <= switch and not self._told:
+            if switch is not None and alone and size <= switch and not self._told:
                 self._told = True
                 logger.warning(
                     "completions may cross %d tokens, where rope_type='longrope' changes the rotary frequencies: a token before "

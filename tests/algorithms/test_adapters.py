@@ -88,13 +88,13 @@ def test_the_engine_that_auto_takes_samples_through_virtual_tokens(kind, caplog)
 @pytest.mark.parametrize("kind", VIRTUAL)
 @pytest.mark.parametrize("name", ["native", "paged"])
 def test_engines_below_the_adapter_refuse_virtual_tokens(kind, name):
-    with pytest.raises(ConfigError, match="virtual tokens of .*rollout_engine='hf'"):
+    with pytest.raises(ConfigError, match=r"virtual tokens of .*rollout_engine='hf'"):
         create_engine(name, with_virtual_tokens(kind), pad_token_id=0)
 
 
 @pytest.mark.parametrize("kind", VIRTUAL)
 def test_weights_for_another_process_are_not_the_base_model_s_without_its_virtual_tokens(kind):
-    with pytest.raises(ModelError, match="virtual tokens of .* cannot be added to weights"):
+    with pytest.raises(ModelError, match=r"virtual tokens of .* cannot be added to weights"):
         dict(merged_weights(with_virtual_tokens(kind)))
 
 

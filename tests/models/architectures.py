@@ -62,18 +62,27 @@ ARCHITECTURES = {
     "llama4": (
         "llama4_text",
         {
-            "attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0],
-            "layer_types": ["chunked_attention", "full_attention"], "moe_layers": [], "floor_scale": WINDOW,
-        },  # fmt: skip
+            "attention_chunk_size": WINDOW,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "no_rope_layers": [1, 0],
+            "layer_types": ["chunked_attention", "full_attention"],
+            "moe_layers": [],
+            "floor_scale": WINDOW,
+        },
         False,
         False,
     ),
     "jamba": (
         "jamba",
         {
-            "num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 4,
             "use_mamba_kernels": False,
-        },  # fmt: skip
+        },
         False,
         False,
     ),
@@ -86,11 +95,13 @@ ARCHITECTURES = {
     ),
     "qwen3 next": (
         "qwen3_next",
-        {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16} | EXPERTS | LINEAR,
+        {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16}
+        | EXPERTS
+        | LINEAR,
         False,
         False,
     ),
-}  # fmt: skip
+}
 
 
 def built(name, **changes):

@@ -5,7 +5,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from posttrain.data.forest import Layout, collate, split_by_sequence
-from posttrain.errors import DataError, RolloutError
+from posttrain.errors import ConfigError, DataError, RolloutError
 from posttrain.models.attention import disagreement, probe_layout, rope_limits
 from posttrain.models.forward import forward
 from posttrain.rollouts.base import create_engine
@@ -53,6 +53,9 @@ def test_the_engine_that_auto_takes_says_what_each_sequence_alone_says(name, cap
     engine = create_engine("auto", model, pad_token_id=0)
     assert engine.name == ("native" if ARCHITECTURES[name][3] else "hf")
     assert (native_is_exact(model) or "") in caplog.text
+    if engine.name == "hf":
+        with pytest.raises(ConfigError, match=r"does not say of .* what its own forward says"):
+            create_engine("native", model, pad_token_id=0)
     new = 7 if name == "phi3 longrope" else 40
     requests = [Request(ids(n, n), 2) for n in (3, 25, 9)]
     for r in engine.generate(requests, Sampling(new, seed=0)):
@@ -145,21 +148,21 @@ def test_sequences_on_both_sides_of_the_switch_never_share_a_pass():
 def test_a_loss_that_compares_sequences_across_the_switch_is_refused(how):
     layout = Layout("tree", rope_switch=10)
     pair = Row([1] * 6, [[2] * 2, [3] * 9], [[1] * 2, [1] * 9])
-    with pytest.raises(DataError, match="sequences of 8 and 15 tokens.*beyond 10 tokens"):
+    with pytest.raises(DataError, match=r"sequences of 8 and 15 tokens.*beyond 10 tokens"):
         collate([pair], pad_token_id=0, layout=layout, **{how: True})
     below = Row([1] * 6, [[2] * 2, [3] * 4], [[1] * 2, [1] * 4])
     assert len(collate([below], pad_token_id=0, layout=layout, **{how: True})) == 1
 
 
 def test_a_sequence_beyond_what_dynamic_rope_computes_alike_is_refused():
-    with pytest.raises(DataError, match="has 12 tokens with its prompt.*computes up to 11"):
+    with pytest.raises(DataError, match=r"has 12 tokens with its prompt.*computes up to 11"):
         collate([Row([1] * 6, [[2] * 6], [[1] * 6])], pad_token_id=0, layout=Layout("padded", rope_end=11))
 
 
 def test_the_native_engine_refuses_what_may_cross_the_switch_and_hf_samples_it_alone():
     model = roped("longrope")
     requests = [Request(ids(5, 1), 2), Request(ids(ORIGINAL + 3, 2), 2), Request(ids(ORIGINAL + 8, 3), 1)]
-    with pytest.raises(RolloutError, match=f"request 1: a prompt of {ORIGINAL + 3} tokens.*beyond {ORIGINAL}"):
+    with pytest.raises(RolloutError, match=rf"request 1: a prompt of {ORIGINAL + 3} tokens.*beyond {ORIGINAL}"):
         create_engine("native", model, pad_token_id=0).generate(requests, Sampling(6, seed=0))
     for r in create_engine("hf", model, pad_token_id=0).generate(requests, Sampling(6, seed=0)):
         torch.testing.assert_close(torch.tensor(r.logp), alone(model, r.prompt_ids, r.token_ids), atol=1e-3, rtol=0)

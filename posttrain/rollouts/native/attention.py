@@ -245,7 +245,7 @@ def native_attention(
     attention_mask: Any = None,
     scaling: float | None = None,
     softcap: float | None = None,
-    sliding_window: int | None | EllipsisType = ...,
+    sliding_window: int | EllipsisType | None = ...,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls in every layer: ``(n, heads, t, size)`` in, ``(n, t, heads, size)`` out.

@@ -47,8 +47,8 @@ def decoder_of(engine: NativeEngine, decode: str) -> Decoder | None:
         # Pages and kernels are for layers of one shape.
         if decode == "graph":
             raise ConfigError(
-                f"decode='graph': layers of {type(engine.inner).__name__} differ in the size of their heads, and its pages are of "
-                "one size. Fix: decode='auto', which decodes uncaptured here."
+                f"decode='graph': layers of {type(engine.inner).__name__} differ in the size of their heads, and its pages "
+                "are of one size. Fix: decode='auto', which decodes uncaptured here."
             )
         logger.info("decode='auto': uncaptured, because layers of %s differ in shape.", type(engine.inner).__name__)
         return None
