@@ -170,9 +170,9 @@ def _check(row: Row, index: int, rope_end: int | None) -> None:
         if rope_end is not None and len(row.prompt_ids) + len(ids) > rope_end:
             raise DataError(
                 f"row {index}, completion {i} has {len(row.prompt_ids) + len(ids)} tokens with its prompt, and "
-                f"rope_type='dynamic' computes up to {rope_end} (max_position_embeddings) alike in all passes. Beyond "
-                f"that, log-probs depend on what else the process has computed. Fix: at most {rope_end} tokens (max_length, max_completion_length), or "
-                "rope_type='linear' or 'yarn' with the same factor."
+                f"rope_type='dynamic' computes up to {rope_end} (max_position_embeddings) alike in all passes. Beyond that, "
+                f"log-probs depend on what else the process has computed. Fix: at most {rope_end} tokens (max_length, "
+                "max_completion_length), or rope_type='linear' or 'yarn' with the same factor."
             )
     for name, column in row.sequence_columns.items():
         if len(column) != count:

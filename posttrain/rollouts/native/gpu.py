@@ -367,10 +367,11 @@ class Decoder:
         return self.measure_attention(names, bucket)
 
     def measure_attention(self, names: Sequence[str], bucket: int) -> str:
-        """Time these ways on one layer with full tables of pages, in groups of a tile; see `measured`."""
+        """Time these ways on one layer of each kind with full tables of pages, in groups of a tile; see `measured`."""
         pages, device = self.store.pages, self.device
         layer = next(iter(pages.keys))
-        key, value, rule = pages.keys[layer], pages.values[layer], self.store.rules[layer]
+        key, value = pages.keys[layer], pages.values[layer]
+        rules = dict.fromkeys(self.store.rules.values())  # Sliding and full layers are each looked at.
         assert self.need is not None
         tile = self.tiles.shape[1]
         order = torch.arange(bucket, device=device)
@@ -394,6 +395,6 @@ class Decoder:
         query = torch.randn(bucket, self.store.heads, key.shape[2], device=device).to(key.dtype)
 
         def run(name: str) -> Tensor:
-            return ATTENTIONS[name](query, key, value, replace(view, made={}), rule)
+            return torch.cat([ATTENTIONS[name](query, key, value, replace(view, made={}), rule) for rule in rules])
 
         return measured(names, run, clock=stopwatch(device))
