@@ -140,8 +140,7 @@ def rope_limits(model: Module) -> tuple[int | None, int | None]:
         The most tokens of a sequence below the switch of longrope, and the most that ``dynamic`` computes alike in all passes;
         None where the model has no such limit. Virtual tokens count, so they are subtracted.
     """
-    config: Any = model.config
-    text = config.get_text_config()
+    text = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
     given = getattr(text, "rope_parameters", None) or {}
     kinds = [one for one in (given, *given.values()) if isinstance(one, dict) and "rope_type" in one]
     virtual = int(unwrapped(model).active_peft_config.num_virtual_tokens) if learns_prompts(model) else 0  # type: ignore[union-attr]
