@@ -27,10 +27,10 @@ from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
-from posttrain.models.attention import probe_head, probe_layout
+from posttrain.models.attention import padded_layout, probe_head, probe_layout
 from posttrain.models.checkpointing import KeepLastActivations
 from posttrain.models.experts import router_coefficient
-from posttrain.models.forward import causal_lm, forward, install_token_head, learns_prompts
+from posttrain.models.forward import causal_lm, forward, install_token_head, learns_prompts, noisy_embeddings
 from posttrain.models.host_memory import KeepHostMemory, gradients_first
 from posttrain.models.load import (
     create_model_from_path,
@@ -224,7 +224,7 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
 
     def _choose_layout(self) -> Layout:
         probe_head(self.model)
-        layout = Layout("padded", row_tokens=4096) if self._needs_padded_rows() else probe_layout(self.model)
+        layout = padded_layout(self.model) if self._needs_padded_rows() else probe_layout(self.model)
         if self.args.max_row_tokens is not None:
             layout = replace(layout, row_tokens=self.args.max_row_tokens)
         multiple = getattr(self.args, "pad_to_multiple_of", None)
@@ -259,9 +259,13 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         if isinstance(resume_from_checkpoint, str):
             self.args.resume_from_checkpoint = resume_from_checkpoint  # Callbacks find their own state by it.
         self.interrupt.install()
+        # transformers' own hook would take the width of a row for the length of each document in it.
+        alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         try:
-            return super().train(resume_from_checkpoint, **kwargs)
+            with noisy_embeddings(self.model, alpha):
+                return super().train(resume_from_checkpoint, **kwargs)
         finally:
+            self.neftune_noise_alpha = alpha
             self.interrupt.restore()
             for callback in self.callback_handler.callbacks:
                 if hasattr(callback, "stop"):

@@ -294,8 +294,8 @@ class FarRolloutMixin:
 
     def _parity_finding(self) -> Any:
         """What the comparison says, on every process."""
-        vocabulary = self.model.config.get_text_config().vocab_size
-        sequences = checks.probe_sequences(vocabulary, self.context)
+        text = self.model.config.get_text_config()
+        sequences = checks.probe_sequences(text.vocab_size, self.context, getattr(text, "sliding_window", None))
         rows = [Row(ids[:1], [ids[1:]], [[1] * (len(ids) - 1)]) for ids in sequences]
         with self.inference() as policy:  # type: ignore[attr-defined]
             ours = [logp.float().cpu().tolist() for logp in sequence_logps(policy, rows)]

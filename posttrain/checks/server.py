@@ -27,7 +27,7 @@ __all__ = [
     "probe_sequences",
 ]
 
-SEQUENCES, LENGTH = 4, 64  # Of the parity probe.
+SEQUENCES, LENGTH, LONGEST = 4, 64, 2048  # Of the parity probe, in tokens.
 # Nats a token, mean and 99th percentile. Measured on 4 x 63 random tokens with SmolLM2-135M: float32 on both sides below 1e-3;
 # bfloat16 against float32 0.054 and 0.31, bfloat16 on both sides 0.085 and 0.48 (likely tokens lie ten times closer).
 GAPS = {"float32": (0.02, 0.5), "float16": (0.05, 0.5), "bfloat16": (0.15, 1.0)}
@@ -260,11 +260,18 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def probe_sequences(vocabulary: int, context: int | None) -> list[list[int]]:
-    """The token ids of the parity probe, the same in every run: 4 sequences of at most 64 tokens."""
+def probe_sequences(vocabulary: int, context: int | None, window: int | None = None) -> list[list[int]]:
+    """The token ids of the parity probe, the same in every run: 4 sequences of at most 64 tokens.
+
+    The last one reaches 64 tokens beyond a sliding window of at most `LONGEST`, as far as the context goes.
+    """
     generator = torch.Generator().manual_seed(0)
     length = min(LENGTH, context or LENGTH)
-    return torch.randint(0, vocabulary, (SEQUENCES, length), generator=generator).tolist()
+    found = torch.randint(0, vocabulary, (SEQUENCES, length), generator=generator).tolist()
+    beyond = 0 if window is None or window > LONGEST else window + LENGTH - length
+    more = max(0, min(beyond, context - length if context else beyond))
+    found[-1] += torch.randint(0, vocabulary, (more,), generator=generator).tolist()
+    return found
 
 
 def check_parity(

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.data.forest import Layout, collate, split_by_sequence
+from posttrain.data.forest import collate, split_by_sequence
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.models import parallel
+from posttrain.models.attention import padded_layout
 from posttrain.models.forward import forward
 from posttrain.rollouts.generation import Generation
 from posttrain.types import Rollout, Row
@@ -123,7 +124,7 @@ def padded_logps(
     for ids, inside in zip(input_ids, real, strict=True):
         completion = ids[-keep:][inside[-keep:]].tolist()
         rows.append(Row(ids[:-keep][inside[:-keep]].tolist(), [completion], [[1] * len(completion)]))
-    [batch] = collate(rows, pad_token_id=0, layout=Layout("padded"), together=True)
+    [batch] = collate(rows, pad_token_id=0, layout=padded_layout(model), together=True)
     batch = batch.to(input_ids.device)
     out = forward(model, batch, needs, **settings)
 

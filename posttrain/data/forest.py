@@ -31,6 +31,9 @@ class Layout:
             has a fixed cost (gradients are added up, weights are read); at most 5 % of a pass may be padding.
         max_tree_tokens: A group whose tree would be longer is split, its prompt repeated.
         pad_to_multiple_of: Rounds T up.
+        rope_switch: Sequences longer than this are computed with other rotary frequencies (longrope), which a pass takes for all
+            of its sequences: longer and shorter ones never share a pass. None: there is no such length.
+        rope_end: Longer sequences are refused: what a pass computes of them depends on the passes before it (``dynamic``).
     """
 
     kind: Literal["tree", "padded"] = "tree"
@@ -38,6 +41,8 @@ class Layout:
     pass_tokens: int = 0
     max_tree_tokens: int = 8192
     pad_to_multiple_of: int | None = None
+    rope_switch: int | None = None
+    rope_end: int | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +59,11 @@ class _Tree:
         prompt = len(self.row.prompt_ids)
         lengths = [len(self.row.completions[i]) for i in self.members]
         return prompt + sum(lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sequence."""
+        return len(self.row.prompt_ids) + max(len(self.row.completions[i]) for i in self.members)
 
 
 def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
@@ -106,13 +116,23 @@ def collate(
         Batches that hold every completion exactly once. ``num_sequences`` over all of them is the number of completions.
 
     Raises:
-        DataError: No rows, a row without completions, or a mask, column or id list of the wrong length.
+        DataError: No rows, a row without completions, a mask, column or id list of the wrong length, or sequences that the
+            loss compares and the rotary frequencies keep apart; see `Layout`.
     """
     if not rows:
         raise DataError("collate got an empty list of rows; a batch needs at least one.")
     for index, row in enumerate(rows):
-        _check(row, index)
+        _check(row, index, layout.rope_end)
     trees = list(_grow(rows, layout))
+    parts = _by_rope(trees, layout.rope_switch)
+    if len(parts) > 1 and (together or whole_rows):
+        _refuse_mixed(parts, layout, together)
+    options = {"pad_token_id": pad_token_id, "layout": layout, "whole_rows": whole_rows, "together": together}
+    return [batch for part in parts for batch in _batches(part, **options)]  # type: ignore[arg-type]
+
+
+def _batches(trees: list[_Tree], *, pad_token_id: int, layout: Layout, whole_rows: bool, together: bool) -> list[Batch]:
+    """Batches of trees that may share a pass; see `collate`."""
     if together:
         packed = [[tree] for tree in trees] if layout.kind == "padded" else _best_fit(trees, layout.row_tokens)
         return [_lay_out(packed, pad_token_id, layout)]
@@ -140,13 +160,20 @@ def split_by_sequence(values: Tensor, batch: Batch) -> list[Tensor]:
     return list(values[inside].split(lengths.tolist()))
 
 
-def _check(row: Row, index: int) -> None:
+def _check(row: Row, index: int, rope_end: int | None) -> None:
     count = len(row.completions)
     if count == 0:
         raise DataError(f"row {index} has no completion; every row needs at least one.")
     for i, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
         if len(ids) != len(mask):
             raise DataError(f"row {index}, completion {i}: {len(ids)} token ids but a loss mask of length {len(mask)}.")
+        if rope_end is not None and len(row.prompt_ids) + len(ids) > rope_end:
+            raise DataError(
+                f"row {index}, completion {i} has {len(row.prompt_ids) + len(ids)} tokens with its prompt, and "
+                f"rope_type='dynamic' computes up to {rope_end} (max_position_embeddings) alike in all passes. Beyond that, "
+                f"log-probs depend on what else the process has computed. Fix: at most {rope_end} tokens (max_length, "
+                "max_completion_length), or rope_type='linear' or 'yarn' with the same factor."
+            )
     for name, column in row.sequence_columns.items():
         if len(column) != count:
             raise DataError(f"row {index}, column {name!r}: {len(column)} values for {count} completions.")
@@ -156,16 +183,42 @@ def _check(row: Row, index: int) -> None:
             raise DataError(f"row {index}, column {name!r}: lengths {lengths} do not match the completions' {wanted}.")
 
 
+def _by_rope(trees: list[_Tree], switch: int | None) -> list[list[_Tree]]:
+    """Trees of sequences up to ``switch`` tokens, and those of longer ones."""
+    if switch is None:
+        return [trees]
+    parts = [[tree for tree in trees if (tree.longest > switch) is beyond] for beyond in (False, True)]
+    return [part for part in parts if part]
+
+
+def _refuse_mixed(parts: list[list[_Tree]], layout: Layout, together: bool) -> None:
+    """Raise where sequences that the loss compares lie on both sides of ``rope_switch``."""
+    short, long = ({id(tree.row): tree for tree in part} for part in parts)
+    shared = [number for number in short if number in long] or ([next(iter(short))] if together else [])
+    if shared:
+        a, b = short[shared[0]], long.get(shared[0], next(iter(long.values())))
+        raise DataError(
+            f"the loss compares sequences of {a.longest} and {b.longest} tokens (prompt {a.row.prompt_ids[:8]}...), and the "
+            f"model's rotary frequencies change for a whole pass beyond {layout.rope_switch} tokens (rope_type='longrope'): in "
+            f"one pass the shorter one would get the frequencies of the longer. Fix: max_length={layout.rope_switch}, or leave "
+            "out such rows."
+        )
+
+
 def _grow(rows: Sequence[Row], layout: Layout) -> Iterator[_Tree]:
-    """One tree a row, or several where the layout is padded or the tree would be too long."""
-    first = 0
+    """One tree a row, or several where the layout is padded, the tree would be too long, or the rope changes in between."""
+    first, switch = 0, layout.rope_switch
     for row in rows:
         count, prompt = len(row.completions), len(row.prompt_ids)
+        beyond = [switch is not None and prompt + len(ids) > switch for ids in row.completions]
         start = 0
         while start < count:
             stop, size = start + 1, prompt + len(row.completions[start])
             while (
-                layout.kind == "tree" and stop < count and size + len(row.completions[stop]) <= layout.max_tree_tokens
+                layout.kind == "tree"
+                and stop < count
+                and beyond[stop] is beyond[start]
+                and size + len(row.completions[stop]) <= layout.max_tree_tokens
             ):
                 size += len(row.completions[stop])
                 stop += 1

@@ -2,33 +2,59 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from posttrain.data.forest import Layout, collate
+from posttrain.errors import ModelError
+from posttrain.models.heads import causal_lm, learns_prompts, unwrapped
 from posttrain.types import Batch, Row
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PretrainedConfig
 
-__all__ = ["attention_mask", "coarsest_dtype", "forest_mask", "layout_for", "probe_head", "probe_layout"]
+__all__ = [
+    "attention_mask",
+    "coarsest_dtype",
+    "disagreement",
+    "forest_mask",
+    "layout_for",
+    "padded_layout",
+    "probe_cases",
+    "probe_head",
+    "probe_key",
+    "probe_layout",
+    "rope_limits",
+]
 
 logger = logging.getLogger(__name__)
 
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Backends that take an arbitrary mask.
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # Half precision is compared at 0.1, see `probe_layout`.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # Of the spread of the truth; 0.1 in half precision.
+ROUNDING = 8 * torch.finfo(torch.float32).eps  # Of the largest number: log-probs are computed in float32.
+# Read anew in every pass, so a probe may make them short; Llama 4 counts ``floor_scale`` in columns instead of positions.
+SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
+FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # Layers whose mask is known.
+NARROW = 4  # Tokens of a window that was made short: less than any sequence of a probe has.
+LONGEST = 1024  # Tokens of a prompt in a probe that must reach beyond a window as it is.
 
 
-def forest_mask(batch: Batch, window: int | None = None) -> Tensor:
+def forest_mask(batch: Batch, window: int | None = None, chunk: int | None = None) -> Tensor:
     """Which token may attend to which: earlier, same tree, in the prefix or in its own branch.
 
     Args:
         batch: A token forest.
         window: Sliding-window size in positions, counted along a branch (so a branch's window reaches into its prefix).
+        chunk: Size of the chunks of positions that see only themselves (Llama 4).
 
     Returns:
         ``(B, 1, T, T)`` bool, true where row-token attends to column-token. Padding attends to itself only, because a
@@ -40,11 +66,13 @@ def forest_mask(batch: Batch, window: int | None = None) -> Tensor:
     allowed &= (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
     if window is not None:
         allowed &= position[:, :, None] - position[:, None, :] < window
+    if chunk is not None:
+        allowed &= position[:, :, None] // chunk == position[:, None, :] // chunk
     allowed |= (index[:, None] == index[None, :]) & (tree[:, :, None] < 0)
     return allowed[:, None]
 
 
-def _block_mask(batch: Batch, window: int | None) -> Any:
+def _block_mask(batch: Batch, window: int | None, chunk: int | None) -> Any:
     """The same rule as `forest_mask`, block-sparse for FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -54,6 +82,7 @@ def _block_mask(batch: Batch, window: int | None) -> Any:
         same = (tree[b, q] == tree[b, k]) & (q >= k)
         seen = (branch[b, k] == 0) | (branch[b, k] == branch[b, q])
         near = seen if window is None else seen & (position[b, q] - position[b, k] < window)
+        near = near if chunk is None else near & (position[b, q] // chunk == position[b, k] // chunk)
         return (same & near & (tree[b, k] >= 0)) | ((q == k) & (tree[b, q] < 0))
 
     rows, width = batch.input_ids.shape
@@ -73,10 +102,10 @@ def attention_mask(batch: Batch, config: PretrainedConfig, dtype: torch.dtype) -
         return None if bool((batch.tree == 0).all()) else (batch.tree == 0).long()
     implementation = getattr(text, "_attn_implementation", None) or "sdpa"
 
-    def build(window: int | None) -> Any:
+    def build(window: int | None, chunk: int | None = None) -> Any:
         if implementation == "flex_attention":
-            return _block_mask(batch, window)
-        allowed = forest_mask(batch, window)
+            return _block_mask(batch, window, chunk)
+        allowed = forest_mask(batch, window, chunk)
         if implementation == "sdpa" and allowed.device.type != "cpu":
             return allowed
         # On a CPU sdpa makes numbers of a bool mask in every layer anew, and keeps all of them for backward.
@@ -87,13 +116,47 @@ def attention_mask(batch: Batch, config: PretrainedConfig, dtype: torch.dtype) -
     window = getattr(text, "sliding_window", None)
     if not kinds:
         return build(window)
-    masks = {kind: build(window if kind == "sliding_attention" else None) for kind in sorted(kinds)}
+    limits = {
+        "sliding_attention": (window, None),
+        "chunked_attention": (None, getattr(text, "attention_chunk_size", None)),
+    }
+    masks = {kind: build(*limits.get(kind, (None, None))) for kind in sorted(kinds)}
     return masks if len(masks) > 1 or _takes_mask_by_layer(text) else next(iter(masks.values()))
 
 
 def _takes_mask_by_layer(text: PretrainedConfig) -> bool:
     """Models of these families index the mask by layer type even when all layers are of one type."""
-    return text.model_type.startswith(("gemma", "qwen", "cohere2", "olmo3", "smollm3", "exaone4"))
+    return text.model_type.startswith(("gemma", "qwen", "cohere2", "olmo3", "smollm3", "exaone4", "llama4"))
+
+
+def rope_limits(model: Module) -> tuple[int | None, int | None]:
+    """Lengths at which the rotary frequencies of a pass begin to depend on its longest sequence.
+
+    Of the types that transformers has (``ROPE_INIT_FUNCTIONS``), default, linear, llama3, yarn and proportional do not.
+    ``longrope`` takes other frequencies for a whole pass whose longest sequence exceeds the original context. ``dynamic`` makes
+    them from the longest sequence seen, and keeps those of a longer one for the passes after it.
+
+    Returns:
+        The most tokens of a sequence below the switch of longrope, and the most that ``dynamic`` computes alike in all passes;
+        None where the model has no such limit. Virtual tokens count, so they are subtracted.
+    """
+    text = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+    given = getattr(text, "rope_parameters", None) or {}
+    kinds = [one for one in (given, *given.values()) if isinstance(one, dict) and "rope_type" in one]
+    virtual = int(unwrapped(model).active_peft_config.num_virtual_tokens) if learns_prompts(model) else 0  # type: ignore[union-attr]
+    switches = [one["original_max_position_embeddings"] for one in kinds if one["rope_type"] == "longrope"]
+    ends = [text.max_position_embeddings for one in kinds if "dynamic" in one["rope_type"]]
+    if len(set(switches)) > 1:
+        raise ModelError(
+            f"layers with longrope change at different lengths {sorted(set(switches))}: no pass can be right."
+        )
+    return (min(switches) - virtual if switches else None), (min(ends) - virtual if ends else None)
+
+
+def padded_layout(model: Module) -> Layout:
+    """One padded row a sequence, for models that cannot take a forest."""
+    switch, end = rope_limits(model)
+    return Layout("padded", row_tokens=4096, rope_switch=switch, rope_end=end)
 
 
 def layout_for(model: Module) -> Layout:
@@ -101,7 +164,12 @@ def layout_for(model: Module) -> Layout:
     config: Any = model.config
     implementation = getattr(config.get_text_config(), "_attn_implementation", None) or "sdpa"
     if implementation not in MASKABLE:
-        return Layout("padded", row_tokens=4096)
+        return padded_layout(model)
+    switch, end = rope_limits(model)
+    return replace(_fastest_layout(model, implementation), rope_switch=switch, rope_end=end)
+
+
+def _fastest_layout(model: Module, implementation: str) -> Layout:
     if implementation == "flex_attention":
         return Layout("tree", row_tokens=16384, max_tree_tokens=65536, pad_to_multiple_of=128)
     # A dense mask costs T^2 attention and a pass has a fixed cost (gradients are added up): measured on a 135M model and 2
@@ -111,7 +179,7 @@ def layout_for(model: Module) -> Layout:
     return Layout("tree", row_tokens=2048) if on_gpu else Layout("tree", row_tokens=256, pass_tokens=512)
 
 
-PROBED: dict[tuple[str, str, str], Layout] = {}
+PROBED: dict[str, Layout] = {}
 
 
 def coarsest_dtype(model: Module) -> torch.dtype:
@@ -122,44 +190,131 @@ def coarsest_dtype(model: Module) -> torch.dtype:
     return max(kinds, key=lambda kind: torch.finfo(kind).eps if kind.is_floating_point else 1.0)
 
 
+def probe_key(model: Module) -> str:
+    """What a probe's verdict holds for: class, config, backend, dtypes, device and adapters; two configs of a class differ."""
+    inner: Any = causal_lm(model)
+    adapters = {name: str(one) for name, one in getattr(unwrapped(model), "peft_config", {}).items()}
+    text = inner.config.get_text_config()
+    return json.dumps([
+        type(inner).__qualname__, inner.config.to_dict(), str(getattr(text, "_attn_implementation", None)), adapters,
+        str(getattr(unwrapped(model), "active_adapter", "")), learns_prompts(model),
+        str(coarsest_dtype(model)), next(model.parameters()).device.type,
+    ], sort_keys=True, default=str)  # fmt: skip
+
+
+def disagreement(found: Tensor, truth: Tensor, share: float) -> str:
+    """How far numbers are from the truth, as a reason; empty where that is less than ``share`` of the truth's spread.
+
+    The spread, because log-probs of a model with tiny logits differ by little whatever attention it computes.
+    """
+    found, truth = found.float().cpu(), truth.float().cpu()
+    gap = float((found - truth).abs().max())
+    allowed = max(share * float(truth.std(unbiased=False)), ROUNDING * float(truth.abs().max()))
+    return "" if gap <= allowed else f"outputs differ by {gap:.2g}, allowed {allowed:.2g}"
+
+
+@torch.no_grad()
+def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]:
+    """What a probe must see: tokens of its longest prompt, and a context in which to look.
+
+    The model as it is; and with its windows, which are longer than a probe can be, made `NARROW` inside the context. A window
+    that cannot be made short is looked at with a prompt that is longer than it.
+
+    Raises:
+        ModelError: Such a window is longer than `LONGEST`; or layers hand something on from token to token beside attention,
+            which is known without a look, and which the weights of today may not show.
+    """
+    cases: list[tuple[int, AbstractContextManager[None]]] = [(7, nullcontext())]
+    inner: Any = causal_lm(model)
+    text = inner.config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if getattr(inner, "_is_stateful", False) or set(kinds or ()) - KINDS:
+        raise ModelError(
+            f"it has layers that mix tokens by other means than attention ({sorted(set(kinds or ()) - KINDS)})"
+        )
+    sizes = {name: getattr(text, name, None) for name in (*SHRINKABLE, *FIXED)}
+    windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
+    if kinds is not None and all(kind == "full_attention" for kind in kinds):
+        windows.pop("sliding_window", None)
+    shrinkable = {name: size for name, size in windows.items() if name in SHRINKABLE and size > NARROW}
+    if shrinkable:
+        cases.append((7, _narrowed(model, shrinkable)))
+        rows, before = _probe_rows(text.vocab_size), _truth(model, _probe_rows(text.vocab_size))
+        with _narrowed(model, shrinkable):
+            shrunk = bool(disagreement(_truth(model, rows), before, TOLERANCE[torch.float32]))
+        windows = {name: size for name, size in windows.items() if not shrunk or name not in shrinkable}
+    longest = max(windows.values(), default=0)
+    if longest > LONGEST:
+        raise ModelError(f"a window of {longest} tokens cannot be made short, and a probe has at most {LONGEST}")
+    return [*cases, (longest + 7, nullcontext())] if longest else cases
+
+
+@contextmanager
+def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
+    """Inside, these numbers are `NARROW` wherever configs and layers of the model have them."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    configs += [one.get_text_config() for one in configs if hasattr(one, "get_text_config")]
+    holders = {id(one): one for one in (*model.modules(), *configs) if one is not None}.values()
+    found = [(one, name, size) for one in holders for name, size in windows.items() if vars(one).get(name) == size]
+    try:
+        for one, name, _ in found:
+            setattr(one, name, NARROW)
+        yield
+    finally:
+        for one, name, size in found:
+            setattr(one, name, size)
+
+
 @torch.no_grad()
 def probe_layout(model: Module) -> Layout:
     """`layout_for`, or the padded layout where the model does not compute a tree as it computes its sequences.
 
-    Runs once per model class, attention backend and dtype: three branches of one prompt beside a second tree, against
-    each sequence alone through the model's own forward and its own output head. Log-probs must agree to 1e-4 in float32
-    (0.1 in half precision). State-space, linear-attention and some custom models do not pass, and train on padded rows.
+    Runs once per config, attention backend, dtype and adapter: three branches of one prompt beside a second tree, against
+    each sequence alone through the model's own forward and its own output head, in all `probe_cases`. Log-probs must agree to
+    1e-4 of their spread in float32 (0.1 in half precision). State-space, linear-attention and some custom models do not pass,
+    and train on padded rows. That frequencies of longrope depend on the longest sequence of a pass is not probed: it is known
+    (`rope_limits`), and the layout keeps such sequences apart.
     """
-    config: Any = model.config
-    parameter = next(model.parameters())
-    implementation = str(getattr(config.get_text_config(), "_attn_implementation", None))
-    dtype = coarsest_dtype(model)
-    key = (type(model).__name__ + config.model_type, implementation, f"{dtype}{parameter.device.type}")
+    key = probe_key(model)
     if key in PROBED:
         return PROBED[key]
     layout = layout_for(model)
     if layout.kind == "tree":
-        rows = _probe_rows(config.get_text_config().vocab_size)
         training = model.training
         model.eval()
         try:
-            (batch,) = collate(rows, pad_token_id=0, layout=Layout("tree", row_tokens=512))
-            gap = _gap(model, rows, batch.to(parameter.device))
-            reason = "" if gap <= TOLERANCE.get(dtype, 0.1) else f"outputs differ by {gap:.2g}"
+            reason = _forest_fault(model, layout)
         except Exception as error:  # Any failure means the same: this model cannot take a forest.
             reason = f"{type(error).__name__}: {error}"
         finally:
             model.train(training)
         if reason:
+            text = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
             logger.warning(
                 "%s with attn_implementation=%r does not compute shared prompts and packed rows as it computes sequences "
                 "alone (%s). Training uses padded rows: correct, and slower.",
-                *key[:2],
+                type(model).__name__ + text.model_type,
+                str(getattr(text, "_attn_implementation", None)),
                 reason,
             )
-            layout = Layout("padded", row_tokens=4096)
+            layout = padded_layout(model)
     PROBED[key] = layout
     return layout
+
+
+def _forest_fault(model: Module, layout: Layout) -> str:
+    """Why a forest is not what its sequences are alone; empty where it is."""
+    config: Any = model.config
+    vocabulary = config.get_text_config().vocab_size
+    share = TOLERANCE.get(coarsest_dtype(model), 0.1)
+    for prompt, context in probe_cases(model):
+        rows = _probe_rows(vocabulary, prompt)
+        wide = replace(layout, row_tokens=512 + prompt, pass_tokens=0, max_tree_tokens=4 * LONGEST)
+        with context:
+            fault = disagreement(_fast(model, rows, wide), _truth(model, rows), share)
+        if fault:
+            return fault
+    return ""
 
 
 @torch.no_grad()
@@ -168,52 +323,64 @@ def probe_head(model: Module) -> None:
 
     Compared on one padded sequence, so that what is wrong can only be the head; a classifier has none.
     """
-    from posttrain.models.heads import causal_lm, score_layer
+    from posttrain.models.heads import score_layer
 
     inner: Any = causal_lm(model)
     if score_layer(inner) is not None:
         return
-    parameter = next(model.parameters())
-    row = _probe_rows(model.config.get_text_config().vocab_size)[1]
-    (batch,) = collate([row], pad_token_id=0, layout=Layout("padded", row_tokens=512))
+    rows = [_probe_rows(model.config.get_text_config().vocab_size)[1]]
     training = model.training
     model.eval()
-    gap = _gap(model, [row], batch.to(parameter.device))
+    found, truth = _fast(model, rows, Layout("padded", row_tokens=512)), _truth(model, rows)
     model.train(training)
-    if gap > TOLERANCE.get(coarsest_dtype(model), 0.1):
+    fault = disagreement(found, truth, TOLERANCE.get(coarsest_dtype(model), 0.1))
+    if fault:
         inner.own_logits = True
         logger.warning(
-            "%s changes its logits in a way that the chunked head does not know: log-probs differ by %.2g. Training takes the "
-            "model's own logits: right, and with more memory.",
-            type(inner).__name__, gap,
-        )  # fmt: skip
+            "%s changes its logits in a way that the chunked head does not know: %s. Training takes the model's own logits: "
+            "right, and with more memory.",
+            type(inner).__name__,
+            fault,
+        )
 
 
-def _gap(model: Module, rows: list[Row], batch: Batch) -> float:
-    """Largest difference between a forest's log-probs (or a classifier's scores) and those of its sequences alone."""
-    from posttrain.models.forward import forward, sequence_logps, sequence_scores
-    from posttrain.models.heads import causal_lm, score_layer
+def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
+    """Log-probs of a forest's completions, in the order of the rows, or a classifier's scores."""
+    from posttrain.data.forest import split_by_sequence
+    from posttrain.models.forward import forward
+    from posttrain.models.heads import score_layer
+
+    scored = score_layer(causal_lm(model)) is not None
+    found: dict[int, Tensor] = {}
+    for batch in collate(rows, pad_token_id=0, layout=layout):
+        batch = batch.to(next(model.parameters()).device)
+        out = forward(model, batch, frozenset({"scores"}) if scored else frozenset({"logp"}))
+        parts = out.scores[:, None] if scored else split_by_sequence(out.logp, batch)  # type: ignore[index, arg-type]
+        found |= dict(zip(batch.origin, parts, strict=True))
+    values = torch.cat([found[i] for i in range(len(found))])
+    return values if scored else values[_judged(rows)]
+
+
+def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
+    """What each sequence alone says, through the model as it was given."""
+    from posttrain.models.forward import sequence_logps, sequence_scores
+    from posttrain.models.heads import score_layer
 
     if score_layer(causal_lm(model)) is not None:
-        fast = forward(model, batch, frozenset({"scores"})).scores
-        truth = sequence_scores(model, rows)[:, 0][torch.tensor(batch.origin)]
-        return float((fast - truth).abs().max() / truth.abs().max().clamp_min(1.0))  # type: ignore[operator]
-    return float((forward(model, batch).logp - _on_forest(sequence_logps(model, rows), batch)).abs().max())  # type: ignore[operator]
+        return sequence_scores(model, rows)[:, 0]
+    return torch.cat(sequence_logps(model, rows))[_judged(rows)]
 
 
-def _probe_rows(vocabulary: int) -> list[Row]:
+def _judged(rows: Sequence[Row]) -> Tensor:
+    """Which completion tokens have a log-prob; zeros of the others would widen the spread."""
+    return torch.tensor([bool(m) for row in rows for mask in row.loss_masks for m in mask])
+
+
+def _probe_rows(vocabulary: int, prompt: int = 7) -> list[Row]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(n: int) -> list[int]:
         return torch.randint(0, vocabulary, (n,), generator=generator).tolist()
 
     group = [draw(5), draw(3), draw(4)]
-    return [Row(draw(7), group, [[1] * len(c) for c in group]), Row([], [draw(6)], [[1] * 6])]
-
-
-def _on_forest(per_sequence: list[Tensor], batch: Batch) -> Tensor:
-    """Write one 1-D tensor a completion onto the batch's ``(B, T)`` grid."""
-    grid = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
-    for s, origin in enumerate(batch.origin):
-        grid[batch.sequence == s] = per_sequence[origin].to(grid)
-    return grid * batch.loss_mask
+    return [Row(draw(prompt), group, [[1] * len(c) for c in group]), Row([], [draw(6)], [[0] + [1] * 5])]

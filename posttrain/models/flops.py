@@ -6,7 +6,14 @@ from typing import Any
 
 from posttrain.errors import ConfigError, ModelError
 
-__all__ = ["H100_BF16_PEAK", "adjusted_mfu", "compute_flops_per_token", "compute_mfu"]
+__all__ = [
+    "H100_BF16_PEAK",
+    "adjusted_mfu",
+    "compute_flops_per_token",
+    "compute_mfu",
+    "key_value_width",
+    "layer_configs",
+]
 
 H100_BF16_PEAK = 989.5e12  # Dense bf16 operations a second of an H100 SXM, from NVIDIA's data sheet.
 BACKWARD_FACTOR = 3  # A backward pass costs twice its forward pass.
@@ -28,13 +35,28 @@ def _text_config(config: Any) -> Any:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = set(getattr(text, "layer_types", None) or ())
     foreign = {kind for kind in kinds if not str(kind).endswith("attention") or str(kind).startswith("linear")}
-    if getattr(text, "kv_lora_rank", None) or foreign:
+    mixed = getattr(text, "is_heterogeneous", False)
+    if foreign or mixed or getattr(text, "kv_lora_rank", None):
         what = f"layers of kind {sorted(foreign)}" if foreign else "latent attention (kv_lora_rank)"
+        what = "layers whose heads differ in size" if mixed else what
         raise ModelError(
             f"{type(text).__name__} has {what}, which the count for grouped-query attention does not describe. Count with "
             "torch.utils.flop_counter.FlopCounterMode instead."
         )
     return text
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """A config for each layer: of one kind, or Gemma 4's, whose head size differs between layers."""
+    if getattr(config, "is_heterogeneous", False):
+        return [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    return [config] * config.num_hidden_layers
+
+
+def key_value_width(config: Any) -> int:
+    """Numbers of a token's keys in one layer: key-value heads times the size of a head."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _heads(config: Any) -> tuple[int, int, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from posttrain.models.heads import (
     TokenHead,
     causal_lm,
     install_token_head,
-    score,
+    learns_prompts,
     unwrapped,
+    virtual_tokens,
 )
 from posttrain.types import Batch, ModelOutputs, Row
 
@@ -27,7 +30,9 @@ __all__ = [
     "causal_lm",
     "forward",
     "install_token_head",
+    "inverse_lengths",
     "learns_prompts",
+    "noisy_embeddings",
     "sequence_logps",
     "sequence_scores",
     "virtual_tokens",
@@ -66,6 +71,9 @@ def forward(
     if isinstance(head, TokenHead) and "values" in needs:
         head.values = _value_reader(inner, batch, virtual)
     balance = isinstance(head, TokenHead) and head.balance_over is not None
+    noise = getattr(inner, "embedding_noise", None)
+    if noise is not None:
+        noise.inverse_lengths = inverse_lengths(batch)
     result = model(
         input_ids=batch.input_ids,
         **_attention(model, inner, batch),
@@ -74,6 +82,8 @@ def forward(
         **({"output_router_logits": True} if balance else {}),
         **batch.model_kwargs,
     )
+    if noise is not None:
+        noise.inverse_lengths = None
     if isinstance(head, ScoreHead):
         scores = result["scores"]
         return ModelOutputs(scores=scores[:, 0]) if "scores" in needs else ModelOutputs(logits=scores)
@@ -86,23 +96,71 @@ def forward(
     )
 
 
-def learns_prompts(model: nn.Module) -> bool:
-    """Whether a peft wrapper puts virtual tokens before every row, and takes 2-D masks only."""
-    config = getattr(model, "active_peft_config", None)
-    return bool(getattr(config, "is_prompt_learning", False))
+@dataclass(slots=True)
+class Noise:
+    """NEFTune: uniform noise of at most ``alpha / sqrt(L d)`` on input embeddings, with L the length of the document.
+
+    Attributes:
+        alpha: Its magnitude.
+        inverse_lengths: ``(B, T)`` 1/L of the running `forward`; None, or of another shape: L is the row's width.
+
+    Reference: NEFTune, arXiv:2310.05914.
+    """
+
+    alpha: float
+    inverse_lengths: Tensor | None = None
+
+    def __call__(self, embeddings: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """The embeddings with noise, in training; ``(B, T, d)`` in and out."""
+        if not embeddings.training:
+            return output
+        inverse = self.inverse_lengths
+        if inverse is None or inverse.shape != output.shape[:-1]:
+            inverse = torch.full(output.shape[:-1], 1 / output.shape[1], device=output.device)
+        most = self.alpha * (inverse / output.shape[-1]).sqrt()  # (B, T)
+        return output + torch.empty_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)
 
 
-def virtual_tokens(model: nn.Module) -> int:
-    """Columns that prompt tuning puts before a row's tokens; prefix tuning puts its own into the cache."""
-    model = unwrapped(model)
-    if not learns_prompts(model):
-        return 0
-    config: Any = model.active_peft_config
-    return 0 if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE") else int(config.num_virtual_tokens)
+@contextmanager
+def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
+    """Inside, embeddings get `Noise` in training; None adds none."""
+    if alpha is None:
+        yield
+        return
+    inner: Any = causal_lm(model)
+    inner.embedding_noise = Noise(alpha)
+    handle = inner.get_input_embeddings().register_forward_hook(inner.embedding_noise)
+    try:
+        yield
+    finally:
+        handle.remove()
+        del inner.embedding_noise
+
+
+def inverse_lengths(batch: Batch) -> Tensor:
+    """``(B, T)``: 1/L at every token, L being the tokens of its document (a prompt with one completion); 0 on padding.
+
+    A prompt that several completions share is one for all of them: the mean of their 1/L, so that the variance of noise is the
+    mean of what each document alone would have.
+    """
+    rows, width = batch.tree.shape
+    device = batch.tree.device
+    tree = batch.tree.clamp_min(0) + width * torch.arange(rows, device=device)[:, None]  # (B, T), a number of its own
+    real, own = batch.tree >= 0, batch.sequence >= 0
+    prompts = torch.bincount(tree[real & ~own], minlength=rows * width)
+    lengths = torch.bincount(batch.sequence[own], minlength=batch.num_sequences)
+    of = torch.zeros(batch.num_sequences, dtype=torch.long, device=device)
+    of[batch.sequence[own]] = tree[own]
+    inverse = 1 / (lengths + prompts[of]).clamp_min(1)  # (S,)
+    count, total = (torch.zeros(rows * width, device=device) for _ in range(2))
+    count.index_add_(0, of, (lengths > 0).float())
+    total.index_add_(0, of, torch.where(lengths > 0, inverse, 0.0))
+    shared = torch.where(count > 0, total / count.clamp_min(1), 1 / prompts.clamp_min(1))
+    return torch.where(own, inverse[batch.sequence.clamp_min(0)], shared[tree]) * real
 
 
 def _attention(model: nn.Module, inner: Any, batch: Batch) -> dict[str, Any]:
-    if learns_prompts(unwrapped(model)):
+    if learns_prompts(model):
         assert int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0, "virtual tokens need one sequence a row"
         return {"attention_mask": (batch.tree == 0).long()}
     mask = attention_mask(batch, inner.config, next(inner.parameters()).dtype)
@@ -163,15 +221,16 @@ def _place(values: Tensor | None, batch: Batch, mask: Tensor | None = None) -> T
 def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
     """Log-probs of every completion, each sequence alone through the model's own forward and its full logits.
 
-    The plain way, kept as the truth that the fast way is compared with.
+    The plain way, kept as the truth that the fast way is compared with: the model as it was given, with its adapter and the
+    virtual tokens of that. Nothing below the wrapper is called.
     """
-    inner: Any = causal_lm(model)
-    device = next(inner.parameters()).device
+    given: Any = unwrapped(model)
+    device, virtual = next(given.parameters()).device, virtual_tokens(given)
     result = []
     for row in rows:
         for ids, mask in zip(row.completions, row.loss_masks, strict=True):
             sequence = torch.tensor([row.prompt_ids + ids], device=device)
-            logits = inner(input_ids=sequence, use_cache=False).logits[0].float()
+            logits = given(input_ids=sequence, use_cache=False).logits[0, virtual:].float()
             logp = torch.log_softmax(logits[:-1], -1).gather(-1, sequence[0, 1:, None]).squeeze(-1)
             tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]
             result.append(tail * torch.tensor(mask, device=device))
@@ -180,13 +239,18 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
 
 @torch.no_grad()
 def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
-    """``(S, labels)`` scores at the last token of every completion, each sequence alone: the truth for the fast way."""
-    inner: Any = causal_lm(model)
-    device = next(inner.parameters()).device
+    """``(S, labels)`` scores at the last token of every completion, each sequence alone through the model's own forward."""
+    given: Any = unwrapped(model)
+    config = causal_lm(given).config.get_text_config()  # type: ignore[union-attr, operator]
+    device, pad = next(given.parameters()).device, config.pad_token_id
     scores = []
-    for row in rows:
-        for ids in row.completions:
-            sequence = torch.tensor([row.prompt_ids + ids], device=device)
-            hidden = inner.base_model(input_ids=sequence, use_cache=False).last_hidden_state[0, -1:]
-            scores.append(score(inner, hidden))
+    config.pad_token_id = None  # Else a last token that is the pad id would not be the one that is read.
+    try:
+        for row in rows:
+            for ids in row.completions:
+                sequence = torch.tensor([row.prompt_ids + ids], device=device)
+                logits = given(input_ids=sequence, use_cache=False).logits.float()
+                scores.append(logits if logits.dim() == 2 else logits[:, -1])
+    finally:
+        config.pad_token_id = pad
     return torch.cat(scores)

@@ -22,9 +22,12 @@ __all__ = [
     "TokenHead",
     "causal_lm",
     "install_token_head",
+    "learns_prompts",
     "score",
     "score_layer",
+    "trunk",
     "unwrapped",
+    "virtual_tokens",
 ]
 
 # What configs call a factor of the logits, and their cap.
@@ -109,6 +112,26 @@ def causal_lm(model: nn.Module) -> nn.Module:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[operator]
 
 
+def learns_prompts(model: nn.Module) -> bool:
+    """Whether a peft wrapper, switched on, puts virtual tokens before every row, and takes 2-D masks only."""
+    bare = unwrapped(model)
+    config = getattr(bare, "active_peft_config", None)
+    return bool(getattr(config, "is_prompt_learning", False)) and not getattr(bare, "_adapters_disabled", False)
+
+
+def virtual_tokens(model: nn.Module) -> int:
+    """Columns that prompt tuning puts before a row's tokens; prefix tuning puts its own into the cache."""
+    if not learns_prompts(model):
+        return 0
+    config: Any = unwrapped(model).active_peft_config
+    return 0 if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE") else int(config.num_virtual_tokens)
+
+
+def trunk(inner: Any) -> Any:
+    """The layers below a model's head; Llama 4's text model names a ``base_model`` that it does not have."""
+    return inner.base_model if inner.base_model is not inner else inner.model
+
+
 def install_token_head(model: nn.Module) -> None:
     """Teach a model's forward the argument ``token_head`` (a `TokenHead` or `ScoreHead`); without it, nothing changes.
 
@@ -150,7 +173,7 @@ def _knows_heads(forward: Any) -> bool:
 
 def _head_forward(inner: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
     kwargs.pop("labels", None)
-    output = inner.base_model(*args, **kwargs)
+    output = trunk(inner)(*args, **kwargs)
     hidden = output.last_hidden_state[head.rows, head.columns]  # (N, H)
     if isinstance(head, ScoreHead):
         return {"scores": score(inner, hidden)}

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from posttrain.models.flops import key_value_width, layer_configs
 from posttrain.models.heads import causal_lm
 from posttrain.models.logprob import CHUNK_BYTES
 from posttrain.models.memory_trace import Part, PassPeak, Shadow, trace_pass
@@ -304,10 +305,8 @@ def _rough(shadow: Shadow, batch: Batch, work: Workload, *, training: bool, accu
 def _generation(asked: Generating, part: Part, model: nn.Module) -> dict[str, int]:
     """Keys and values ``2 L H_kv d bytes`` a token, and the numbers of one step: logits, their draws, a prefill pass."""
     config = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     item = part.dtype.itemsize
-    each = 2 * config.num_hidden_layers * heads * size * item
+    each = 2 * sum(map(key_value_width, layer_configs(config))) * item
     live = min(asked.slots, asked.sequences)
     room = 64
     while room < asked.completion_tokens and asked.shares_prompts:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError
-from posttrain.models.heads import unwrapped
+from posttrain.models.heads import learns_prompts, unwrapped
 from posttrain.models.parallel import gathered, whole_tensor
 
 __all__ = ["adapter_weights", "clean_name", "merged_weights", "plain_lora"]
@@ -41,8 +41,16 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
 
     Args:
         model: A transformers or peft model, wrapped or not.
+
+    Raises:
+        ModelError: Its adapter is virtual tokens, which are no weights of the base model.
     """
     bare = unwrapped(model)
+    if learns_prompts(model):
+        raise ModelError(
+            f"the virtual tokens of {bare.active_peft_config.peft_type} cannot be added to weights, so another engine or process "  # type: ignore[union-attr]
+            "would sample from the base model without them. Fix: rollout_engine='hf', in the trainer's process; or LoRA."
+        )
     base: Any = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
     tied = {clean_name(name) for name in getattr(base, "all_tied_weights_keys", None) or {}}
     seen: set[int] = set()

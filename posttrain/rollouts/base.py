@@ -12,9 +12,19 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, did_you_mean
+from posttrain.models.attention import rope_limits
+from posttrain.models.heads import causal_lm, learns_prompts, unwrapped
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["RolloutEngine", "check_followed", "check_requests", "create_engine", "keeping"]
+__all__ = [
+    "RolloutEngine",
+    "check_followed",
+    "check_requests",
+    "check_rope",
+    "create_engine",
+    "keeping",
+    "refuse_virtual_tokens",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +72,38 @@ def check_requests(
             )
 
 
+def check_rope(requests: Sequence[Request], sampling: Sampling, model: nn.Module, engine: str) -> None:
+    """Refuse requests that may reach beyond the length where longrope changes the frequencies of a whole pass.
+
+    Raises:
+        RolloutError: One may; names the request.
+    """
+    switch, _ = rope_limits(model)
+    for index, request in enumerate(requests):
+        length, most = len(request.prompt_ids), (request.sampling or sampling).max_new_tokens
+        if switch is not None and length + most > switch:
+            raise RolloutError(
+                f"request {index}: a prompt of {length} tokens and max_new_tokens={most} may reach beyond {switch} tokens, where "
+                f"rope_type='longrope' changes the rotary frequencies of a whole pass: in {engine} log-probs would depend on "
+                f"what is sampled beside it. Fix: at most {switch} tokens in all, or rollout_engine='hf', which samples such "
+                "requests one by one."
+            )
+
+
+def refuse_virtual_tokens(model: nn.Module, engine: str) -> None:
+    """Refuse a model that learns prompts, for an engine that runs the layers below the adapter.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if learns_prompts(model):
+        kind = str(unwrapped(model).active_peft_config.peft_type).rsplit(".", 1)[-1]  # type: ignore[union-attr]
+        raise ConfigError(
+            f"{engine} runs the layers below the adapter, and would sample without the virtual tokens of {kind}. Fix: "
+            "rollout_engine='hf', which samples through the adapter"
+        )
+
+
 def check_followed(
     requests: Sequence[Request],
     sampling: Sampling,
@@ -98,7 +140,14 @@ def check_followed(
 
 def _native(model: nn.Module, **options: Any) -> RolloutEngine:
     from posttrain.rollouts.native.engine import NativeEngine
+    from posttrain.rollouts.native.probe import native_is_exact
 
+    reason = native_is_exact(model)
+    if reason is not None:
+        raise ConfigError(
+            f"rollout_engine='native' does not say of {type(causal_lm(model)).__name__} what its own forward says: {reason}. "
+            "Fix: rollout_engine='hf', or 'auto', which chooses by this."
+        )
     return NativeEngine(model, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from posttrain.models.heads import causal_lm
+from posttrain.models.attention import rope_limits
+from posttrain.models.heads import causal_lm, learns_prompts
 from posttrain.rollouts.base import check_followed, check_requests
 from posttrain.rollouts.sampling import cuts, penalize_repetition, truncate
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["HFEngine", "evaluating", "pinned_config", "without_own_settings"]
+
+logger = logging.getLogger(__name__)
 
 # Fields of `Sampling` that this engine does not hand on.
 UNKNOWN = ("min_new_tokens", "stop_strings", "logit_bias", "no_repeat_ngram", "guide", "top_logps")
@@ -104,7 +108,7 @@ def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
 
 
 class HFEngine:
-    """Left-pads all prompts of a call into one ``generate``.
+    """Left-pads all prompts of a call into one ``generate``, where padding changes nothing; see `_calls`.
 
     Args:
         model: A causal language model, the trainer's own.
@@ -118,6 +122,7 @@ class HFEngine:
         self.model: Any = model
         self.pad_token_id = pad_token_id
         self.version = 0
+        self._told = False
         self.cache_implementation: str | None = None  # Of `GenerationConfig`; None is its default.
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
@@ -129,34 +134,66 @@ class HFEngine:
         text = self.model.config.get_text_config()
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
         check_followed(requests, sampling, "rollout_engine='hf'", UNKNOWN, own=("seed",))
-        prompts = [list(request.prompt_ids) for request in requests for _ in range(request.n)]
-        width, device = max(map(len, prompts)), next(self.model.parameters()).device
+        found: dict[int, list[Rollout]] = {}
+        with evaluating(self.model), without_own_settings(self.model), _seeded(sampling.seed, _device(self.model)):
+            for together in self._calls(requests, sampling):
+                found |= self._call([(i, requests[i]) for i in together], sampling)
+        return [rollout for i in range(len(requests)) for rollout in found[i]]
+
+    def _calls(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
+        """Requests that can be padded into one call and be sampled as each of them alone would be.
+
+        Padding on the left would stand between virtual tokens and the prompt, and move their distance; Llama 4 counts it as
+        positions where it scales queries. Beyond the switch of longrope the longest row decides for all rows.
+        """
+        switch, _ = rope_limits(self.model)
+        scaled = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", False)
+        unpadded = scaled or learns_prompts(self.model)
+        calls: dict[tuple[int, ...], list[int]] = {}
+        for i, request in enumerate(requests):
+            size = len(request.prompt_ids)
+            alone = switch is not None and size + sampling.max_new_tokens > switch
+            if switch is not None and alone and size <= switch and not self._told:
+                self._told = True
+                logger.warning(
+                    "completions may cross %d tokens, where rope_type='longrope' changes the rotary frequencies: a token before "
+                    "that is drawn with those of short sequences, and trained with those of long ones. Such requests are sampled "
+                    "one by one. Keep prompt and completion within %d tokens to avoid this.", switch, switch,
+                )  # fmt: skip
+            key = (i if alone else -1, size if unpadded else -1)
+            calls.setdefault(key, []).append(i)
+        return list(calls.values())
+
+    def _call(self, requests: list[tuple[int, Request]], sampling: Sampling) -> dict[int, list[Rollout]]:
+        """One padded ``generate``; completions by the number of their request."""
+        prompts = [list(request.prompt_ids) for _, request in requests for _ in range(request.n)]
+        width, device = max(map(len, prompts)), _device(self.model)
         ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         shape = _Shape(sampling, [len(prompt) for prompt in prompts])
         # All that changes the distribution is done by `_Shape`.
         rest = {"top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
         plain = replace(sampling, temperature=float(sampling.temperature > 0), **rest)
-        with evaluating(self.model), without_own_settings(self.model), _seeded(sampling.seed, device):
-            out = self.model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=pinned_config(
-                    plain,
-                    eos_token_id=list(sampling.stop_token_ids) or None,
-                    pad_token_id=self.pad_token_id,
-                    num_beams=1,
-                    disable_compile=True,
-                    cache_implementation=self.cache_implementation,
-                ),
-                logits_processor=LogitsProcessorList([shape]),
-            )
+        out = self.model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=pinned_config(
+                plain,
+                eos_token_id=list(sampling.stop_token_ids) or None,
+                pad_token_id=self.pad_token_id,
+                num_beams=1,
+                disable_compile=True,
+                cache_implementation=self.cache_implementation,
+            ),
+            logits_processor=LogitsProcessorList([shape]),
+        )
         shape.settle(out)
-        columns = shape.columns()
-        return [
+        made = [
             self._rollout(prompt, tokens, logps, sampling)
-            for prompt, tokens, *logps in zip(prompts, out[:, width:].tolist(), *columns, strict=True)
+            for prompt, tokens, *logps in zip(prompts, out[:, width:].tolist(), *shape.columns(), strict=True)
         ]
+        rest_of = iter(made)
+        return {i: [next(rest_of) for _ in range(request.n)] for i, request in requests}
 
     def _rollout(self, prompt: list[int], tokens: list[int], logps: list[list[float]], sampling: Sampling) -> Rollout:
         end = next((i + 1 for i, token in enumerate(tokens) if token in sampling.stop_token_ids), None)
@@ -171,6 +208,10 @@ class HFEngine:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.forward import causal_lm, learns_prompts
-from posttrain.models.heads import unwrapped
-from posttrain.rollouts.base import check_followed, check_requests
+from posttrain.rollouts.base import check_followed, check_requests, check_rope
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.sampling import sample
 from posttrain.types import Request, Rollout, Sampling
@@ -60,7 +59,7 @@ class MixtureEngine:
         mixture_coef: float = 0.5,
         max_rows: int | None = None,
     ) -> None:
-        if learns_prompts(unwrapped(model)):
+        if learns_prompts(model):
             raise ModelError(
                 "the mixture of two models cannot be sampled with prompt tuning. Use an adapter like LoRA."
             )
@@ -84,6 +83,7 @@ class MixtureEngine:
             raise ConfigError(f"mixture_coef={self.mixture_coef} must be in [0, 1]: 0 is the policy, 1 the reference.")
         text = causal_lm(self.model).config.get_text_config()  # type: ignore[union-attr]
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
+        check_rope(requests, sampling, self.model, "the mixture of two models")
         self.check(sampling, requests)
         prompts = [list(request.prompt_ids) for request in requests for _ in range(request.n)]
         generator = self._stream if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, did_you_mean
 from posttrain.models.heads import causal_lm
-from posttrain.rollouts.base import check_followed, check_requests
+from posttrain.rollouts.base import check_followed, check_requests, check_rope, refuse_virtual_tokens
 from posttrain.rollouts.hf import evaluating, pinned_config
 from posttrain.rollouts.native.probe import own_precision
 from posttrain.rollouts.sampling import cuts
@@ -73,12 +73,13 @@ class PagedEngine:
 
     Raises:
         MissingDependencyError: transformers is older than 5.8.
-        ConfigError: A setting that it does not have.
+        ConfigError: A setting that it does not have, or a model with virtual tokens.
     """
 
     name = "paged"
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, settings: dict[str, Any] | None = None) -> None:
+        refuse_virtual_tokens(model, "rollout_engine='paged'")
         self.model: Any = model
         self.pad_token_id = pad_token_id
         self.settings = check_paged(settings)
@@ -97,6 +98,7 @@ class PagedEngine:
         inner: Any = causal_lm(self.model)
         text = inner.config.get_text_config()
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
+        check_rope(requests, sampling, inner, "continuous batching")
         check_followed(requests, sampling, "transformers' continuous batching", UNKNOWN, own=("max_new_tokens", "seed"))
         work = [
             (list(request.prompt_ids), (request.sampling or sampling).max_new_tokens)

@@ -53,7 +53,7 @@ def _one_pass(engine: NativeEngine, items: list[Score], top: int, temperature: f
     device = next(engine.model.parameters()).device
     # Right padding comes after every real token, which causal attention never looks at.
     ids = torch.tensor([item.ids + [engine.pad_token_id] * (width - len(item.ids)) for item in items], device=device)
-    hidden = engine.inner.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = engine.trunk(input_ids=ids, use_cache=False).last_hidden_state
     result = []
     for row, item in enumerate(items):
         begin = max(item.begin, 1)  # Nothing predicts the first token.

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 
 from posttrain import ConfigError, DataError, PosttrainError, SFTConfig
+from posttrain.data.forest import Layout
 from tests.algorithms.helpers import chats, losses, sft, weights
 from tests.conftest import build_model
 
@@ -235,6 +236,30 @@ def test_neftune_adds_noise_in_training_alone(tiny_tokenizer, tmp_path):
     for trainer in (plain, noisy):
         trainer.train()
     assert abs(losses(plain)[0] - losses(noisy)[0]) > 1e-4
+
+
+@pytest.mark.parametrize("form", ["tree", "padded"])
+def test_neftune_noise_in_training_is_that_of_each_document_alone(tiny_tokenizer, tmp_path, form):
+    """Documents of 8 and 40 tokens in one batch: at most alpha / sqrt(L d), and nearly reached."""
+    texts = datasets.Dataset.from_dict({"input_ids": [[5 + i] * n for i, n in enumerate((8, 8, 40, 8))]})
+    trainer = sft(tmp_path, tiny_tokenizer, data=texts, neftune_noise_alpha=5.0, max_steps=1, learning_rate=0.0)
+    if form == "padded":
+        trainer.layout = Layout("padded", row_tokens=4096)
+    embeddings, largest = trainer.model.get_input_embeddings(), {}
+    clean = embeddings.weight.detach().clone()
+
+    def look(module, args, kwargs):
+        if trainer.model.training and "ids" in largest:
+            noise = (args[0].detach() - clean[largest["ids"]]).abs().amax(-1)
+            for n, ids in ((8, (5, 6, 8)), (40, (7,))):
+                inside = torch.isin(largest["ids"], torch.tensor(ids))
+                largest[n] = max(largest.get(n, 0.0), float(noise[inside].max()))
+
+    embeddings.register_forward_pre_hook(lambda module, args: largest.update(ids=args[0]))
+    trainer.model.model.layers[0].register_forward_pre_hook(look, with_kwargs=True)
+    trainer.train()
+    for n in (8, 40):
+        assert 0.95 < largest[n] / (5.0 / (n * clean.shape[1]) ** 0.5) <= 1.0 + 1e-4
 
 
 def test_dft_is_half_the_cross_entropy_at_even_odds():

@@ -142,6 +142,14 @@ def test_probe_sequences_are_the_same_in_every_run_and_fit_the_context():
     assert max(max(s) for s in checks.probe_sequences(37, None)) < 37
 
 
+@pytest.mark.parametrize(
+    ("window", "context", "last"),
+    [(None, None, 64), (512, None, 576), (512, 540, 540), (16, None, 80), (4096, None, 64)],
+)
+def test_one_sequence_of_the_parity_probe_reaches_beyond_a_sliding_window(window, context, last):
+    assert [len(s) for s in checks.probe_sequences(37, context, window)] == [64, 64, 64, last]
+
+
 def test_all_codes_are_registered_with_their_page():
     pages = {code: check.page for code, check in core.load().items() if code.startswith("PT-S")}
     assert {c for c, page in pages.items() if page == "a"} >= {f"PT-S00{i}" for i in range(1, 6)}

@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.models import attention
 from posttrain.models.attention import coarsest_dtype, probe_layout
-from posttrain.models.forward import forward, sequence_logps
+from posttrain.models.forward import forward, inverse_lengths, noisy_embeddings, sequence_logps
 from posttrain.models.fp32_head import cast_head_to_fp32
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.types import Row
@@ -147,3 +147,47 @@ def test_the_probe_sends_a_model_that_ignores_masks_to_padded_rows(caplog):
     for batch in collate(rows()[:2], pad_token_id=0, layout=Layout("padded", row_tokens=64)):
         for origin, logp in zip(batch.origin, split_by_sequence(forward(model, batch).logp, batch), strict=True):
             assert torch.allclose(logp, truth[origin], atol=1e-4)
+
+
+def noise_of(model, batch, alpha, times=60):
+    """Standard deviation of what training adds to each token's embedding, ``(B, T)``, by many draws."""
+    embeddings, seen = model.get_input_embeddings(), []
+    plain = embeddings(batch.input_ids).detach()
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    model.train()
+    with noisy_embeddings(model, alpha), torch.no_grad():
+        for _ in range(times):
+            forward(model, batch)
+    hook.remove()
+    return (torch.stack(seen) - plain).square().mean((0, 3)).sqrt()
+
+
+LAYOUTS = {
+    "tree": Layout("tree", row_tokens=20),
+    "packed in one row": Layout("tree", row_tokens=64),
+    "padded": Layout("padded", row_tokens=64),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_noise_on_embeddings_goes_by_each_documents_length(layout):
+    """Uniform in alpha / sqrt(L d) has the standard deviation alpha / sqrt(3 L d), L being the prompt with one completion."""
+    examples, alpha, size = rows(), 5.0, 32
+    lengths = [len(row.prompt_ids) + len(c) for row in examples for c in row.completions]
+    for batch in collate(examples, pad_token_id=0, layout=layout):
+        found = noise_of(build_model(97), batch, alpha)
+        for number, origin in enumerate(batch.origin):
+            expected = alpha / (3 * lengths[origin] * size) ** 0.5
+            own = batch.sequence == number
+            assert found[own].mean() == pytest.approx(expected, rel=0.03)
+            b, tree = own.nonzero()[0, 0], batch.tree[own][0]
+            prompt = (batch.tree[b] == tree) & (batch.sequence[b] < 0)
+            if batch.branch[own][0] == 0 and prompt.any():
+                assert found[b][prompt].mean() == pytest.approx(expected, rel=0.03)
+        assert (found[batch.tree < 0] == 0).all()
+
+
+def test_a_shared_prompt_has_the_mean_variance_of_its_documents():
+    (batch,) = collate(rows()[:1], pad_token_id=0, layout=Layout("tree", row_tokens=64))
+    shared = (1 / 13 + 1 / 16 + 1 / 10) / 3
+    assert torch.allclose(inverse_lengths(batch)[0, :9], torch.tensor(shared))

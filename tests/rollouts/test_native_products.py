@@ -8,7 +8,7 @@ from torch import nn
 
 from posttrain.errors import ConfigError
 from posttrain.rollouts.native import engine as engines
-from posttrain.rollouts.native import products, threads
+from posttrain.rollouts.native import probe, products, threads
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.probe import logp_gaps
 from posttrain.rollouts.native.products import MOST_ROWS, PACK_FROM, Packed, few_rows_product, quick_products
@@ -205,3 +205,23 @@ def test_threads_are_bound_while_generating_and_restored(monkeypatch):
         NativeEngine(model, pad_token_id=0, threads=asked).generate([Request([5])], Sampling(1, seed=0))
     assert seen == [1, before + 1]
     assert torch.get_num_threads() == before
+
+
+@packs
+def test_bfloat16_weights_are_read_as_they_lie_where_the_cpu_cannot_pack_them(monkeypatch):
+    """On a CPU without bfloat16 instructions oneDNN refuses to pack; the engine serves the model all the same."""
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+
+    def without_instructions(weight, *rest):
+        assert weight.dtype != torch.bfloat16, "bf16 weight is not supported on this CPU"
+        return reorder(weight, *rest)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", without_instructions)
+    model = build_model(50).bfloat16()
+    _, rollouts = generate(model, tokens=PACK_FROM + 1)
+    assert float(torch.cat(logp_gaps(model, rollouts)).mean()) < 0.05
+    probe.VERDICTS.clear()
+    assert probe.native_is_exact(model) is None
+    with pytest.raises(ConfigError, match="bfloat16"):
+        NativeEngine(build_model(50), pad_token_id=0, products="bfloat16")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -244,13 +245,17 @@ def native_attention(
     attention_mask: Any = None,
     scaling: float | None = None,
     softcap: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | EllipsisType | None = ...,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every layer: ``(n, heads, t, size)`` in, ``(n, t, heads, size)`` out."""
+    """The function transformers calls in every layer: ``(n, heads, t, size)`` in, ``(n, t, heads, size)`` out.
+
+    ``sliding_window=None`` is full attention, whatever the module has as an attribute: EXAONE 4 has it in every layer. Where
+    a layer says nothing, the attribute is all there is.
+    """
     store = current_store()
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if sliding_window is None:
+    if sliding_window is ...:
         sliding_window = getattr(module, "sliding_window", None)
     # Under autocast the rotary embedding leaves queries and keys in float32 beside half-precision values.
     query, key = query.to(value.dtype), key.to(value.dtype)

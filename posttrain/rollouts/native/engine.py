@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.attention import coarsest_dtype
 from posttrain.models.forward import LogitRule, causal_lm
-from posttrain.rollouts.base import check_requests
+from posttrain.models.heads import trunk
+from posttrain.rollouts.base import check_requests, check_rope, refuse_virtual_tokens
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
 from posttrain.rollouts.native.choosing import SickRequests
@@ -24,7 +25,15 @@ from posttrain.rollouts.native.fused import fused_layers
 from posttrain.rollouts.native.gpu import decoder_of
 from posttrain.rollouts.native.gpu_run import GraphRun
 from posttrain.rollouts.native.kept import Kept, fingerprint
-from posttrain.rollouts.native.products import Packed, Products, can_pack, has_bfloat16, quick_products, worth_packing
+from posttrain.rollouts.native.products import (
+    Packed,
+    Products,
+    can_pack,
+    has_bfloat16,
+    packs,
+    quick_products,
+    worth_packing,
+)
 from posttrain.rollouts.native.run import Run
 from posttrain.rollouts.native.threads import bound_threads
 from posttrain.types import Request, Rollout, Sampling
@@ -91,8 +100,10 @@ class NativeEngine:
         decode: str = "auto",
         products: Products = "exact",
     ) -> None:
+        refuse_virtual_tokens(model, "the native engine")
         self.model: Any = model
         self.inner: Any = causal_lm(model)
+        self.trunk: Any = trunk(self.inner)
         self.pad_token_id = pad_token_id
         self.tokenizer = tokenizer
         self.rule = LogitRule.of(self.inner.config)
@@ -126,6 +137,7 @@ class NativeEngine:
         """
         text = self.inner.config.get_text_config()
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
+        check_rope(requests, sampling, self.model, "the native engine")
         self.interrupted.clear()
         if self.kept is not None:
             self._forget_old_weights()
@@ -159,8 +171,11 @@ class NativeEngine:
                 f"products='bfloat16' rounds copies of the weights for a CPU, and the model is on {device}: load it in "
                 "bfloat16 instead, or train with bf16=True."
             )
-        if products == "bfloat16" and not can_pack():
-            raise ConfigError("products='bfloat16' needs a torch with oneDNN on x86. Use products='exact'.")
+        if products == "bfloat16" and not (can_pack() and packs(torch.bfloat16)):
+            raise ConfigError(
+                "products='bfloat16' needs a torch with oneDNN on x86, and a CPU on which that has bfloat16 (AVX512). Use "
+                "products='exact'."
+            )
         return products
 
     @property

@@ -142,9 +142,7 @@ class Filler:
         shared = len(self.shared) if self.store.common is not None else 0
         self.store.filling = fill = Fill(past, shared=shared, known=known if uneven else None, room=room)
         try:
-            fill.states = self.engine.inner.base_model(
-                input_ids=ids, position_ids=positions, use_cache=False
-            ).last_hidden_state
+            fill.states = self.engine.trunk(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         finally:
             self.store.filling = None
         self.computed += ids.numel()

@@ -124,7 +124,9 @@ class Layer:
         self.index, self.size, self.scale = attention.layer_idx, attention.head_dim, attention.scaling
         self.heads = attention.q_proj.out_features // self.size
         self.kv = attention.k_proj.out_features // self.size
-        self.window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        # Llama's attention has no window, whatever its config says.
+        config = None if type(layer).__name__ == "LlamaDecoderLayer" else attention.config
+        self.window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         self.norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.gates = (mlp.gate_proj, mlp.up_proj)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import RolloutError, check_choice
+from posttrain.errors import ConfigError, RolloutError, check_choice
 from posttrain.rollouts.native.device_sampling import Features, Settings, choose
 from posttrain.rollouts.native.graphs import CudaGraphs, Direct, Runner, bucket_of, identity
 from posttrain.rollouts.native.paged_attention import ATTENTIONS, GATHERING, measured, possible, stopwatch
@@ -42,6 +42,15 @@ def decoder_of(engine: NativeEngine, decode: str) -> Decoder | None:
     check_choice("decode", decode, WAYS)
     on_gpu = next(engine.model.parameters()).device.type == "cuda"
     if decode == "eager" or (decode == "auto" and not on_gpu):
+        return None
+    if getattr(engine.inner.config.get_text_config(), "is_heterogeneous", False):
+        # Pages and kernels are for layers of one shape.
+        if decode == "graph":
+            raise ConfigError(
+                f"decode='graph': layers of {type(engine.inner).__name__} differ in the size of their heads, and its pages "
+                "are of one size. Fix: decode='auto', which decodes uncaptured here."
+            )
+        logger.info("decode='auto': uncaptured, because layers of %s differ in shape.", type(engine.inner).__name__)
         return None
     return Decoder(engine, strict=decode == "graph")
 
@@ -285,7 +294,7 @@ class Decoder:
         view = self._view(bucket, widths, self.prompt.index_select(0, rows), drawn)
         positions = view.prompt.long() + drawn - 1
         self.store.view = view
-        hidden = self.engine.inner.base_model(
+        hidden = self.engine.trunk(
             input_ids=token[:, None], position_ids=positions[:, None], use_cache=False
         ).last_hidden_state[:, 0]
         logits = self.engine.logits(hidden)
@@ -358,10 +367,11 @@ class Decoder:
         return self.measure_attention(names, bucket)
 
     def measure_attention(self, names: Sequence[str], bucket: int) -> str:
-        """Time these ways on one layer with full tables of pages, in groups of a tile; see `measured`."""
+        """Time these ways on one layer of each kind with full tables of pages, in groups of a tile; see `measured`."""
         pages, device = self.store.pages, self.device
         layer = next(iter(pages.keys))
-        key, value, rule = pages.keys[layer], pages.values[layer], self.store.rules[layer]
+        key, value = pages.keys[layer], pages.values[layer]
+        rules = dict.fromkeys(self.store.rules.values())  # Sliding and full layers are each looked at.
         assert self.need is not None
         tile = self.tiles.shape[1]
         order = torch.arange(bucket, device=device)
@@ -385,6 +395,6 @@ class Decoder:
         query = torch.randn(bucket, self.store.heads, key.shape[2], device=device).to(key.dtype)
 
         def run(name: str) -> Tensor:
-            return ATTENTIONS[name](query, key, value, replace(view, made={}), rule)
+            return torch.cat([ATTENTIONS[name](query, key, value, replace(view, made={}), rule) for rule in rules])
 
         return measured(names, run, clock=stopwatch(device))

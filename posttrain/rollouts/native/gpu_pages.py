@@ -255,7 +255,7 @@ class Passes:
         pad = self.engine.pad_token_id
         ids = upload([p.ids + [pad] * (width - len(p.ids)) for p in pieces], torch.long)
         self.decoder.store.view, positions = self._view(pieces, width)
-        return self.engine.inner.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        return self.engine.trunk(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
 
     def _view(self, pieces: list[Piece], width: int) -> tuple[PieceView, Tensor]:
         size, upload = self.pages.size, self.decoder.upload

@@ -192,7 +192,7 @@ def measured(
             logger.warning("Attention %r does not run here and is not used: %s: %s", name, type(error).__name__, error)
     best = min(times, key=times.__getitem__, default="plain")
     told = ", ".join(f"{name} {1e6 * seconds:.0f} us" for name, seconds in times.items())
-    logger.info("Decoding attention: %s. One layer's step: %s.", best, told)
+    logger.info("Decoding attention: %s. A step of one layer of each kind: %s.", best, told)
     return best
 
 

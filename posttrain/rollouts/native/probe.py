@@ -1,4 +1,4 @@
-"""Does the native engine say what the model says? Asked once per model class, answered by a tiny batch."""
+"""Does the native engine say what the model says? Asked once per config, answered by tiny batches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.attention import coarsest_dtype, disagreement, probe_cases, probe_key
 from posttrain.models.forward import causal_lm, sequence_logps
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.engine import NativeEngine
@@ -16,17 +17,18 @@ from posttrain.types import Request, Rollout, Row, Sampling
 
 __all__ = ["bfloat16_gap", "logp_gaps", "native_is_exact"]
 
-VERDICTS: dict[tuple[str, str], str | None] = {}
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}  # 0.05 in half precision.
+VERDICTS: dict[str, str | None] = {}
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}  # Of the spread of the truth; 0.05 in half precision.
 
 
 def native_is_exact(model: nn.Module) -> str | None:
-    """None where the engine's log-probs equal the model's own forward, else the reason why it is not used."""
-    inner: Any = causal_lm(model)
-    dtype = next(inner.parameters()).dtype
-    key = (f"{type(inner).__name__}/{inner.config.model_type}", str(dtype))
+    """None where the engine's log-probs equal those of the model as it was given, else the reason why it is not used."""
+    key = probe_key(model)
     if key not in VERDICTS:
-        VERDICTS[key] = _compare(model, inner, dtype)
+        try:
+            VERDICTS[key] = _compare(model)
+        except Exception as error:  # Any failure means the same: this model is not for this engine.
+            VERDICTS[key] = f"{type(error).__name__}: {error}"
     return VERDICTS[key]
 
 
@@ -60,10 +62,13 @@ def own_precision(model: nn.Module) -> Iterator[None]:
 
 def logp_gaps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
     """How far each completion's log-probs are from those of the model's own forward pass, one ``(T,)`` a rollout."""
-    with evaluating(model), own_precision(model):
-        rows = [Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)]) for r in rollouts]
-        truth = sequence_logps(model, rows)
+    truth = _true_logps(model, rollouts)
     return [(t.cpu() - torch.tensor(r.logp)).abs() for t, r in zip(truth, rollouts, strict=True)]
+
+
+def _true_logps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    with evaluating(model), own_precision(model):
+        return sequence_logps(model, [Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)]) for r in rollouts])
 
 
 def _random_prompts(vocabulary: int, sizes: tuple[int, ...]) -> list[list[int]]:
@@ -71,17 +76,18 @@ def _random_prompts(vocabulary: int, sizes: tuple[int, ...]) -> list[list[int]]:
     return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in sizes]
 
 
-def _compare(model: nn.Module, inner: Any, dtype: torch.dtype) -> str | None:
-    vocabulary = inner.config.get_text_config().vocab_size
-    prompts = _random_prompts(vocabulary, (7, 3))
-    sampling = Sampling(max_new_tokens=6, seed=0)
-    try:
-        with evaluating(model), own_precision(model):
-            rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate(
-                [Request(p, 2) for p in prompts], sampling
-            )
-        gap = float(torch.cat(logp_gaps(model, rollouts)).max())
-    except Exception as error:  # Any failure means the same: this model is not for this engine.
-        return f"{type(error).__name__}: {error}"
-    allowed = TOLERANCE.get(dtype, 0.05)
-    return None if gap <= allowed else f"log-probs differ by {gap:.2g}, allowed {allowed:g}"
+def _compare(model: nn.Module) -> str | None:
+    inner: Any = causal_lm(model)
+    share = TOLERANCE.get(coarsest_dtype(inner), 0.05)
+    for longest, context in probe_cases(model):
+        prompts = _random_prompts(inner.config.get_text_config().vocab_size, (longest, 3))
+        with context:
+            with evaluating(model), own_precision(model):
+                rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate(
+                    [Request(p, 2) for p in prompts], Sampling(max_new_tokens=6, seed=0)
+                )
+            said = torch.cat([torch.tensor(r.logp) for r in rollouts])
+            fault = disagreement(said, torch.cat(_true_logps(model, rollouts)), share)
+        if fault:
+            return fault
+    return None

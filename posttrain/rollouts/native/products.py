@@ -22,6 +22,7 @@ __all__ = [
     "few_rows_product",
     "has_bfloat16",
     "pack_bytes",
+    "packs",
     "quick_products",
     "worth_packing",
 ]
@@ -87,9 +88,10 @@ class Packed:
         joined = {layer for group in self.together for layer in group}
         for group in (*self.together, *((layer,) for layer in self.layers if layer not in joined)):
             dtype = group[0].weight.dtype
-            if dtype in (torch.float32, torch.bfloat16):
-                rounded = self.bfloat16 and group[0] is not head
-                weight = side_by_side([layer.weight for layer in group]).to(torch.bfloat16 if rounded else dtype)
+            if self.bfloat16 and group[0] is not head:
+                dtype = torch.bfloat16 if dtype == torch.float32 else dtype
+            if packs(dtype):
+                weight = side_by_side([layer.weight for layer in group]).to(dtype)
                 self.weights[group] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
                 if any(layer.bias is not None for layer in group):
                     some = (
@@ -123,6 +125,13 @@ def side_by_side(parts: list[Tensor]) -> Tensor:
 def can_pack() -> bool:
     """Whether this build of torch packs weights (oneDNN on x86)."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this dtype on this CPU; bfloat16 needs its instructions, and is read as it lies without."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 def has_bfloat16() -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.errors import RolloutError
+from posttrain.models.flops import key_value_width, layer_configs
 from posttrain.rollouts.native.attention import Store, grown
 from posttrain.rollouts.native.blocks import Block, Group
 from posttrain.rollouts.native.choosing import Asked, Chooser, Completion, Prompt
@@ -222,7 +223,7 @@ class Run:
             self._pack()
         self._make_room(max(len(c.tokens) for c in self.live))
         self.store.begin_step(max(len(c.tokens) for c in self.live) - 1)
-        hidden = self.engine.inner.base_model(
+        hidden = self.engine.trunk(
             input_ids=self.tokens[:, None], position_ids=self.positions[:, None], use_cache=False
         ).last_hidden_state[:, 0]
         self.tokens = self.chooser.draw(self.engine.logits(hidden), self.live)
@@ -334,7 +335,5 @@ def common_beginning(prompts: list[list[int]]) -> list[int]:
 
 def bytes_per_token(model: Any) -> int:
     """Of keys and values of all layers."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * next(model.parameters()).element_size()
+    layers = layer_configs(model.config.get_text_config())
+    return 2 * sum(key_value_width(one) for one in layers) * next(model.parameters()).element_size()
