@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -273,11 +274,19 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[list[Batch]], None]:
         """All micro-batches of one optimiser step, so that its denominators are known before the first forward."""
-        self._window_start = time.perf_counter()
-        drawn = [micro for _, micro in zip(range(num_batches), epoch_iterator, strict=False)]
+        began = time.perf_counter()
+        drawn = list(itertools.islice(epoch_iterator, num_batches))
+        if not drawn:  # A stream has come to its end; it begins again with the next epoch.
+            return [], None
+        self._window_start = began
         micro_batches = [self.micro_batch(inputs, index) for index, inputs in enumerate(drawn)]
         self.denominators = self._count(micro_batches)
-        return micro_batches, None
+        self.before_step(micro_batches)
+        # A step of fewer micro-batches ends with the last one all the same, and leaves no gradient to the next step.
+        return [[]] * (num_batches - len(drawn)) + micro_batches, None
+
+    def before_step(self, micro_batches: list[list[Batch]]) -> None:
+        """What a method computes over the whole optimiser step before its first forward pass."""
 
     def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
         """What the loader yielded, as batches; online trainers generate here."""
@@ -325,6 +334,7 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         """Batch to scalar: forward, objective, reduce."""
         terms, outputs = self.terms(model, inputs)
         self.buffers["train" if model.training else "eval"].add(terms.metrics)
+        self._reduced_by = terms.count or terms.reduction
         loss = reduce(terms, self.denominators)
         return (loss, outputs) if return_outputs else loss
 
@@ -366,6 +376,7 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""
+        self.count_rounds(logs)
         if not any(key.startswith("eval_") for key in logs):
             logs.update(self._reduced("train"))
             logs["num_tokens"] = self.counters["num_tokens"]
@@ -383,7 +394,7 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
     @contextlib.contextmanager
     def inference(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
         """The model in eval mode, without gradients, under the run's precision; training mode is restored."""
-        model = model if model is not None else self.model_wrapped
+        model = parallel.without_ddp(model if model is not None else self.model_wrapped)
         training = model.training
         model.eval()
         try:
