@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
-from posttrain.data.forest import Layout
+from posttrain.algorithms.hooks import user_override
+from posttrain.data.forest import Layout, collate
 from posttrain.data.samplers import Deal, DealtBatches, DealtStream
 from posttrain.losses.reduce import REDUCTIONS, Denominators, reduce
 from posttrain.metrics import MetricBuffer
 from posttrain.models import parallel
 from posttrain.models.forward import forward, virtual_tokens
-from posttrain.types import Batch
+from posttrain.types import Batch, Row
 
 __all__ = ["EvaluationMixin", "full_logits"]
 
@@ -236,9 +237,6 @@ class EvaluationMixin:
 
     def spare_batch(self) -> Batch:
         """One token after another: what a rank without rows runs where a forward pass is a collective."""
-        from posttrain.data.forest import collate
-        from posttrain.types import Row
-
         token = int(self.pad_token_id)  # type: ignore[attr-defined]
         rows = [Row([token], [[token]], [[1]])]
         return collate(rows, pad_token_id=token, layout=self.layout)[0].to(self.args.device)
@@ -345,14 +343,6 @@ class EvaluationMixin:
             _stacked(inputs) if "inputs" in told else None, losses if told & {"loss", "losses"} else None,
         ]  # fmt: skip
         return EvalPrediction(*(map(_tensors, shown) if as_tensors else shown))
-
-
-def user_override(trainer: Any, name: str) -> type | None:
-    """The class outside this package that defines ``name`` for a trainer; None where the package's own is in force."""
-    if name in vars(trainer):
-        return type(trainer)
-    owner = next((cls for cls in type(trainer).__mro__ if name in vars(cls)), None)
-    return None if owner is None or owner.__module__.split(".")[0] in ("posttrain", "transformers") else owner
 
 
 def _divisor(reduction: str, counts: Mapping[str, float]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.algorithms.every_trainer import EVERY, JUDGED, ONLINE, data, every
+from tests.algorithms.every_trainer import EVERY, GROUPED, JUDGED, ONLINE, data, every
 from tests.ranks import FREE, leave, part, run_ranks
 
 WATCHDOG = 60  # Seconds for a group of trainers; each takes one or two.
@@ -85,8 +85,8 @@ def test_each_prompt_is_sampled_and_rewarded_once(both, kind):
         found = side[kind]["before"]
         assert (found.get("eval_reward") or found["eval_objective/scores"]) == pytest.approx(0.2)
         assert found["eval_samples_per_second"] * found["eval_runtime"] == pytest.approx(5, rel=0.05)
-    one, two = (side[kind]["rows"] for side in both)
-    assert len(one) == len(two) > 0
+    sampled = (5 + 1 + 5 + 5 * (kind != "a2po")) * (2 if kind in GROUPED else 1)
+    assert len(both[1][kind]["rows"]) == sampled  # In the completions file; sets of 5, 1, 5 and, as a stream, 5 prompts.
 
 
 @pytest.mark.distributed
