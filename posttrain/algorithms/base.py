@@ -130,8 +130,13 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         self.layout = self._choose_layout()
         self.check_start()
         self.record, self.interrupt = RunRecordCallback(args, self.processing_class), GracefulInterrupt()
-        own = (self.interrupt, self.record, DataReportCallback(self), KeepLastActivations(), KeepHostMemory())
-        for callback in own:
+        for callback in (
+            self.interrupt,
+            self.record,
+            DataReportCallback(self),
+            KeepLastActivations(),
+            KeepHostMemory(),
+        ):
             self.add_callback(callback)
 
     # What a subclass gives ---------------------------------------------------------------------------------------
@@ -253,7 +258,9 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         self._signature_columns = self._signature_columns or []
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return super()._get_train_sampler(self._measured(self.train_dataset if train_dataset is None else train_dataset))
+        return super()._get_train_sampler(
+            self._measured(self.train_dataset if train_dataset is None else train_dataset)
+        )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         return super()._get_eval_sampler(self._measured(eval_dataset))

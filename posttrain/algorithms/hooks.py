@@ -1,4 +1,4 @@
-"""What a subclass may override: overrides that could not take effect, or could not work, are refused before anything is loaded."""
+"""What a subclass may override; overrides that could not take effect are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
     """
     for name, instead in NEVER_CALLED.items():
         if owner := user_override(trainer, name):
-            raise ConfigError(f"{owner.__name__} overrides {name}, which is never called here. Fix: override {instead}.")
+            raise ConfigError(
+                f"{owner.__name__} overrides {name}, which is never called here. Fix: override {instead}."
+            )
     if compute_loss_func is not None and not trainer.takes_loss_func:
         raise ConfigError(
             f"compute_loss_func is given, and {type(trainer).__name__} would not call it: its loss compares sequences, and "

@@ -182,7 +182,7 @@ class Deal:
     drop_last: bool = False
 
     def parts(self, items: Iterable[Any]) -> Iterator[list[Any]]:
-        """This process's batches."""
+        """The batches of ``rank``."""
         iterator, whole = iter(items), self.size * self.world
         while len(rows := list(itertools.islice(iterator, whole))) == whole:
             yield rows[self.rank * self.size : (self.rank + 1) * self.size]

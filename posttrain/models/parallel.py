@@ -101,9 +101,7 @@ def equal_passes(count: int, accelerator: Accelerator) -> int:
     return int(counts)
 
 
-def in_step(
-    items: Sequence[T], accelerator: Accelerator, spare: Callable[[], T]
-) -> Iterator[tuple[T, bool]]:
+def in_step(items: Sequence[T], accelerator: Accelerator, spare: Callable[[], T]) -> Iterator[tuple[T, bool]]:
     """Each item with True; then, where a forward pass is a collective, others with False until every rank has run equally many.
 
     Args:

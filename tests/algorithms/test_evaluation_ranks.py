@@ -86,7 +86,9 @@ def test_each_prompt_is_sampled_and_rewarded_once(both, kind):
         assert (found.get("eval_reward") or found["eval_objective/scores"]) == pytest.approx(0.2)
         assert found["eval_samples_per_second"] * found["eval_runtime"] == pytest.approx(5, rel=0.05)
     sampled = (5 + 1 + 5 + 5 * (kind != "a2po")) * (2 if kind in GROUPED else 1)
-    assert len(both[1][kind]["rows"]) == sampled  # In the completions file; sets of 5, 1, 5 and, as a stream, 5 prompts.
+    assert (
+        len(both[1][kind]["rows"]) == sampled
+    )  # In the completions file; sets of 5, 1, 5 and, as a stream, 5 prompts.
 
 
 @pytest.mark.distributed

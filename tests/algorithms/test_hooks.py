@@ -39,7 +39,9 @@ def reads_logits(self, model, inputs, return_outputs=False, num_items_in_batch=N
 
 @everyone
 @pytest.mark.parametrize("written", [reads_labels, pops_labels, calls_model, reads_logits])
-def test_a_loss_written_for_dicts_of_padded_tensors_is_refused_with_what_to_override(kind, written, tokenizer, tmp_path):
+def test_a_loss_written_for_dicts_of_padded_tensors_is_refused_with_what_to_override(
+    kind, written, tokenizer, tmp_path
+):
     if kind == "prm" and written is reads_logits:
         pytest.skip("its outputs have logits")
     mine = type("Mine", (EVERY[kind][0],), {"compute_loss": written, "__module__": __name__})

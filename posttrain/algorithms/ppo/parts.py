@@ -266,7 +266,6 @@ class PartsMixin(PromptRowsMixin):
             logger.info("step %d: %s", self.state.global_step, {k: v for k, v in row.items() if k != "step"})
         return rows
 
-
     def _answers(self, inputs: list[dict[str, Any]]) -> Generation:
         """Of one evaluation batch; a rank without rows samples along, because the others do."""
         examples = self.readable(inputs or self.spare_examples())  # type: ignore[attr-defined]
