@@ -95,8 +95,7 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         **trainer_kwargs: Any,
     ) -> None:
         model_id = model if isinstance(model, str) else get_config_model_id(causal_lm(model).config)
-        if args is None:
-            args = self.config_class(f"{Path(model_id).name or 'model'}-{self._suffix}")
+        args = self.config_class(f"{Path(model_id).name or 'model'}-{self._suffix}") if args is None else args
         check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         self._check_arguments(model, args, train_dataset, trainer_kwargs.pop("data_collator", None))
         set_seed(args.seed)
@@ -130,13 +129,8 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         self.layout = self._choose_layout()
         self.check_start()
         self.record, self.interrupt = RunRecordCallback(args, self.processing_class), GracefulInterrupt()
-        for callback in (
-            self.interrupt,
-            self.record,
-            DataReportCallback(self),
-            KeepLastActivations(),
-            KeepHostMemory(),
-        ):
+        own = (self.interrupt, self.record, DataReportCallback(self), KeepLastActivations(), KeepHostMemory())
+        for callback in own:
             self.add_callback(callback)
 
     # What a subclass gives ---------------------------------------------------------------------------------------
