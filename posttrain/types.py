@@ -33,6 +33,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from posttrain.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -130,6 +132,17 @@ class Batch:
             elif hasattr(value, "to"):
                 moved[item.name] = value.to(device)
         return replace(self, **moved)
+
+    def __getitem__(self, name: Any) -> Any:
+        """Refused: code that reads a batch as a dict of padded tensors would find no labels in it."""
+        raise ConfigError(
+            f"inputs[{name!r}] is read of a Batch, which is a token forest and no dict of padded tensors. Fix: read its "
+            "attributes (inputs.input_ids, inputs.loss_mask), or override objective(outputs, batch) (docs/hooks.md)."
+        )
+
+    def keys(self) -> list[str]:
+        """For ``model(**inputs)``, which is refused as `__getitem__` is."""
+        return ["labels"]
 
     def grouped(self, values: Tensor, size: int) -> Tensor:
         """Per-sequence values ``(S,)`` as ``(S / size, size)``: the completions of each collated row side by side.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from posttrain.algorithms.config import PostTrainingConfig
 from posttrain.algorithms.data_report import DataReportCallback
 from posttrain.algorithms.evaluation import EvaluationMixin
 from posttrain.algorithms.health import HealthMixin
+from posttrain.algorithms.hooks import check_hooks
 from posttrain.algorithms.memory_health import MemoryHealthMixin
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
@@ -75,6 +77,7 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
     generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
     whole_rows: ClassVar[bool] = False  # Whether the objective compares the completions of a row.
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
+    takes_loss_func: ClassVar[bool] = False  # Whether a user's compute_loss_func says what the loss is.
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
     _window_start: float | None = None
     together = False  # Whether it compares all rows of a micro-batch, which must then be one forward pass.
@@ -92,8 +95,8 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         **trainer_kwargs: Any,
     ) -> None:
         model_id = model if isinstance(model, str) else get_config_model_id(causal_lm(model).config)
-        if args is None:
-            args = self.config_class(f"{Path(model_id).name or 'model'}-{self._suffix}")
+        args = self.config_class(f"{Path(model_id).name or 'model'}-{self._suffix}") if args is None else args
+        check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         self._check_arguments(model, args, train_dataset, trainer_kwargs.pop("data_collator", None))
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
@@ -248,6 +251,24 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = self._signature_columns or []
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return super()._get_train_sampler(
+            self._measured(self.train_dataset if train_dataset is None else train_dataset)
+        )
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return super()._get_eval_sampler(self._measured(eval_dataset))
+
+    def _measured(self, dataset: Any) -> Any:
+        """For samplers that want rows of like length: with the lengths, where there is no column ``input_ids`` to tell them."""
+        name, wanted = self.args.length_column_name, ("group_by_length", "batch_rebalance")
+        known = getattr(dataset, "column_names", None) or ()
+        if self.args.train_sampling_strategy not in wanted or {name, "input_ids"} & set(known):
+            return dataset
+        columns = [dataset[column][:] for column in known if column.endswith("_ids")]
+        lengths = [sum(len(ids or ()) for ids in row) for row in zip(*columns, strict=True)]
+        return dataset.add_column(name, lengths) if lengths else dataset
+
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         return dataset  # Rows are read by name; what is not read costs nothing.
 
@@ -277,11 +298,19 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[list[Batch]], None]:
         """All micro-batches of one optimiser step, so that its denominators are known before the first forward."""
-        self._window_start = time.perf_counter()
-        drawn = [micro for _, micro in zip(range(num_batches), epoch_iterator, strict=False)]
+        began = time.perf_counter()
+        drawn = list(itertools.islice(epoch_iterator, num_batches))
+        if not drawn:  # A stream has come to its end; it begins again with the next epoch.
+            return [], None
+        self._window_start = began
         micro_batches = [self.micro_batch(inputs, index) for index, inputs in enumerate(drawn)]
         self.denominators = self._count(micro_batches)
-        return micro_batches, None
+        self.before_step(micro_batches)
+        # A step of fewer micro-batches ends with the last one all the same, and leaves no gradient to the next step.
+        return [[]] * (num_batches - len(drawn)) + micro_batches, None
+
+    def before_step(self, micro_batches: list[list[Batch]]) -> None:
+        """What a method computes over the whole optimiser step before its first forward pass."""
 
     def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
         """What the loader yielded, as batches; online trainers generate here."""
@@ -326,9 +355,20 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Batch to scalar: forward, objective, reduce."""
+        """Batch to scalar: forward, objective, reduce. A subclass may change what comes out; evaluation goes through it too.
+
+        Args:
+            model: What to run, wrapped as the run wraps it.
+            inputs: One forward pass.
+            return_outputs: Also return the `ModelOutputs`.
+            num_items_in_batch: Not read: the optimiser step's counts are in ``denominators``.
+
+        Returns:
+            The sum of the pass's terms over counts of the whole optimiser step, so that losses of passes add up.
+        """
         terms, outputs = self.terms(model, inputs)
         self.buffers["train" if model.training else "eval"].add(terms.metrics)
+        self._reduced_by = terms.count or terms.reduction
         loss = reduce(terms, self.denominators)
         return (loss, outputs) if return_outputs else loss
 
@@ -370,6 +410,7 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""
+        self.count_rounds(logs)
         if not any(key.startswith("eval_") for key in logs):
             logs.update(self._reduced("train"))
             logs["num_tokens"] = self.counters["num_tokens"]
@@ -387,7 +428,7 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
     @contextlib.contextmanager
     def inference(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
         """The model in eval mode, without gradients, under the run's precision; training mode is restored."""
-        model = model if model is not None else self.model_wrapped
+        model = parallel.without_ddp(model if model is not None else self.model_wrapped)
         training = model.training
         model.eval()
         try:

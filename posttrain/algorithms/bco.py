@@ -108,13 +108,14 @@ class BCOTrainer(JudgedTrainer):
             row.sequence_columns["density_weight"] = [float(example.get("density_weight") or 1.0)]
         return rows
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """All micro-batches of a step; their rewards move delta before the first loss."""
-        micro_batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+    def before_step(self, micro_batches: list[list[Batch]]) -> None:
+        """Rewards of the whole step move delta before its first loss."""
         self._moves_in_pass = self.denominators.passes == self.accelerator.num_processes and len(micro_batches) == 1
         if not self._moves_in_pass:
-            self._move([self._rewards(batch) for micro in micro_batches for batch in micro])
-        return micro_batches, items
+            batches = [batch for micro in micro_batches for batch in micro]
+            ran = parallel.in_step(batches, self.accelerator, self.spare_batch)
+            found = [(self._rewards(batch), counts) for batch, counts in ran]
+            self._move([rewards for rewards, counts in found if counts])
 
     def _move(self, rewards: list[Tensor]) -> None:
         """Update delta with the rewards of an optimiser step, over all ranks."""

@@ -190,7 +190,8 @@ class EpisodeMixin:
     def _group_seeds(self, count: int, mode: str) -> list[int]:
         """A number for each row, equal for completions that are compared with each other, over ranks too."""
         number = self._generations if mode == "train" else 10_000_019 + self.state.global_step  # type: ignore[attr-defined]
-        start = self.accelerator.process_index * count
+        before = parallel.all_gather_objects([count], self.accelerator)[: self.accelerator.process_index]
+        start = sum(before)
         group = self.group_size(mode)  # type: ignore[attr-defined]
         base = self.args.seed * 1_000_003 + number * 100_003
         return [(base + (start + i) // group) % 2**31 for i in range(count)]

@@ -111,6 +111,7 @@ class KTOTrainer(JudgedTrainer):
         "id": "2402.01306",
     }
     keep: ClassVar[tuple[str, ...]] = ("label", "KL_completion_ids", "ref_KL_logps")
+    no_rows = ((), ())
     args: KTOConfig
 
     def __init__(
@@ -165,16 +166,18 @@ class KTOTrainer(JudgedTrainer):
         return precomputed_logps(self, done, reference, ("ref_KL_logps",), name=name, batches_of=mismatched)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
-        """All micro-batches of a step, and their baseline."""
+        """All micro-batches of a step, and the mismatched ones beside them."""
         self._mismatched: list[Batch] = []
         self._judged = 0
-        result = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def before_step(self, micro_batches: list[list[Batch]]) -> None:
+        """The baseline of the step."""
         self.baseline = self._baseline(self._mismatched)
         self._log_baseline(self._mismatched, self._judged, "train")
-        return result
 
     def _log_baseline(self, mismatched: list[Batch], judged: int, mode: str) -> None:
-        found = {"kl": mean(self.baseline)}
+        found = {"kl": mean(self.baseline)}  # The same on every rank.
         if self.args.loss_type == "kto":
             found["kl/valid_fraction"] = mean(sum(b.num_sequences for b in mismatched) / max(judged, 1), weight=judged)
         self.log_metrics_now(found, mode)
@@ -184,13 +187,11 @@ class KTOTrainer(JudgedTrainer):
         judged, mismatched = inputs
         self._mismatched += mismatched
         self._judged += sum(batch.num_sequences for batch in judged)
-        self._idle = judged[:1]
         return super().micro_batch(judged, index)
 
     def eval_batches(self, inputs: Any) -> list[Batch]:
         """As in training, the baseline of each evaluation batch by itself."""
         judged, mismatched = inputs
-        self._idle = judged[:1]
         self.baseline = self._baseline(mismatched)
         self._log_baseline(mismatched, sum(batch.num_sequences for batch in judged), "eval")
         return super().eval_batches(judged)
@@ -198,14 +199,11 @@ class KTOTrainer(JudgedTrainer):
     def _baseline(self, mismatched: list[Batch]) -> Tensor:
         """z0 over all ranks; ranks may hold different numbers of batches."""
         totals = torch.zeros(2, dtype=torch.float64)
-        passes = parallel.equal_passes(len(mismatched), self.accelerator)
-        for index in range(passes):
-            # A rank without a batch left computes any, because a pass may be a collective; it counts for nothing.
-            source = mismatched[index] if index < len(mismatched) else self._idle[0]
+        for source, counts in parallel.in_step(mismatched, self.accelerator, self.spare_batch):
             batch = self.with_reference(source.to(self.args.device))
             with self.inference() as policy:
                 logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
-            if index < len(mismatched):
+            if counts:
                 ratio = sequence_logp(logp, batch)[0] - self.reference_logp(batch)  # type: ignore[arg-type]
                 totals += kl_totals(ratio).double().cpu()
         summed = parallel.all_reduce_sum(totals.tolist(), self.accelerator)

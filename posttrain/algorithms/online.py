@@ -25,7 +25,7 @@ from posttrain.data.forest import collate, split_by_sequence
 from posttrain.data.formats import is_conversational
 from posttrain.data.tokenize import tokenize_prompts
 from posttrain.losses.ratio import engine_gap
-from posttrain.metrics import mean
+from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference
@@ -55,6 +55,7 @@ class OnlineTrainer(
     runner_class: ClassVar[type[RewardRunner]] = RewardRunner
     zero_gradient_is_normal = True
     args: OnlineConfig
+    _spare: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -146,6 +147,8 @@ class OnlineTrainer(
 
     def collate(self, rows: list[Row]) -> list[Batch]:
         """Rows as forward passes."""
+        if not rows:
+            return []
         options = {"whole_rows": self.whole_rows, "together": self.together}
         return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout, **options)
 
@@ -153,7 +156,7 @@ class OnlineTrainer(
 
     def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> Generation:
         """Sample a completion for each (already repeated) example, score it, and attach what the loss needs."""
-        generation = self.generate(examples, mode)
+        generation = self.generated(examples, mode)
         table = self.score(generation, mode)
         if mode == "train":
             self.replace_flat_groups(generation, table)
@@ -175,6 +178,21 @@ class OnlineTrainer(
             mode: ``train`` or ``eval``.
         """
         raise NotImplementedError(f"{type(self).__name__} must define advantages(generation, table, mode).")
+
+    def generated(self, examples: list[dict[str, Any]], mode: str) -> Generation:
+        """See `generate`. To generate is a collective: a rank without examples samples too, and leaves it behind."""
+        if examples:
+            return self.generate(examples, mode)
+        metrics, self.buffers[mode] = self.buffers[mode], MetricBuffer()
+        self.generate(self.spare_examples(), mode)
+        self.buffers[mode], self._lengths = metrics, ()
+        return Generation([], [], [], born=self.state.global_step)
+
+    def spare_examples(self) -> list[dict[str, Any]]:
+        """What a rank without examples of its own generates from: the first training row."""
+        if self._spare is None:
+            self._spare = next(iter(self.train_dataset))
+        return [dict(self._spare)]
 
     def generate(self, examples: list[dict[str, Any]], mode: str) -> Generation:
         """One completion per example, decoded and counted."""
@@ -229,19 +247,7 @@ class OnlineTrainer(
         """Rewards of all ranks' rows."""
         columns = generation.reward_columns()
         prompts = [example["prompt"] for example in generation.examples]
-        table = parallel.run_and_share(
-            lambda: self.rewards(
-                prompts=prompts,
-                completions=generation.completions,
-                completion_ids=[rollout.token_ids for rollout in generation.rollouts],
-                columns=columns,
-                trainer_state=self.state,
-                prompt_suffixes=self._suffixes(generation),
-                environments=generation.environments,
-                judge=False,
-            ),
-            self.accelerator,
-        )
+        table = parallel.run_and_share(lambda: self._rewards_of(generation, prompts, columns), self.accelerator)
         counts = parallel.all_gather_objects([len(prompts)], self.accelerator)
         rows = parallel.all_gather_objects(table.values.tolist(), self.accelerator)
         values = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)
@@ -251,6 +257,21 @@ class OnlineTrainer(
         whole = self.rewards.finish(whole, groups=groups, prompts=prompts, columns=columns, training=mode == "train")
         self.log_metrics_now(whole.metrics, mode)
         return whole
+
+    def _rewards_of(self, generation: Generation, prompts: list[Any], columns: dict[str, list[Any]]) -> RewardTable:
+        """Rewards of this rank's rows; without any, no function is called."""
+        if not prompts:
+            return RewardTable(torch.empty(0, len(self.rewards.names)), list(self.rewards.names), self.rewards.weights)
+        return self.rewards(
+            prompts=prompts,
+            completions=generation.completions,
+            completion_ids=[rollout.token_ids for rollout in generation.rollouts],
+            columns=columns,
+            trainer_state=self.state,
+            prompt_suffixes=self._suffixes(generation),
+            environments=generation.environments,
+            judge=False,
+        )
 
     def _suffixes(self, generation: Generation) -> list[str]:
         ends = [rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in generation.rollouts]
@@ -295,7 +316,8 @@ class OnlineTrainer(
 
     def attach_logps(self, generation: Generation, mode: str) -> None:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
-        known = all(len(r.logp) == len(r.token_ids) for r in generation.rollouts)
+        told = [len(r.logp) == len(r.token_ids) for r in generation.rollouts]
+        known = all(parallel.all_gather_objects(told, self.accelerator))  # What is computed may be a collective.
         said = [list(rollout.logp) for rollout in generation.rollouts]
         if known and not self.engine_is_policy:
             generation.token_columns["rollout_logp"] = said
@@ -324,12 +346,13 @@ class OnlineTrainer(
     @torch.no_grad()
     def logps(self, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
         """Per-token log-probs of every completion, by the same forward that trains; at the loss's temperature or another."""
-        device, result = self.args.device, {}
+        result: dict[int, list[float]] = {}
         temperature = self.temperature if temperature is None else temperature
-        for batch in collate(rows, pad_token_id=self.pad_token_id, layout=self.layout):
-            batch = batch.to(device)
+        batches = collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
+        for batch, counts in parallel.in_step(batches, self.accelerator, self.spare_batch):
+            batch = batch.to(self.args.device)
             logp = forward(model, batch, temperature=temperature, chunk_size=self.args.logits_chunk_size).logp
-            for origin, values in zip(batch.origin, split_by_sequence(logp, batch), strict=True):
+            for origin, values in zip(batch.origin, split_by_sequence(logp, batch) if counts else (), strict=counts):
                 result[origin] = values.tolist()
         return [result[i] for i in range(len(result))]
 

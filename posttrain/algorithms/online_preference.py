@@ -243,11 +243,12 @@ class OnlinePreferenceTrainer(OnlineTrainer):
         keep = set(trained)
         columns = [next(found) if i in keep else [0.0] * len(r.token_ids) for i, r in enumerate(generation.rollouts)]
         generation.token_columns["ref_logp"] = columns
-        if not (self.engine_tells_logp and generation.rollouts[0].logp):
+        if not self.engine_tells_logp:
             return
         # The loss has no use for the sampler's temperature, so one completion a rollout batch has a pass of its own.
+        first = range(len(generation.rollouts[:1]))
         with self.inference() as policy:
-            own = self.logps(policy, generation.rows([0], skip_truncated=False), self.args.temperature)
+            own = self.logps(policy, generation.rows(first, skip_truncated=False), self.args.temperature)
         self.log_engine_gap(generation.rollouts[:1], own, mode)
 
     def trained(self, generation: Generation, mode: str) -> list[int]:

@@ -21,6 +21,7 @@ from posttrain.data.preferences import AnswerOptions, AnswerReport, answer_rows,
 from posttrain.errors import ArgumentTypeError, ConfigError, check_choice
 from posttrain.losses.reduce import sequence_lengths, sequence_sum
 from posttrain.metrics import Metric, mean
+from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.precompute import precomputed_logps
 from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
@@ -302,11 +303,17 @@ class PreferenceTrainer(PairHealthMixin, PostTrainer):
 
     def micro_batch(self, inputs: list[Batch], index: int) -> list[Batch]:
         """Batches with the reference's log-probs."""
-        return [self.with_reference(batch) for batch in inputs]
+        ran = parallel.in_step(inputs, self.accelerator, self.spare_batch)
+        return [batch for batch, counts in [(self.with_reference(one), counts) for one, counts in ran] if counts]
 
     def eval_batches(self, inputs: list[Batch]) -> list[Batch]:
         """Batches with the reference's log-probs."""
-        return [self.with_reference(batch) for batch in inputs]
+        return PreferenceTrainer.micro_batch(self, inputs, 0)
+
+    @property
+    def answers_per_row(self) -> int:
+        """Each branch is a sequence."""
+        return len(self.branches)
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
         """Examples as the batches whose log-probs the loss reads."""

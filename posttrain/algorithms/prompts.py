@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import datasets
@@ -162,15 +160,15 @@ class PromptMixin:
         finally:
             vars(self.args).update(before)
 
-    @contextmanager
-    def _every_row_once(self) -> Iterator[None]:
-        """Generating is a collective: ranks must evaluate equally many batches, so the last ones are filled up."""
-        config = self.accelerator.dataloader_config
-        dispatch, config.dispatch_batches = config.dispatch_batches, False  # It would cut lists of rows up as tensors.
-        try:
-            yield
-        finally:
-            config.dispatch_batches = dispatch
+    @property
+    def eval_group(self) -> int:
+        """Completions of one prompt are consecutive rows."""
+        return self.group_size("eval")
+
+    @property
+    def answers_per_row(self) -> int:
+        """Each prompt is completed so often."""
+        return self.group_size("eval")
 
     def _repeats(self) -> tuple[int, int]:
         args = self.args

@@ -91,6 +91,7 @@ class RewardTrainer(PostTrainer):
     generative: ClassVar[bool] = False
     whole_rows: ClassVar[bool] = True
     takes_collator: ClassVar[bool] = True
+    answers_per_row = 2
     _tag_names: ClassVar[list[str]] = ["posttrain", "reward-trainer"]
     _name: ClassVar[str] = "Reward"
     _suffix: ClassVar[str] = "Reward"

@@ -206,7 +206,7 @@ class RLOOTrainer(OnlineTrainer):
             k1(torch.tensor(o), torch.tensor(r))[torch.tensor(m, dtype=torch.bool)]
             for o, r, m in zip(old, ref, kept, strict=True)
         ]
-        self.log_metrics_now({"kl": mean(torch.cat(tokens))}, mode)
+        self.log_metrics_now({"kl": mean(torch.cat([torch.empty(0), *tokens]))}, mode)
         return torch.tensor(parallel.all_gather_objects([float(t.sum()) for t in tokens], self.accelerator))
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:

@@ -151,6 +151,7 @@ class SFTTrainer(PostTrainer):
     config_class: ClassVar[type[SFTConfig]] = SFTConfig
     needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "correct"})
     takes_collator: ClassVar[bool] = True
+    takes_loss_func: ClassVar[bool] = True
     _tag_names: ClassVar[list[str]] = ["posttrain", "sft"]
     _name: ClassVar[str] = "SFT"
     _suffix: ClassVar[str] = "SFT"

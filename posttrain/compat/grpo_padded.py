@@ -29,7 +29,7 @@ KNOWN = (*NEEDED, "tool_mask", "num_items_in_batch", *LOGPS)
 def _pad(lists: list[list[Any]], value: float, *, left: bool = False, dtype: Any = torch.long) -> Tensor:
     width = max(map(len, lists), default=0)
     rows = [[value] * (width - len(x)) + list(x) if left else list(x) + [value] * (width - len(x)) for x in lists]
-    return torch.tensor(rows, dtype=dtype)
+    return torch.tensor(rows, dtype=dtype).view(len(lists), width)
 
 
 def to_padded(generation: Generation, *, pad_token_id: int, skip_truncated: bool, accelerator: Any) -> dict[str, Any]:

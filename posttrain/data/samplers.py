@@ -1,18 +1,20 @@
-"""The order of prompts in online training: each one G times in a row, each generation as often as it is used."""
+"""Which rows come when, and on which process: prompts in online training, and evaluation sets."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from posttrain.errors import ConfigError, DataError
 
-__all__ = ["RepeatSampler", "repeat_iterable_dataset"]
+__all__ = ["Deal", "DealtBatches", "DealtStream", "RepeatSampler", "repeat_iterable_dataset"]
 
 logger = logging.getLogger(__name__)
 
@@ -153,3 +155,72 @@ def repeat_iterable_dataset(dataset: Any, mini_repeat_count: int, batch_size: in
     settings = {"mini_repeat_count": mini_repeat_count, "batch_size": batch_size, "repeat_count": repeat_count}
     _check_counts(**settings)
     return dataset.map(_repeat_chunk, batched=True, batch_size=batch_size, fn_kwargs=settings)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How a process takes its part of an evaluation set: of every ``size * world`` rows ``size`` consecutive ones.
+
+    The rows of the last round are split evenly, group by group. So no row comes twice, and all processes have equally many
+    batches, of which some may be empty.
+
+    Attributes:
+        size: Rows of a batch.
+        world: Processes.
+        rank: This one.
+        group: Consecutive rows that are compared with each other.
+        drop_last: Leave a last round out that is not full.
+
+    >>> [list(Deal(2, 2, rank).parts("abcde")) for rank in (0, 1)]
+    [[['a', 'b'], ['e']], [['c', 'd'], []]]
+    """
+
+    size: int
+    world: int = 1
+    rank: int = 0
+    group: int = 1
+    drop_last: bool = False
+
+    def parts(self, items: Iterable[Any]) -> Iterator[list[Any]]:
+        """The batches of ``rank``."""
+        iterator, whole = iter(items), self.size * self.world
+        while len(rows := list(itertools.islice(iterator, whole))) == whole:
+            yield rows[self.rank * self.size : (self.rank + 1) * self.size]
+        if rows and not self.drop_last:
+            groups = -(-len(rows) // self.group)
+            start, end = (-(-groups * rank // self.world) * self.group for rank in (self.rank, self.rank + 1))
+            yield rows[start:end]
+
+
+class DealtBatches(Sampler[list[int]]):
+    """The batches of one process, of the indices that a sampler gives on all of them alike.
+
+    Args:
+        sampler: Anything with a length that yields indices.
+        deal: Which of them are this process's.
+    """
+
+    def __init__(self, sampler: Any, deal: Deal) -> None:
+        self.sampler, self.deal = sampler, deal
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.deal.parts(self.sampler)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.sampler), self.deal.size * self.deal.world)
+        return whole + (rest > 0 and not self.deal.drop_last)
+
+
+class DealtStream(IterableDataset):
+    """A stream as the batches of one process, lists of rows; every process reads all of it.
+
+    Args:
+        stream: Anything that yields rows, the same ones on every process.
+        deal: Which of them are this process's.
+    """
+
+    def __init__(self, stream: Any, deal: Deal) -> None:
+        self.stream, self.deal = stream, deal
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.deal.parts(self.stream)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ __all__ = [
     "flattens_parameters",
     "gather_objects",
     "gathered",
+    "in_step",
     "is_prepared_late",
     "main_process_first",
     "no_sync",
@@ -31,7 +32,10 @@ __all__ = [
     "summoned",
     "whole_parameters",
     "whole_tensor",
+    "without_ddp",
 ]
+
+T = TypeVar("T")
 
 
 def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
@@ -95,6 +99,29 @@ def equal_passes(count: int, accelerator: Accelerator) -> int:
     counts = torch.tensor([count], device=accelerator.device)
     torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX)
     return int(counts)
+
+
+def in_step(items: Sequence[T], accelerator: Accelerator, spare: Callable[[], T]) -> Iterator[tuple[T, bool]]:
+    """Each item with True; then, where a forward pass is a collective, others with False until every rank has run equally many.
+
+    Args:
+        items: Of this rank, maybe none.
+        accelerator: Of the run; every rank must come by, one without items too.
+        spare: Makes what a rank without any item runs in place of one.
+    """
+    for index in range(equal_passes(len(items), accelerator)):
+        if index < len(items):
+            yield items[index], True
+        else:
+            yield (items[-1] if items else spare()), False
+
+
+def without_ddp(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DDP's wrapper, for passes without gradients; any other wrapper stays.
+
+    The wrapper's forward broadcasts buffers, now and then: a collective, in a pass that other ranks may not run.
+    """
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 @contextmanager

@@ -54,6 +54,8 @@ class Generation:
 
     def reward_columns(self) -> dict[str, list[Any]]:
         """What reward functions get besides prompts and completions: dataset columns (those of the first row decide)."""
+        if not self.examples:
+            return dict(self.extra)
         own = ("prompt", "completion", "completion_ids")
         columns = {k: [e.get(k) for e in self.examples] for k in self.examples[0] if k not in own}
         return columns | self.extra

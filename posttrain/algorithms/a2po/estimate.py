@@ -130,9 +130,10 @@ class ValueMixin:
         """Weighted rewards of ``num_value_samples`` completions of each of these rows."""
         n = self.args.num_value_samples
         examples = [row for _, row in part for _ in range(n)]
-        if not examples:
-            return {}
         self._value_batch = number + self.accelerator.process_index
+        if not examples:
+            self.roll_out(self.spare_examples(), "value")  # To generate is a collective.
+            return {}
         rollouts, completions = self.roll_out(examples, "value")
         generation = Generation(examples, rollouts, completions)
         table = self.rewards(

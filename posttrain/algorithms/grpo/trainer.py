@@ -162,7 +162,10 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `grpo_objective`."""
         coefficient = None if self.controller is None else self.controller.applied
-        gather = self._gather_entropies if self.accelerator.num_processes > 1 else None
+        shared = (
+            self.accelerator.num_processes > 1 and self.model.training
+        )  # In evaluation passes are not equally many.
+        gather = self._gather_entropies if shared else None
         return grpo_objective(outputs, batch, self.args, entropy_coef=coefficient, gather=gather)
 
     def _gather_entropies(self, values: Tensor) -> Tensor:

@@ -253,9 +253,8 @@ class PartsMixin(PromptRowsMixin):
         datasets = self.eval_dataset  # type: ignore[attr-defined]
         loader = self.get_eval_dataloader(next(iter(datasets)) if isinstance(datasets, dict) else None)  # type: ignore[attr-defined]
         for inputs in loader:
-            examples = self.readable(inputs)
-            generation = Generation(examples, *self.roll_out(examples, "table"))  # type: ignore[attr-defined]
-            for example, rollout in zip(examples, generation.rollouts, strict=True):
+            generation = self._answers(inputs)
+            for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
                 example["prompt_ids"] = rollout.prompt_ids
             rows += self.completion_rows(generation, self.score(generation, "table"))  # type: ignore[attr-defined]
             if sampling:
@@ -266,6 +265,12 @@ class PartsMixin(PromptRowsMixin):
         for row in rows[:4]:
             logger.info("step %d: %s", self.state.global_step, {k: v for k, v in row.items() if k != "step"})
         return rows
+
+    def _answers(self, inputs: list[dict[str, Any]]) -> Generation:
+        """Of one evaluation batch; a rank without rows samples along, because the others do."""
+        examples = self.readable(inputs or self.spare_examples())  # type: ignore[attr-defined]
+        rollouts, completions = self.roll_out(examples, "table")  # type: ignore[attr-defined]
+        return Generation(examples, rollouts, completions) if inputs else Generation([], [], [])
 
 
 def value_state_keys(policy: nn.Module, state: dict[str, torch.Tensor]) -> list[str]:

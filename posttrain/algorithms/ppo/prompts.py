@@ -103,7 +103,7 @@ class PromptRowsMixin:
 
     def readable(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Rows as rewards see them: token ids without padding, and the text they stand for."""
-        if "input_ids" not in inputs[0]:
+        if not inputs or "input_ids" not in inputs[0]:
             return [dict(row) for row in inputs]
         given = inputs
         if self._given_collator is not None:

@@ -129,7 +129,7 @@ class PPOTrainer(PartsMixin, OnlineTrainer):
 
     def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> Generation:
         """Sample a response for each example, score it, and estimate the advantage of each token."""
-        generation = self.generate(examples, mode)
+        generation = self.generated(examples, mode)
         for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
             example["prompt_ids"] = rollout.prompt_ids
         table = self.score(generation, mode)
@@ -176,15 +176,18 @@ class PPOTrainer(PartsMixin, OnlineTrainer):
         """Per-token numbers of every response, by the forward that trains."""
         chunk = self.args.logits_chunk_size
         size, result = self.args.local_rollout_forward_batch_size, {name: [[]] * len(rows) for name in needs}
+        batches: list[tuple[Batch, list[int]]] = []  # And where the responses of each stand among the rows.
         for start in range(0, len(rows), size):
             part, places = share_prompts(rows[start : start + size])
-            for batch in collate(part, pad_token_id=self.pad_token_id, layout=self.layout):
-                batch = batch.to(self.args.device)
-                outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=chunk)
-                for name in needs:
-                    pieces = split_by_sequence(getattr(outputs, name), batch)
-                    for origin, piece in zip(batch.origin, pieces, strict=True):
-                        result[name][start + places[origin]] = piece.tolist()
+            here = [start + place for place in places]
+            batches += [(b, here) for b in collate(part, pad_token_id=self.pad_token_id, layout=self.layout)]
+        for (batch, places), counts in parallel.in_step(batches, self.accelerator, lambda: (self.spare_batch(), [])):
+            batch = batch.to(self.args.device)
+            outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=chunk)
+            for name in needs if counts else ():
+                pieces = split_by_sequence(getattr(outputs, name), batch)
+                for origin, piece in zip(batch.origin, pieces, strict=True):
+                    result[name][places[origin]] = piece.tolist()
         return result
 
     def estimate(self, generation: Generation, table: RewardTable, mode: str) -> None:

@@ -1,0 +1,83 @@
+"""Every trainer, small, by name: for claims that hold of all of them."""
+
+from __future__ import annotations
+
+import datasets
+
+import posttrain as pt
+from posttrain.algorithms.a2po import A2POConfig, A2POTrainer
+from posttrain.algorithms.nash_md import NashMDConfig, NashMDTrainer
+from posttrain.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from posttrain.algorithms.ppo import PPOConfig, PPOTrainer
+from posttrain.algorithms.xpo import XPOConfig, XPOTrainer
+from tests.algorithms.helpers import SHORT, scripted
+from tests.algorithms.test_prm import judge, steps
+from tests.algorithms.test_reward import scorer
+from tests.conftest import build_model
+
+PAIRED = {"dpo": (pt.DPOTrainer, pt.DPOConfig), "cpo": (pt.CPOTrainer, pt.CPOConfig)}
+PAIRED |= {"orpo": (pt.ORPOTrainer, pt.ORPOConfig), "tpo": (pt.TPOTrainer, pt.TPOConfig)}
+PAIRED |= {"reward": (pt.RewardTrainer, pt.RewardConfig)}
+JUDGED = {"kto": (pt.KTOTrainer, pt.KTOConfig), "bco": (pt.BCOTrainer, pt.BCOConfig)}
+PLAIN = {"sft": (pt.SFTTrainer, pt.SFTConfig), "prm": (pt.PRMTrainer, pt.PRMConfig)}
+OFFLINE = PLAIN | PAIRED | JUDGED
+GROUPED = {"grpo": (pt.GRPOTrainer, pt.GRPOConfig), "rloo": (pt.RLOOTrainer, pt.RLOOConfig)}
+COMPARED = {
+    "online_dpo": (OnlineDPOTrainer, OnlineDPOConfig),
+    "nash_md": (NashMDTrainer, NashMDConfig),
+    "xpo": (XPOTrainer, XPOConfig),
+}
+ONLINE = GROUPED | COMPARED | {"ppo": (PPOTrainer, PPOConfig), "a2po": (A2POTrainer, A2POConfig)}
+EVERY = OFFLINE | ONLINE
+ANSWERS = {"dpo": 2, "cpo": 2, "orpo": 2, "tpo": 3, "reward": 2}  # Sequences of one row, where it is not one.
+
+
+def by_answer(answer, **_):
+    """The reward is what the row says, whatever was sampled."""
+    return [float(value) for value in answer]
+
+
+def data(kind, count, first=0):
+    """Rows for a trainer; of those that sample, only the last one has an answer that is rewarded."""
+    if kind == "prm":
+        return steps(first + count).select(range(first, first + count))
+    rows = []
+    for i in range(first, first + count):
+        row = {"prompt": f"What is {i}? {'and so on ' * (i % 3)}"}
+        if kind in PAIRED:
+            row |= {"chosen": "a number " * (1 + i % 2), "rejected": f"no {i}", "reference": f"it is {i}"}
+            row = row if kind == "tpo" else {k: v for k, v in row.items() if k != "reference"}
+        elif kind in JUDGED:
+            row |= {"completion": "a number " * (1 + i % 3), "label": i % 2 == 0}
+        elif kind == "sft":
+            row["completion"] = "a number " * (1 + i % 3)
+        else:
+            row["answer"] = float(i == first + count - 1)
+        rows.append(row)
+    return datasets.Dataset.from_list(rows)
+
+
+def every(kind, folder, tokenizer, *, train=None, base=None, cls=None, **settings):
+    """A trainer by name; ``cls`` a subclass of it, ``base`` other rows to train on."""
+    trainer, config = EVERY[kind]
+    own = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "use_cpu": True, "max_steps": 1}
+    if kind in GROUPED:
+        own |= {"num_generations": 2, "max_completion_length": 8}
+    elif kind == "a2po":
+        own |= {"num_generations": 1, "num_value_samples": 2, "filter_all_incorrect": False, "max_completion_length": 8}
+    elif kind in COMPARED:
+        own |= {"max_new_tokens": 8, "max_length": 256}
+    elif kind == "ppo":
+        own |= {"response_length": 8, "stop_token": "eos", "num_ppo_epochs": 1}
+    names = ("eval_dataset", "compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics", "callbacks")
+    keys = {name: settings.pop(name) for name in names if name in settings}
+    args = config(str(folder), **(SHORT | own | settings))
+    models = {"reward": scorer, "prm": judge}
+    model = models[kind](tokenizer) if kind in models else build_model(len(tokenizer))
+    rows = train if train is not None else data(kind, 8)
+    keys |= {"model": model, "args": args, "train_dataset": rows, "processing_class": tokenizer}
+    if kind in ONLINE:
+        keys["reward_model" if kind == "ppo" else "reward_funcs"] = by_answer
+        keys["rollout_engine"] = scripted()
+        keys |= {"reference_engine": scripted()} if kind == "xpo" else {}
+    return (cls or trainer)(**keys)
