@@ -254,10 +254,10 @@ class EpisodeMixin:
         function, ends = self.rollout_func, (*self.stop_ids, self.pad_token_id)
         if self._is_far:
             self.push_if_due()  # The function may ask the same servers: with the weights of now.
-        given = parallel.run_and_share(
-            lambda: custom_rollouts(function, prompts, self, stop_ids=ends), self.accelerator
+        limits = {"vocabulary": self.model.config.get_text_config().vocab_size, "most": self.args.max_completion_length}  # type: ignore[attr-defined]
+        rollouts, self._extra = parallel.run_and_share(
+            lambda: custom_rollouts(function, prompts, self, stop_ids=ends, **limits), self.accelerator
         )
-        rollouts, self._extra = given
         if self.args.vllm_importance_sampling_correction and not any(r.logp for r in rollouts):
             self._say_uncorrected()
         texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
