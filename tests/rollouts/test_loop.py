@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import Any, Literal
 
 import pytest
 
@@ -172,6 +173,118 @@ def test_a_failed_call_is_told_to_the_model_and_the_episode_goes_on(tokenizer, c
     assert reason in episode.messages[1]["content"].replace('"', "'").replace("\\'", "'")
     assert episode.messages[2]["content"] == "I do not know."
     assert (episode.calls, episode.failures) == (1, 1)
+
+
+def run_one(function, arguments=None, runner=None):
+    """The result of one call."""
+    asked = {"type": "function", "function": {"name": function.__name__, "arguments": arguments or {}}}
+    (((result,),)) = (runner or ToolRunner(timeout=2)).run([(ToolBox.of([function]), [asked])])
+    return result
+
+
+class OfTrio(BaseException):
+    """As trio cancels: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, OfTrio, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("runner", [{"timeout": 2}, {"timeout": None}, {"workers": 0}])
+def test_what_would_cancel_a_thread_or_a_task_ends_the_call_alone(kind, waits, runner):
+    def plain() -> str:
+        """Give up."""
+        raise kind("no more")
+
+    async def slow() -> str:
+        """Give up."""
+        raise kind("no more")
+
+    shared = ToolRunner(**runner)
+    result = run_one(slow if waits else plain, runner=shared)
+    assert result.failed and kind.__name__ in result.text
+    assert run_one(later, {"text": "x"}, shared).text == "later x", "later calls are served"
+
+
+def some():
+    yield 1
+
+
+async def some_later():
+    yield 1
+
+
+@pytest.mark.parametrize("value", [some(), some_later(), map(str, [1]), iter([1]), len, object()], ids=lambda v: type(v).__name__)
+def test_a_result_that_no_text_shows_is_told_as_an_error(value):
+    def give():
+        """Give something."""
+        return value
+
+    result = run_one(give)
+    assert result.failed and type(value).__name__ in result.text and "0x" not in result.text
+
+
+def test_a_forgotten_return_is_an_error_where_a_result_is_declared_and_told_where_nothing_is(caplog):
+    def forgets() -> int:
+        """Forget."""
+
+    def acts() -> None:
+        """Act."""
+
+    def perhaps() -> int | None:
+        """Act."""
+
+    def silent():
+        """Act."""
+
+    assert run_one(forgets).failed and "integer" in run_one(forgets).text
+    assert not caplog.records
+    runner = ToolRunner()
+    results = [run_one(f, runner=runner) for f in (acts, perhaps, silent, silent)]
+    assert [(r.text, r.failed) for r in results] == [("None", False)] * 4
+    assert caplog.text.count("tool 'silent' returned None") == len(caplog.records) == 1
+
+
+def echo(
+    n: int, x: float, s: str, b: bool, e: Literal["up", "down"], ns: list[int], d: dict[str, int],
+    o: int | None, u: int | str, a: Any,
+) -> str:  # fmt: skip
+    """Repeat.
+
+    Args:
+        n: A.
+        x: A.
+        s: A.
+        b: A.
+        e: A.
+        ns: A.
+        d: A.
+        o: A.
+        u: A.
+        a: A.
+    """
+    return repr((n, x, s, b, e, ns, d, o, u, a))
+
+
+FINE = {"n": 1, "x": 0.5, "s": "t", "b": True, "e": "up", "ns": [1], "d": {"k": 1}, "o": None, "u": "7", "a": "7"}
+READ = {
+    "n": [("21", 21), (21.0, 21), ("-3", -3)], "x": [("1.5", 1.5), (2, 2)], "s": [(5, "5"), (True, "true")],
+    "b": [("true", True), ("False", False)], "ns": [("[1, 2]", [1, 2]), (["1"], [1])],
+    "d": [('{"k": 2}', {"k": 2}), ({"k": "2"}, {"k": 2})], "o": [("4", 4)], "u": [(7, 7), ("x", "x")],
+}  # fmt: skip
+REFUSED = {
+    "n": ["abc", 5.7, None, True, [1], {}], "x": ["high", None, True], "s": [None, ["t"], {}], "b": [1, "yes", None],
+    "e": ["left", 1], "ns": ["1, 2", [1, "b"], 3], "d": ["k", [1], {"k": "v"}], "o": ["none"], "u": [[1]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, given, read", [(k, *pair) for k, pairs in READ.items() for pair in pairs])
+def test_arguments_of_another_type_of_json_are_read_as_the_declared_one(name, given, read):
+    assert run_one(echo, FINE | {name: given}).text == repr(tuple((FINE | {name: read}).values()))
+
+
+@pytest.mark.parametrize("name, given", [(k, value) for k, values in REFUSED.items() for value in values])
+def test_arguments_that_are_not_of_the_declared_type_are_told_to_the_model(name, given):
+    result = run_one(echo, FINE | {name: given})
+    assert result.failed and f"argument '{name}" in result.text.replace('\\', "")
 
 
 def test_malformed_json_is_plain_text_and_no_call(tokenizer):
