@@ -14,7 +14,7 @@ from posttrain.errors import ConfigError, DataError, RolloutError, did_you_mean
 from posttrain.given import BadValue, given_number, given_truth
 from posttrain.rollouts.tools import ToolBox, ToolRunner, TooSlow, tool_schema
 
-__all__ = ["EnvironmentPool", "PooledReward", "add_observation", "is_done", "step_environment"]
+__all__ = ["EnvironmentPool", "Observed", "PooledReward", "add_observation", "is_done", "step_environment"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,30 @@ def _tool_names(made: type) -> list[str]:
     return [n for n in names if callable(getattr(made, n)) and not inspect.isclass(getattr(made, n))]
 
 
+class Observed(list):
+    """The messages of a prompt to which ``reset`` added a text, and which of it that was: a template must not obey it.
+
+    Args:
+        prompt: As the dataset has it.
+        blocks: What was added, at the end of the last message.
+    """
+
+    def __init__(self, prompt: list[dict[str, Any]], blocks: list[dict[str, str]]) -> None:
+        last = dict(prompt[-1])
+        content = last.get("content") or ""
+        text = "".join(block["text"] for block in blocks)
+        last["content"] = content + text if isinstance(content, str) else [*content, *blocks]
+        super().__init__([*prompt[:-1], last])
+        self.prompt, self.blocks = prompt, blocks
+
+    def __reduce__(self) -> Any:
+        return Observed, (self.prompt, self.blocks)
+
+    def through(self, change: Callable[[str], str]) -> Observed:
+        """The same with another spelling of what was added."""
+        return Observed(self.prompt, [{**block, "text": change(block["text"])} for block in self.blocks])
+
+
 def add_observation(prompt: list[dict[str, Any]], observation: Any, where: str) -> list[dict[str, Any]]:
     """A prompt with what ``reset`` returned at the end of its last message; the given prompt is not changed.
 
@@ -48,22 +72,17 @@ def add_observation(prompt: list[dict[str, Any]], observation: Any, where: str) 
     """
     if observation is None:
         return prompt
-    last = dict(prompt[-1])
-    content = last.get("content") or ""
-    if isinstance(observation, str):
-        last["content"] = content + observation if isinstance(content, str) else [*content, _block(observation)]
-        return [*prompt[:-1], last]
-    blocks = observation if isinstance(observation, list) else [None]
-    if not all(isinstance(block, dict) and block.get("type") == "text" for block in blocks):
+    blocks = [{"type": "text", "text": observation}] if isinstance(observation, str) else observation
+    if not isinstance(blocks, list) or not all(_is_text(block) for block in blocks):
         raise RolloutError(
             f"{where}: reset must return None, text, or a list of text blocks, and it returned {observation!r:.120}. A client "
             "with reset and step is adapted by posttrain.step_environment."
         )
-    if isinstance(content, str):
-        last["content"] = content + "".join(block["text"] for block in blocks)
-    else:
-        last["content"] = [*content, *blocks]
-    return [*prompt[:-1], last]
+    return Observed(prompt, blocks)
+
+
+def _is_text(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
 
 
 def is_done(environment: Any) -> bool:
@@ -74,10 +93,6 @@ def is_done(environment: Any) -> bool:
     """
     said = getattr(environment, "done", False)
     return not callable(said) and given_truth(said, f"environment {type(environment).__name__}: done")
-
-
-def _block(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
 
 
 class EnvironmentPool:
