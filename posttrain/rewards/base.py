@@ -275,6 +275,37 @@ class RewardRunner:
         Raises:
             RewardError: All rows of the first batch, or more than half in 5 consecutive batches, were scored by nobody.
         """
+        numbers = torch.as_tensor(list(groups))
+        self.judge(table, numbers, prompts=prompts, columns=columns)
+        if training:
+            count_rewards(self.transforms, table.values)
+        table.raw, table.values = table.values, self.transformed(table.values, numbers)
+        for name, transform, raw in zip(table.names, self.transforms, table.raw.unbind(1), strict=True):
+            if transform is not None:
+                table.metrics[f"rewards/{name}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
+        if len(table.names) > 1:
+            self._report_shares(table, training)
+        return table
+
+    def judge(
+        self,
+        table: RewardTable,
+        groups: Tensor,
+        *,
+        prompts: Sequence[Any] = (),
+        columns: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Tell of rows that nobody scored, and refuse to go on with nothing but those; wherever rewards were computed.
+
+        Args:
+            table: Gets ``groups/unscorable`` where there are such rows.
+            groups: ``(n,)`` which group a row belongs to.
+            prompts: As for `finish`.
+            columns: As for `finish`.
+
+        Raises:
+            RewardError: As for `finish`.
+        """
         unscored = table.values.isnan().all(-1)
         names = sorted(columns or {})
         if unscored.any():
@@ -293,17 +324,7 @@ class RewardRunner:
                 head(row, 300),
             )
         self._judge(unscored, names)
-        numbers = torch.as_tensor(list(groups))
-        self._warn_partial(table, numbers, unscored)
-        if training:
-            count_rewards(self.transforms, table.values)
-        table.raw, table.values = table.values, self.transformed(table.values, numbers)
-        for name, transform, raw in zip(table.names, self.transforms, table.raw.unbind(1), strict=True):
-            if transform is not None:
-                table.metrics[f"rewards/{name}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
-        if len(table.names) > 1:
-            self._report_shares(table, training)
-        return table
+        self._warn_partial(table, groups, unscored)
 
     def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
         """``(n, K)`` rewards after each function's transform, a tensor of its own; ``groups (n,)`` numbers the rows' groups."""
