@@ -33,6 +33,7 @@ from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rewards.transform import load_transforms, transforms_state
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.generation import Generation, judged_completions
+from posttrain.rollouts.guiding import generation_fields
 from posttrain.rollouts.spool import Spool
 from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Row, Sampling
 
@@ -80,7 +81,9 @@ class OnlineTrainer(
         self._buffer: Sequence[list[Row]] | None = None
         self._buffer_born = 0
         super().__init__(model, args, **kwargs)
-        self.stop_ids = terminal_token_ids(self.processing_class, getattr(self.model, "generation_config", None))
+        own_stops = generation_fields(self.args.generation_kwargs or {}).get("stop_token_ids")
+        known_stops = terminal_token_ids(self.processing_class, getattr(self.model, "generation_config", None))
+        self.stop_ids = tuple(own_stops or known_stops)
         self.engine = self.make_engine(rollout_engine)
         self.reference = self.make_reference()
         if self.reference is not None and self.reference.copy is not None:
@@ -221,7 +224,7 @@ class OnlineTrainer(
             "seed": (args.seed * 1_000_003 + number * world + rank) % 2**63,
             "guide": ("regex", regex) if (regex := getattr(args, "vllm_structured_outputs_regex", None)) else None,
         }
-        overrides = dict(args.generation_kwargs or {})
+        overrides = generation_fields(args.generation_kwargs or {})
         overrides.pop("do_sample", None)
         return Sampling(**(settings | overrides))
 

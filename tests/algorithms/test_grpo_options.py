@@ -526,3 +526,44 @@ def test_scripted_engines_are_the_policy(tiny_tokenizer, tmp_path):
     assert isinstance(grpo(tmp_path, tiny_tokenizer), GRPOTrainer)
     assert grpo(tmp_path, tiny_tokenizer).engine_is_policy
     assert not grpo(tmp_path, tiny_tokenizer, engine=Foreign(), rewards=count_a).engine_is_policy
+
+
+KWARGS = {
+    "eos_token_id": [2, 9], "min_new_tokens": 2, "no_repeat_ngram_size": 2, "suppress_tokens": [11], "stop_strings": "zzz",
+    "logit_bias": {"13": 1.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_generation_kwargs_in_transformers_words_reach_the_engine(tiny_tokenizer, tmp_path, engine):
+    asked = []
+    trainer = grpo(
+        tmp_path, tiny_tokenizer, engine="native", rollout_engine=engine, generation_kwargs=KWARGS, max_steps=1,
+        rewards=lambda completion_ids, **_: asked.extend(completion_ids) or [float(i) for i in range(len(completion_ids))],
+        check_rewards=False,
+    )  # fmt: skip
+    sampling = trainer.sampling("train")
+    assert (sampling.stop_token_ids, sampling.min_new_tokens, sampling.no_repeat_ngram) == ((2, 9), 2, 2)
+    assert (sampling.stop_strings, dict(sampling.logit_bias)) == (("zzz",), {13: 1.5, 11: -1e9})
+    trainer.train()
+    assert asked and all(len(ids) >= 2 and 11 not in ids for ids in asked)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "settings"),
+    [
+        ({"typical_p": 0.9}, {}),
+        ({"stop_strings": [""]}, {}),
+        ({"min_new_tokens": 1.5}, {}),
+        ({"eos_token_id": "end"}, {}),
+        ({"logit_bias": {"a": 1}}, {}),
+        ({"suppress_tokens": [-1]}, {}),
+        ({"no_repeat_ngram_size": 2}, {"use_vllm": True}),
+        *(({name: value}, {"rollout_engine": "paged"}) for name, value in KWARGS.items() if name != "eos_token_id"),
+    ],
+)
+def test_generation_kwargs_that_no_engine_or_not_this_one_can_follow_are_refused_with_name_and_value(tmp_path, kwargs, settings):
+    with pytest.raises(ConfigError) as caught:
+        grpo_args(tmp_path, generation_kwargs=kwargs, **settings)
+    names = {"no_repeat_ngram_size": "no_repeat_ngram", "suppress_tokens": "logit_bias" if settings else "suppress_tokens"}
+    assert names.get(*[*kwargs] * 2) in str(caught.value)
