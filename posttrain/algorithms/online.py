@@ -24,6 +24,7 @@ from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import collate, split_by_sequence
 from posttrain.data.formats import is_conversational
 from posttrain.data.tokenize import tokenize_prompts
+from posttrain.errors import ConfigError
 from posttrain.losses.ratio import engine_gap
 from posttrain.metrics import mean
 from posttrain.models import parallel
@@ -40,6 +41,20 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Ro
 __all__ = ["Generation", "OnlineConfig", "OnlineTrainer"]
 
 SUFFIX_TOKENS = 32  # Prompt tokens shown to format rewards: an opening tag that a template prefills lies among them.
+
+
+def refuse_episodes(trainer: str, given: dict[str, Any]) -> None:
+    """Refuse what only trainers with episodes take: these bring it to its end before they come here.
+
+    Raises:
+        ConfigError: One of the arguments is there.
+    """
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if name in given:
+            raise ConfigError(
+                f"{trainer} has no {name}: its completions are single turns of the engine. Fix: use GRPOTrainer, or leave {name} "
+                "out."
+            )
 
 
 class OnlineTrainer(
@@ -67,6 +82,7 @@ class OnlineTrainer(
         rollout_engine: RolloutEngine | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_episodes(type(self).__name__, kwargs)
         self.rewards = self.runner_class(
             reward_funcs,
             reward_weights=getattr(args, "reward_weights", None),

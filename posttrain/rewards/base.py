@@ -17,7 +17,7 @@ from torch import Tensor
 from posttrain.errors import ConfigError, RewardError
 from posttrain.metrics import Metric, mean
 from posttrain.rewards.audit import audit_answers
-from posttrain.rewards.call import RESERVED, RewardCall, head, scores_tensor
+from posttrain.rewards.call import OURS, RESERVED, RewardCall, head, scores_tensor
 from posttrain.rewards.concurrency import awaited, close, is_concurrent, itself, parallel, run_all
 from posttrain.rewards.environments import environment_rewards
 from posttrain.rewards.functions import as_callable, one_each, reward_name, unique
@@ -169,6 +169,14 @@ class RewardRunner:
         kept = {name: values for name, values in (columns or {}).items() if name not in RESERVED}
         always = {"trainer_state": trainer_state, "prompt_suffixes": prompt_suffixes, "environments": environments}
         always = {k: v for k, v in always.items() if v is not None or k == "trainer_state"}
+        for name in [name for name in OURS if name in kept and (name in always or name.startswith("log_"))]:
+            del kept[name]
+            self._warn(
+                f"column {name}",
+                "the dataset column %r is not passed to reward functions: the argument of that name is the trainer's. Rename the "
+                "column if a function is to read it.",
+                name,
+            )
         call = RewardCall(prompts, completions, completion_ids, kept, always, strict)
         call.check_inputs()
         results, seconds = self._run(call)

@@ -463,6 +463,21 @@ def test_what_cannot_work_with_tools_is_refused(tokenizer, tiny_tokenizer, tmp_p
             GRPOConfig(str(tmp_path), **{name: value, "bf16": False})
 
 
+@pytest.mark.parametrize("name", ["RLOO", "OnlineDPO", "XPO", "NashMD", "PPO", "A2PO"])
+@pytest.mark.parametrize("argument", ["tools", "environment_factory", "rollout_func"])
+def test_trainers_of_single_turns_refuse_tools_environments_and_rollout_functions(tiny_tokenizer, tmp_path, name, argument):
+    import posttrain
+
+    make, config = getattr(posttrain, f"{name}Trainer"), getattr(posttrain, f"{name}Config")
+    given = {"tools": [double], "environment_factory": Walk, "rollout_func": print}[argument]
+    rewards = "reward_model" if name == "PPO" else "reward_funcs"
+    with pytest.raises(ConfigError, match=f"{name}Trainer has no {argument}.*GRPOTrainer"):
+        make(
+            model=build_model(len(tiny_tokenizer)), args=config(str(tmp_path), report_to="none", bf16=False),
+            train_dataset=prompts(), processing_class=tiny_tokenizer, **{argument: given, rewards: letters},
+        )  # fmt: skip
+
+
 def test_an_old_response_schema_is_told(tokenizer, tmp_path):
     tokenizer.response_schema = {"type": "object"}
     with pytest.warns(FutureWarning, match="set response_template"):
