@@ -8,7 +8,17 @@ from typing import Any
 
 from posttrain.errors import RolloutError
 
-__all__ = ["BadValue", "given_integer", "given_number", "given_truth", "listed", "scalar", "token_ids", "token_logps"]
+__all__ = [
+    "ROUNDING",
+    "BadValue",
+    "given_integer",
+    "given_number",
+    "given_truth",
+    "listed",
+    "scalar",
+    "token_ids",
+    "token_logps",
+]
 
 ROUNDING = 1e-6  # Nats above 0 that a log-softmax in float32 may come out at.
 

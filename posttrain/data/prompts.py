@@ -48,7 +48,8 @@ def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Any
     if not prompt and (chat or not encode(tokenizer, [prompt], special=True)[0]):
         what = "an empty list of messages" if chat else "empty"
         raise DataError(
-            f"{name} row {index}, column 'prompt': it is {what}{'' if chat else ', and the tokenizer begins no text with a token'}. "
+            f"{name} row {index}, column 'prompt': it is {what}"
+            f"{'' if chat else ', and the tokenizer begins no text with a token'}. "
             f"Give it at least one {'message' if chat else 'character'}."
         )
 

@@ -64,8 +64,8 @@ def check_requests(
         named = {token for token, _ in one.logit_bias} | (set(one.stop_token_ids) if one.min_new_tokens else set())
         if vocabulary is not None and named and not (min(named) >= 0 and max(named) < vocabulary):
             raise RolloutError(
-                f"request {index}: logit_bias (or stop_token_ids with min_new_tokens) names token ids {sorted(named)[:8]}, and the model has "
-                f"{vocabulary}. Fix: give ids in [0, {vocabulary})."
+                f"request {index}: logit_bias (or stop_token_ids with min_new_tokens) names token ids {sorted(named)[:8]}, and "
+                f"the model has {vocabulary}. Fix: give ids in [0, {vocabulary})."
             )
 
 

@@ -87,9 +87,7 @@ def _at(key: str, row: int) -> str:
 def _rollout(
     given: dict[str, Any], row: int, ends: frozenset[int], vocabulary: int | None, most: int | None
 ) -> Rollout:
-    prompt, ids = [
-        token_ids(given[key][row], _at(key, row), vocabulary) for key in ("prompt_ids", "completion_ids")
-    ]
+    prompt, ids = [token_ids(given[key][row], _at(key, row), vocabulary) for key in ("prompt_ids", "completion_ids")]
     if most is not None and len(ids) > most:
         raise _Bad(
             f"{_at('completion_ids', row)} has {len(ids)} tokens, and max_completion_length={most}. Fix: end completions there, "
@@ -124,7 +122,9 @@ def _chosen(given: dict[str, Any], row: int, position: int, value: Any, token: i
     if "logprob_token_ids" not in given:
         return value[0] if value else None  # Engines list the drawn token first.
     names = listed(given["logprob_token_ids"][row], _at("logprob_token_ids", row))
-    candidates = listed(names[position] if position < len(names) else None, f"{_at('logprob_token_ids', row)} position {position},")
+    candidates = listed(
+        names[position] if position < len(names) else None, f"{_at('logprob_token_ids', row)} position {position},"
+    )
     if token not in candidates or len(candidates) != len(value):
         raise _Bad(
             f"rollout_func: row {row}, token {position}: 'logprob_token_ids' {candidates} do not hold the token {token}, or are "

@@ -387,8 +387,9 @@ def _read(result: Any, where: str) -> tuple[Any, float, bool]:
     odd = len(result) not in (3, 4, 5) if isinstance(result, tuple) else not tells
     if odd and not (resets and (not isinstance(result, tuple) or len(result) == 2)):
         raise BadValue(
-            f"{where} returned {result!r:.80} ({type(result).__name__}). Fix: return (observation, reward, terminated, truncated, "
-            "info), or an object with observation, reward and done; from reset an observation will do, or (observation, info)."
+            f"{where} returned {result!r:.80} ({type(result).__name__}). Fix: return (observation, reward, terminated, "
+            "truncated, info), or an object with observation, reward and done; from reset an observation will do, or "
+            "(observation, info)."
         )
     if isinstance(result, tuple):
         seen, reward, *ends = result if len(result) > 2 else (result[0], None)
@@ -398,4 +399,5 @@ def _read(result: Any, where: str) -> tuple[Any, float, bool]:
     else:
         return result, 0.0, False
     number = 0.0 if reward is None else given_number(reward, f"{where}: the reward")
-    return seen, number, any([given_truth(end, f"{where}: the end of the episode") for end in ends])
+    truths = [given_truth(end, f"{where}: the end of the episode") for end in ends]
+    return seen, number, any(truths)

@@ -145,7 +145,9 @@ class HFEngine:
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
         check_followed(requests, sampling, "rollout_engine='hf'", UNKNOWN, own=("seed",))
         if sampling.stop_strings and self.tokenizer is None:
-            raise ConfigError("Sampling.stop_strings are text. Fix: give the engine its tokenizer (HFEngine(tokenizer=...)).")
+            raise ConfigError(
+                "Sampling.stop_strings are text. Fix: give the engine its tokenizer (HFEngine(tokenizer=...))."
+            )
         prompts = [list(request.prompt_ids) for request in requests for _ in range(request.n)]
         width, device = max(map(len, prompts)), next(self.model.parameters()).device
         ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)
@@ -182,7 +184,8 @@ class HFEngine:
         ends = (
             i + 1
             for i, token in enumerate(tokens)
-            if token in sampling.stop_token_ids or (sampling.stop_strings and ends_with_string(tokens[: i + 1], sampling, self.tokenizer))
+            if token in sampling.stop_token_ids
+            or (sampling.stop_strings and ends_with_string(tokens[: i + 1], sampling, self.tokenizer))
         )
         end = next(ends, None)
         size = end or len(tokens)

@@ -148,7 +148,9 @@ def _as_kind(value: Any, kind: str, name: str) -> Any:
         return int(read)
     if not _is_kind(read, kind):
         article = "an" if kind[0] in "aio" else "a"
-        raise WrongValue(f"argument {name!r} must be {article} {kind}, and it is {value!r:.80} ({type(value).__name__})")
+        raise WrongValue(
+            f"argument {name!r} must be {article} {kind}, and it is {value!r:.80} ({type(value).__name__})"
+        )
     return read
 
 

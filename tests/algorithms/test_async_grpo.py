@@ -158,6 +158,23 @@ def test_trap_s31_a_trained_token_without_a_log_prob_ends_the_run(tiny_tokenizer
         run.train()
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"logp": 3.0}, "old_log_probs, position 3, is 3.0"),
+        ({"logp": -math.inf}, "old_log_probs, position 3, is -inf"),
+        ({"advantage": math.nan}, "advantage is nan"),
+        ({"advantage": None}, "advantage is None"),
+        ({"written": (7, -8)}, "input_ids, position 4, is -8"),
+        ({"written": (7.5, 8)}, "input_ids, position 3, is 7.5"),
+    ],
+)
+def test_values_of_a_worker_outside_their_range_end_the_run_by_name(tiny_tokenizer, tmp_path, changes, named):
+    run = trainer(tmp_path, tiny_tokenizer, lambda number, version: sample(number, version, **changes))
+    with pytest.raises(RolloutError, match=named):
+        run.train()
+
+
 def test_trap_s6_a_push_that_fails_ends_the_run_with_the_server_resumed(tiny_tokenizer, tmp_path):
     transfer = StubTransfer(fails_at=2)
     run = trainer(tmp_path, tiny_tokenizer, fresh, weight_transfer=transfer)
@@ -352,7 +369,9 @@ def test_rewards_that_nobody_gives_end_an_asynchronous_run_as_they_end_a_synchro
     run = trainer(tmp_path / "async", tiny_tokenizer, make, rewards=no_reward(value), max_steps=30, check_rewards=False)
     with pytest.raises(RewardError) as asynchronous:
         run.train()
-    reasons = [str(error.value).split(" returned None for ")[1].split(". Nothing")[0] for error in (synchronous, asynchronous)]
+    reasons = [
+        str(error.value).split(" returned None for ")[1].split(". Nothing")[0] for error in (synchronous, asynchronous)
+    ]
     assert reasons[0] == reasons[1]
     assert run.state.global_step == (0 if not scored else scored + 4)
 

@@ -563,10 +563,15 @@ def test_generation_kwargs_in_transformers_words_reach_the_engine(tiny_tokenizer
         *(({name: value}, {"rollout_engine": "paged"}) for name, value in KWARGS.items() if name != "eos_token_id"),
     ],
 )
-def test_generation_kwargs_that_no_engine_or_not_this_one_can_follow_are_refused_with_name_and_value(tmp_path, kwargs, settings):
+def test_generation_kwargs_that_no_engine_or_not_this_one_can_follow_are_refused_with_name_and_value(
+    tmp_path, kwargs, settings
+):
     with pytest.raises(ConfigError) as caught:
         grpo_args(tmp_path, generation_kwargs=kwargs, **settings)
-    names = {"no_repeat_ngram_size": "no_repeat_ngram", "suppress_tokens": "logit_bias" if settings else "suppress_tokens"}
+    names = {
+        "no_repeat_ngram_size": "no_repeat_ngram",
+        "suppress_tokens": "logit_bias" if settings else "suppress_tokens",
+    }
     assert names.get(*[*kwargs] * 2) in str(caught.value)
 
 
@@ -576,12 +581,21 @@ def test_an_empty_prompt_is_one_where_the_tokenizer_begins_every_text_with_a_tok
 
     bos = tiny_tokenizer.convert_tokens_to_ids("<|im_start|>")
     if begins:
-        tiny_tokenizer._tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
+        tiny_tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+        )
     data = datasets.Dataset.from_list([{"prompt": text} for text in ("", "Why?") * 4])
     asked, engine = [], ScriptedEngine(lambda ids, index: asked.append(list(ids)) or [10 + index, 2])
 
     def make():
-        return grpo(tmp_path, tiny_tokenizer, engine=engine, rewards=lambda completions, **_: [float(len(c)) for c in completions], data=data, max_steps=2)
+        return grpo(
+            tmp_path,
+            tiny_tokenizer,
+            engine=engine,
+            rewards=lambda completions, **_: [float(len(c)) for c in completions],
+            data=data,
+            max_steps=2,
+        )
 
     if not begins:
         with pytest.raises(DataError, match="row 0, column 'prompt'"):

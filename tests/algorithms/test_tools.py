@@ -360,7 +360,9 @@ def test_an_observation_opens_no_turn_and_rewards_read_it_as_it_was(tokenizer, t
     assert all("<|im_end|>\n<|im_start|>assistant" in prompt[-1]["content"] for prompt in read) and read
     marks = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     for ids in asked:
-        assert [i for i in ids if i in marks][-3:] == [marks[0], marks[1], marks[0]], "the user's turn, and the model's begins"
+        assert [i for i in ids if i in marks][-3:] == [marks[0], marks[1], marks[0]], (
+            "the user's turn, and the model's begins"
+        )
         assert "I won<|im_end|>" in tokenizer.decode(ids)
 
 
@@ -465,7 +467,9 @@ def test_what_cannot_work_with_tools_is_refused(tokenizer, tiny_tokenizer, tmp_p
 
 @pytest.mark.parametrize("name", ["RLOO", "OnlineDPO", "XPO", "NashMD", "PPO", "A2PO"])
 @pytest.mark.parametrize("argument", ["tools", "environment_factory", "rollout_func"])
-def test_trainers_of_single_turns_refuse_tools_environments_and_rollout_functions(tiny_tokenizer, tmp_path, name, argument):
+def test_trainers_of_single_turns_refuse_tools_environments_and_rollout_functions(
+    tiny_tokenizer, tmp_path, name, argument
+):
     import posttrain
 
     make, config = getattr(posttrain, f"{name}Trainer"), getattr(posttrain, f"{name}Config")
@@ -626,7 +630,12 @@ def test_values_of_a_rollout_function_outside_their_range_are_named_by_key_row_a
     )  # fmt: skip
     with pytest.raises(RolloutError) as caught:
         trainer.train()
-    wanted = [repr(key), value, *([f"row {row}"] if row is not None else []), *([f"position {position}"] if position else [])]
+    wanted = [
+        repr(key),
+        value,
+        *([f"row {row}"] if row is not None else []),
+        *([f"position {position}"] if position else []),
+    ]
     assert [word for word in wanted if word not in str(caught.value)] == []
 
 
@@ -638,7 +647,7 @@ def test_log_probs_are_read_from_any_container_and_need_not_exist_for_tokens_of_
             "prompt_ids": torch.tensor([[1]]), "completion_ids": torch.tensor([[5, 6, 7]]), "logprobs": logprobs,
             "env_mask": torch.tensor([[True, False, True]]), "zero": torch.tensor(0.5),
         }  # fmt: skip
-        ((rollout,), columns) = custom_rollouts(lambda prompts, trainer: given, ["x"], None, stop_ids=[7])  # noqa: B023
+        ((rollout,), columns) = custom_rollouts(lambda prompts, trainer: given, ["x"], None, stop_ids=[7])
         assert rollout.logp == [-1.0, 0.0, 0.0]
         assert (rollout.token_ids, rollout.tool_mask, columns) == ([5, 6, 7], [1, 0, 1], {"zero": [0.5]})
 

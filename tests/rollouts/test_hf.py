@@ -152,7 +152,9 @@ def test_sampled_tokens_have_the_log_probs_of_the_model_and_of_transformers_proc
     rules, temperature = RULES[case], 0.7
     processors = LogitsProcessorList()
     if "logit_bias" in rules:
-        processors.append(SequenceBiasLogitsProcessor({(token,): added for token, added in rules["logit_bias"].items()}))
+        processors.append(
+            SequenceBiasLogitsProcessor({(token,): added for token, added in rules["logit_bias"].items()})
+        )
     if "no_repeat_ngram_size" in rules:
         processors.append(NoRepeatNGramLogitsProcessor(rules["no_repeat_ngram_size"]))
     if "suppress_tokens" in rules:
@@ -165,10 +167,14 @@ def test_sampled_tokens_have_the_log_probs_of_the_model_and_of_transformers_proc
         for t, token in enumerate(r.token_ids):
             at = len(r.prompt_ids) + t
             raw = logits[at - 1 : at].clone()
-            ended = MinNewTokensLengthLogitsProcessor(len(r.prompt_ids), rules.get("min_new_tokens", 0), rules.get("eos_token_id", [0]))
+            ended = MinNewTokensLengthLogitsProcessor(
+                len(r.prompt_ids), rules.get("min_new_tokens", 0), rules.get("eos_token_id", [0])
+            )
             shaped = ended(torch.tensor([ids[:at]]), processors(torch.tensor([ids[:at]]), raw.clone()))
             assert r.logp[t] == pytest.approx(float((raw / temperature).log_softmax(-1)[0, token]), abs=1e-4)
-            assert r.processed_logp[t] == pytest.approx(float((shaped / temperature).log_softmax(-1)[0, token]), abs=1e-4)
+            assert r.processed_logp[t] == pytest.approx(
+                float((shaped / temperature).log_softmax(-1)[0, token]), abs=1e-4
+            )
 
 
 def test_stop_strings_without_a_tokenizer_and_ids_outside_the_vocabulary_are_refused():

@@ -216,7 +216,9 @@ async def some_later():
     yield 1
 
 
-@pytest.mark.parametrize("value", [some(), some_later(), map(str, [1]), iter([1]), len, object()], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value", [some(), some_later(), map(str, [1]), iter([1]), len, object()], ids=lambda v: type(v).__name__
+)
 def test_a_result_that_no_text_shows_is_told_as_an_error(value):
     def give():
         """Give something."""
@@ -247,7 +249,7 @@ def test_a_forgotten_return_is_an_error_where_a_result_is_declared_and_told_wher
     assert caplog.text.count("tool 'silent' returned None") == len(caplog.records) == 1
 
 
-def echo(
+def echo(  # noqa: PLR0917
     n: int, x: float, s: str, b: bool, e: Literal["up", "down"], ns: list[int], d: dict[str, int],
     o: int | None, u: int | str, a: Any,
 ) -> str:  # fmt: skip
@@ -288,7 +290,7 @@ def test_arguments_of_another_type_of_json_are_read_as_the_declared_one(name, gi
 @pytest.mark.parametrize("name, given", [(k, value) for k, values in REFUSED.items() for value in values])
 def test_arguments_that_are_not_of_the_declared_type_are_told_to_the_model(name, given):
     result = run_one(echo, FINE | {name: given})
-    assert result.failed and f"argument '{name}" in result.text.replace('\\', "")
+    assert result.failed and f"argument '{name}" in result.text.replace("\\", "")
 
 
 def test_malformed_json_is_plain_text_and_no_call(tokenizer):

@@ -68,10 +68,11 @@ class StepMixin:
         began = time.perf_counter()
         if not self.take(self.args.samples_per_step or 1):
             return None
-        self._log_step(time.perf_counter() - began)
+        waited = time.perf_counter() - began
         samples = [sample for conversation in self._held for sample in conversation.samples]
         for sample in samples:
             sample.check()
+        self._log_step(waited)
         world = self.accelerator.num_processes
         plan = plan_step([len(sample) for sample in samples], budget=self.token_budget, world=world)
         return [[samples[i] for row in rows for i in row] for rows in plan]

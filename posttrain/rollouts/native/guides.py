@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, check_choice
