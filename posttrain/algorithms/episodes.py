@@ -15,7 +15,6 @@ import datasets
 
 from posttrain.algorithms.prompts import PROMPT_COLUMNS
 from posttrain.data.formats import is_conversational
-from posttrain.data.tokenize import tokenize_prompts
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.metrics import mean
 from posttrain.models import parallel
@@ -26,7 +25,7 @@ from posttrain.rollouts.custom import custom_rollouts
 from posttrain.rollouts.environments import EMPTY_PROMPT, EnvironmentPool, PooledReward
 from posttrain.rollouts.generation import Generation, judged_completions
 from posttrain.rollouts.loop import Batches, Episode, ToolLoop, share_prompts
-from posttrain.rollouts.suffix import prepare_tokenizer
+from posttrain.rollouts.suffix import prepare_tokenizer, tokenize_observed
 from posttrain.rollouts.tools import ToolBox, ToolRunner
 from posttrain.types import Rollout
 
@@ -206,7 +205,7 @@ class EpisodeMixin:
         boxes = [self.toolbox if e is None or pool is None else pool.toolbox(e, self.toolbox) for e in environments]
         rows = [{**row, "tools": box.schemas} for row, box in zip(examples, boxes, strict=True)]
         kwargs = self.args.chat_template_kwargs or {}
-        prompts = tokenize_prompts(rows, self.tool_tokenizer, chat_template_kwargs=kwargs)
+        prompts = tokenize_observed(rows, self.tool_tokenizer, chat_template_kwargs=kwargs)
         self.check_lengths(share_prompts(prompts), self.args.max_completion_length)  # type: ignore[attr-defined]
         episodes = [Episode(ids, box, e) for ids, box, e in zip(prompts, boxes, environments, strict=True)]
         with keeping(self.engine):
@@ -218,6 +217,13 @@ class EpisodeMixin:
         texts = self.processing_class.batch_decode([e.token_ids for e in episodes], skip_special_tokens=True)
         rollouts = [e.rollout(text) for e, text in zip(episodes, texts, strict=True)]
         return rollouts, [e.messages or [{"role": "assistant", "content": ""}] for e in episodes]
+
+    def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
+        """As every trainer's; what an environment added to a prompt cannot open or end a turn."""
+        if self.environments is None:
+            return super().tokenize(examples)  # type: ignore[misc]
+        kwargs = self.args.chat_template_kwargs or {}
+        return tokenize_observed(examples, self.processing_class, chat_template_kwargs=kwargs)
 
     def _loop(self, template_kwargs: dict[str, Any]) -> ToolLoop:
         args, limit = self.args, self.args.max_tool_calling_iterations
@@ -255,10 +261,10 @@ class EpisodeMixin:
         function, ends = self.rollout_func, (*self.stop_ids, self.pad_token_id)
         if self._is_far:
             self.push_if_due()  # The function may ask the same servers: with the weights of now.
-        given = parallel.run_and_share(
-            lambda: custom_rollouts(function, prompts, self, stop_ids=ends), self.accelerator
+        limits = {"vocabulary": self.model.config.get_text_config().vocab_size, "most": self.args.max_completion_length}  # type: ignore[attr-defined]
+        rollouts, self._extra = parallel.run_and_share(
+            lambda: custom_rollouts(function, prompts, self, stop_ids=ends, **limits), self.accelerator
         )
-        rollouts, self._extra = given
         if self.args.vllm_importance_sampling_correction and not any(r.logp for r in rollouts):
             self._say_uncorrected()
         texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)

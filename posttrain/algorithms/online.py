@@ -24,6 +24,7 @@ from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import collate, split_by_sequence
 from posttrain.data.formats import is_conversational
 from posttrain.data.tokenize import tokenize_prompts
+from posttrain.errors import ConfigError
 from posttrain.losses.ratio import engine_gap
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
@@ -33,12 +34,27 @@ from posttrain.rewards.base import RewardRunner, RewardTable
 from posttrain.rewards.transform import load_transforms, transforms_state
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.generation import Generation, judged_completions
+from posttrain.rollouts.guiding import generation_fields
 from posttrain.rollouts.spool import Spool
 from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Row, Sampling
 
 __all__ = ["Generation", "OnlineConfig", "OnlineTrainer"]
 
 SUFFIX_TOKENS = 32  # Prompt tokens shown to format rewards: an opening tag that a template prefills lies among them.
+
+
+def refuse_episodes(trainer: str, given: dict[str, Any]) -> None:
+    """Refuse what only trainers with episodes take: these bring it to its end before they come here.
+
+    Raises:
+        ConfigError: One of the arguments is there.
+    """
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if name in given:
+            raise ConfigError(
+                f"{trainer} has no {name}: its completions are single turns of the engine. Fix: use GRPOTrainer, or leave {name} "
+                "out."
+            )
 
 
 class OnlineTrainer(
@@ -67,6 +83,7 @@ class OnlineTrainer(
         rollout_engine: RolloutEngine | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_episodes(type(self).__name__, kwargs)
         self.rewards = self.runner_class(
             reward_funcs,
             reward_weights=getattr(args, "reward_weights", None),
@@ -81,7 +98,9 @@ class OnlineTrainer(
         self._buffer: Sequence[list[Row]] | None = None
         self._buffer_born = 0
         super().__init__(model, args, **kwargs)
-        self.stop_ids = terminal_token_ids(self.processing_class, getattr(self.model, "generation_config", None))
+        own_stops = generation_fields(self.args.generation_kwargs or {}).get("stop_token_ids")
+        known_stops = terminal_token_ids(self.processing_class, getattr(self.model, "generation_config", None))
+        self.stop_ids = tuple(own_stops or known_stops)
         self.engine = self.make_engine(rollout_engine)
         self.reference = self.make_reference()
         if self.reference is not None and self.reference.copy is not None:
@@ -239,7 +258,7 @@ class OnlineTrainer(
             "seed": (args.seed * 1_000_003 + number * world + rank) % 2**63,
             "guide": ("regex", regex) if (regex := getattr(args, "vllm_structured_outputs_regex", None)) else None,
         }
-        overrides = dict(args.generation_kwargs or {})
+        overrides = generation_fields(args.generation_kwargs or {})
         overrides.pop("do_sample", None)
         return Sampling(**(settings | overrides))
 

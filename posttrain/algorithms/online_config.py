@@ -19,7 +19,7 @@ from posttrain.algorithms.config import (
 )
 from posttrain.algorithms.vllm_fields import VllmSyncFields
 from posttrain.errors import ConfigError, check_choice
-from posttrain.rollouts.guiding import structured_guide
+from posttrain.rollouts.guiding import GENERATION_NAMES, generation_fields, structured_guide
 
 __all__ = ["OnlineConfig"]
 
@@ -31,7 +31,8 @@ ROUNDED = (
 )
 # Keys of generation_kwargs: those with a field of their own, which log-probs and checks read, and the others.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed")
+FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed", *GENERATION_NAMES)
+REFUSED = {"typical_p": "no engine here draws by typical probability; top_p or min_p cuts the tail too"}
 FAR_ENGINES = {"server": "server", "vllm": "colocate"}  # rollout_engine -> vllm_mode of use_vllm=True.
 
 
@@ -118,7 +119,9 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     def _take_overrides(self) -> None:
         """What ``generation_kwargs`` overrides is the field itself: log-probs are of the temperature that was sampled at."""
         given = dict(self.generation_kwargs or {})  # type: ignore[arg-type]
-        for name in given:
+        for name, value in given.items():
+            if name in REFUSED and value is not None:
+                raise ConfigError(f"generation_kwargs: {name}={value!r}: {REFUSED[name]}. Fix: take {name} out.")
             check_choice("generation_kwargs", name, OVERRIDDEN + FURTHER)
         for name in OVERRIDDEN:
             if given.get(name) is not None:
@@ -131,6 +134,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             logger.warning("vllm_structured_outputs_regex wins over what generation_kwargs says of structured outputs.")
         elif given.get("guide") is not None:
             given["guide"] = tuple(given["guide"])  # A list, where it comes from a file.
+        generation_fields(given)
         self.generation_kwargs = given or None
 
     def _check_sampling(self) -> None:
@@ -167,6 +171,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             raise ConfigError(
                 "auto_find_batch_size=True would break groups apart as it shrinks the batch. Turn it off."
             )
+        self._check_vllm_rules()
         refuse_cut_sequences(self, "completions of a group")
         do_sample = (self.generation_kwargs or {}).get("do_sample", True)
         if not do_sample:
@@ -177,6 +182,14 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             raise ConfigError(
                 f"generation_kwargs={{'seed': {fixed!r}}} draws the same numbers in every generation and on every process: "
                 "completions repeat each other and their advantages vanish. Remove it; the config's seed makes runs repeat."
+            )
+
+    def _check_vllm_rules(self) -> None:
+        size = (self.generation_kwargs or {}).get("no_repeat_ngram_size")
+        if size and (self.use_vllm or self.rollout_engine == "vllm"):
+            raise ConfigError(
+                f"generation_kwargs: no_repeat_ngram_size={size} with use_vllm=True: vLLM has no such rule. Fix: take it out, or "
+                "use rollout_engine='native'."
             )
 
     def _check_engine(self) -> None:
@@ -211,9 +224,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         from posttrain.rollouts.paged import check_paged
 
         check_paged(self.transformers_continuous_batching_config)  # type: ignore[arg-type]
+        fields = generation_fields(self.generation_kwargs or {})
         cut = {
             "min_p": self.min_p,
             "repetition_penalty": None if self.repetition_penalty == 1 else self.repetition_penalty,
+            **{name: fields.get(name) for name in ("min_new_tokens", "no_repeat_ngram", "stop_strings", "logit_bias")},
         }
         for name, value in cut.items():
             if value:

@@ -17,7 +17,7 @@ from torch import Tensor
 from posttrain.errors import ConfigError, RewardError
 from posttrain.metrics import Metric, mean
 from posttrain.rewards.audit import audit_answers
-from posttrain.rewards.call import RESERVED, RewardCall, head, scores_tensor
+from posttrain.rewards.call import OURS, RESERVED, RewardCall, head, scores_tensor
 from posttrain.rewards.concurrency import awaited, close, is_concurrent, itself, parallel, run_all
 from posttrain.rewards.environments import environment_rewards
 from posttrain.rewards.functions import as_callable, one_each, reward_name, unique
@@ -169,6 +169,14 @@ class RewardRunner:
         kept = {name: values for name, values in (columns or {}).items() if name not in RESERVED}
         always = {"trainer_state": trainer_state, "prompt_suffixes": prompt_suffixes, "environments": environments}
         always = {k: v for k, v in always.items() if v is not None or k == "trainer_state"}
+        for name in [name for name in OURS if name in kept and (name in always or name.startswith("log_"))]:
+            del kept[name]
+            self._warn(
+                f"column {name}",
+                "the dataset column %r is not passed to reward functions: the argument of that name is the trainer's. Rename the "
+                "column if a function is to read it.",
+                name,
+            )
         call = RewardCall(prompts, completions, completion_ids, kept, always, strict)
         call.check_inputs()
         results, seconds = self._run(call)
@@ -275,6 +283,37 @@ class RewardRunner:
         Raises:
             RewardError: All rows of the first batch, or more than half in 5 consecutive batches, were scored by nobody.
         """
+        numbers = torch.as_tensor(list(groups))
+        self.judge(table, numbers, prompts=prompts, columns=columns)
+        if training:
+            count_rewards(self.transforms, table.values)
+        table.raw, table.values = table.values, self.transformed(table.values, numbers)
+        for name, transform, raw in zip(table.names, self.transforms, table.raw.unbind(1), strict=True):
+            if transform is not None:
+                table.metrics[f"rewards/{name}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
+        if len(table.names) > 1:
+            self._report_shares(table, training)
+        return table
+
+    def judge(
+        self,
+        table: RewardTable,
+        groups: Tensor,
+        *,
+        prompts: Sequence[Any] = (),
+        columns: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Tell of rows that nobody scored, and refuse to go on with nothing but those; wherever rewards were computed.
+
+        Args:
+            table: Gets ``groups/unscorable`` where there are such rows.
+            groups: ``(n,)`` which group a row belongs to.
+            prompts: As for `finish`.
+            columns: As for `finish`.
+
+        Raises:
+            RewardError: As for `finish`.
+        """
         unscored = table.values.isnan().all(-1)
         names = sorted(columns or {})
         if unscored.any():
@@ -293,17 +332,7 @@ class RewardRunner:
                 head(row, 300),
             )
         self._judge(unscored, names)
-        numbers = torch.as_tensor(list(groups))
-        self._warn_partial(table, numbers, unscored)
-        if training:
-            count_rewards(self.transforms, table.values)
-        table.raw, table.values = table.values, self.transformed(table.values, numbers)
-        for name, transform, raw in zip(table.names, self.transforms, table.raw.unbind(1), strict=True):
-            if transform is not None:
-                table.metrics[f"rewards/{name}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
-        if len(table.names) > 1:
-            self._report_shares(table, training)
-        return table
+        self._warn_partial(table, groups, unscored)
 
     def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
         """``(n, K)`` rewards after each function's transform, a tensor of its own; ``groups (n,)`` numbers the rows' groups."""

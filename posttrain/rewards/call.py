@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import MissingDependencyError, RewardError, did_you_mean
+from posttrain.given import scalar
 from posttrain.metrics import Metric, mean, total
 
-__all__ = ["RESERVED", "RewardCall", "head", "scores_tensor"]
+__all__ = ["OURS", "RESERVED", "RewardCall", "head", "scores_tensor"]
 
 RESERVED = ("prompt", "completion", "completion_ids")
+OURS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
 OUR_FRAMES = ("posttrain.rewards.call", "posttrain.rewards.base", "asyncio.tasks", "concurrent.futures.thread")
 LARGEST = torch.finfo(torch.float32).max
@@ -59,7 +61,7 @@ class RewardCall:
     _given: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def check_inputs(self) -> None:
-        """Refuse columns that do not hold one value a row, or that carry the name of an argument."""
+        """Refuse columns that do not hold one value a row, or that are called as what every function is about."""
         n = len(self.prompts)
         rows = {"completions": self.completions, "completion_ids": self.completion_ids, **self.columns}
         for name, values in rows.items():
@@ -67,8 +69,7 @@ class RewardCall:
                 raise RewardError(
                     f"{name!r} has {len(values)} values for {n} prompts; reward functions need one a row."
                 )
-        taken = {"prompts", "completions", "log_extra", "log_metric", *self.always}
-        for name in sorted(taken & set(self.columns)):
+        for name in sorted({"prompts", "completions"} & set(self.columns)):
             raise RewardError(
                 f"the dataset column {name!r} has the name of an argument that every reward function gets. Rename the "
                 "column."
@@ -128,9 +129,9 @@ class RewardCall:
         call = functools.partial(function, **arguments)
         try:
             return call() if timeout is None else _within(timeout, call)
-        except MissingDependencyError:
-            raise  # Says already what to install.
-        except Exception as error:
+        except (MissingDependencyError, KeyboardInterrupt, SystemExit):
+            raise  # The first says already what to install.
+        except BaseException as error:  # CancelledError and its kin are no Exception, and end this call alone.
             raise self.failure(name, error, timeout) from error
 
     def failure(self, name: str, error: BaseException, timeout: float | None = None) -> RewardError:
@@ -208,10 +209,11 @@ class RewardCall:
         return numbers
 
     def _number(self, name: str, row: int, value: Any) -> float:
+        value = scalar(value)
         if value is None:
             return math.nan
-        scalar = not isinstance(value, str | bytes) and not getattr(value, "shape", ()) and hasattr(value, "__float__")
-        if not scalar or isinstance(value, complex):
+        single = not isinstance(value, str | bytes) and not getattr(value, "shape", ()) and hasattr(value, "__float__")
+        if not single or isinstance(value, complex):
             raise RewardError(
                 f"reward function {name!r} returned {value!r} ({type(value).__name__}) for row {row}; it must return a "
                 f"number or None. Prompt: {head(self.prompts[row])}"

@@ -70,6 +70,13 @@ def check_requests(
                 f"request {index} holds token id {max(request.prompt_ids)}, and the model has {vocabulary}: the tokenizer "
                 "belongs to another model."
             )
+        one = request.sampling or sampling
+        named = {token for token, _ in one.logit_bias} | (set(one.stop_token_ids) if one.min_new_tokens else set())
+        if vocabulary is not None and named and not (min(named) >= 0 and max(named) < vocabulary):
+            raise RolloutError(
+                f"request {index}: logit_bias (or stop_token_ids with min_new_tokens) names token ids {sorted(named)[:8]}, and "
+                f"the model has {vocabulary}. Fix: give ids in [0, {vocabulary})."
+            )
 
 
 def check_rope(requests: Sequence[Request], sampling: Sampling, model: nn.Module, engine: str) -> None:

@@ -6,16 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain.errors import ArgumentTypeError, RolloutError
+from posttrain.given import given_truth, listed, scalar, token_ids, token_logps
 from posttrain.types import Rollout
 
 __all__ = ["custom_rollouts"]
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-RESERVED = (*REQUIRED, "env_mask", "logprob_token_ids")
+OPTIONAL = ("logprobs", "env_mask", "logprob_token_ids")
+RESERVED = ("prompt_ids", "completion_ids", *OPTIONAL)
 
 
 def custom_rollouts(
-    function: Callable, prompts: Sequence[Any], trainer: Any, *, stop_ids: Sequence[int]
+    function: Callable,
+    prompts: Sequence[Any],
+    trainer: Any,
+    *,
+    stop_ids: Sequence[int],
+    vocabulary: int | None = None,
+    most: int | None = None,
 ) -> tuple[list[Rollout], dict[str, list[Any]]]:
     """Call ``function(prompts, trainer)`` and read what it returns.
 
@@ -25,13 +33,15 @@ def custom_rollouts(
         prompts: n prompts, each repeated as often as completions of it are wanted.
         trainer: Passed on.
         stop_ids: A completion that does not end with one of these counts as truncated.
+        vocabulary: V; ids lie in [0, V). None: only negative ones are refused.
+        most: ``max_completion_length``; None is no bound.
 
     Returns:
         n rollouts, and the further columns with n values each.
 
     Raises:
         ArgumentTypeError: The function did not return a dict.
-        RolloutError: A key is missing, or an entry is: names the key, the row and both lengths.
+        RolloutError: A key is missing, or an entry cannot be used: names the key, the row, the position and the value.
     """
     given = function(prompts=list(prompts), trainer=trainer) if _takes_names(function) else function(prompts, trainer)
     if not isinstance(given, dict):
@@ -42,14 +52,18 @@ def custom_rollouts(
             f"rollout_func returned no {missing} (required: {', '.join(REQUIRED)}; it returned {sorted(given)})."
         )
     n = len(prompts)
-    for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "logprob_token_ids"):
-        if given.get(key) is not None and len(given[key]) != n:
+    tokens: dict[str, list[Any]] = {}
+    for key in RESERVED:
+        if given.get(key) is None and key in OPTIONAL:
+            continue
+        tokens[key] = listed(given[key], f"rollout_func: {key!r}")
+        if len(tokens[key]) != n:
             raise _Bad(
-                f"rollout_func returned {len(given[key])} entries in {key!r} for {n} prompts. The prompts it gets are already "
+                f"rollout_func returned {len(tokens[key])} entries in {key!r} for {n} prompts. The prompts it gets are already "
                 "repeated once a completion: return one entry for each."
             )
     ends = frozenset(stop_ids)
-    rollouts = [_rollout(given, i, ends) for i in range(n)]
+    rollouts = [_rollout(tokens, i, ends, vocabulary, most) for i in range(n)]
     return rollouts, {k: _column(k, v, n) for k, v in given.items() if k not in RESERVED}
 
 
@@ -66,54 +80,61 @@ def _takes_names(function: Callable) -> bool:
         return False
 
 
-def _rollout(given: dict[str, Any], row: int, ends: frozenset[int]) -> Rollout:
-    prompt, ids = [_integers(given[key][row], key, row) for key in ("prompt_ids", "completion_ids")]
-    logp: list[float] = []
-    if given["logprobs"] is not None:
-        listed = given["logprobs"][row]
-        _same_length("logprobs", len(listed), len(ids), row)
-        logp = [_chosen(given, row, t, token) for t, token in enumerate(ids)]
-    mask = None
-    if given.get("env_mask") is not None:
-        mask = [int(bool(x)) for x in given["env_mask"][row]]
-        _same_length("env_mask", len(mask), len(ids), row)
-        logp = [x * m for x, m in zip(logp, mask, strict=True)] if logp else logp
+def _at(key: str, row: int) -> str:
+    return f"rollout_func: {key!r}, row {row},"
+
+
+def _rollout(
+    given: dict[str, Any], row: int, ends: frozenset[int], vocabulary: int | None, most: int | None
+) -> Rollout:
+    prompt, ids = [token_ids(given[key][row], _at(key, row), vocabulary) for key in ("prompt_ids", "completion_ids")]
+    if most is not None and len(ids) > most:
+        raise _Bad(
+            f"{_at('completion_ids', row)} has {len(ids)} tokens, and max_completion_length={most}. Fix: end completions there, "
+            "or raise max_completion_length."
+        )
+    mask, logp = None, []
+    if "env_mask" in given:
+        flags = _listed_alike(given, "env_mask", row, ids)
+        mask = [int(given_truth(x, f"{_at('env_mask', row)} position {t},")) for t, x in enumerate(flags)]
+    if "logprobs" in given:
+        values = _listed_alike(given, "logprobs", row, ids)
+        model = mask or [1] * len(ids)
+        chosen = [_chosen(given, row, t, x, ids[t]) if model[t] else None for t, x in enumerate(values)]
+        logp = token_logps(chosen, model, _at("logprobs", row))
     return Rollout(prompt, ids, logp, "stop" if ids[-1] in ends else "length", 0, mask)
 
 
-def _integers(values: Any, key: str, row: int) -> list[int]:
-    ids = [int(token) for token in (values.tolist() if hasattr(values, "tolist") else values)]
-    if not ids:
-        raise _Bad(f"rollout_func returned no token in {key!r} for row {row}. Give at least one.")
-    return ids
-
-
-def _same_length(key: str, found: int, tokens: int, row: int) -> None:
-    if found != tokens:
+def _listed_alike(given: dict[str, Any], key: str, row: int, ids: list[int]) -> list[Any]:
+    """One value a token of the completion."""
+    values = listed(given[key][row], _at(key, row))
+    if len(values) != len(ids):
         raise _Bad(
-            f"rollout_func returned {found} values in {key!r} for row {row}, whose completion has {tokens} tokens."
+            f"rollout_func returned {len(values)} values in {key!r} for row {row}, whose completion has {len(ids)} tokens."
         )
+    return values
 
 
-def _chosen(given: dict[str, Any], row: int, position: int, token: int) -> float:
+def _chosen(given: dict[str, Any], row: int, position: int, value: Any, token: int) -> Any:
     """The log-prob of the token that was drawn, out of a number or a list of candidates."""
-    value = given["logprobs"][row][position]
-    if value is None:
-        return 0.0
     if not isinstance(value, list | tuple):
-        return float(value)
-    names = given.get("logprob_token_ids")
-    if names is None:
-        return float(value[0])  # Engines list the drawn token first.
-    candidates = list(names[row][position])
-    if token not in candidates:
+        return value
+    if "logprob_token_ids" not in given:
+        return value[0] if value else None  # Engines list the drawn token first.
+    names = listed(given["logprob_token_ids"][row], _at("logprob_token_ids", row))
+    candidates = listed(
+        names[position] if position < len(names) else None, f"{_at('logprob_token_ids', row)} position {position},"
+    )
+    if token not in candidates or len(candidates) != len(value):
         raise _Bad(
-            f"rollout_func: row {row}, token {position}: 'logprob_token_ids' {candidates} do not hold the token {token}."
+            f"rollout_func: row {row}, token {position}: 'logprob_token_ids' {candidates} do not hold the token {token}, or are "
+            f"not as many as its {len(value)} log-probs."
         )
-    return float(value[candidates.index(token)])
+    return value[candidates.index(token)]
 
 
 def _column(key: str, values: Any, n: int) -> list[Any]:
+    values = scalar(values) if not getattr(values, "shape", (1,)) else values
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
         return [values] * n
     if len(values) != n:

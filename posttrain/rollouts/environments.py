@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import ConfigError, DataError, RolloutError, did_you_mean
+from posttrain.given import BadValue, given_number, given_truth
 from posttrain.rollouts.tools import ToolBox, ToolRunner, TooSlow, tool_schema
 
-__all__ = ["EnvironmentPool", "PooledReward", "add_observation", "step_environment"]
+__all__ = ["EnvironmentPool", "Observed", "PooledReward", "add_observation", "is_done", "step_environment"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,30 @@ def _tool_names(made: type) -> list[str]:
     return [n for n in names if callable(getattr(made, n)) and not inspect.isclass(getattr(made, n))]
 
 
+class Observed(list):
+    """The messages of a prompt to which ``reset`` added a text, and which of it that was: a template must not obey it.
+
+    Args:
+        prompt: As the dataset has it.
+        blocks: What was added, at the end of the last message.
+    """
+
+    def __init__(self, prompt: list[dict[str, Any]], blocks: list[dict[str, str]]) -> None:
+        last = dict(prompt[-1])
+        content = last.get("content") or ""
+        text = "".join(block["text"] for block in blocks)
+        last["content"] = content + text if isinstance(content, str) else [*content, *blocks]
+        super().__init__([*prompt[:-1], last])
+        self.prompt, self.blocks = prompt, blocks
+
+    def __reduce__(self) -> Any:
+        return Observed, (self.prompt, self.blocks)
+
+    def through(self, change: Callable[[str], str]) -> Observed:
+        """The same with another spelling of what was added."""
+        return Observed(self.prompt, [{**block, "text": change(block["text"])} for block in self.blocks])
+
+
 def add_observation(prompt: list[dict[str, Any]], observation: Any, where: str) -> list[dict[str, Any]]:
     """A prompt with what ``reset`` returned at the end of its last message; the given prompt is not changed.
 
@@ -47,26 +72,27 @@ def add_observation(prompt: list[dict[str, Any]], observation: Any, where: str) 
     """
     if observation is None:
         return prompt
-    last = dict(prompt[-1])
-    content = last.get("content") or ""
-    if isinstance(observation, str):
-        last["content"] = content + observation if isinstance(content, str) else [*content, _block(observation)]
-        return [*prompt[:-1], last]
-    blocks = observation if isinstance(observation, list) else [None]
-    if not all(isinstance(block, dict) and block.get("type") == "text" for block in blocks):
+    blocks = [{"type": "text", "text": observation}] if isinstance(observation, str) else observation
+    if not isinstance(blocks, list) or not all(_is_text(block) for block in blocks):
         raise RolloutError(
             f"{where}: reset must return None, text, or a list of text blocks, and it returned {observation!r:.120}. A client "
             "with reset and step is adapted by posttrain.step_environment."
         )
-    if isinstance(content, str):
-        last["content"] = content + "".join(block["text"] for block in blocks)
-    else:
-        last["content"] = [*content, *blocks]
-    return [*prompt[:-1], last]
+    return Observed(prompt, blocks)
 
 
-def _block(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
+def _is_text(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
+
+
+def is_done(environment: Any) -> bool:
+    """Whether an environment says that its episode is over: its attribute ``done``, unless that is a method (a tool).
+
+    Raises:
+        RolloutError: It is neither True nor False, nor a 0 or 1 of any library.
+    """
+    said = getattr(environment, "done", False)
+    return not callable(said) and given_truth(said, f"environment {type(environment).__name__}: done")
 
 
 class EnvironmentPool:
@@ -327,14 +353,14 @@ def step_environment(
 
         def reset(self, group_seed: int | None = None) -> str:
             arguments = _accepted(self._client.reset, {"seed": group_seed})
-            seen, _, self.done = _read(self._client.reset(**arguments))
+            seen, _, self.done = _read(self._client.reset(**arguments), f"{name}: reset")
             self._total = 0.0
             return observe(seen)
 
         def step(self, action: str) -> str:
             if self.done:
                 return "The episode is over."
-            seen, reward, self.done = _read(self._client.step(convert(action)))
+            seen, reward, self.done = _read(self._client.step(convert(action)), f"{name}: step")
             self._total += reward
             return observe(seen)
 
@@ -351,12 +377,27 @@ def step_environment(
     return StepEnvironment
 
 
-def _read(result: Any) -> tuple[Any, float, bool]:
-    """Observation, reward and end, from any of the shapes clients return."""
+def _read(result: Any, where: str) -> tuple[Any, float, bool]:
+    """Observation, reward and end, from any of the shapes clients return.
+
+    Raises:
+        RolloutError: A tuple of another length, a reward that is no finite number (None is 0), or an end that is no truth.
+    """
+    resets, tells = where.endswith("reset"), hasattr(result, "observation")
+    odd = len(result) not in (3, 4, 5) if isinstance(result, tuple) else not tells
+    if odd and not (resets and (not isinstance(result, tuple) or len(result) == 2)):
+        raise BadValue(
+            f"{where} returned {result!r:.80} ({type(result).__name__}). Fix: return (observation, reward, terminated, "
+            "truncated, info), or an object with observation, reward and done; from reset an observation will do, or "
+            "(observation, info)."
+        )
     if isinstance(result, tuple):
-        seen, reward, *ends = result if len(result) > 2 else (result[0], 0.0)
-        return seen, float(reward or 0.0), any(bool(end) for end in ends if not isinstance(end, Mapping))
-    if hasattr(result, "observation"):
-        done = bool(getattr(result, "done", False))
-        return result.observation, float(getattr(result, "reward", 0.0) or 0.0), done
-    return result, 0.0, False
+        seen, reward, *ends = result if len(result) > 2 else (result[0], None)
+        ends = ends[: 2 if len(result) == 5 else 1]
+    elif tells:
+        seen, reward, ends = result.observation, getattr(result, "reward", None), [getattr(result, "done", False)]
+    else:
+        return result, 0.0, False
+    number = 0.0 if reward is None else given_number(reward, f"{where}: the reward")
+    truths = [given_truth(end, f"{where}: the end of the episode") for end in ends]
+    return seen, number, any(truths)

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from posttrain.errors import ConfigError
 from posttrain.models.attention import rope_limits
 from posttrain.models.heads import causal_lm, learns_prompts
 from posttrain.rollouts.base import check_followed, check_requests
-from posttrain.rollouts.sampling import cuts, penalize_repetition, truncate
+from posttrain.rollouts.sampling import apply_rules, cuts, ends_with_string, has_rules, penalize_repetition, truncate
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["HFEngine", "evaluating", "pinned_config", "without_own_settings"]
@@ -23,7 +24,7 @@ __all__ = ["HFEngine", "evaluating", "pinned_config", "without_own_settings"]
 logger = logging.getLogger(__name__)
 
 # Fields of `Sampling` that this engine does not hand on.
-UNKNOWN = ("min_new_tokens", "stop_strings", "logit_bias", "no_repeat_ngram", "guide", "top_logps")
+UNKNOWN = ("guide", "top_logps")
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def without_own_settings(model: nn.Module) -> Iterator[None]:
 
 
 class _Shape(LogitsProcessor):
-    """Temperature, penalty and cuts, as in every engine of this package; keeps log-probs before and after them.
+    """Temperature, penalty, rules and cuts, as in every engine of this package; keeps log-probs before and after them.
 
     Step t's token is known at step t + 1. Padding before a prompt is no token of it: transformers' own penalty counts it.
     """
@@ -61,7 +62,7 @@ class _Shape(LogitsProcessor):
     def __init__(self, sampling: Sampling, widths: Sequence[int]) -> None:
         self.sampling, self.widths = sampling, widths
         self.temperature = sampling.temperature or 1.0
-        self.changes = sampling.repetition_penalty != 1.0 or cuts(sampling)
+        self.changes = sampling.repetition_penalty != 1.0 or has_rules(sampling) or cuts(sampling)
         self.pending: list[Tensor] = []
         self.found: list[list[Tensor]] = []
 
@@ -77,12 +78,13 @@ class _Shape(LogitsProcessor):
         self.pending = [raw.log_softmax(-1)]
         if not self.changes:
             return raw
-        shaped = scores.float().clone()
-        if self.sampling.repetition_penalty != 1.0:
-            new = input_ids.shape[1] - max(self.widths)
+        shaped, history = scores.float().clone(), None
+        new = input_ids.shape[1] - max(self.widths)
+        if self.sampling.repetition_penalty != 1.0 or self.sampling.no_repeat_ngram:
             history = [row[-(w + new) :].tolist() for row, w in zip(input_ids, self.widths, strict=True)]
-            shaped = penalize_repetition(shaped, history, self.sampling.repetition_penalty)
-        shaped = shaped / self.temperature
+        if self.sampling.repetition_penalty != 1.0:
+            shaped = penalize_repetition(shaped, history or [], self.sampling.repetition_penalty)
+        shaped = apply_rules(shaped / self.temperature, self.sampling, [new] * len(self.widths), history)
         if self.sampling.temperature > 0:
             shaped = truncate(shaped, self.sampling)
             self.pending.append(shaped.log_softmax(-1))
@@ -91,6 +93,17 @@ class _Shape(LogitsProcessor):
     def columns(self) -> list[list[list[float]]]:
         """Log-probs of each row: raw, and those of the distribution it was drawn from where that is another."""
         return [torch.stack(parts, 1).tolist() for parts in zip(*self.found, strict=True)]
+
+
+class _Strings(StoppingCriteria):
+    """Rows whose last token completed a stop string."""
+
+    def __init__(self, sampling: Sampling, tokenizer: Any, width: int) -> None:
+        self.sampling, self.tokenizer, self.width = sampling, tokenizer, width
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        ended = [ends_with_string(row, self.sampling, self.tokenizer) for row in input_ids[:, self.width :].tolist()]
+        return torch.tensor(ended, device=input_ids.device)
 
 
 def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
@@ -113,13 +126,15 @@ class HFEngine:
     Args:
         model: A causal language model, the trainer's own.
         pad_token_id: Written to padding.
+        tokenizer: For stop strings.
     """
 
     name = "hf"
     in_process = True  # Samples with the weights that are trained: its log-probs need no correction.
 
-    def __init__(self, model: nn.Module, *, pad_token_id: int) -> None:
+    def __init__(self, model: nn.Module, *, pad_token_id: int, tokenizer: Any = None) -> None:
         self.model: Any = model
+        self.tokenizer = tokenizer
         self.pad_token_id = pad_token_id
         self.version = 0
         self._told = False
@@ -134,6 +149,10 @@ class HFEngine:
         text = self.model.config.get_text_config()
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
         check_followed(requests, sampling, "rollout_engine='hf'", UNKNOWN, own=("seed",))
+        if sampling.stop_strings and self.tokenizer is None:
+            raise ConfigError(
+                "Sampling.stop_strings are text. Fix: give the engine its tokenizer (HFEngine(tokenizer=...))."
+            )
         found: dict[int, list[Rollout]] = {}
         with evaluating(self.model), without_own_settings(self.model), _seeded(sampling.seed, _device(self.model)):
             for together in self._calls(requests, sampling):
@@ -172,7 +191,7 @@ class HFEngine:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         shape = _Shape(sampling, [len(prompt) for prompt in prompts])
         # All that changes the distribution is done by `_Shape`.
-        rest = {"top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
+        rest: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
         plain = replace(sampling, temperature=float(sampling.temperature > 0), **rest)
         out = self.model.generate(
             input_ids=ids,
@@ -186,6 +205,9 @@ class HFEngine:
                 cache_implementation=self.cache_implementation,
             ),
             logits_processor=LogitsProcessorList([shape]),
+            stopping_criteria=StoppingCriteriaList(
+                [_Strings(sampling, self.tokenizer, width)] if sampling.stop_strings else []
+            ),
         )
         shape.settle(out)
         made = [
@@ -196,7 +218,13 @@ class HFEngine:
         return {i: [next(rest_of) for _ in range(request.n)] for i, request in requests}
 
     def _rollout(self, prompt: list[int], tokens: list[int], logps: list[list[float]], sampling: Sampling) -> Rollout:
-        end = next((i + 1 for i, token in enumerate(tokens) if token in sampling.stop_token_ids), None)
+        ends = (
+            i + 1
+            for i, token in enumerate(tokens)
+            if token in sampling.stop_token_ids
+            or (sampling.stop_strings and ends_with_string(tokens[: i + 1], sampling, self.tokenizer))
+        )
+        end = next(ends, None)
         size = end or len(tokens)
         logp, *processed = [column[:size] for column in logps]
         drawn = processed[0] if processed else None

@@ -13,6 +13,7 @@ from posttrain.data.template_families import inner_tokenizer
 from posttrain.data.tokenize import tokenize_prompts
 from posttrain.errors import RolloutError
 from posttrain.rollouts.base import RolloutEngine, keeping
+from posttrain.rollouts.environments import is_done
 from posttrain.rollouts.suffix import ToolSuffix, prepare_tokenizer
 from posttrain.rollouts.tools import ToolBox, ToolResult, ToolRunner
 from posttrain.types import FinishReason, Request, Rollout, Sampling
@@ -160,7 +161,7 @@ class ToolLoop:
         episode.calls += len(calls)
         episode.failures += sum(result.failed for result in results)
         messages = [self._message(call, result) for call, result in zip(calls, results, strict=True)]
-        if getattr(episode.environment, "done", False) is True:
+        if is_done(episode.environment):
             episode.messages += messages
             return False
         suffix = self.suffix(messages)

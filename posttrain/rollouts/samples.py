@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import RolloutError
+from posttrain.given import ROUNDING, given_number, token_ids, token_logps
 from posttrain.types import Row
 
 __all__ = ["Conversation", "GroupTask", "RolloutSample", "sample_rows"]
@@ -53,7 +54,8 @@ class RolloutSample:
         """Refuse a row that would train the wrong thing.
 
         Raises:
-            RolloutError: Lists of different lengths, a trained token without a log-prob, or without anything before it.
+            RolloutError: Lists of different lengths, a trained token without a log-prob or with one that cannot be, without
+                anything before it, or an advantage or a token id that is no number in its range.
         """
         lengths = (len(self.input_ids), len(self.completion_mask), len(self.old_log_probs))
         if len(set(lengths)) > 1:
@@ -66,6 +68,12 @@ class RolloutSample:
             raise RolloutError(
                 f"group {self.group_id}: {unknown} trained tokens have no log-prob. Ask the engine for those of sampled tokens."
             )
+        given_number(self.advantage, f"group {self.group_id}: advantage")
+        pairs = zip(self.completion_mask, self.old_log_probs, strict=True)
+        if any(kept and not -math.inf < logp <= ROUNDING for kept, logp in pairs):
+            token_logps(self.old_log_probs, self.completion_mask, f"group {self.group_id}: old_log_probs")
+        if any(type(token) is not int or token < 0 for token in self.input_ids):
+            self.input_ids = token_ids(self.input_ids, f"group {self.group_id}: input_ids")
         if self.start == 0:
             raise RolloutError(f"group {self.group_id}: the first token is trained, and nothing precedes it.")
 

@@ -1,9 +1,10 @@
-"""From logits to tokens: temperature, truncation, and a draw that needs no sort and no log-softmax over the vocabulary."""
+"""From logits to tokens: temperature, rules, truncation, and a draw that needs no sort and no log-softmax over V."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,19 @@ from torch import Tensor
 from posttrain.errors import RolloutError
 from posttrain.types import Sampling
 
-__all__ = ["Drawn", "cuts", "draw", "draw_tokens", "penalize_repetition", "sample", "truncate"]
+__all__ = [
+    "Drawn",
+    "apply_rules",
+    "banned_continuations",
+    "cuts",
+    "draw",
+    "draw_tokens",
+    "ends_with_string",
+    "has_rules",
+    "penalize_repetition",
+    "sample",
+    "truncate",
+]
 
 BLOCK = 256
 CANDIDATES = (256, 4096)  # Most likely tokens that are sorted in search of a nucleus, before all are.
@@ -39,6 +52,63 @@ def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.min_p:
         floor = logits.amax(-1, keepdim=True) + torch.log(torch.tensor(sampling.min_p))
         logits = logits.masked_fill(logits < floor, -torch.inf)
+    return logits
+
+
+def has_rules(sampling: Sampling) -> bool:
+    """Whether `apply_rules` changes anything."""
+    return bool(sampling.min_new_tokens or sampling.logit_bias or sampling.no_repeat_ngram)
+
+
+def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: list[list[int]] | None) -> Tensor:
+    """Logits with the bias added, and what may not follow at minus infinity; a copy.
+
+    Args:
+        x: ``(n, V)`` logits, divided by the temperature.
+        sampling: The same of all rows.
+        written: n counts of completion tokens so far.
+        history: n lists of tokens so far, prompt included; needed for repeated n-grams alone.
+    """
+    x = x.clone()
+    if sampling.logit_bias:
+        ids, added = zip(*sampling.logit_bias, strict=True)
+        scale = sampling.temperature or 1.0
+        x[:, torch.tensor(ids, device=x.device)] += torch.tensor(added, device=x.device) / scale
+    if sampling.min_new_tokens:
+        stops = list(sampling.stop_token_ids)
+        x = _forbid(x, [stops if count < sampling.min_new_tokens else [] for count in written])
+    if sampling.no_repeat_ngram:
+        x = _forbid(x, [banned_continuations(tokens, sampling.no_repeat_ngram) for tokens in history or []])
+    return x
+
+
+def ends_with_string(tokens: Sequence[int], sampling: Sampling, tokenizer: Any) -> bool:
+    """Whether the last of a completion's tokens completed a stop string."""
+    if not sampling.stop_strings:
+        return False
+    # A token may be part of a character: enough of them are decoded together to hold the longest string.
+    text = tokenizer.decode(tokens[-max(map(len, sampling.stop_strings)) - 8 :])
+    return any(string in text for string in sampling.stop_strings)
+
+
+def banned_continuations(tokens: list[int], size: int) -> list[int]:
+    """Tokens that would complete an n-gram of ``size`` that is already there.
+
+    >>> banned_continuations([1, 2, 3, 1, 2], 3)
+    [3]
+    """
+    if len(tokens) < size:
+        return []
+    head = tokens[len(tokens) - size + 1 :] if size > 1 else []
+    spans = range(len(tokens) - size + 1)
+    return sorted({tokens[i + size - 1] for i in spans if tokens[i : i + size - 1] == head})
+
+
+def _forbid(logits: Tensor, rows: list[list[int]]) -> Tensor:
+    """Set the listed tokens of each row to minus infinity, in place."""
+    for row, tokens in enumerate(rows):
+        if tokens:
+            logits[row, torch.tensor(tokens, device=logits.device)] = -torch.inf
     return logits
 
 

@@ -1,12 +1,14 @@
-"""Tool results as tokens that follow a turn the model has ended, without rendering that turn again."""
+"""Texts of tools and environments as tokens that no special token is among: results behind a turn, observations in a prompt."""
 
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from posttrain.data.chat import common_prefix, render
+from posttrain.data.formats import strip_none
 from posttrain.data.responses import add_response_schema
 from posttrain.data.template_families import inner_tokenizer, template_text, with_template
 from posttrain.data.templates import (
@@ -14,10 +16,11 @@ from posttrain.data.templates import (
     is_chat_template_prefix_preserving,
     supports_tool_calling,
 )
-from posttrain.data.tokenize import encode
+from posttrain.data.tokenize import encode, one_bos, prompt_text, tokenize_prompts
 from posttrain.errors import ModelError
+from posttrain.rollouts.environments import Observed
 
-__all__ = ["ToolSuffix", "prepare_tokenizer"]
+__all__ = ["PlainText", "ToolSuffix", "prepare_tokenizer", "tokenize_observed"]
 
 
 def prepare_tokenizer(tokenizer: Any) -> Any:
@@ -47,6 +50,66 @@ def prepare_tokenizer(tokenizer: Any) -> Any:
     return add_response_schema(own)
 
 
+class PlainText:
+    """Hides special tokens in a text while a template renders it, and encodes what they spell as plain text.
+
+    The words that stand for them are drawn anew for each instance: no text can spell them. They never reach a tokenizer, so
+    token ids do not depend on them.
+
+    Args:
+        tokenizer: Whose special tokens are meant.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = inner_tokenizer(tokenizer)
+        named = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
+        self.special = sorted((t for t in named if len(t.strip()) > 1), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, self.special))) if self.special else None
+        self.word = f"zq{secrets.token_hex(8)}n{{}}zq"
+        self.hidden = re.compile(self.word.format(r"(\d+)"))
+
+    def hide(self, text: str, drop: bool = False) -> str:
+        """Special tokens as words that no template and no tokenizer takes for anything else."""
+        if self.pattern is None:
+            return text
+        return self.pattern.sub(lambda m: "" if drop else self.word.format(self.special.index(m[0])), text)
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text; what was hidden in it is spelled without being a token of the added vocabulary."""
+        ids: list[int] = []
+        for index, part in enumerate(self.hidden.split(text)):
+            if index % 2:
+                token = self.special[int(part)]
+                pieces = [token[:1], token[1:]]  # Cut in two, it is no token of the added vocabulary.
+            else:
+                pieces = [part]
+            for piece in encode(self.tokenizer, [p for p in pieces if p], special=False):
+                ids += piece
+        return ids
+
+
+def tokenize_observed(
+    rows: Sequence[dict[str, Any]], tokenizer: Any, *, chat_template_kwargs: dict[str, Any] | None = None
+) -> list[list[int]]:
+    """As `tokenize_prompts`; special tokens that an environment's ``reset`` spelled in a prompt are plain text there.
+
+    Args:
+        rows: Conversational; prompts of environments are `Observed`.
+        tokenizer: With a chat template.
+        chat_template_kwargs: For the template.
+    """
+    found = tokenize_prompts(rows, tokenizer, chat_template_kwargs=chat_template_kwargs)
+    observed = [i for i, row in enumerate(rows) if isinstance(row["prompt"], Observed)]
+    plain = PlainText(tokenizer) if observed else None
+    for i in observed:
+        assert plain is not None
+        row, hidden = rows[i], rows[i]["prompt"].through(plain.hide)
+        if hidden != row["prompt"]:
+            text = prompt_text(tokenizer, strip_none(row | {"prompt": hidden}), chat_template_kwargs or {})
+            found[i] = one_bos(plain.ids(text), plain.tokenizer.bos_token_id)
+    return found
+
+
 class ToolSuffix:
     """Token ids of tool results as they follow a turn the model has just ended.
 
@@ -61,11 +124,9 @@ class ToolSuffix:
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: dict[str, Any] | None = None) -> None:
-        self.tokenizer, self.stop_ids = inner_tokenizer(tokenizer), frozenset(stop_ids)
+        self.text = PlainText(tokenizer)
+        self.tokenizer, self.stop_ids = self.text.tokenizer, frozenset(stop_ids)
         self.template_kwargs = dict(template_kwargs or {})
-        named = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
-        self.special = sorted((t for t in named if len(t.strip()) > 1), key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, self.special))) if self.special else None
 
     def __call__(self, results: list[dict[str, Any]]) -> list[int]:
         """What stands between the end of the model's turn and the beginning of its next.
@@ -73,12 +134,13 @@ class ToolSuffix:
         Raises:
             ModelError: The template renders a call differently once its result follows.
         """
-        hidden = [{**m, "name": self._hide(m["name"], drop=True), "content": self._hide(m["content"])} for m in results]
+        hide = self.text.hide
+        hidden = [{**m, "name": hide(m["name"], drop=True), "content": hide(m["content"])} for m in results]
         call = {"type": "function", "function": {"name": hidden[0]["name"] or "tool", "arguments": {}}}
         begin = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        before = self._ids(render(self.tokenizer, begin, **self.template_kwargs))
+        before = self.text.ids(render(self.tokenizer, begin, **self.template_kwargs))
         text = render(self.tokenizer, begin + hidden, add_generation_prompt=True, **self.template_kwargs)
-        after = self._ids(text)
+        after = self.text.ids(text)
         ends = [i for i, token in enumerate(before) if token in self.stop_ids]
         cut = ends[-1] + 1 if ends else len(before)
         if self.tokenizer.decode(before[cut:]).strip():
@@ -92,22 +154,4 @@ class ToolSuffix:
 
     def plain(self, text: str) -> list[int]:
         """A text as tokens none of which is special, whatever it spells."""
-        return self._ids(self._hide(text))
-
-    def _hide(self, text: str, drop: bool = False) -> str:
-        """Special tokens as words that no template and no tokenizer takes for anything else."""
-        if self.pattern is None:
-            return text
-        return self.pattern.sub(lambda m: "" if drop else f"zq{self.special.index(m[0])}plainzq", text)
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for index, part in enumerate(re.split(r"zq(\d+)plainzq", text)):
-            if index % 2 and int(part) < len(self.special):
-                token = self.special[int(part)]
-                pieces = [token[:1], token[1:]]  # Cut in two, it is no token of the added vocabulary.
-            else:
-                pieces = [part]
-            for piece in encode(self.tokenizer, [p for p in pieces if p], special=False):
-                ids += piece
-        return ids
+        return self.text.ids(self.text.hide(text))

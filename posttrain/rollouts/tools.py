@@ -6,16 +6,21 @@ import asyncio
 import concurrent.futures
 import inspect
 import itertools
+import json
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from transformers.utils import get_json_schema
 
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.given import BadValue
 
-__all__ = ["TooSlow", "ToolBox", "ToolResult", "ToolRunner", "as_text", "tool_schema"]
+__all__ = ["TooSlow", "ToolBox", "ToolResult", "ToolRunner", "as_text", "by_schema", "tool_schema"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LONGEST = 1_000_000  # Characters of a result; more fits no context, and would only cost time to tokenise.
@@ -28,6 +33,14 @@ class TooSlow(Exception):
 
 class UnknownTool(Exception):
     """A call of something that is not there."""
+
+
+class WrongValue(Exception):
+    """An argument that is not of its declared type, or a result that is none."""
+
+
+class Cancelled(Exception):
+    """A call that raised what is meant to end a thread or a task (``CancelledError``, ``SystemExit``): it ended itself alone."""
 
 
 @dataclass(slots=True)
@@ -67,6 +80,78 @@ def tool_schema(tool: Any) -> dict[str, Any]:
             f"tool {tool.__name__!r} cannot be described to the model: {error} Give every parameter a type hint, and the "
             "function a docstring with a line for each under 'Args:'."
         ) from error
+
+
+KINDS = {"integer": int, "number": int | float, "string": str, "boolean": bool, "array": list, "object": dict}
+
+
+def by_schema(value: Any, schema: Mapping[str, Any], name: str) -> Any:
+    """An argument as its declaration wants it: a model often writes ``"21"`` where an integer is declared.
+
+    Args:
+        value: As it was parsed.
+        schema: Of the argument, JSON schema as `tool_schema` writes it.
+        name: Of the argument, for the message.
+
+    Raises:
+        WrongValue: It cannot be read as what is declared; the model reads why.
+
+    >>> by_schema("21", {"type": "integer"}, "n"), by_schema(21, {"type": "string"}, "n")
+    (21, '21')
+    """
+    if value is None and schema.get("nullable"):
+        return None
+    if "anyOf" in schema:
+        return _first_fit(value, schema["anyOf"], name)
+    kinds = schema.get("type")
+    if isinstance(kinds, list):
+        return _first_fit(value, [schema | {"type": kind} for kind in kinds], name)
+    if kinds in KINDS:
+        value = _as_kind(value, kinds, name)
+    if "enum" in schema and value not in schema["enum"]:
+        raise WrongValue(f"argument {name!r} must be one of {schema['enum']}, and it is {value!r:.80}")
+    if kinds == "array" and "items" in schema:
+        return [by_schema(item, schema["items"], f"{name}[{i}]") for i, item in enumerate(value)]
+    if kinds == "object" and isinstance(schema.get("additionalProperties"), Mapping):
+        return {k: by_schema(item, schema["additionalProperties"], f"{name}.{k}") for k, item in value.items()}
+    return value
+
+
+def _first_fit(value: Any, schemas: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """By the schema whose type it has already, else by the first it can be read as."""
+    for schema in sorted(schemas, key=lambda one: not _is_kind(value, one.get("type"))):
+        try:
+            return by_schema(value, schema, name)
+        except WrongValue as error:
+            last = error
+    raise last
+
+
+def _is_kind(value: Any, kind: Any) -> bool:
+    if kind == "null" or kind not in KINDS:
+        return value is None
+    return isinstance(value, KINDS[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def _as_kind(value: Any, kind: str, name: str) -> Any:
+    if _is_kind(value, kind):
+        return value
+    read = value
+    if isinstance(value, str):
+        try:
+            read = json.loads(value.strip().lower() if kind == "boolean" else value)
+        except ValueError:
+            read = None
+    elif kind == "string" and isinstance(value, int | float):
+        return json.dumps(value)
+    if kind == "integer" and isinstance(read, float) and read.is_integer():
+        return int(read)
+    if not _is_kind(read, kind):
+        article = "an" if kind[0] in "aio" else "a"
+        raise WrongValue(
+            f"argument {name!r} must be {article} {kind}, and it is {value!r:.80} ({type(value).__name__})"
+        )
+    return read
 
 
 @dataclass(slots=True)
@@ -122,6 +207,23 @@ class ToolBox:
             raise UnknownTool(f"no tool is called {name!r}{did_you_mean(name, self.functions)}; there are: {known}")
         return self.functions[name]
 
+    def declared(self, call: dict[str, Any]) -> dict[str, Any]:
+        """What is declared of the called function; empty where nothing is."""
+        name = call.get("function", {}).get("name")
+        return next((s["function"] for s in self.schemas if s.get("function", {}).get("name") == name), {})
+
+    def arguments(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A call's arguments, each of its declared type; one that is not declared is left to the function.
+
+        Raises:
+            WrongValue: One cannot be read as its type.
+        """
+        given = call["function"].get("arguments") or {}
+        if not isinstance(given, Mapping):
+            raise WrongValue(f"arguments must be an object, and they are {given!r:.80}")
+        known = self.declared(call).get("parameters", {}).get("properties", {})
+        return {name: by_schema(value, known.get(name, {}), name) for name, value in given.items()}
+
     def waits(self, call: dict[str, Any]) -> bool:
         """Whether a call is of an asynchronous function."""
         name = call.get("function", {}).get("name")
@@ -132,8 +234,11 @@ def as_text(value: Any) -> str:
     """A tool's result as the model reads it: text as it is, text blocks joined, anything else as ``str`` shows it.
 
     Raises:
-        TypeError: A block that is no text.
+        TypeError: A block that is no text, or a value that no text shows: a generator, a function, a bare object.
     """
+    bare = type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__
+    if bare or isinstance(value, Iterator | AsyncIterator) or inspect.isroutine(value):
+        raise TypeError(f"the tool returned a {type(value).__name__} object, which no text shows; return its values")
     if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
         other = [part["type"] for part in value if part["type"] != "text"]
         if other:
@@ -161,6 +266,7 @@ class ToolRunner:
         self.workers, self.timeout = workers, timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
+        self._told: set[str] = set()
 
     def each(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
         """Results of all tasks in their order; the first error among them is raised after all have ended."""
@@ -172,31 +278,41 @@ class ToolRunner:
         return [future.result() for future in futures]
 
     def run(self, jobs: Sequence[tuple[ToolBox, Sequence[dict[str, Any]]]]) -> list[list[ToolResult]]:
-        """The results of every job's calls, in their order. Never raises on what a tool or a model does."""
+        """The results of every job's calls, in their order. Never raises on what a tool or a model does.
+
+        Raises:
+            RolloutError: An environment broke its contract (a reward that is no number): no model can mend that.
+        """
         return self.each([lambda box=box, calls=calls: self._in_order(box, calls) for box, calls in jobs])
 
     def call(self, function: Callable, arguments: dict[str, Any]) -> Any:
         """One call, plain or asynchronous, within its time.
 
         Raises:
-            TooSlow: It did not return. Otherwise whatever the function raises.
+            TooSlow: It did not return.
+            Cancelled: It raised something that is no `Exception`. Otherwise whatever the function raises.
         """
         if inspect.iscoroutinefunction(function):
             return self._start(function, arguments)()
-        if self.workers == 0 or self.timeout is None:
-            value = function(**arguments)
-        else:
-            value = _within(self.timeout, lambda: function(**arguments))
+        try:
+            if self.workers == 0 or self.timeout is None:
+                value = function(**arguments)
+            else:
+                value = _within(self.timeout, lambda: function(**arguments))
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise _cancelled(error) from error
         return self._start(_itself, {"value": value})() if inspect.isawaitable(value) else value
 
     def _in_order(self, box: ToolBox, calls: Sequence[dict[str, Any]]) -> list[ToolResult]:
         results: list[ToolResult] = []
         for waits, neighbours in itertools.groupby(calls, key=box.waits):
             if not waits:
-                results += [self._outcome(lambda call=call: self._plain(box, call)) for call in neighbours]
+                results += [self._outcome(lambda call=call: self._plain(box, call), box, call) for call in neighbours]
                 continue
-            started = [self._begin(box, call) for call in neighbours]
-            results += [self._outcome(wait) for wait in started]
+            started = [(self._begin(box, call), call) for call in neighbours]
+            results += [self._outcome(wait, box, call) for wait, call in started]
         return results
 
     def _plain(self, box: ToolBox, call: dict[str, Any]) -> Any:
@@ -205,39 +321,60 @@ class ToolRunner:
         if owned and box.lost:
             raise TooSlow("the environment is still busy with an earlier call")
         try:
-            return self.call(function, call["function"].get("arguments") or {})
+            return self.call(function, box.arguments(call))
         except TooSlow:
             box.lost = box.lost or owned
             raise
 
     def _begin(self, box: ToolBox, call: dict[str, Any]) -> Callable[[], Any]:
         try:
-            return self._start(box.function(call), call["function"].get("arguments") or {})
-        except UnknownTool as error:
-            unknown = error
+            return self._start(box.function(call), box.arguments(call))
+        except (UnknownTool, WrongValue) as error:
+            wrong = error
 
             def refuse() -> Any:
-                raise unknown
+                raise wrong
 
             return refuse
 
-    def _outcome(self, wait: Callable[[], Any]) -> ToolResult:
+    def _outcome(self, wait: Callable[[], Any], box: ToolBox, call: dict[str, Any]) -> ToolResult:
         try:
-            return ToolResult(as_text(wait()))
-        except UnknownTool as error:
+            return ToolResult(as_text(self._returned(wait(), box.declared(call))))
+        except BadValue:
+            raise
+        except (UnknownTool, WrongValue, Cancelled) as error:
             text = str(error)
         except TooSlow as error:
             text = str(error) or f"the tool did not answer within {self.timeout} s"
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             text = f"{type(error).__name__}: {error}"
         return ToolResult(as_text({"error": text}), failed=True)
+
+    def _returned(self, value: Any, declared: dict[str, Any]) -> Any:
+        """A result, unless it is a None that nobody declared: a return was forgotten."""
+        if value is not None:
+            return value
+        kind = declared.get("return")
+        if kind is None:  # Perhaps it only acts.
+            self._tell(declared.get("name", ""))
+        elif kind.get("type") not in (None, "null") and not kind.get("nullable"):
+            raise WrongValue(f"the tool returned nothing, and its declaration says {kind['type']}")
+        return value
+
+    def _tell(self, name: str) -> None:
+        if name not in self._told:
+            logger.warning(
+                "tool %r returned None and declares no return type: the model reads 'None'. Return a text, or annotate it with "
+                "-> None.", name,
+            )  # fmt: skip
+        self._told.add(name)
 
     def _start(self, function: Callable, arguments: dict[str, Any]) -> Callable[[], Any]:
         """Set an asynchronous function going; the result waits for it."""
         limit = self.timeout
 
         async def work() -> Any:
-            task = asyncio.ensure_future(function(**arguments))
+            task = asyncio.ensure_future(_itself(function(**arguments)))
             done, _ = await asyncio.wait({task}, timeout=limit)
             if not done:
                 task.cancel()
@@ -266,7 +403,22 @@ class ToolRunner:
 
 
 async def _itself(value: Any) -> Any:
-    return await value
+    """Wait for it; what would end the event loop or its task ends this call alone."""
+    try:
+        return await value
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # By us.
+        raise _cancelled(error) from error
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise _cancelled(error) from error
+
+
+def _cancelled(error: BaseException) -> Cancelled:
+    return Cancelled(f"{type(error).__name__}: {error}".rstrip(": "))
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -17,7 +18,7 @@ from posttrain.rewards.base import RewardRunner
 from posttrain.rollouts.samples import Conversation, sample_rows
 from posttrain.types import Rollout
 from tests.algorithms.async_helpers import StubTransfer, assert_exact, sample, steps, trainer
-from tests.algorithms.helpers import count_a, prompts, weights
+from tests.algorithms.helpers import count_a, grpo, prompts, weights
 from tests.conftest import build_model
 
 
@@ -154,6 +155,23 @@ def test_trap_s34_a_metric_that_some_rollouts_lack_is_averaged_over_those_that_h
 def test_trap_s31_a_trained_token_without_a_log_prob_ends_the_run(tiny_tokenizer, tmp_path):
     run = trainer(tmp_path, tiny_tokenizer, lambda n, v: sample(n, v, logp=math.nan))
     with pytest.raises(RolloutError, match=r"group 0: 2 trained tokens have no log-prob"):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"logp": 3.0}, "old_log_probs, position 3, is 3.0"),
+        ({"logp": -math.inf}, "old_log_probs, position 3, is -inf"),
+        ({"advantage": math.nan}, "advantage is nan"),
+        ({"advantage": None}, "advantage is None"),
+        ({"written": (7, -8)}, "input_ids, position 4, is -8"),
+        ({"written": (7.5, 8)}, "input_ids, position 3, is 7.5"),
+    ],
+)
+def test_values_of_a_worker_outside_their_range_end_the_run_by_name(tiny_tokenizer, tmp_path, changes, named):
+    run = trainer(tmp_path, tiny_tokenizer, lambda number, version: sample(number, version, **changes))
+    with pytest.raises(RolloutError, match=named):
         run.train()
 
 
@@ -311,6 +329,62 @@ def test_advantages_are_those_of_the_population_over_scored_members_and_others_g
 def test_a_group_that_nobody_scored_moves_nothing(tiny_tokenizer):
     found = scorer(tiny_tokenizer)(finished([None, None]))
     assert [c.samples[0].advantage for c in found] == [0.0, 0.0]
+
+
+def no_reward(value):
+    def score_answer(completions, **_):
+        return [value] * len(completions)
+
+    return score_answer
+
+
+@pytest.mark.parametrize("value", [None, math.nan])
+@pytest.mark.parametrize("scored", [0, 2])
+def test_rewards_that_nobody_gives_end_an_asynchronous_run_as_they_end_a_synchronous_one(
+    tiny_tokenizer, tmp_path, value, scored
+):
+    """``scored`` generations have rewards, then none has."""
+    calls = []
+
+    def rewards(completions, **_):
+        calls.append(len(completions))
+        return [float(i) if len(calls) <= scored else value for i in range(len(completions))]
+
+    with pytest.raises(RewardError) as synchronous:
+        grpo(tmp_path / "grpo", tiny_tokenizer, rewards=rewards, max_steps=30, check_rewards=False).train()
+
+    judged = iter([])
+
+    def make(number, version):
+        nonlocal judged
+        for conversation in judged:
+            return conversation
+        answers = [1.0, 0.0] if number // 4 < scored else [value] * 2
+        group = finished(answers)
+        group.group_id, group.version = number, version
+        group.rollouts = [replace(rollout, version=version) for rollout in group.rollouts]
+        judged = iter(scorer(tiny_tokenizer)(group))
+        return next(judged)
+
+    run = trainer(tmp_path / "async", tiny_tokenizer, make, rewards=no_reward(value), max_steps=30, check_rewards=False)
+    with pytest.raises(RewardError) as asynchronous:
+        run.train()
+    reasons = [
+        str(error.value).split(" returned None for ")[1].split(". Nothing")[0] for error in (synchronous, asynchronous)
+    ]
+    assert reasons[0] == reasons[1]
+    assert run.state.global_step == (0 if not scored else scored + 4)
+
+
+def test_rows_that_are_nan_are_counted_as_in_synchronous_training(tiny_tokenizer, tmp_path):
+    def make(number, version):
+        group = finished([math.nan, 1.0])
+        group.group_id, group.version = number // 2, version
+        return scorer(tiny_tokenizer)(group)[number % 2]
+
+    run = trainer(tmp_path, tiny_tokenizer, make, rewards=score_answer, max_steps=1, check_rewards=False)
+    run.train()
+    assert steps(run)[0]["rewards/score_answer/nan"] == 2
 
 
 def test_the_other_scales_are_grpo_s(tiny_tokenizer):

@@ -4,10 +4,11 @@ import json
 import logging
 import math
 
+import datasets
 import pytest
 import torch
 
-from posttrain import ConfigError, GRPOConfig, GRPOTrainer, ModelError, ScriptedEngine
+from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, ScriptedEngine
 from posttrain.algorithms.grpo.entropy_control import EntropyController
 from posttrain.models.fp32_head import Float32Linear, cast_head_to_fp32
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts, scripted, weights
@@ -526,3 +527,86 @@ def test_scripted_engines_are_the_policy(tiny_tokenizer, tmp_path):
     assert isinstance(grpo(tmp_path, tiny_tokenizer), GRPOTrainer)
     assert grpo(tmp_path, tiny_tokenizer).engine_is_policy
     assert not grpo(tmp_path, tiny_tokenizer, engine=Foreign(), rewards=count_a).engine_is_policy
+
+
+KWARGS = {
+    "eos_token_id": [2, 9], "min_new_tokens": 2, "no_repeat_ngram_size": 2, "suppress_tokens": [11], "stop_strings": "zzz",
+    "logit_bias": {"13": 1.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_generation_kwargs_in_transformers_words_reach_the_engine(tiny_tokenizer, tmp_path, engine):
+    asked = []
+    trainer = grpo(
+        tmp_path, tiny_tokenizer, engine="native", rollout_engine=engine, generation_kwargs=KWARGS, max_steps=1,
+        rewards=lambda completion_ids, **_: asked.extend(completion_ids) or [float(i) for i in range(len(completion_ids))],
+        check_rewards=False,
+    )  # fmt: skip
+    sampling = trainer.sampling("train")
+    assert (sampling.stop_token_ids, sampling.min_new_tokens, sampling.no_repeat_ngram) == ((2, 9), 2, 2)
+    assert (sampling.stop_strings, dict(sampling.logit_bias)) == (("zzz",), {13: 1.5, 11: -1e9})
+    trainer.train()
+    assert asked and all(len(ids) >= 2 and 11 not in ids for ids in asked)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "settings"),
+    [
+        ({"typical_p": 0.9}, {}),
+        ({"stop_strings": [""]}, {}),
+        ({"min_new_tokens": 1.5}, {}),
+        ({"eos_token_id": "end"}, {}),
+        ({"logit_bias": {"a": 1}}, {}),
+        ({"suppress_tokens": [-1]}, {}),
+        ({"no_repeat_ngram_size": 2}, {"use_vllm": True}),
+        *(({name: value}, {"rollout_engine": "paged"}) for name, value in KWARGS.items() if name != "eos_token_id"),
+    ],
+)
+def test_generation_kwargs_that_no_engine_or_not_this_one_can_follow_are_refused_with_name_and_value(
+    tmp_path, kwargs, settings
+):
+    with pytest.raises(ConfigError) as caught:
+        grpo_args(tmp_path, generation_kwargs=kwargs, **settings)
+    names = {
+        "no_repeat_ngram_size": "no_repeat_ngram",
+        "suppress_tokens": "logit_bias" if settings else "suppress_tokens",
+    }
+    assert names.get(*[*kwargs] * 2) in str(caught.value)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_empty_prompt_is_one_where_the_tokenizer_begins_every_text_with_a_token(tiny_tokenizer, tmp_path, begins):
+    from tokenizers.processors import TemplateProcessing
+
+    bos = tiny_tokenizer.convert_tokens_to_ids("<|im_start|>")
+    if begins:
+        tiny_tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+        )
+    data = datasets.Dataset.from_list([{"prompt": text} for text in ("", "Why?") * 4])
+    asked, engine = [], ScriptedEngine(lambda ids, index: asked.append(list(ids)) or [10 + index, 2])
+
+    def make():
+        return grpo(
+            tmp_path,
+            tiny_tokenizer,
+            engine=engine,
+            rewards=lambda completions, **_: [float(len(c)) for c in completions],
+            data=data,
+            max_steps=2,
+        )
+
+    if not begins:
+        with pytest.raises(DataError, match="row 0, column 'prompt'"):
+            make()
+        return
+    make().train()
+    assert [bos] in asked
+
+
+def test_an_empty_message_is_a_prompt_since_its_template_has_tokens(tiny_tokenizer, tmp_path):
+    data = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": ""}]}] * 8)
+    trainer = grpo(tmp_path, tiny_tokenizer, data=data, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1

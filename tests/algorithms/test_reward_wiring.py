@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain import RewardError
-from tests.algorithms.helpers import grpo
+from tests.algorithms.helpers import count_a, grpo, prompts
 from tests.rewards.test_model import build as build_judge
 
 
@@ -83,3 +83,17 @@ def test_pairs_are_audited_where_a_reference_stands_in_the_data(tiny_tokenizer, 
     trainer = grpo(tmp_path, tiny_tokenizer, rewards=exact, max_steps=1)
     trainer.train()
     assert trainer.state.log_history[0]["rewards/exact/format_disagreement"] == 0.0
+
+
+def test_a_dataset_column_called_trainer_state_is_no_reason_to_refuse_a_run(tmp_path, tiny_tokenizer, caplog):
+    states = []
+
+    def reward(completions, trainer_state, **_):
+        states.append(trainer_state)
+        return count_a(completions)
+
+    data = prompts().add_column("trainer_state", ["mine"] * 16)
+    trainer = grpo(tmp_path, tiny_tokenizer, rewards=reward, data=data, max_steps=1)
+    trainer.train()
+    assert states[-1] is trainer.state
+    assert "'trainer_state'" in caplog.text

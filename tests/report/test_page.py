@@ -61,7 +61,11 @@ def test_a_record_is_read_whole(tmp_path):
 def test_a_broken_record_is_shown_with_notes_and_never_fails(tmp_path):
     run = read_run(break_record(grpo_record(tmp_path / "a")))
     assert run.series["loss"].steps[-1] == 41
-    assert any("1 broken line left out" in note for note in run.notes)
+    counted = {note.split(":")[0]: note for note in run.notes if "broken line" in note}
+    assert "3 broken lines left out, the last of them cut short" in counted["metrics.jsonl"], (
+        "a list, garbage, half a line"
+    )
+    assert counted["findings.jsonl"].endswith("2 broken lines left out."), "null and 7 are no findings"
     assert any("manifest.json cannot be read" in note for note in run.notes)
     assert any("completions_00001.parquet cannot be read" in note for note in run.notes)
     page = render([run])

@@ -399,9 +399,42 @@ def test_a_column_that_is_missing_is_named_with_the_closest_one():
         run(f, columns={"solutions": [1, 2]})
 
 
-def test_a_column_with_the_name_of_an_argument_is_refused():
-    with pytest.raises(RewardError, match="column 'trainer_state' has the name of an argument"):
-        run(length, columns={"trainer_state": [1, 2]})
+@pytest.mark.parametrize(
+    "values",
+    [
+        [torch.tensor([1.5]), torch.tensor([[2]])],
+        [np.array([1.5], dtype=np.float32), np.array([[2]])],
+        torch.tensor([1.5, 2.0]).split(1),
+        [torch.tensor(1.5, requires_grad=True), torch.tensor([2.0], requires_grad=True)],
+    ],
+)
+def test_a_reward_may_be_a_tensor_of_one_element(values):
+    assert run(lambda **_: values).values.tolist() == [[1.5], [2.0]]
+    with pytest.raises(RewardError, match="for row 0"):
+        run(lambda **_: [torch.tensor([1.0, 2.0]), 0.0])
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit])
+def test_a_function_that_cancels_itself_is_named(kind):
+    def gives_up(**_):
+        raise kind
+
+    with pytest.raises(RewardError, match=f"'gives_up' raised {kind.__name__}"):
+        run(gives_up)
+
+
+def test_a_column_with_the_name_of_an_argument_gives_way_to_it_and_is_told_or_refused(caplog):
+    seen = []
+
+    def reward(trainer_state, answer, **_):
+        seen.append((trainer_state, answer))
+        return [0.0, 1.0]
+
+    run(reward, columns={"trainer_state": [1, 2], "log_extra": [3, 4], "answer": [5, 6]})
+    assert seen == [(None, [5, 6])]
+    assert sum("'trainer_state'" in r.getMessage() or "'log_extra'" in r.getMessage() for r in caplog.records) == 2
+    with pytest.raises(RewardError, match="column 'completions' has the name of an argument"):
+        run(length, columns={"completions": [1, 2]})
     with pytest.raises(RewardError, match="'answer' has 1 values for 2 prompts"):
         run(length, columns={"answer": [1]})
 

@@ -227,12 +227,9 @@ def test_it_works_under_activation_checkpointing(engine):
 def test_settings_that_an_engine_would_leave_out_are_refused(engine):
     if engine.name not in ("hf", "paged"):
         return
-    for name, value in {
-        "min_new_tokens": 2,
-        "stop_strings": ("a",),
-        "logit_bias": ((3, 1.0),),
-        "no_repeat_ngram": 2,
-    }.items():
+    rules = {"min_new_tokens": 2, "stop_strings": ("a",), "logit_bias": ((3, 1.0),), "no_repeat_ngram": 2}
+    refused = {"guide": ("regex", "a"), "top_logps": 2} | (rules if engine.name == "paged" else {})
+    for name, value in refused.items():
         with pytest.raises(ConfigError, match=rf"{name}=.* would leave it out\. Use rollout_engine='native'"):
             engine.generate(requests(1), Sampling(2, **{name: value}))
     with pytest.raises(ConfigError, match="settings of its own"):

@@ -6,11 +6,14 @@ import logging
 import random
 import threading
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from posttrain import ConfigError, DataError, RolloutError
-from posttrain.rollouts.environments import EnvironmentPool, PooledReward, add_observation, step_environment
+from posttrain.rollouts.environments import EnvironmentPool, PooledReward, add_observation, is_done, step_environment
 from posttrain.rollouts.tools import ToolBox, ToolRunner
 
 USER = [{"role": "user", "content": "Go. "}]
@@ -417,3 +420,59 @@ def test_a_game_of_2048_is_played_to_its_end_and_begins_alike_in_a_group(game):
     box = pool.toolbox(games[1], ToolBox())
     (results,) = ToolRunner().run([(box, [{"function": {"name": "move", "arguments": {"direction": "north"}}}])])
     assert "direction must be left, right, up or down" in results[0].text
+
+
+ENDS = [np.bool_(True), torch.tensor(True), torch.tensor([1]), 1, 1.0, np.array([True])]
+
+
+@pytest.mark.parametrize("done", [*ENDS, True], ids=lambda x: f"{type(x).__name__}-{x}")
+def test_an_end_counts_by_its_truth_whatever_library_says_it(done):
+    assert is_done(SimpleNamespace(done=done))
+    assert not is_done(SimpleNamespace(done=done != 1))
+
+
+@pytest.mark.parametrize("done", ["yes", "False", None, 2, [True], torch.tensor([True, False]), float("nan")], ids=repr)
+def test_an_end_that_is_no_truth_is_an_error_with_its_value(done):
+    with pytest.raises(RolloutError, match="SimpleNamespace: done is "):
+        is_done(SimpleNamespace(done=done))
+
+
+def test_an_environment_says_nothing_of_its_end_or_has_a_tool_of_that_name():
+    assert not is_done(None) and not is_done(SimpleNamespace())
+    assert not is_done(SimpleNamespace(done=lambda: True))
+
+
+BROKEN_STEPS = {
+    "a reward of text": ("seen", "1", False, {}), "a reward of NaN": ("seen", float("nan"), False, {}),
+    "an end of text": ("seen", 1.0, "False", {}), "two values": ("seen", 1.0), "an observation alone": "seen",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN_STEPS)
+def test_a_step_whose_values_cannot_be_read_ends_the_run_instead_of_scoring_zero(case):
+    class Client:
+        def reset(self):
+            return "begin"
+
+        def step(self, action):
+            return BROKEN_STEPS[case]
+
+    pool = EnvironmentPool(step_environment(Client))
+    (environment,), _ = pool.begin([{"prompt": [{"role": "user", "content": "go"}]}])
+    box = pool.toolbox(environment, ToolBox())
+    with pytest.raises(RolloutError, match="StepEnvironment: "):
+        pool.runner.run([(box, [{"function": {"name": "step", "arguments": {"action": "a"}}}])])
+
+
+def test_the_ends_and_rewards_of_a_step_are_read_from_every_library():
+    class Client:
+        def reset(self):
+            return "begin", {}
+
+        def step(self, action):
+            return "seen", np.float32(0.5), np.bool_(False), torch.tensor(True), None
+
+    game = step_environment(Client)()
+    game.reset()
+    game.step("x")
+    assert (game.get_reward(), game.done) == (0.5, True)

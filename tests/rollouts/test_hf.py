@@ -3,8 +3,17 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
-from posttrain import ConfigError
+from posttrain import ConfigError, RolloutError
+from posttrain.rollouts.guiding import generation_fields
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.types import Request, Sampling
@@ -91,3 +100,86 @@ def test_without_a_cut_there_is_one_distribution():
 def test_top_logps_are_refused():
     with pytest.raises(ConfigError, match="top_logps=3: rollout_engine='hf' would leave it out"):
         HFEngine(build_model(VOCAB), pad_token_id=0).generate([Request([5])], Sampling(3, top_logps=3))
+
+
+# Rules in transformers' words: what its own generate makes of them.
+RULES = {
+    "eos": {"eos_token_id": list(range(3, 40))},
+    "min": {"eos_token_id": list(range(3, 40)), "min_new_tokens": 3},
+    "ngram": {"no_repeat_ngram_size": 1},
+    "suppress": {"suppress_tokens": list(range(5, 100))},
+    "bias": {"logit_bias": {7: 100.0, 8: -5.0}, "no_repeat_ngram_size": 2},
+    "strings": {"stop_strings": ["a", "e", "t", "n"]},
+}
+ENGINES_THAT_CAN = {
+    "hf": HFEngine,
+    "native": NativeEngine,
+    "native as on a GPU": lambda model, **options: NativeEngine(model, decode="graph", **options),
+}
+
+
+def by_transformers(model, tokenizer, prompt, kwargs):
+    """Its greedy continuation of one prompt, alone."""
+    kwargs = dict(kwargs)
+    if "logit_bias" in kwargs:
+        kwargs["sequence_bias"] = {(token,): added for token, added in kwargs.pop("logit_bias").items()}
+    extra = {"tokenizer": tokenizer} if "stop_strings" in kwargs else {}
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0, **kwargs, **extra)
+    model.generation_config = own
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ENGINES_THAT_CAN)
+@pytest.mark.parametrize("case", RULES)
+def test_rules_of_generation_kwargs_do_what_they_do_in_transformers(tiny_tokenizer, name, case):
+    model = build_model(len(tiny_tokenizer)).eval()
+    engine = ENGINES_THAT_CAN[name](model, pad_token_id=0, tokenizer=tiny_tokenizer)
+    sampling = Sampling(**({"max_new_tokens": 12, "temperature": 0.0} | generation_fields(RULES[case])))
+    truth = [by_transformers(model, tiny_tokenizer, prompt, RULES[case]) for prompt in PROMPTS]
+    free = [by_transformers(model, tiny_tokenizer, prompt, {}) for prompt in PROMPTS]
+    assert truth != free, "the rule does something here"
+    found = engine.generate([Request(p) for p in PROMPTS], sampling)
+    assert [r.token_ids for r in found] == truth
+    assert [r.finish_reason for r in found] == ["length" if len(t) == 12 else "stop" for t in truth]
+
+
+@pytest.mark.parametrize("name", ENGINES_THAT_CAN)
+@pytest.mark.parametrize("case", ["min", "ngram", "suppress", "bias"])
+def test_sampled_tokens_have_the_log_probs_of_the_model_and_of_transformers_processors(tiny_tokenizer, name, case):
+    model = build_model(len(tiny_tokenizer)).eval()
+    engine = ENGINES_THAT_CAN[name](model, pad_token_id=0, tokenizer=tiny_tokenizer)
+    rules, temperature = RULES[case], 0.7
+    processors = LogitsProcessorList()
+    if "logit_bias" in rules:
+        processors.append(
+            SequenceBiasLogitsProcessor({(token,): added for token, added in rules["logit_bias"].items()})
+        )
+    if "no_repeat_ngram_size" in rules:
+        processors.append(NoRepeatNGramLogitsProcessor(rules["no_repeat_ngram_size"]))
+    if "suppress_tokens" in rules:
+        processors.append(SuppressTokensLogitsProcessor(rules["suppress_tokens"]))
+    sampling = Sampling(8, temperature=temperature, seed=5, **generation_fields(rules))
+    for r in engine.generate([Request(p, 3) for p in PROMPTS], sampling):
+        ids = r.prompt_ids + r.token_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0]
+        for t, token in enumerate(r.token_ids):
+            at = len(r.prompt_ids) + t
+            raw = logits[at - 1 : at].clone()
+            ended = MinNewTokensLengthLogitsProcessor(
+                len(r.prompt_ids), rules.get("min_new_tokens", 0), rules.get("eos_token_id", [0])
+            )
+            shaped = ended(torch.tensor([ids[:at]]), processors(torch.tensor([ids[:at]]), raw.clone()))
+            assert r.logp[t] == pytest.approx(float((raw / temperature).log_softmax(-1)[0, token]), abs=1e-4)
+            assert r.processed_logp[t] == pytest.approx(
+                float((shaped / temperature).log_softmax(-1)[0, token]), abs=1e-4
+            )
+
+
+def test_stop_strings_without_a_tokenizer_and_ids_outside_the_vocabulary_are_refused():
+    engine = HFEngine(build_model(VOCAB), pad_token_id=0)
+    with pytest.raises(ConfigError, match="stop_strings"):
+        engine.generate([Request([5])], Sampling(4, stop_strings=("x",)))
+    with pytest.raises(RolloutError, match="logit_bias"):
+        engine.generate([Request([5])], Sampling(4, logit_bias=((VOCAB, 1.0),)))

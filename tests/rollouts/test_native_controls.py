@@ -11,8 +11,7 @@ from posttrain.errors import ConfigError, RolloutError
 from posttrain.rollouts.base import create_engine
 from posttrain.rollouts.native.choosing import Chooser, uniforms
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.native.guides import banned_continuations
-from posttrain.rollouts.sampling import truncate
+from posttrain.rollouts.sampling import banned_continuations, truncate
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 

@@ -19,7 +19,7 @@ from posttrain.rollouts.generation import judged_completions
 from posttrain.rollouts.loop import Batches, Episode, ToolLoop, share_prompts
 from posttrain.rollouts.partial import Writer
 from posttrain.rollouts.samples import GroupTask
-from posttrain.rollouts.suffix import prepare_tokenizer
+from posttrain.rollouts.suffix import prepare_tokenizer, tokenize_observed
 from posttrain.rollouts.tools import ToolBox, ToolRunner
 from posttrain.types import Rollout, Sampling
 
@@ -206,7 +206,7 @@ class EpisodeRunner:
             box = member.pool.toolbox(member.environment, self.toolbox) if has and member.pool else self.toolbox
             row = {**member.row, "tools": box.schemas} if self.calls_tools else member.row
             try:
-                (ids,) = tokenize_prompts([row], self.tokenizer, chat_template_kwargs=self.setup.template_kwargs)
+                (ids,) = tokenize_observed([row], self.tokenizer, chat_template_kwargs=self.setup.template_kwargs)
                 self._sampling(member.task, len(ids))
             except Exception as error:
                 member.error = f"{type(error).__name__}: {error}"

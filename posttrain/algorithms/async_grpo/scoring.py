@@ -96,6 +96,8 @@ class Scorer:
         scored = totals[~totals.isnan()]
         shared = {"reward_std": float(scored.std()) if len(scored) > 1 else math.nan}
         shared |= {name: float(m.value) / float(m.weight) for name, m in table.metrics.items() if m.reduction == "mean"}
+        odd = {name: float(m.value) for name, m in table.metrics.items() if name.endswith("/nan")}
+        shared |= {name: count / len(totals) for name, count in odd.items()}
         found = []
         for i, rollout in enumerate(group.rollouts):
             own = group.metrics[i] if group.metrics else {}

@@ -14,7 +14,7 @@ import torch
 from posttrain.algorithms.async_grpo.config import AsyncGRPOConfig
 from posttrain.data.forest import collate
 from posttrain.errors import RolloutError
-from posttrain.metrics import Metric, maximum, mean
+from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
 from posttrain.rewards.base import RewardTable
 from posttrain.rollouts.clock import AwakeClock
@@ -68,10 +68,11 @@ class StepMixin:
         began = time.perf_counter()
         if not self.take(self.args.samples_per_step or 1):
             return None
-        self._log_step(time.perf_counter() - began)
+        waited = time.perf_counter() - began
         samples = [sample for conversation in self._held for sample in conversation.samples]
         for sample in samples:
             sample.check()
+        self._log_step(waited)
         world = self.accelerator.num_processes
         plan = plan_step([len(sample) for sample in samples], budget=self.token_budget, world=world)
         return [[samples[i] for row in rows for i in row] for rows in plan]
@@ -202,6 +203,8 @@ class StepMixin:
             values = torch.tensor([sample.metrics.get(name, math.nan) for sample in first])
             known = ~values.isnan()
             found[name] = mean(values.nan_to_num(0.0), known)
+            if name.startswith("rewards/") and name.endswith("/nan"):
+                found[name] = total(float(values.nansum()))  # Rows, as in synchronous training.
             if name.startswith("rewards/") and name.count("/") == 1:
                 found[f"{name}/mean"] = found[name]
         advantages = torch.tensor([sample.advantage for sample in first])
@@ -250,6 +253,13 @@ class StepMixin:
         values = torch.tensor([[s.metrics.get(f"rewards/{n}", math.nan) for n in names] for s in first])
         totals = torch.tensor([s.metrics.get("reward", math.nan) for s in first])
         table = RewardTable(values, list(names), self.rewards.weights)  # type: ignore[attr-defined]
+        # A worker of the caller's own may say nothing of rewards but the advantage.
+        known = [i for i, s in enumerate(first) if any(f"rewards/{n}" in s.metrics for n in names)]
+        if known:
+            judged = RewardTable(values[known], list(names), self.rewards.weights)  # type: ignore[attr-defined]
+            groups = torch.tensor([first[i].group_id for i in known])
+            self.rewards.judge(judged, groups, prompts=[first[i].prompt for i in known])  # type: ignore[attr-defined]
+            self.log_metrics_now(judged.metrics)  # type: ignore[attr-defined]
         self.tell_clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))  # type: ignore[attr-defined]
         self.watch_rewards(table, totals, torch.tensor([s.advantage for s in first]))  # type: ignore[attr-defined]
 

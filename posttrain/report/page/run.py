@@ -179,7 +179,7 @@ def _json(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, 
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Lines of a file that is only ever appended to; a last line without its end is still being written."""
+    """Lines of a file that is only ever appended to; those that cannot be read are counted, a cut last one too."""
     try:
         content = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -187,18 +187,25 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error}.")
         return
-    *whole, unfinished = content.split("\n")
-    broken = 0
-    for line in [*whole, unfinished]:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            broken += bool(line.strip()) and line is not unfinished
-            continue
-        if isinstance(row, dict):
+    broken, cut = 0, False
+    lines = content.split("\n")
+    for place, line in enumerate(lines, 1):
+        row = _row(line)
+        if row is not None:
             yield row
+        elif line.strip():
+            broken, cut = broken + 1, place == len(lines)
     if broken:
-        notes.append(f"{path.name}: {broken} broken line{'s' if broken > 1 else ''} left out.")
+        which = ", the last of them cut short: its run was killed, or is still writing it" if cut else ""
+        notes.append(f"{path.name}: {broken} broken line{'s' if broken > 1 else ''} left out{which}.")
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def number(value: Any) -> float | None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, RolloutError
 from posttrain.rollouts.native.blocks import Block
-from posttrain.rollouts.native.guides import Guide, Guides, banned_continuations, forbid
-from posttrain.rollouts.sampling import Drawn, draw_tokens
+from posttrain.rollouts.native.guides import Guide, Guides
+from posttrain.rollouts.sampling import Drawn, apply_rules, draw_tokens, ends_with_string, has_rules
 from posttrain.types import Request, Sampling
 
 __all__ = ["Asked", "Chooser", "Completion", "Prompt", "SickRequests", "uniforms"]
@@ -160,7 +160,7 @@ class Chooser:
         history = None
         if sampling.repetition_penalty != 1.0 or sampling.no_repeat_ngram:
             history = [list(c.asked.request.prompt_ids) + c.tokens for c in completions]
-        changes = bool(sampling.min_new_tokens or sampling.logit_bias or sampling.no_repeat_ngram or sampling.guide)
+        changes = has_rules(sampling) or sampling.guide is not None
         change = (lambda x: self._changed(x, sampling, completions, history)) if changes else None
         try:
             drawn = draw_tokens(logits, sampling, uniform, history, change)
@@ -175,17 +175,8 @@ class Chooser:
     def _changed(
         self, x: Tensor, sampling: Sampling, completions: list[Completion], history: list[list[int]] | None
     ) -> Tensor:
-        """Tempered logits with bias added, and what may not follow set to minus infinity; a copy."""
-        x = x.clone()
-        if sampling.logit_bias:
-            ids, added = zip(*sampling.logit_bias, strict=True)
-            scale = sampling.temperature or 1.0
-            x[:, torch.tensor(ids, device=x.device)] += torch.tensor(added, device=x.device) / scale
-        if sampling.min_new_tokens:
-            early = [list(sampling.stop_token_ids) * (len(c.tokens) < sampling.min_new_tokens) for c in completions]
-            x = forbid(x, early)
-        if sampling.no_repeat_ngram:
-            x = forbid(x, [banned_continuations(tokens, sampling.no_repeat_ngram) for tokens in history or []])
+        """Tempered logits after the rules and the guide; a copy."""
+        x = apply_rules(x, sampling, [len(c.tokens) for c in completions], history)
         if sampling.guide is not None:
             x = self._guides(sampling).mask(x, [c.guide for c in completions if c.guide is not None])
         return x
@@ -195,12 +186,7 @@ class Chooser:
         sampling = completion.asked.sampling
         if completion.tokens[-1] in sampling.stop_token_ids or (completion.guide is not None and completion.guide.done):
             return True
-        if not sampling.stop_strings:
-            return False
-        # A token may be part of a character: enough of them are decoded together to hold the longest string.
-        tail = completion.tokens[-max(map(len, sampling.stop_strings)) - 8 :]
-        text = self.tokenizer.decode(tail)
-        return any(string in text for string in sampling.stop_strings)
+        return ends_with_string(completion.tokens, sampling, self.tokenizer)
 
 
 def _record(drawn: Drawn, completions: list[Completion]) -> None:

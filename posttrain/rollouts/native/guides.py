@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, check_choice
 from posttrain.integrations import require
 
-__all__ = ["Guide", "Guides", "banned_continuations", "forbid"]
+__all__ = ["Guide", "Guides"]
 
 KINDS = ("regex", "json", "grammar", "choices")
 
@@ -94,24 +93,3 @@ class Guides:
                 guide.matcher.fill_next_token_bitmask(bitmask, row)
         self.xgrammar.apply_token_bitmask_inplace(logits, bitmask.to(logits.device))
         return logits
-
-
-def banned_continuations(tokens: list[int], size: int) -> list[int]:
-    """Tokens that would complete an n-gram of ``size`` that is already there.
-
-    >>> banned_continuations([1, 2, 3, 1, 2], 3)
-    [3]
-    """
-    if len(tokens) < size:
-        return []
-    head = tokens[len(tokens) - size + 1 :] if size > 1 else []
-    spans = range(len(tokens) - size + 1)
-    return sorted({tokens[i + size - 1] for i in spans if tokens[i : i + size - 1] == head})
-
-
-def forbid(logits: Tensor, rows: list[list[int]]) -> Tensor:
-    """Set the listed tokens of each row to minus infinity, in place."""
-    for row, tokens in enumerate(rows):
-        if tokens:
-            logits[row, torch.tensor(tokens, device=logits.device)] = -torch.inf
-    return logits
