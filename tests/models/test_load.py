@@ -42,5 +42,5 @@ def test_every_config_knows_torch_dtype_and_refuses_two_that_differ(config, tmp_
     assert args.model_init_kwargs == {"dtype": "bfloat16", "revision": "main"}
     both = config(str(tmp_path), model_init_kwargs={"torch_dtype": torch.bfloat16, "dtype": "bfloat16"})
     assert both.model_init_kwargs == {"dtype": "bfloat16"}
-    with pytest.raises(ConfigError, match="torch_dtype=.*float16.*dtype=.*float32"):
+    with pytest.raises(ConfigError, match=r"torch_dtype=.*float16.*dtype=.*float32"):
         config(str(tmp_path), model_init_kwargs={"torch_dtype": "float16", "dtype": "float32"})
