@@ -264,8 +264,10 @@ def render_chat(tokenizer: Any, body: Chat) -> list[list[int]]:
                     continue_final_message=goes_on, **body.chat_template_kwargs,
                 )  # fmt: skip
         except TimeoutError as error:
-            text = f"messages {index}: the chat template did not end within {RENDER_TIMEOUT_S:g} s. Fix: send a shorter conversation."
-            raise bad(text, index=index) from error
+            raise bad(
+                f"messages {index}: the chat template did not end within {RENDER_TIMEOUT_S:g} s. Fix: send less.",
+                index=index,
+            ) from error
         except Exception as error:
             raise bad(f"messages {index}: the chat template refuses it: {error}", index=index) from error
         rendered.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
