@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import harness
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 MODEL = Path("~/.cache/posttrain/SmolLM2-135M-Instruct").expanduser()
@@ -160,11 +162,11 @@ def main() -> None:
             if options.part == "samples":
                 name = side if options.learning_rate == RATE else f"{side}, learning rate {options.learning_rate:g}"
                 for _ in samples(options, part.setdefault(name, {}), side, url):
-                    out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+                    harness.write(out, kept)
                 continue
             part[side] = one(side, url, options)
             print(json.dumps(part[side]), flush=True)
-            out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            harness.write(out, kept)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+import harness
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -178,7 +180,7 @@ def main() -> int:
         "worker": flat([memory for _, _, memory in faults.memory]),
     }
     print(json.dumps(result, indent=1))
-    Path(options.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    harness.write(Path(options.out), result)
     fine = result["exact"] and result["trainer"]["flat"] and result["worker"]["flat"]
     return 0 if fine and result["staleness_max"] <= result["bound"] else 1
 

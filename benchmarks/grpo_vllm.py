@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import harness
 import requests
 
 RESULTS = Path(__file__).parent / "results" / "grpo_vllm.json"
@@ -127,9 +128,9 @@ def main() -> None:
         )
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"cores": os.cpu_count()}
         known[args.mode] = {"command": said, **result}
-        RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        harness.write(RESULTS, known)
     if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        harness.write(args.out, result)
 
 
 if __name__ == "__main__":

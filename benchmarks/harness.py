@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -162,6 +163,25 @@ def hardware() -> dict[str, Any]:
     return {"cpu": name, "cores": len(os.sched_getaffinity(0)), "flags": wanted}
 
 
+# A path from the root, but no address, no share ("3/4") and no name with a stroke in it ("a/b").
+ABSOLUTE = re.compile(r"(?<![\w./:-])(?:~|[A-Za-z]:)?(?:[/\\][\w.+-]+)*[/\\]([\w.+-]+)")
+
+
+def without_folders(value: Any) -> Any:
+    """A document in which every absolute path is its last name: where a machine keeps its files is nobody's business."""
+    if isinstance(value, str):
+        return ABSOLUTE.sub(r"\1", value)
+    if isinstance(value, dict):
+        return {without_folders(key): without_folders(item) for key, item in value.items()}
+    return [without_folders(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write(path: Path, result: Any) -> None:
+    """Write a result file; every benchmark does it by this function."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(without_folders(result), indent=1) + "\n", encoding="utf-8")
+
+
 def save(name: str, result: dict[str, Any]) -> None:
     """Write ``results/<name>.json`` with versions, machine and command."""
     packages = ("posttrain", "torch", "transformers", "accelerate", "datasets", "peft")
@@ -172,9 +192,8 @@ def save(name: str, result: dict[str, Any]) -> None:
         "versions": {package: metadata.version(package) for package in packages} | {"peer": "trl 1.16.0"},
         **result,
     }
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write(path, whole)
     print(f"written to {path.relative_to(ROOT)}")
 
 

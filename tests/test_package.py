@@ -1,33 +1,24 @@
 """The package as a whole: public names, lazy imports, and no mention of anything but itself."""
 
+import ast
+import contextlib
+import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import posttrain
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = (
-    "matplotlib",
-    "wandb",
-    "trackio",
-    "liger_kernel",
-    "bitsandbytes",
-    "vllm",
-    "deepspeed",
-    "math_verify",
-    "gguf",
-    "fastapi",
-    "uvicorn",
-    "mergekit",
-    "weave",
-    "comet_ml",
-    "psutil",
-    "scipy",
-)
+# Modules that are part of an extra: they import its packages at their top.
+OF_EXTRAS = ("posttrain.serve", "posttrain.rollouts.native.paged_kernel")
 
 
 def python(code, timeout=120):
@@ -52,10 +43,72 @@ def test_importing_the_package_is_fast_and_loads_no_torch():
     assert best < 0.3
 
 
-def test_every_public_name_imports_without_any_optional_package():
-    blocked = f"import sys; [sys.modules.__setitem__(n, None) for n in {OPTIONAL!r}]; import posttrain; "
-    done = python(blocked + "[getattr(posttrain, n) for n in posttrain.__all__]; print('fine')")
+def declared():
+    """Distributions that pyproject names: those of the core, and those of all extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    core = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
+    extras = {
+        canonicalize_name(Requirement(t).name) for texts in project["optional-dependencies"].values() for t in texts
+    }
+    return core, extras
+
+
+def brought_by(names):
+    """These distributions and all that they require."""
+    found, waiting = set(), list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            required = [Requirement(text) for text in metadata.requires(name) or []]
+            waiting += [
+                canonicalize_name(r.name) for r in required if r.marker is None or r.marker.evaluate({"extra": ""})
+            ]
+    return found
+
+
+def distributions():
+    """The distributions that bring each importable name."""
+    return {name: {canonicalize_name(d) for d in of} for name, of in metadata.packages_distributions().items()}
+
+
+def test_core_dependencies_alone_import_every_public_name_and_every_module():
+    core = brought_by(declared()[0]) | {"posttrain", "setuptools"}
+    blocked = sorted(name for name, of in distributions().items() if not of & core)
+    assert "pytest" in blocked
+    modules = [m.name for m in pkgutil.walk_packages(posttrain.__path__, "posttrain.")]
+    modules = [name for name in modules if not name.startswith(OF_EXTRAS) and not name.endswith("__main__")]
+    code = (
+        f"import sys, importlib; [sys.modules.__setitem__(n, None) for n in {blocked!r}]; import posttrain; "
+        f"[getattr(posttrain, n) for n in posttrain.__all__]; [importlib.import_module(n) for n in {modules!r}]; "
+        "print('fine')"
+    )
+    done = python(code)
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
+
+
+def imports():
+    """``(top-level package, file)`` of every import of the package that is neither its own nor the standard library's."""
+    for path in (ROOT / "posttrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"posttrain"}:
+                yield top, str(path.relative_to(ROOT))
+
+
+def test_every_package_that_is_imported_is_declared():
+    core, extras = declared()
+    known = distributions()
+    brought = {"starlette", "triton"}  # By fastapi, and by torch where there is CUDA.
+    missing = {
+        (top, path) for top, path in imports()
+        if not known.get(top, {canonicalize_name(top)}) & (core | extras | brought)
+    }  # fmt: skip
+    assert not missing
 
 
 def test_every_public_class_and_function_says_what_it_is():

@@ -53,6 +53,7 @@ from posttrain.models.vocabulary import (
 )
 from posttrain.report.interrupt import GracefulInterrupt
 from posttrain.report.record import RunRecordCallback, check_writable
+from posttrain.rollouts.wire import remove_orphans
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["PostTrainer", "PostTrainingConfig"]
@@ -276,10 +277,11 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         return data_collator
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train; Ctrl-C finishes the step, saves a checkpoint and returns, with ``trainer.interrupt.requested`` set."""
+        """Train; Ctrl-C or SIGTERM finishes the step, saves a checkpoint and returns; ``trainer.interrupt.requested`` says so."""
         if isinstance(resume_from_checkpoint, str):
             self.args.resume_from_checkpoint = resume_from_checkpoint  # Callbacks find their own state by it.
-        self.interrupt.install()
+        remove_orphans()  # Weights in shared memory, of runs that were killed.
+        self.interrupt.install(self.accelerator)
         # transformers' own hook would take the width of a row for the length of each document in it.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         try:

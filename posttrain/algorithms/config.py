@@ -13,7 +13,7 @@ import transformers
 from posttrain.algorithms.memory_config import MemoryFields
 from posttrain.checks.preflight import MODES, silenced_codes
 from posttrain.errors import ConfigError, check_choice
-from posttrain.models.load import bf16_is_faster
+from posttrain.models.load import bf16_is_faster, with_dtype
 
 __all__ = [
     "GenerationFields",
@@ -143,6 +143,8 @@ class PostTrainingConfig(MemoryFields, transformers.TrainingArguments):
                 value = getattr(self, item.name)
                 if item.name in ("model_init_kwargs", "silence_findings"):
                     raise ConfigError(f"{item.name}={value!r} must be a mapping or a JSON object string.")
+        if self.model_init_kwargs is not None:
+            self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
         if getattr(self, "pad_token", None) is not None:
             warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=4)
         self._check_preflight()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from posttrain.models.forward import sequence_logps
 from posttrain.models.merged import adapter_weights
 from posttrain.rollouts.base import RolloutEngine, create_engine
 from posttrain.rollouts.replies import derived_seed
+from posttrain.rollouts.server import AWAY
 from posttrain.rollouts.weights import Weights
 from posttrain.types import Request, Rollout, Row, Sampling
 
@@ -207,19 +208,30 @@ class FarRolloutMixin:
             self._negative_control()
         again = parallel.all_reduce_sum([float(here != self._pushed_at)], self.accelerator)[0] == 0
         self._pushes += 0 if again else 1
-        for tried in range(self._far("vllm_sync_retries") + 1):
-            try:
-                self._push()
-                break
-            except WeightSyncError as error:
-                if tried == self._far("vllm_sync_retries"):
-                    raise
-                logger.warning("%s Trying the whole update again.", error)
+        self.whole_update(self._push, self._far("vllm_sync_retries") + 1)
         self._pushed_at = here
         every = self._far("weight_parity_every")
         if self._checked_at == 0 or again or (every and self._pushes - self._checked_at >= every):
-            self._check_parity()
-            self._checked_at = self._pushes
+            try:
+                self._check_parity()
+                self._checked_at = self._pushes
+            except AWAY as error:  # Generation waits for it; then it is pushed to, and compared, anew.
+                logger.warning("%s Its weights are compared after the next push.", error)
+                self._pushed_at, self._checked_at = None, 0
+
+    def whole_update(self, push: Callable[[], None], tries: int) -> None:
+        """One push, the whole of it anew where it failed midway.
+
+        Raises:
+            WeightSyncError: The last of ``tries`` failed too.
+        """
+        for tried in range(1, tries + 1):
+            try:
+                return push()
+            except WeightSyncError as error:
+                if tried == tries:
+                    raise
+                logger.warning("%s Trying the whole update again.", error)
 
     def _moved(self) -> int:
         """A number that changes when anybody writes into the weights; 0 where gathering shards writes into them anyway."""

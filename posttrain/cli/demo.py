@@ -109,7 +109,7 @@ def run(argv: list[str]) -> int:
             f"Stopped after step {trainer.state.global_step}; everything so far is in {args.output_dir}. Go on with:\n"
             f"  posttrain demo --resume --output_dir {args.output_dir} --steps {args.steps}"
         )
-        _draw(args.output_dir)
+        _show_drawn(console, args.output_dir, _draw(args.output_dir))
         return 130
     console.print("Asking the same questions [bold]after[/] training ...")
     after = script.exam(trainer)
@@ -160,17 +160,29 @@ def _show(console: Any, before: list, after: list, seconds: float) -> None:
     console.print(f"{seconds:.0f} seconds in all, set-up aside.")
 
 
-def _draw(folder: str) -> bool:
+def _draw(folder: str) -> list[Path]:
+    """The curves and the page of the run, as far as their packages are there; the files that were written."""
     from posttrain.integrations import is_available
     from posttrain.report.curves import plot_curves
+    from posttrain.report.page import read_runs, write_page
 
-    if not is_available("matplotlib"):
-        return False
-    plot_curves(folder)
-    return True
+    drawn = [plot_curves(folder)] if is_available("matplotlib") else []
+    if is_available("plotly"):
+        drawn.append(write_page(read_runs([folder]), Path(folder, "report.html")))
+    return drawn
 
 
-def _show_folder(console: Any, folder: str, drawn: bool) -> None:
+def _show_folder(console: Any, folder: str, drawn: list[Path]) -> None:
     console.print(f"[bold]{folder}[/] holds the trained model (AutoModelForCausalLM.from_pretrained({folder!r})),")
-    curves = ", curves.png" if drawn else ""
-    console.print(f"checkpoints, metrics.jsonl, completions.parquet, manifest.json{curves}.")
+    console.print("checkpoints, metrics.jsonl, completions.parquet and manifest.json.")
+    _show_drawn(console, folder, drawn)
+
+
+def _show_drawn(console: Any, folder: str, drawn: list[Path]) -> None:
+    for path in drawn:  # On a line of its own, whole, so that it can be clicked or copied.
+        console.print(str(path), soft_wrap=True, highlight=False, markup=False)
+    if not any(path.name == "report.html" for path in drawn):
+        console.print(
+            f'The page of the run needs plotly: pip install "posttrain[demo]", then posttrain report {folder}',
+            markup=False,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +33,7 @@ __all__ = [
     "load_classifier",
     "load_tokenizer",
     "resolve_pad_token",
+    "with_dtype",
     "wrap_with_peft",
 ]
 
@@ -202,19 +204,42 @@ def _not_generative(what: str, name: str) -> ModelError:
     )
 
 
+def with_dtype(init: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of ``from_pretrained`` with ``torch_dtype``, the former name, as ``dtype``.
+
+    Raises:
+        ConfigError: Both are given and differ.
+
+    >>> with_dtype({"torch_dtype": "bfloat16"})
+    {'dtype': 'bfloat16'}
+    """
+    found = {name: value for name, value in init.items() if name != "torch_dtype"}
+    if "torch_dtype" not in init:
+        return found
+    former, given = init["torch_dtype"], init.get("dtype", init["torch_dtype"])
+    if str(former).removeprefix("torch.") != str(given).removeprefix("torch."):
+        raise ConfigError(
+            f"torch_dtype={former!r} and dtype={given!r} are two names of one setting and contradict each other. Fix: give "
+            "dtype alone."
+        )
+    return found | {"dtype": given}
+
+
 def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: Any) -> PreTrainedModel:
     """Load a model by hub id or folder, in float32 unless ``dtype`` says otherwise.
 
     Args:
         model_id: Hub id or folder.
         architecture: Class to load; None takes the one the checkpoint names, else ``AutoModelForCausalLM``.
-        **kwargs: For ``from_pretrained``; ``dtype`` may be a torch dtype or one of auto, bfloat16, float16, float32.
+        **kwargs: For ``from_pretrained``; ``dtype`` (or ``torch_dtype``) may be a torch dtype or one of auto, bfloat16,
+            float16, float32.
 
     Raises:
         ModelError: The folder or its architecture cannot work. ConfigError: An unknown ``dtype``.
     """
     import transformers
 
+    kwargs = with_dtype(kwargs)
     dtype = kwargs.pop("dtype", torch.float32)
     if isinstance(dtype, str) and dtype != "auto":
         if dtype not in DTYPES:

@@ -32,6 +32,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
+BEGUN = f"{MARKER}.part"  # In its place until the checkpoint is whole: names the run, which may be killed before that.
 MISSING = "is missing"
 NAMED = re.compile(r"checkpoint-(\d+)")
 LEFT = re.compile(r"checkpoint-\d+\.tmp-.+")
@@ -50,10 +51,11 @@ def publish(part: Path, final: Path, run: str) -> None:
         final: ``checkpoint-<step>``.
         run: Id of this run.
     """
+    (part / BEGUN).write_text(json.dumps({"run": run}), encoding="utf-8")
     _flush_tree(part)
     old = None
     if final.exists():
-        owner = (marker(final) or {}).get("run", "unknown")
+        owner = _owner(final) or "unknown"
         old = final.with_name(f"{final.name}.tmp-{run}.old" if owner == run else f"{final.name}.of-{owner}")
         if owner != run:
             old = _free_name(old)
@@ -70,9 +72,10 @@ def mark(checkpoint: Path, run: str) -> None:
     _flush_tree(checkpoint)
     step = NAMED.fullmatch(checkpoint.name)
     sizes = {str(p.relative_to(checkpoint)): p.stat().st_size for p in sorted(checkpoint.rglob("*")) if p.is_file()}
-    sizes.pop(MARKER, None)
+    for name in (MARKER, BEGUN):
+        sizes.pop(name, None)
     content = {"run": run, "step": int(step[1]) if step else None, "time": round(time.time(), 3), "files": sizes}
-    part = checkpoint / f"{MARKER}.part"
+    part = checkpoint / BEGUN
     with part.open("w", encoding="utf-8") as file:
         json.dump(content, file)
         file.flush()
@@ -81,10 +84,15 @@ def mark(checkpoint: Path, run: str) -> None:
     _flush_folder(checkpoint)
 
 
-def marker(checkpoint: Path) -> dict[str, Any] | None:
+def _owner(checkpoint: Path) -> str | None:
+    """The run that wrote a checkpoint, whole or not; None for one of another program."""
+    return (marker(checkpoint) or marker(checkpoint, BEGUN) or {}).get("run")
+
+
+def marker(checkpoint: Path, name: str = MARKER) -> dict[str, Any] | None:
     """What `mark` wrote; None for a checkpoint without it."""
     try:
-        content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+        content = json.loads((checkpoint / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) and "run" in content else None
@@ -171,10 +179,13 @@ def _offer(folder: Path, but: Path | None = None) -> str:
 
 def strangers(folder: str | Path, run: str) -> list[Path]:
     """Checkpoints of a folder that this run did not write, in the order of their steps."""
-    found = [p for p in Path(folder).glob("checkpoint-*") if NAMED.fullmatch(p.name) and p.is_dir()]
-    return sorted(
-        (path for path in found if (marker(path) or {}).get("run") != run), key=lambda p: int(p.name.rpartition("-")[2])
-    )
+    return [path for path in _named(Path(folder)) if _owner(path) != run]
+
+
+def _named(folder: Path) -> list[Path]:
+    """All checkpoints of a folder, marked or not, in the order of their steps."""
+    found = [p for p in folder.glob("checkpoint-*") if NAMED.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
 def leftovers(folder: str | Path) -> list[Path]:
@@ -184,6 +195,8 @@ def leftovers(folder: str | Path) -> list[Path]:
 
 def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -> list[Path]:
     """Remove the oldest whole checkpoints of this run beyond ``limit``; those of others are never touched.
+
+    Those that this run was killed in before they were marked go too: a whole one was written since.
 
     Args:
         folder: Where they lie.
@@ -201,6 +214,7 @@ def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -
     room = max(limit, 2 if best and mine and mine[-1].name != best else 1)
     removable = [path for path in mine[:-1] if path.name != best]
     gone = removable[: max(0, len(mine) - room)]
+    gone += [p for p in _named(folder) if mine and marker(p) is None and _owner(p) == run and p.name != best]
     for path in gone:  # Its name goes first: a process killed meanwhile leaves no torn checkpoint that looks whole.
         old = path.with_name(f"{path.name}.tmp-{run}.old")
         os.rename(path, old)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.rollouts.wire import SHARED_FOLDER, checksum, remove_orphans
+from posttrain.rollouts.wire import SHARED_FOLDER, checksum, hold, remove_orphans
 
 __all__ = ["Bucket", "MappedFile", "SharedFile", "buckets", "safetensors_bytes"]
 
@@ -27,6 +28,8 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_numbers = itertools.count(1)
 LONGEST_HEADER = 100 * 10**6  # Bytes, the limit of the safetensors library.
 
 Bucket = list[tuple[str, Tensor]]
@@ -118,23 +121,17 @@ def _read(data: Any, size: int) -> Iterator[tuple[str, Tensor]]:
 class SharedFile:
     """A file in shared memory that is written again and again, so that its pages are there from the second time on.
 
-    It never shrinks: a bucket is the first so many of its bytes. It goes with the last reference to this object.
+    It never shrinks: a bucket is the first so many of its bytes. It goes with the last reference to this object; where the
+    process is killed, another one removes it (`posttrain.rollouts.wire.remove_orphans`).
 
     Args:
         path: None: ``/dev/shm/posttrain-<process>-<number>.safetensors``.
     """
 
-    _count = 0
-
     def __init__(self, path: Path | None = None) -> None:
-        if path is None:
-            remove_orphans(SHARED_FOLDER, "posttrain-{}-*.safetensors")
-            SharedFile._count += 1
-            path = SHARED_FOLDER / f"posttrain-{os.getpid()}-{SharedFile._count}.safetensors"
-        self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self.path, self._file = _own_file() if path is None else (path, os.open(path, FLAGS, 0o600))
         self._map: mmap.mmap | None = None
-        self._end = weakref.finalize(self, _remove, path, self._file, os.getpid())
+        self._end = weakref.finalize(self, _remove, self.path, self._file, os.getpid())
 
     def write(self, bucket: Bucket) -> tuple[int, str]:
         """Replace the content.
@@ -172,6 +169,16 @@ def _reserve(file: int, size: int) -> None:
         os.posix_fallocate(file, 0, size)
     else:
         os.ftruncate(file, size)
+
+
+def _own_file() -> tuple[Path, int]:
+    """A new file in shared memory, held by this process."""
+    remove_orphans(SHARED_FOLDER)
+    while True:
+        path = SHARED_FOLDER / f"posttrain-{os.getpid()}-{next(_numbers)}.safetensors"
+        held = hold(path, FLAGS)
+        if held is not None:  # None: another process took it for an orphan before it was held.
+            return path, held
 
 
 def _remove(path: Path, file: int, owner: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -10,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-import requests
-from requests.adapters import HTTPAdapter
+import httpx2
 
 from posttrain.errors import (
     BadRequest,
@@ -32,6 +32,9 @@ QUICK = (3.0, 5.0)  # Seconds to connect and to be answered: health, info.
 CONNECT = 5.0
 GENERATE_TIMEOUT, PAUSE_TIMEOUT = 600.0, 300.0
 AGAIN = (502, 503, 504)  # Statuses after which the same request is sent again.
+PIECE = (
+    2**20
+)  # Bytes of a body that are written at once: what is left of a piece is copied each time the socket is full.
 BACK_OFF, LONGEST_WAIT = 0.5, 8.0  # Seconds before the second try, doubled at each further one up to the longest.
 UPDATE_PHASES = {"begin_update": "begin", "update_bucket": "bucket", "end_update": "end", "init_communicator": "init"}
 
@@ -54,15 +57,13 @@ class Connection:
         self.host = str(urlsplit(self.base_url).hostname)
         self.lease_id: str | None = None
         self.back_off = BACK_OFF
-        self.session = requests.Session()
-        adapter = HTTPAdapter(pool_connections=4, pool_maxsize=64)
-        self.session.mount("http://", adapter)
-        self.session.mount("https://", adapter)
-        if self.is_local:
-            self.session.trust_env = False  # A proxy of the environment knows no way back to this machine.
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
-        if api_key:
-            self.session.headers["Authorization"] = f"Bearer {api_key}"
+        self.session = httpx2.Client(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=not self.is_local,  # A proxy of the environment knows no way back to this machine.
+            follow_redirects=True,
+        )
 
     @property
     def is_local(self) -> bool:
@@ -109,29 +110,28 @@ class Connection:
 
     def _once(self, method: str, path: str, body: Any, timeout: Any, headers: Mapping[str, str] | None) -> dict:
         url = self.base_url + path
-        sent: dict[str, Any] = {"data": body} if isinstance(body, bytes | bytearray | memoryview) else {"json": body}
-        extra = dict(headers or {}) | ({LEASE_HEADER: self.lease_id} if self.lease_id else {})
-        limits = timeout if isinstance(timeout, tuple) else (CONNECT, timeout)
+        content, extra = _encoded(body)
+        extra |= dict(headers or {}) | ({LEASE_HEADER: self.lease_id} if self.lease_id else {})
+        connect, answer = timeout if isinstance(timeout, tuple) else (CONNECT, timeout)
+        limits = httpx2.Timeout(answer, connect=connect)
         try:
-            response = self.session.request(
-                method, url, timeout=limits, headers=extra, **(sent if body is not None else {})
-            )
-            content = self._content(response) if response.status_code == 200 else None
-        except requests.exceptions.ReadTimeout as error:
-            text = f"{url} gave no answer within {limits[1]:g} s."
+            response = self.session.request(method, url, timeout=limits, headers=extra, content=content)
+            found = self._content(response) if response.status_code == 200 else None
+        except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
+            text = f"{url} gave no answer within {answer:g} s."
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
-        except (requests.exceptions.RequestException, OSError) as error:  # A broken JSON is a RequestException too.
-            broken = isinstance(error, requests.exceptions.JSONDecodeError | requests.exceptions.ChunkedEncodingError)
+        except (httpx2.HTTPError, OSError, ValueError) as error:  # A ValueError: what came is not JSON.
+            broken = isinstance(error, ValueError | httpx2.RemoteProtocolError | httpx2.DecodingError)
             text = "broke off in the middle of its answer" if broken else "could not be reached"
             raise ServerUnreachable(f"{url} {text} ({_reason(error)}).", url=self.base_url) from error
         if response.status_code != 200:
             raise self._failure(path, response)
-        return content if isinstance(content, dict) else {"result": content}
+        return found if isinstance(found, dict) else {"result": found}
 
-    def _content(self, response: requests.Response) -> Any:
+    def _content(self, response: httpx2.Response) -> Any:
         return response.json()
 
-    def _failure(self, path: str, response: requests.Response) -> RolloutServerError:
+    def _failure(self, path: str, response: httpx2.Response) -> RolloutServerError:
         """The typed error of a status other than 200."""
         status = response.status_code
         try:
@@ -159,6 +159,17 @@ class Connection:
             wait = float(after) if after.replace(".", "", 1).isdigit() else None
             return ServerBusy(text, retry_after=wait, **known)
         return RolloutServerError(text, **known)
+
+
+def _encoded(body: Any) -> tuple[Any, dict[str, str]]:
+    """A body as it is sent, with its headers: bytes in pieces, anything else as JSON."""
+    if body is None:
+        return None, {}
+    if not isinstance(body, bytes | bytearray | memoryview):
+        return json.dumps(body, allow_nan=False).encode(), {"Content-Type": "application/json"}
+    whole = memoryview(body)
+    pieces = [whole[start : start + PIECE] for start in range(0, len(whole), PIECE)]
+    return pieces, {"Content-Length": str(len(whole))}
 
 
 def _reason(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import requests
+import httpx2
 
 from posttrain.errors import (
     BadRequest,
@@ -83,7 +83,7 @@ class PlainVLLMClient(VLLMClient):
 
     # What it is --------------------------------------------------------------------------------------------------------
 
-    def _content(self, response: requests.Response) -> Any:
+    def _content(self, response: httpx2.Response) -> Any:
         return response.json() if response.content else {}  # Health and others answer nothing but 200.
 
     def _request(self, method: str, path: str, body: Any = None, **options: Any) -> dict[str, Any]:

@@ -47,11 +47,10 @@ class ServerTransfer:
 
     Args:
         make: Makes the engine that pushes; called on the rank that sends.
-        patience: Seconds to wait for a server when none is left.
     """
 
-    def __init__(self, make: Callable[[], ServerEngine], patience: float = 0.0) -> None:
-        self.make, self.patience, self.version = make, patience, 0
+    def __init__(self, make: Callable[[], ServerEngine]) -> None:
+        self.make, self.version = make, 0
         self.engine: ServerEngine | None = None
         self._paused: list[Server] = []
         self._told = Holders()
@@ -82,14 +81,9 @@ class ServerTransfer:
         self.engine = self.engine or self.make()
 
     def pause(self) -> None:
-        """Hold generation where it can be held; waits for a server where all are gone."""
+        """Hold generation where it can be held; servers that are gone are waited for by the push."""
         fleet = self._pushing.fleet
         fleet.refresh(force=True)
-        deadline = time.monotonic() + self.patience
-        while not fleet.live and time.monotonic() < deadline:
-            logger.warning("all rollout servers are gone; waiting for one to come back.")
-            time.sleep(WAIT)
-            fleet.refresh(force=True)
         chosen = [server for server in fleet.live if server.info.get("engine") in KEEPS]
         self._paused = self._each(chosen, "/pause/", {"mode": "keep"})
 

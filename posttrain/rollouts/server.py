@@ -6,15 +6,22 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from posttrain.errors import BadRequest, RolloutServerError, ServerBusy, ServerUnreachable, WeightSyncError
+from posttrain.errors import (
+    BadRequest,
+    RolloutServerError,
+    ServerBusy,
+    ServerDied,
+    ServerUnreachable,
+    WeightSyncError,
+)
 from posttrain.rollouts.client import VLLMClient
 from posttrain.rollouts.fleet import Fleet, Server, Urls, default_holder, weight_version
 from posttrain.rollouts.plain_vllm import connect_client
@@ -29,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 RETRIES = 3
 WAIT = 2.0  # Seconds between two looks for a server that is gone.
+AWAY = (ServerUnreachable, ServerBusy, ServerDied)  # Errors of a server that may come back by itself.
+Found = TypeVar("Found")
 
 
 class ServerEngine:
@@ -95,6 +104,11 @@ class ServerEngine:
         return min(values, default=None)
 
     @property
+    def _members(self) -> list[Server]:
+        """The servers that are up; where none is, all of them as they were: they are what will come back."""
+        return self.fleet.live or list(self.fleet.servers.values())
+
+    @property
     def context(self) -> int | None:
         """Most tokens of prompt and completion, of the server with the least."""
         return self._least("max_model_len")
@@ -102,38 +116,46 @@ class ServerEngine:
     @property
     def dtype(self) -> torch.dtype | None:
         """Of the servers' weights; None where they differ or do not say."""
-        found = {as_dtype(s.info.get("dtype")) for s in self.fleet.live}
+        found = {as_dtype(s.info.get("dtype")) for s in self._members}
         return found.pop() if len(found) == 1 else None
 
     @property
     def checkpoint_names(self) -> bool:
         """Whether the servers take weights as checkpoints name them."""
-        return any(str(s.info.get("engine", "")).startswith("vllm") for s in self.fleet.live)
+        return any(str(s.info.get("engine", "")).startswith("vllm") for s in self._members)
 
     def lora_rank(self) -> int:
         """The largest rank of an adapter that all servers take by itself; 0: none does."""
-        ranks = [
-            int(s.info.get("max_lora_rank") or 2**16) if s.info.get("accepts_lora") else 0 for s in self.fleet.live
-        ]
+        ranks = [int(s.info.get("max_lora_rank") or 2**16) if s.info.get("accepts_lora") else 0 for s in self._members]
         return min(ranks, default=0)
 
     @property
     def pristine(self) -> bool:
         """Whether every server still has the weights it loaded when it started."""
-        return all(weight_version(server.info) == 0 for server in self.fleet.live)
+        return all(weight_version(server.info) == 0 for server in self._members)
 
     @property
     def can_score(self) -> bool:
         """Whether the servers tell log-probs of given sequences."""
-        return all(server.info.get("scores", True) for server in self.fleet.live)
+        return all(server.info.get("scores", True) for server in self._members)
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Log-probs of given tokens behind their prompts, by every server that has weights: one list a sequence."""
+        """Log-probs of given tokens behind their prompts, by every server that has weights: one list a sequence.
+
+        Raises:
+            ServerUnreachable: None is left that could answer (also `ServerBusy`, `ServerDied`).
+        """
         found: dict[str, list[list[float]]] = {}
         for server in self.fleet.live:
-            reply = server.client.get_sequence_logprobs(sequences, prompt_lengths, top_logprobs=1)
+            try:
+                reply = server.client.get_sequence_logprobs(sequences, prompt_lengths, top_logprobs=1)
+            except AWAY as error:
+                self.fleet.failed(server, error)
+                continue
             lines = reply.get("actual_logprobs") or reply["logprobs"]
             found[server.url] = [[math.nan if at[0] is None else float(at[0]) for at in line] for line in lines]
+        if not found:
+            raise self._nobody({})
         return found
 
     def forget(self) -> None:
@@ -157,15 +179,23 @@ class ServerEngine:
             RolloutServerError: No server is left that could answer; its cause is the last one's error.
         """
         check_each(requests, sampling, self.context, self._least("vocab_size"))
+        return self.patiently(lambda: self._generate(requests, sampling))
+
+    def patiently(self, ask: Callable[[], Found]) -> Found:
+        """Ask, and where no server is there to be asked, look for one for `patience` seconds.
+
+        Raises:
+            ServerUnreachable: None has come back in time (also `ServerBusy`, `ServerDied`).
+        """
         deadline = time.monotonic() + self.patience
         while True:
             self.fleet.refresh()
             try:
-                return self._generate(requests, sampling)
-            except ServerUnreachable as error:
-                if time.monotonic() >= deadline:
+                return ask()
+            except AWAY as error:
+                if getattr(error, "held", False) or time.monotonic() >= deadline:
                     raise
-                logger.warning("%s Waiting for a server to come back.", error)
+                logger.warning("%s Waiting for a server to come back.", str(error).splitlines()[0])
                 time.sleep(WAIT)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
@@ -272,16 +302,23 @@ class ServerEngine:
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Push a version to every server that lacks it; those that fail are left out while others do not.
 
+        Where no server is there, one is waited for, before the first tensor is read.
+
         Args:
             named_tensors: `posttrain.rollouts.weights.Weights`, or pairs; read to the end in any case.
             version: The trainer's; servers number on from what they have.
 
         Raises:
+            ServerUnreachable: None has come back in time.
             WeightSyncError: No server took it; or a server knows other names, which no other server would cure.
         """
-        self.fleet.refresh(force=True)
-        lacking = [s for s in self.fleet.live if not (self.pushed and s.pushed == version == self.version)]
-        wires = {s.client: max(version, (self._held(s) or 0) + 1, 1) for s in lacking}
+        try:
+            lacking = self.patiently(lambda: self._lacking(version))
+        except RolloutServerError:
+            for _ in named_tensors:  # Reading may be a collective that other ranks wait in.
+                pass
+            raise
+        wires = {s.client: max(version, (weight_version(s.info) or 0) + 1, 1) for s in lacking}
         for server in lacking:
             server.pushed = server.wire = None
         dtype, names = self.dtype, getattr(named_tensors, "names", None)
@@ -300,14 +337,22 @@ class ServerEngine:
             raise errors[0] if errors else self._nobody({})
         self.version, self.pushed = version, True
 
-    def _held(self, server: Server) -> int | None:
-        """The version a server has now; asked again, for it may have been restarted."""
-        try:
-            server.info = server.client.info()
-        except RolloutServerError as error:
-            if not getattr(error, "timed_out", False):  # Its machine is busy: the update will tell.
-                self.fleet.failed(server, error)
-        return weight_version(server.info)
+    def _lacking(self, version: int) -> list[Server]:
+        """The servers that are there and must be given a version; each says anew what it has, for it may have been restarted."""
+        self.fleet.refresh(force=True)
+        for server in self.fleet.live:
+            try:
+                info = server.client.info()
+            except RolloutServerError as error:
+                if not getattr(error, "timed_out", False):  # Its machine is busy: the update will tell.
+                    self.fleet.failed(server, error)
+                continue
+            if weight_version(info) != server.wire:
+                server.pushed = server.wire = None
+            server.info = info
+        if not self.fleet.live:
+            raise self._nobody({})
+        return [s for s in self.fleet.live if not (self.pushed and s.pushed == version == self.version)]
 
     def close(self) -> None:
         """Give the servers back and remove what lies in shared memory."""

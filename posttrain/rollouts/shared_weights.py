@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from posttrain.errors import ModelError, WeightSyncError
 from posttrain.models.merged import merged_weights
 from posttrain.rollouts.buckets import MappedFile, SharedFile
-from posttrain.rollouts.wire import SHARED_FOLDER, remove_orphans
+from posttrain.rollouts.wire import hold, remove_orphans, shared_root
 
-__all__ = ["SharedWeights", "copy_into", "read_weights"]
+__all__ = ["SharedWeights", "copy_into", "read_weights", "remove_weights"]
 
+OWN = "posttrain-async-"  # Begins the names of folders that we made.
 KEPT = 2  # Versions: one may be read while the next is written.
 
 
@@ -39,15 +40,17 @@ class SharedWeights:
         self.given = None if folder is None else Path(folder)
         self.folder = self.given or Path()
         self.version = 0
+        self._held: int | None = None
 
     def init_weight_transfer(self) -> None:
         """Make the folder."""
         if self.given is not None:
             self.given.mkdir(parents=True, exist_ok=True)
         elif not self.folder.name:
-            root = SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
-            remove_orphans(root, "posttrain-async-{}-*")
-            self.folder = Path(tempfile.mkdtemp(prefix=f"posttrain-async-{os.getpid()}-", dir=root))
+            remove_orphans()
+            while self._held is None:  # Another process may take it for an orphan before it is held.
+                self.folder = Path(tempfile.mkdtemp(prefix=f"{OWN}{os.getpid()}-", dir=shared_root()))
+                self._held = hold(self.folder)
 
     def pause(self) -> None:
         """Workers go on with what they have."""
@@ -85,11 +88,20 @@ class SharedWeights:
 
     def destroy(self) -> None:
         """Remove the files; and the folder, where it is our own."""
-        if self.given is None:
-            shutil.rmtree(self.folder, ignore_errors=True) if self.folder.name else None
-            return
-        for path in [*self.folder.glob("weights-*.safetensors"), self.folder / "latest.json"]:
-            path.unlink(missing_ok=True)
+        if self.folder.name:
+            remove_weights(self.folder)
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+
+def remove_weights(folder: Path) -> None:
+    """Remove shared weights; and their folder, unless it was given by the user."""
+    if folder.name.startswith(OWN):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in [*folder.glob("weights-*.safetensors"), folder / "latest.json"]:
+        path.unlink(missing_ok=True)
 
 
 def latest(folder: str | Path) -> dict[str, Any] | None:

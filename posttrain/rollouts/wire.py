@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ __all__ = [
     "WEIGHTS_GROUP",
     "checked_adapter",
     "checksum",
+    "hold",
     "remove_orphans",
     "shared_path",
+    "shared_root",
 ]
 
 LEASE_HEADER = "X-Lease"
@@ -50,7 +54,13 @@ WEIGHTS_GROUP = "posttrain-weights"  # Prefix of its keys.
 
 SHARED_FOLDER = Path("/dev/shm")
 SHARED_NAME = re.compile(r"posttrain-[A-Za-z0-9_.-]{1,200}\.safetensors")
+SHARED_PATTERNS = ("posttrain-[0-9]*-[0-9]*.safetensors", "posttrain-async-[0-9]*-*")  # Held while their process lives.
 ADAPTER_FIELDS = ("r", "alpha", "target_modules")
+
+
+def shared_root() -> Path:
+    """Where weights lie for processes of this machine: shared memory, or where there is none the folder for temporary files."""
+    return SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def checksum(data: Any) -> str:
@@ -62,23 +72,39 @@ def checksum(data: Any) -> str:
     return xxhash.xxh3_128(data).hexdigest()
 
 
-def remove_orphans(folder: Path, pattern: str) -> None:
-    """Remove files and folders of processes that are no more.
+def hold(path: Path, flags: int = os.O_RDONLY) -> int | None:
+    """Open and lock a file or folder for as long as this process lives; None where another holds it, or has removed it."""
+    import fcntl  # Where there is none, nothing that asks for shared memory runs.
 
-    Args:
-        folder: Where they lie.
-        pattern: Of their names, ``{}`` for the process and ``*`` for the rest.
+    try:
+        held = os.open(path, flags, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.stat(path)
+    except OSError:
+        os.close(held)
+        return None
+    return held
+
+
+def remove_orphans(root: Path | None = None) -> None:
+    """Remove shared weights that no process holds (see `hold`): theirs was killed.
+
+    The lock of the system tells it, since numbers of processes are used again, and mean others in another container.
     """
-    name = re.compile(re.escape(pattern).replace(r"\{\}", r"(\d+)").replace(r"\*", ".*"))
-    for path in folder.glob(pattern.replace("{}", "*")):
-        match = name.fullmatch(path.name)
-        if match is None or Path(f"/proc/{match[1]}").exists() or not Path("/proc/self").exists():
+    root = shared_root() if root is None else root
+    for path in (path for pattern in SHARED_PATTERNS for path in root.glob(pattern)):
+        held = hold(path)
+        if held is None:
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):  # Another process of this user cleans up too, or it is another user's.
+            with contextlib.suppress(OSError):  # Another user's.
                 path.unlink()
+        os.close(held)
 
 
 def shared_path(path: str) -> Path:

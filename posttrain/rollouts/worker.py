@@ -26,7 +26,7 @@ __all__ = ["Link", "WorkerJob", "WorkerProcess", "check_picklable", "without_dev
 BEAT_S = 1.0
 GAP_S = 3.0  # Of a look at the clock; longer ones are time in which nobody was there to look.
 TAIL_LINES, TAIL_BYTES = 30, 16_384
-JOIN_S, TERMINATE_S = 15.0, 5.0  # How long a worker may take to stop when asked, and when told.
+JOIN_S = 15.0  # How long a worker may take to stop when asked.
 
 # What a child must not inherit: it would take part in the trainer's process group, or write over its logs.
 DISTRIBUTED = (
@@ -111,6 +111,7 @@ class Link:
         holders: Which servers hold it, where there are servers.
         stopping: Set when there is nothing more to do.
         on_news: Called on the reading thread when a version is announced, tasks are cancelled, or all is to stop.
+        on_orphaned: Called before this process ends because the trainer was killed: what that could not remove.
     """
 
     def __init__(self, connection: Connection, index: int) -> None:
@@ -121,6 +122,7 @@ class Link:
         self.holders: Any = None
         self.stopping = threading.Event()
         self.on_news: Callable[[], None] = lambda: None
+        self.on_orphaned: Callable[[], None] = lambda: None
         self._news, self._sending = threading.Event(), threading.Lock()
         self._clock = AwakeClock(GAP_S)
         self._alive = self._time()
@@ -154,8 +156,11 @@ class Link:
         while True:
             try:
                 kind, content = self.connection.recv()
-            except (EOFError, OSError):
-                os._exit(0)  # The trainer is gone; nobody would ever end this process.
+            except (EOFError, OSError):  # The trainer is gone; nobody would ever end this process.
+                try:
+                    self.on_orphaned()
+                finally:
+                    os._exit(0)
             if kind == "task":
                 self.tasks.append(content)
             elif kind == "weights":
@@ -178,7 +183,8 @@ class Link:
 
 def worker_main(payload: bytes, connection: Connection, log: str, index: int) -> None:
     """What the new process runs; anything it says goes to ``log``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle.
+    for number in (signal.SIGINT, signal.SIGTERM):  # The trainer's to handle: it needs its workers to end its step.
+        signal.signal(number, signal.SIG_IGN)
     # Ends with the trainer, and may have children all the same (reward functions that run code do).
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process.
@@ -305,12 +311,9 @@ class WorkerProcess:
         return RolloutError(f"rollout worker {self.index} (process {self.process.pid}) {what}.{said}")
 
     def stop(self, join_s: float = JOIN_S) -> None:
-        """Ask, then tell, then kill."""
+        """Ask, then kill."""
         self.send("stop")
         self.process.join(join_s)
-        if self.alive:
-            self.process.terminate()
-            self.process.join(TERMINATE_S)
         self.kill()
 
     def kill(self) -> None:

@@ -27,7 +27,8 @@ from posttrain.serve.state import Refusal
 
 __all__ = ["create_app"]
 
-OPEN_PATHS = ("/health/",)  # Load balancers ask without a token; the answer tells nothing else.
+# Load balancers ask without a token; the answer tells nothing else. With a query it may generate: that needs the token.
+OPEN_PATHS = ("/health/",)
 BUCKET_PATH = "/update_bucket/"
 LeaseToken = Annotated[str | None, Header(alias=LEASE_HEADER)]
 
@@ -77,7 +78,8 @@ class Guard:
 
     def _refusal(self, scope: Any) -> Refusal | None:
         headers = dict(scope["headers"])
-        if self.expected is not None and scope["path"] not in OPEN_PATHS:
+        is_open = scope["path"] in OPEN_PATHS and not scope.get("query_string")
+        if self.expected is not None and not is_open:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self.expected):
                 return Refusal(401, "Unauthorized", "send the server's --api_key: 'Authorization: Bearer KEY'.")

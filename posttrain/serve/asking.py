@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.rollouts.guiding import structured_guide
 from posttrain.serve.jobs import Ask
-from posttrain.serve.schema import Chat, Generate
+from posttrain.serve.schema import MOST, Chat, Generate
 from posttrain.serve.state import Refusal
 from posttrain.types import Sampling
 
@@ -17,6 +20,12 @@ __all__ = ["Limits", "Wanted", "render_chat", "wanted"]
 
 NAMED = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs", "seed")
 FURTHER = ("stop", "stop_token_ids", "min_tokens", "logit_bias", "no_repeat_ngram", "ignore_eos", "structured_outputs")
+RENDER_TIMEOUT_S = 5.0  # Of one conversation.
+# Arguments of `apply_chat_template` that a client may not set: a template is a program, and the others are the server's.
+OWN_ARGUMENTS = {
+    "chat_template", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
 WITHOUT_EFFECT = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind")
 
 
@@ -176,8 +185,12 @@ def _bias(value: Any, limits: Limits) -> tuple[tuple[int, float], ...]:
         pairs = tuple((int(token), float(number)) for token, number in value.items())
     except (AttributeError, TypeError, ValueError) as error:
         raise bad(f"generation_kwargs: logit_bias={value!r} must map token ids to numbers.") from error
-    for token, _ in pairs:
+    for token, number in pairs:
         _check_id(token, limits, "generation_kwargs: logit_bias")
+        if not abs(number) <= MOST:
+            raise bad(
+                f"generation_kwargs: logit_bias of token {token} is {number:g}; it must be from {-MOST:g} to {MOST:g}."
+            )
     return pairs
 
 
@@ -231,8 +244,12 @@ def render_chat(tokenizer: Any, body: Chat) -> list[list[int]]:
     """Conversations as token ids, by the tokenizer's template.
 
     Raises:
-        Refusal: 400, with the index of a conversation that the template refuses.
+        Refusal: 400, with the index of a conversation that the template refuses, or on which it does not end.
     """
+    if own := sorted(OWN_ARGUMENTS & body.chat_template_kwargs.keys()):
+        raise bad(
+            f"chat_template_kwargs: {', '.join(own)}: the server's own. It may hold variables of the template alone."
+        )
     rendered = []
     for index, messages in enumerate(body.messages):
         if not messages:
@@ -241,14 +258,41 @@ def render_chat(tokenizer: Any, body: Chat) -> list[list[int]]:
             raise bad(f"messages {index} holds images, which the served model does not take.", index=index)
         goes_on = messages[-1].get("role") == "assistant"
         try:
-            text = tokenizer.apply_chat_template(
-                messages, tools=body.tools or None, tokenize=False, add_generation_prompt=not goes_on,
-                continue_final_message=goes_on, **body.chat_template_kwargs,
-            )  # fmt: skip
+            with _time_limit(RENDER_TIMEOUT_S):
+                text = tokenizer.apply_chat_template(
+                    messages, tools=body.tools or None, tokenize=False, add_generation_prompt=not goes_on,
+                    continue_final_message=goes_on, **body.chat_template_kwargs,
+                )  # fmt: skip
+        except TimeoutError as error:
+            raise bad(
+                f"messages {index}: the chat template did not end within {RENDER_TIMEOUT_S:g} s. Fix: send less.",
+                index=index,
+            ) from error
         except Exception as error:
             raise bad(f"messages {index}: the chat template refuses it: {error}", index=index) from error
         rendered.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
     return rendered
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """End Python code of this thread, at its next line, once the time is over: a loop of a template ends by nothing else.
+
+    Raises:
+        TimeoutError: It was over.
+    """
+    limit, before = time.monotonic() + seconds, sys.gettrace()
+
+    def look(frame: Any, event: str, argument: Any) -> Any:
+        if time.monotonic() > limit:
+            raise TimeoutError
+        return look
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _has_image(message: dict[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
 
 from posttrain.rollouts.wire import LEASE_TTL_S, LONGEST_LEASE_S
 
@@ -27,16 +27,24 @@ __all__ = [
 TokenIds = list[Annotated[int, Field(ge=0, strict=True)]]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Version = Annotated[int, Field(ge=1, lt=2**53, strict=True)]
+# What divides logits: a smaller number makes them infinite, which no engine can sample from.
+LEAST, MOST = 1e-5, 1e5
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+def _greedy_or_finite(value: float) -> float:
+    if value != 0 and value < LEAST:
+        raise ValueError(f"temperature={value:g} must be 0 (greedy) or at least {LEAST:g}")
+    return value
+
+
 class _Sampling(_Body):
     n: Annotated[int, Field(ge=1, le=4096, description="Completions of each prompt.")] = 1
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    temperature: Annotated[float, Field(ge=0, description="0 is greedy.")] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=LEAST, le=MOST)] = 1.0
+    temperature: Annotated[float, Field(description="0 is greedy."), AfterValidator(_greedy_or_finite)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, description="-1 and 0 are off.")] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -78,7 +86,7 @@ class ScoreBody(_Body):
     sequences: list[TokenIds]
     prompt_lengths: list[StrictInt]
     top_logprobs: Annotated[int, Field(ge=0)] = 100
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=LEAST)] = 1.0
     response_format: Literal["json", "binary"] = "json"
     renormalize: bool = Field(default=False, description="Another temperature over the returned tokens alone.")
 

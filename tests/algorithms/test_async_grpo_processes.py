@@ -1,10 +1,17 @@
 """Asynchronous GRPO with real workers, real weights and real faults on a two-layer model."""
 
+import contextlib
 import os
+import re
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -15,9 +22,90 @@ from posttrain.algorithms.async_grpo.scoring import Scorer
 from posttrain.rewards.base import RewardRunner
 from posttrain.rollouts.partial import Writer
 from posttrain.rollouts.samples import GroupTask
+from posttrain.rollouts.wire import shared_root
 from posttrain.types import Sampling
 from tests.algorithms.async_helpers import At, Evidence, assert_exact, steps, trainer
-from tests.algorithms.helpers import prompts, weights
+from tests.algorithms.helpers import prompts, sft, weights
+
+ROOT = Path(__file__).parents[2]
+
+
+# A run of its own that goes on until it is ended, and says so after each step.
+ENDLESS = """
+import sys
+from transformers import TrainerCallback
+from tests.algorithms.async_helpers import trainer
+from tests.conftest import build_tokenizer
+
+class Told(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        print("step", state.global_step, flush=True)
+
+if __name__ == "__main__":
+    run = trainer(sys.argv[1], build_tokenizer(), max_steps=10_000)
+    run.add_callback(Told())
+    run.train()
+    print("ended after step", run.state.global_step, flush=True)
+"""
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """A trainer in a process group of its own that has taken a step; all of the group is killed at the end."""
+    command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    while process.poll() is None and not process.stdout.readline().startswith("step 1"):
+        pass
+    assert shared(process)
+    yield process
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for path in shared(process):
+        shutil.rmtree(path)
+
+
+def shared(process):
+    """What a trainer has in shared memory."""
+    return list(shared_root().glob(f"posttrain-async-{process.pid}-*"))
+
+
+def until(condition, seconds=20):
+    limit = time.monotonic() + seconds
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert condition()
+
+
+@pytest.mark.parametrize("kill", [os.kill, os.killpg])
+def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_frees_shared_memory(endless, tmp_path, kill):
+    """Slurm sends it to all processes of the job, Kubernetes to the first."""
+    kill(endless.pid, signal.SIGTERM)
+    said, _ = endless.communicate(timeout=60)
+    assert endless.returncode == 0
+    *_, last = said.splitlines()
+    assert re.fullmatch(r"ended after step \d+", last)
+    assert (tmp_path / f"checkpoint-{last.split()[-1]}" / "COMPLETE").is_file()
+    assert not shared(endless)
+
+
+def test_the_workers_of_a_trainer_that_was_killed_free_its_shared_memory_and_end(endless):
+    workers = psutil.Process(endless.pid).children(recursive=True)
+    os.kill(endless.pid, signal.SIGKILL)
+    until(lambda: not shared(endless))  # Before anybody has waited for the trainer: it is a zombie.
+    assert psutil.wait_procs(workers, timeout=20)[1] == []
+
+
+def test_what_a_trainer_that_was_killed_with_its_workers_left_is_removed_by_the_next_run(
+    endless, tiny_tokenizer, tmp_path
+):
+    os.killpg(endless.pid, signal.SIGSTOP)  # So that no worker notices.
+    os.killpg(endless.pid, signal.SIGKILL)
+    until(lambda: all(psutil.Process(endless.pid).status() == "zombie" for _ in [0]))
+    time.sleep(0.2)
+    assert shared(endless)
+    sft(tmp_path / "next", tiny_tokenizer, max_steps=1).train()
+    assert not shared(endless)
 
 
 class Slowly(TrainerCallback):

@@ -12,7 +12,7 @@ from posttrain.errors import ConfigError
 from tests.algorithms.async_helpers import At, Evidence, Recovering, assert_exact, sample, steps, trainer
 from tests.algorithms.helpers import prompts
 from tests.conftest import build_model, build_tokenizer
-from tests.rollouts.stub_server import Refused, StubServer
+from tests.rollouts.stub_server import Refused, Restarting, StubServer
 from tests.serve.test_process import process
 
 FIRST = 10  # Token of version 0.
@@ -21,8 +21,8 @@ FIRST = 10  # Token of version 0.
 class Scripted(StubServer):
     """Writes a token a step, which tells the version of the weights it is written under; waits while it is paused or updated."""
 
-    def __init__(self, held=0, token_s=0.02):
-        super().__init__(build_model(len(build_tokenizer())))
+    def __init__(self, held=0, token_s=0.02, port=0):
+        super().__init__(build_model(len(build_tokenizer())), port)
         self.held = self.version = held  # What it calls the weights it begins with.
         self.token_s, self.busy, self.most = token_s, 0, 0
 
@@ -116,6 +116,20 @@ def test_trap_s6_s45_every_trained_token_has_the_version_that_wrote_it_while_ser
     for stub in (first, second, newcomer):
         assert (stub.paused, stub.lease) == (None, None)
         assert stub.version - stub.held == 10  # One push at the start, and one after each step but the last.
+
+
+@pytest.mark.parametrize("path", ["pause", "update_bucket"])
+def test_the_only_server_restarts_and_is_waited_for_whatever_it_was_asked(tiny_tokenizer, tmp_path, path):
+    with contextlib.closing(Restarting(lambda port: Scripted(port=port), path)) as restarting:
+        run = trainer(
+            tmp_path, tiny_tokenizer, max_steps=4, vllm_server_base_url=[restarting.url], vllm_server_timeout=30,
+            preflight="off",
+        )  # fmt: skip
+        run.add_callback(At(2, lambda: setattr(restarting, "armed", True)))
+        run.train()
+        assert len(restarting.stubs) == 2
+        assert run.state.global_step == 4
+        assert_exact(run)
 
 
 @pytest.mark.parametrize(("every", "wanted"), [(1, "again"), (2, "send")])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from posttrain.rollouts.server import ServerEngine
 from posttrain.types import Request, Sampling
 from tests.algorithms.helpers import count_a, grpo, grpo_args, losses, prompts, weights
 from tests.conftest import build_model
-from tests.rollouts.stub_server import StubServer
+from tests.rollouts.stub_server import Restarting, StubServer
 
 ROOT = Path(__file__).parents[2]
 # Adam makes steps of one size out of gradients that are noise; plain descent keeps them as small as they are.
@@ -137,6 +138,33 @@ def test_a_server_that_restarts_with_old_weights_in_the_middle_of_a_run_gets_the
     assert max(row["sampling/sampling_logp_difference/max"] for row in rows) < 1e-3
     trainer.engine.close()
     second[0].close()
+
+
+@pytest.mark.parametrize(
+    "path", ["", "info", "begin_update", "update_bucket", "end_update", "get_sequence_logprobs", "generate"]
+)
+def test_a_server_that_restarts_is_waited_for_whatever_it_was_asked(tmp_path, tiny_tokenizer, stub, path):
+    settings = {"max_steps": 3, "vllm_server_timeout": 20.0, "weight_parity_every": 1}
+    whole = served(tmp_path / "whole", tiny_tokenizer, stub, **settings)
+    whole.train()
+    restarting = Restarting(lambda port: StubServer(build_model(len(tiny_tokenizer), seed=9), port), path)
+    trainer = served(tmp_path / "cut", tiny_tokenizer, restarting, **settings)
+    original = trainer.generate
+
+    def generate(examples, mode):
+        if trainer.state.global_step == 1 and len(restarting.stubs) == 1:
+            restarting.armed = True
+            if not path:  # Between two steps: nothing was asked of it.
+                restarting.restart()
+                time.sleep(0.2)
+        return original(examples, mode)
+
+    trainer.generate = generate
+    trainer.train()
+    assert len(restarting.stubs) == 2 and updates(restarting.stubs[1]) > 0
+    torch.testing.assert_close(weights(trainer), weights(whole), atol=1e-6, rtol=1e-5)
+    for one in (trainer.engine, whole.engine, restarting):
+        one.close()
 
 
 def test_servers_that_are_gone_end_the_run_with_a_checkpoint_that_goes_on_as_if_nothing_had_happened(

@@ -1,6 +1,9 @@
 """GRPO end to end on a two-layer model: schedules, resume, adapters, evaluation, and what is refused."""
 
 import json
+import multiprocessing
+import signal
+import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -270,15 +273,18 @@ def test_the_run_folder_holds_the_record(tiny_tokenizer, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
 
 
-def test_an_interrupt_finishes_the_step_and_saves(tiny_tokenizer, tmp_path):
-    import signal
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_finishes_the_step_and_saves(tiny_tokenizer, tmp_path, number):
+    child = []
 
     def press(completions, **kw):
         if trainer_box and trainer_box[0].state.global_step == 1:
-            signal.raise_signal(signal.SIGINT)
+            child.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
+            child[0].start()
+            signal.raise_signal(number)
         return count_a(completions, **kw)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A background job has it ignored.
+    before = signal.signal(number, signal.default_int_handler)  # A background job has Ctrl-C ignored.
     trainer_box = []
     trainer = grpo(tmp_path, tiny_tokenizer, rewards=press, max_steps=5, save_strategy="steps", save_steps=100)
     trainer_box.append(trainer)
@@ -286,7 +292,10 @@ def test_an_interrupt_finishes_the_step_and_saves(tiny_tokenizer, tmp_path):
     assert trainer.interrupt.requested
     assert trainer.state.global_step == 2
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+    assert signal.signal(number, before) is signal.default_int_handler
+    child[0].terminate()  # What a reward function forks can be ended as ever.
+    child[0].join(5)
+    assert child[0].exitcode == -signal.SIGTERM
 
 
 def test_seeds_differ_by_call_and_repeat_by_run(tiny_tokenizer, tmp_path):

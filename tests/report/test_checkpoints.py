@@ -263,6 +263,51 @@ def test_a_checkpoint_of_the_same_step_replaces_its_own_and_moves_anothers_aside
         assert names(folder) == (["checkpoint-3", "checkpoint-3.of-other"] if kept else ["checkpoint-3"])
 
 
+def test_checkpoints_of_a_run_that_was_killed_before_it_marked_them_are_replaced_and_counted(
+    tmp_path, tiny_tokenizer, monkeypatch
+):
+    """Killed again and again between a checkpoint's name and its mark, resumed each time."""
+    monkeypatch.setattr(checkpoints, "mark", _mark_or_die := MarkOrDie(checkpoints.mark))
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    for deadly in (3, 3, 5):
+        _mark_or_die.step = deadly
+        with pytest.raises(Killed):
+            sft(tmp_path, tiny_tokenizer, **settings).train(resume_from_checkpoint=bool(names(tmp_path)) or None)
+        assert f"checkpoint-{deadly}" in names(tmp_path)
+    _mark_or_die.step = None
+    sft(tmp_path, tiny_tokenizer, **settings).train(resume_from_checkpoint=True)
+    assert names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
+    assert all(checkpoints.damage(tmp_path / name) == "" for name in names(tmp_path))
+
+
+class Killed(BaseException):
+    """Stands for a signal that nothing survives."""
+
+
+class MarkOrDie:
+    """Marks checkpoints, but at a step it dies just before."""
+
+    def __init__(self, usual):
+        self.usual, self.step = usual, None
+
+    def __call__(self, checkpoint, run):
+        if checkpoint.name == f"checkpoint-{self.step}":
+            raise Killed
+        self.usual(checkpoint, run)
+
+
+def test_rotation_counts_unmarked_checkpoints_of_its_own_run_and_leaves_those_of_other_programs(tmp_path):
+    for step, run in ((1, "mine"), (2, "mine"), (3, "other")):
+        part = checkpoints.staging(tmp_path, step, run)
+        part.mkdir()
+        (part / "model.safetensors").write_bytes(b"new")
+        checkpoints.publish(part, tmp_path / f"checkpoint-{step}", run)  # And killed before it is marked.
+    made(tmp_path, 4, complete=False)  # Of a program that marks nothing.
+    made(tmp_path, 5, run="mine")
+    checkpoints.rotate(tmp_path, "mine", 2)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]
+
+
 def test_a_disk_without_room_is_found_before_training(tmp_path, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr("posttrain.algorithms.checkpoint.free_disk", lambda folder: 1024)
     trainer = sft(tmp_path, tiny_tokenizer, save_strategy="steps", save_steps=1)

@@ -278,5 +278,40 @@ class StubServer:
         return {}
 
 
+class Restarting:
+    """A server that breaks off at its first call of a path once it is armed, and is started anew half a second later.
+
+    ``make(port)`` makes a server with the weights that it has before it is given others.
+    """
+
+    def __init__(self, make, path):
+        self.make, self.path, self.armed = make, path, False
+        self.stubs = [make(0)]
+        self.url, (first,) = self.stubs[0].url, self.stubs
+        usual = first.answer
+
+        def answer(handler, path, body):
+            if self.armed and path == self.path:
+                self.restart()
+                raise ConnectionResetError
+            return usual(handler, path, body)
+
+        first.answer = answer
+
+    def restart(self):
+        if self.armed:
+            self.armed = False
+            threading.Thread(target=self._restart).start()
+
+    def _restart(self):
+        self.stubs[0].die()
+        time.sleep(0.5)
+        self.stubs.append(self.make(self.stubs[0].http.server_port))
+
+    def close(self):
+        for stub in self.stubs:
+            stub.close()
+
+
 def _grouped(flat, n):
     return [flat[i : i + n] for i in range(0, len(flat), n)]

@@ -14,7 +14,7 @@ from safetensors.torch import load, save, save_file
 import posttrain.rollouts.buckets
 from posttrain.errors import ConfigError, ModelError
 from posttrain.rollouts.buckets import DTYPES, MappedFile, SharedFile, buckets, safetensors_bytes
-from posttrain.rollouts.wire import checksum, remove_orphans
+from posttrain.rollouts.wire import checksum, hold, remove_orphans
 
 
 def test_examples_in_docstrings_run():
@@ -69,12 +69,22 @@ def test_files_of_processes_that_ended_are_removed(monkeypatch, tmp_path):
     file.close()
 
 
-def test_folders_of_processes_that_ended_are_removed_and_those_of_others_stay(tmp_path):
-    for name in ("posttrain-async-4194999-a", f"posttrain-async-{os.getpid()}-b", "posttrain-other"):
+def test_folders_of_processes_that_ended_are_removed_and_those_that_are_held_stay(tmp_path):
+    for name in (
+        "posttrain-async-4194999-a",
+        f"posttrain-async-{os.getpid()}-b",
+        "posttrain-async-1-c",
+        "posttrain-other",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights-1.safetensors").touch()
-    remove_orphans(tmp_path, "posttrain-async-{}-*")
-    assert {path.name for path in tmp_path.iterdir()} == {f"posttrain-async-{os.getpid()}-b", "posttrain-other"}
+    held = hold(tmp_path / "posttrain-async-4194999-a")  # Its number is none of this machine: of a container, say.
+    assert hold(tmp_path / "posttrain-async-4194999-a") is None
+    remove_orphans(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"posttrain-async-4194999-a", "posttrain-other"}
+    os.close(held)
+    remove_orphans(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"posttrain-other"}
 
 
 def test_a_file_goes_with_its_last_reference_unless_it_was_left(tmp_path):

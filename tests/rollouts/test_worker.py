@@ -9,7 +9,6 @@ import torch
 
 from posttrain import ArgumentTypeError, RolloutError
 from posttrain.errors import ModelError, WeightSyncError
-from posttrain.rollouts import worker as worker_module
 from posttrain.rollouts.buffer import RolloutBuffer
 from posttrain.rollouts.engine_spec import EngineSpec
 from posttrain.rollouts.pool import PoolSettings, WorkerPool
@@ -224,7 +223,6 @@ def test_pacing_writes_no_more_than_can_be_trained_in_time(tmp_path, running):
 
 
 def test_a_worker_that_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_module, "TERMINATE_S", 0.2)
     monkeypatch.setattr("posttrain.rollouts.pool.JOIN_S", 0.2)
     given = pool(tmp_path, Slow())
     given.start()

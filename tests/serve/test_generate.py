@@ -1,11 +1,13 @@
 """Generation over HTTP: every completion with its own prompt, every refusal with its reason."""
 
 import concurrent.futures
+import copy
 import time
 
 import pytest
 import requests
 
+from posttrain.serve import asking
 from tests.serve.engines import CONTEXT, FAIL, SLOW, expected
 from tests.serve.support import serving
 
@@ -236,6 +238,54 @@ def test_the_token_is_asked_for_everywhere_but_in_health():
         assert server.post("/generate/", {"prompts": [[1]]}, headers=wrong).status_code == 401
         right = {"Authorization": "Bearer open sesame"}
         assert server.post("/generate/", {"prompts": [[1]]}, headers=right).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health?deep=1", "/health/?deep=1", "/health//?deep=true", "/health/?%64eep=1"])
+def test_a_health_check_that_generates_asks_for_the_token(path):
+    with serving(api_key="open sesame") as server:
+        assert server.get(path).status_code == 401
+        assert server.backend().engine.calls == []
+        assert server.get(path, headers={"Authorization": "Bearer open sesame"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"temperature": 1e-40},
+        {"generation_kwargs": {"temperature": 1e-40}},
+        {"repetition_penalty": 1e-40},
+        {"repetition_penalty": 1e39},
+        {"generation_kwargs": {"logit_bias": {"5": 1e39}}},
+    ],
+)
+def test_a_number_that_no_logit_survives_is_a_bad_request(server, field):
+    error(server.post("/generate/", {"prompts": [[1]], "max_tokens": 2} | field), 400)
+    error(server.post("/chat/", {"messages": [[{"role": "user", "content": "x"}]], "max_tokens": 2} | field), 400)
+
+
+def test_a_score_at_a_temperature_that_no_logit_survives_is_a_bad_request(server):
+    body = {"sequences": [[1, 2]], "prompt_lengths": [1], "temperature": 1e-40}
+    error(server.post("/get_sequence_logprobs/", body), 400)
+
+
+ENDLESS = (
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_that_never_ends_is_cut_off_and_the_server_goes_on(tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(asking, "RENDER_TIMEOUT_S", 0.3)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = "{% if slowly %}" + ENDLESS + "{% endif %}" + tiny_tokenizer.chat_template
+    with serving(tokenizer=tokenizer, max_model_len=None) as server:
+        ask = {"messages": [[{"role": "user", "content": "sum"}]], "max_tokens": 1}
+        began = time.monotonic()
+        response = server.post("/chat/", ask | {"chat_template_kwargs": {"slowly": True}})
+        assert "0.3 s" in error(response, 400) and response.json()["index"] == 0
+        assert time.monotonic() - began < 10
+        assert server.post("/chat/", ask).status_code == 200
+        own = server.post("/chat/", ask | {"chat_template_kwargs": {"chat_template": ENDLESS}})
+        assert "chat_template" in error(own, 400)  # Programs are not taken from clients at all.
 
 
 def test_limits_of_bodies_prompts_queue_and_time():

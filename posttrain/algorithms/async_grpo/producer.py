@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 import os
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from posttrain.rollouts.engine_spec import EngineHandle, EngineSpec
 from posttrain.rollouts.partial import Writer, Writing, writings
 from posttrain.rollouts.pool import GroupResult
 from posttrain.rollouts.samples import GroupTask
+from posttrain.rollouts.shared_weights import remove_weights
 from posttrain.rollouts.worker import Link
 from posttrain.types import Request
 
@@ -59,6 +62,8 @@ class RolloutJob:
         logging.basicConfig(level=logging.WARNING)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
+        if self.engine.weights:
+            link.on_orphaned = functools.partial(remove_weights, Path(self.engine.weights))
         handle = self.engine.make()
         try:
             producer = Producer(self, link, handle)

@@ -142,7 +142,10 @@ class ServiceMixin:
         began = time.perf_counter()
         names = getattr(self.transfer, "checkpoint_names", False)
         tensors = Weights(self.model_wrapped, checkpoint_names=names)  # type: ignore[attr-defined]
-        parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator)
+        tries = self._far("vllm_sync_retries") + 1 if self._engine_kind == "server" else 1  # type: ignore[attr-defined]
+        self.whole_update(  # type: ignore[attr-defined]
+            lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries
+        )
         self.version += not again
         self._sent_at = self.state.global_step
         if self.worker is not None:
@@ -176,9 +179,9 @@ class ServiceMixin:
         from posttrain.rollouts.remote import ServerEngine, ServerTransfer
 
         args, urls = self.args, self.args.server_urls
-        options = self._server_options() | {"connection_timeout": args.vllm_server_timeout}
-        make = functools.partial(ServerEngine, urls if len(urls) > 1 else urls[0], **options)
-        return ServerTransfer(make, patience=args.vllm_server_timeout)
+        waits = {"connection_timeout": args.vllm_server_timeout, "patience": args.vllm_server_timeout}
+        options = self._server_options() | waits
+        return ServerTransfer(functools.partial(ServerEngine, urls if len(urls) > 1 else urls[0], **options))
 
     # Workers -----------------------------------------------------------------------------------------------------
 

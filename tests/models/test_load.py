@@ -1,0 +1,46 @@
+"""Loading models: the dtype that was asked for is the dtype that is loaded, under either of its names."""
+
+import pytest
+import torch
+
+import posttrain
+from posttrain import ConfigError, create_model_from_path
+from posttrain.algorithms.config import PostTrainingConfig
+from posttrain.models.load import load_classifier
+from posttrain.rewards.model import ModelReward
+
+HALVES = [torch.bfloat16, "bfloat16"]
+
+
+def configs():
+    """Every public config of a trainer."""
+    found = [getattr(posttrain, name) for name in posttrain.__all__ if name.endswith("Config")]
+    return [c for c in found if isinstance(c, type) and issubclass(c, PostTrainingConfig)]
+
+
+@pytest.fixture
+def classifier_dir(tiny_model_dir):
+    load_classifier(tiny_model_dir, "sequence", num_labels=1, dtype="float32").save_pretrained(tiny_model_dir)
+    return tiny_model_dir
+
+
+@pytest.mark.parametrize("given", HALVES)
+def test_a_model_is_loaded_in_the_dtype_that_torch_dtype_says(tiny_model_dir, given):
+    assert create_model_from_path(tiny_model_dir, torch_dtype=given).dtype == torch.bfloat16
+    assert load_classifier(tiny_model_dir, "token", num_labels=2, torch_dtype=given).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("given", HALVES)
+def test_a_reward_model_is_loaded_in_the_dtype_that_torch_dtype_says(classifier_dir, given):
+    found = ModelReward(classifier_dir, model_init_kwargs={"torch_dtype": given})
+    assert found.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("config", configs(), ids=lambda c: c.__name__)
+def test_every_config_knows_torch_dtype_and_refuses_two_that_differ(config, tmp_path):
+    args = config(str(tmp_path), model_init_kwargs={"torch_dtype": "bfloat16", "revision": "main"})
+    assert args.model_init_kwargs == {"dtype": "bfloat16", "revision": "main"}
+    both = config(str(tmp_path), model_init_kwargs={"torch_dtype": torch.bfloat16, "dtype": "bfloat16"})
+    assert both.model_init_kwargs == {"dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match=r"torch_dtype=.*float16.*dtype=.*float32"):
+        config(str(tmp_path), model_init_kwargs={"torch_dtype": "float16", "dtype": "float32"})
