@@ -20,8 +20,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from posttrain import NativeEngine, Request, Sampling
-from posttrain.rollouts.native import attention, fused, products, run
-from posttrain.rollouts.native.choosing import Chooser
+from posttrain.rollouts.native import attention
+from posttrain.rollouts.native import layers as fused
+from posttrain.rollouts.native import layers as products
+from posttrain.rollouts.native import scheduler as run
+from posttrain.rollouts.native.sampler import Chooser
 
 SMALL = "norms, activations, rotary, embedding"
 

@@ -29,10 +29,10 @@ import harness
 import torch
 
 from posttrain.models.load import create_model_from_path, load_tokenizer
-from posttrain.rollouts.client import VLLMClient
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.native.threads import processors
-from posttrain.rollouts.push import Pusher
+from posttrain.rollouts.native.layers import processors
+from posttrain.rollouts.server.client import VLLMClient
+from posttrain.rollouts.server.weight_sync import Pusher
 from posttrain.types import Request, Sampling
 
 SEED = 3

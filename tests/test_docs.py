@@ -294,9 +294,11 @@ def test_the_tables_of_judged_losses_and_divergences_say_what_the_code_computes(
 
 
 def test_the_pages_of_preference_methods_name_every_finding_and_metric():
-    from posttrain.algorithms import dpo, judged, orpo, reference_free
+    from posttrain.algorithms import dpo, orpo, reference_free
     from posttrain.algorithms import preference as shared
-    from posttrain.checks import margins, pairs, preference
+    from posttrain.algorithms import unpaired as judged
+    from posttrain.checks import pairs, preference
+    from posttrain.checks import preference as margins
 
     source = "".join(map(inspect.getsource, (margins, pairs, preference)))
     codes = re.findall(r'^ +"(PT-[DP]\d{3})",(?:$| "warning")', source, re.M)
@@ -317,7 +319,7 @@ def test_the_table_of_adapters_is_the_fields_of_model_config():
 
 
 def test_the_table_of_template_families_is_the_one_of_the_code():
-    from posttrain.data.template_families import FAMILIES
+    from posttrain.data.template_probes import FAMILIES
 
     rows = table("chat_templates.md", "family")
     assert [(ticked(row[0])[0], ticked(row[1])[0]) for row in rows] == [(f.name, f.file) for f in FAMILIES]
@@ -325,7 +327,7 @@ def test_the_table_of_template_families_is_the_one_of_the_code():
 
 def test_the_tables_of_template_findings_and_response_formats_are_those_of_the_code():
     from posttrain import apply_chat_template
-    from posttrain.data.responses.wire import FORMATS
+    from posttrain.data.responses import FORMATS
     from posttrain.data.templates import PROBLEMS
 
     found = {ticked(row[0])[0]: tuple(row[1:3]) for row in table("chat_templates.md", "finding")}

@@ -10,8 +10,6 @@ import posttrain.losses.advantages
 import posttrain.losses.reduce
 import posttrain.metrics
 import posttrain.rewards.format
-import posttrain.rewards.length
-import posttrain.rewards.repetition
 import posttrain.rollouts.scripted
 from posttrain.errors import ConfigError, MissingDependencyError, check_choice
 from posttrain.integrations import require
@@ -27,8 +25,8 @@ from posttrain.metrics import MetricBuffer, maximum, mean, minimum, total
         posttrain.losses.reduce,
         posttrain.rollouts.scripted,
         posttrain.rewards.format,
-        posttrain.rewards.length,
-        posttrain.rewards.repetition,
+        posttrain.rewards.format,
+        posttrain.rewards.format,
     ],
 )
 def test_examples_in_docstrings_run(module):

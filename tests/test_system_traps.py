@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from posttrain import BCOConfig, ConfigError, CPOConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig
-from posttrain.checks import versions
-from posttrain.checks.core import Context
+from posttrain.checks import machine as versions
 from posttrain.checks.machine import ports_of_servers
 from posttrain.checks.online import check_online
-from posttrain.models import parallel, precompute
+from posttrain.checks.registry import Context
+from posttrain.models import parallel
+from posttrain.models import reference as precompute
 from tests.algorithms.test_dpo import dpo
 
 

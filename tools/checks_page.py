@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.checks import core
+from posttrain.checks import registry as core
 
 PAGE = Path(__file__).parent.parent / "docs" / "assumptions.md"
 ASSUMPTIONS = {

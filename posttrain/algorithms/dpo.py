@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.config import warn_keep_end
 from posttrain.algorithms.preference import (
     ComparedConfig,
     PreferenceTrainer,
@@ -25,6 +24,7 @@ from posttrain.losses.likelihood import nll
 from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_sum
 from posttrain.metrics import mean
+from posttrain.training.config import warn_keep_end
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]

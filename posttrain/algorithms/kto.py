@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.judged import JudgedTrainer, judged_metrics
 from posttrain.algorithms.preference import ComparedConfig, sequence_logp
+from posttrain.algorithms.unpaired import JudgedTrainer, judged_metrics
 from posttrain.data.forest import collate
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.reduce import row_terms
@@ -19,8 +19,7 @@ from posttrain.losses.unpaired import KTO_LOSSES, kl_baseline, kl_totals
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
-from posttrain.models.precompute import precomputed_logps
-from posttrain.models.reference import Reference
+from posttrain.models.reference import Reference, precomputed_logps
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["KTOConfig", "KTOTrainer", "fixed_partners", "partners"]

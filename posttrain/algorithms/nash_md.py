@@ -10,12 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.online_preference import OnlinePreferenceTrainer
-from posttrain.algorithms.online_preference_config import OnlinePreferenceConfig
+from posttrain.algorithms.online_preference import OnlinePreferenceConfig, OnlinePreferenceTrainer
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.rollouts.generation import Generation
+from posttrain.rollouts.batch import Generation
 from posttrain.rollouts.mixture import MixtureEngine
 from posttrain.types import Batch, ModelOutputs, Request, Rollout, Sampling
 

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from posttrain.algorithms.base import PostTrainer
-from posttrain.algorithms.config import PostTrainingConfig, refuse_cut_sequences
-from posttrain.data.ranked import pair_rows, prepare_reward_dataset
-from posttrain.data.unbatch import unbatched_pairs
+from posttrain.data.preference import pair_rows, prepare_reward_dataset
+from posttrain.data.sft import unbatched_pairs
 from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.ranking import bradley_terry, centering
 from posttrain.losses.reduce import row_terms
 from posttrain.metrics import maximum, mean, minimum
 from posttrain.models.forward import forward
 from posttrain.models.load import load_classifier
+from posttrain.training.config import PostTrainingConfig, refuse_cut_sequences
+from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["RewardConfig", "RewardTrainer", "reward_objective"]

@@ -9,9 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.online import OnlineTrainer
-from posttrain.algorithms.online_config import OnlineConfig
-from posttrain.algorithms.vllm_fields import refuse_truncated
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import group_advantages, leave_one_out_advantages, standardized
 from posttrain.losses.kl import k1
@@ -20,9 +17,11 @@ from posttrain.losses.ratio import engine_gap, rollout_correction
 from posttrain.losses.reduce import sequence_mean, sequence_sum
 from posttrain.metrics import maximum, mean
 from posttrain.models import parallel
-from posttrain.report.callbacks.sync_reference import SyncRefModelCallback
-from posttrain.rewards.base import RewardTable
-from posttrain.rollouts.generation import Generation
+from posttrain.report.sync_reference import SyncRefModelCallback
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.batch import Generation
+from posttrain.training.online import OnlineTrainer
+from posttrain.training.online_config import OnlineConfig, refuse_truncated
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["RLOOConfig", "RLOOTrainer", "rloo_objective"]

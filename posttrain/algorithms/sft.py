@@ -10,23 +10,23 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from posttrain.algorithms.base import PostTrainer
-from posttrain.algorithms.config import PostTrainingConfig, warn_keep_end
-from posttrain.algorithms.evaluation import full_logits
 from posttrain.data.packing import STRATEGIES
-from posttrain.data.supervised import (
+from posttrain.data.sft import (
     PreparationReport,
     SupervisedOptions,
     check_prepared,
     document_rows,
     prepare_sft_dataset,
+    unbatched,
     with_training_template,
 )
-from posttrain.data.unbatch import unbatched
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.metrics import mean
 from posttrain.models.forward import learns_prompts
+from posttrain.training.config import PostTrainingConfig, warn_keep_end
+from posttrain.training.evaluation import full_logits
+from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["SFTConfig", "SFTTrainer", "sft_objective"]

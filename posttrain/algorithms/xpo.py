@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from posttrain.algorithms.online_preference import OnlinePreferenceTrainer, pair_terms
-from posttrain.algorithms.online_preference_config import OnlinePreferenceConfig
+from posttrain.algorithms.online_preference import OnlinePreferenceConfig, OnlinePreferenceTrainer, pair_terms
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.rollouts.base import RolloutEngine

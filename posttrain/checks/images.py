@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from posttrain.checks.core import Context, finding, probe, register
+from posttrain.checks.registry import Context, finding, probe, register
 from posttrain.integrations.pictures import image_size, unreadable
 from posttrain.types import Finding
 

@@ -10,8 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 
-from posttrain.checks.curves import History, columns, ends, training_rows, window
-from posttrain.checks.lag import check_lag
+from posttrain.checks.training import History, check_lag, columns, ends, training_rows, window
 from posttrain.thresholds import CLIPPED_TOKENS, CUT, ENTROPY_LEFT, FLAT_SHARE, KL_GROWTH, KL_LARGE
 from posttrain.types import Finding
 

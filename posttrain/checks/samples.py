@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.checks.core import Severity, finding, register
-from posttrain.checks.row_context import count_of
+from posttrain.checks.registry import Severity, finding, register
+from posttrain.checks.rows import count_of
 from posttrain.data.formats import ROLES
 from posttrain.types import Finding
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from posttrain.checks.core import finding, register
+from posttrain.checks.registry import finding, register
 from posttrain.errors import WeightSyncError
-from posttrain.rollouts.replies import sampling_fields
+from posttrain.rollouts.server.replies import sampling_fields, shape_of
 from posttrain.rollouts.vllm_worker import restart_command
-from posttrain.rollouts.wire import shape_of
 from posttrain.types import Finding, Sampling
 
 __all__ = [

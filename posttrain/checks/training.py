@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from posttrain.checks.registry import Context, finding, probe, register
 from posttrain.types import Finding
 
 __all__ = [
+    "History",
     "check_dense_masks",
     "check_devices",
     "check_first_gradients",
     "check_idle_memory",
+    "check_lag",
     "check_padding",
     "check_positions",
     "check_precision",
     "check_special_tokens",
     "check_trained_tokens",
+    "columns",
+    "ends",
+    "nothing_trained",
+    "training_rows",
+    "window",
 ]
+
 
 # Weights of transformers are about this large: the usual standard deviation of their initialisation.
 TYPICAL_WEIGHT = 0.02
@@ -318,4 +328,123 @@ def check_dense_masks(
         "the attention backend",
         "documents are isolated, but time and memory grow with the square of the row.",
         f"load the model with {choice}, or lower max_row_tokens.",
+    )
+
+
+@probe("data", "PT-B001")
+def nothing_trained(context: Context) -> list[Finding | None]:
+    """A model none of whose parameters requires a gradient."""
+    parameters = getattr(context.model, "parameters", None)
+    if parameters is None or any(parameter.requires_grad for parameter in parameters()):
+        return []
+    return [check_first_gradients({})]
+
+
+History = Sequence[Mapping[str, float]]
+
+
+def training_rows(history: History) -> list[Mapping[str, float]]:
+    """The rows that training logged, without those of evaluations and the summary at the end."""
+    return [row for row in history if "loss" in row and "step" in row]
+
+
+def window(history: History, name: str, steps: int) -> list[float] | None:
+    """Values of the latest rows that together speak of at least ``steps`` optimiser steps; None where there are fewer.
+
+    >>> rows = [{"loss": 0.0, "step": 5, "kl": 1.0}, {"loss": 0.0, "step": 10, "kl": 2.0}]
+    >>> window(rows, "kl", 5), window(rows, "kl", 10), window(rows, "kl", 11)
+    ([2.0], [1.0, 2.0], None)
+    """
+    rows = training_rows(history)
+    values: list[float] = []
+    for index in range(len(rows) - 1, -1, -1):
+        if name not in rows[index]:
+            return None
+        values.append(rows[index][name])
+        if rows[-1]["step"] - (rows[index - 1]["step"] if index else 0) >= steps:
+            return values[::-1]
+    return None
+
+
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """Means of the first and the last fifth."""
+    fifth = max(1, len(values) // 5)
+    return statistics.fmean(values[:fifth]), statistics.fmean(values[-fifth:])
+
+
+def columns(history: History, ending: str) -> list[str]:
+    """Names of the reward functions that the newest row has ``rewards/<name>/<ending>`` of."""
+    rows = training_rows(history)
+    keys = [key for key in (rows[-1] if rows else {}) if key.startswith("rewards/") and key.endswith(f"/{ending}")]
+    return [key.removeprefix("rewards/").removesuffix(f"/{ending}") for key in keys]
+
+
+register("PT-R024", "policy-mismatch", moment="log_step", title="the policy moves away from what samples", page="c")
+register("PT-R025", "rollouts-discarded", moment="log_step", title="many rollouts are thrown away as too old", page="c")
+register(
+    "PT-R026", "rollouts-at-the-bound", moment="log_step", title="most rollouts are as old as they may be", page="c"
+)
+
+WINDOW, RISING = 10, 50  # Optimiser steps.
+APART, GROWTH, FAR = 0.1, 1.5, 0.5  # Nats a token: where a rise counts, by how much, and where the size alone does.
+DISCARDED, BOUND = 0.3, 0.8
+
+
+def check_lag(history: History) -> Iterator[Finding]:
+    """Staleness of rollouts, and what it costs, over the latest steps of a log."""
+    yield from _mismatch(history)
+    yield from _discarded(history)
+    share = window(history, "async/at_staleness_bound", WINDOW)
+    if share is not None and statistics.fmean(share) > BOUND:
+        yield finding(
+            "PT-R026",
+            "warning",
+            f"{100 * statistics.fmean(share):.0f} % of the rollouts of the last {WINDOW} steps are as old as "
+            "max_staleness_hard allows.",
+            "async/at_staleness_bound",
+            "every step trains on what old weights wrote: more bias for no more speed, and the next delay discards them.",
+            "lower max_inflight_tasks, set staleness_policy='pace', or give generation more devices.",
+        )
+
+
+def _mismatch(history: History) -> Iterator[Finding]:
+    rows = training_rows(history)
+    name = "sampling/kl" if rows and "sampling/kl" in rows[-1] else "kl"
+    if name == "kl" and not (rows and "async/staleness_mean" in rows[-1]):
+        return  # That is the distance to the reference.
+    recent, trend = window(history, name, WINDOW), window(history, name, RISING)
+    if recent is None:
+        return
+    now = statistics.fmean(recent)
+    first, last = ends(trend) if trend is not None and len(trend) >= 5 else (now, now)
+    rising = last > APART and last > GROWTH * first
+    if now <= FAR and not rising:
+        return
+    trail = f", rising for {RISING} steps (from {first:.2g})" if rising else f" over {WINDOW} steps"
+    yield finding(
+        "PT-R024",
+        "warning",
+        f"policy mismatch KL {now:.2g} nats a token{trail}.",
+        name,
+        "mean(rho - 1 - log rho) of policy to sampler: what is trained was written by another policy, and importance weights "
+        "throw more and more of it away.",
+        "lower learning_rate, max_staleness, num_iterations or steps_per_generation; push weights more often; check that the "
+        "engine really samples from the weights that were pushed, at this temperature.",
+    )
+
+
+def _discarded(history: History) -> Iterator[Finding]:
+    dropped, made = (window(history, f"async/{what}", WINDOW) for what in ("stale_dropped", "produced"))
+    if dropped is None or made is None or len(dropped) < 2:
+        return
+    old, new = dropped[-1] - dropped[0], made[-1] - made[0]  # Both count from the start of the run.
+    if new <= 0 or old <= DISCARDED * new:
+        return
+    yield finding(
+        "PT-R025",
+        "warning",
+        f"{100 * old / new:.0f} % of the rollouts of the last {WINDOW} steps ({old:.0f} of {new:.0f}) were discarded as too old.",
+        "async/stale_dropped",
+        "generation outpaces training: that part of its time is spent on nothing.",
+        "lower max_inflight_tasks, raise max_staleness, or raise weight_sync_steps so that versions pass more slowly.",
     )

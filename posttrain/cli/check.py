@@ -101,7 +101,7 @@ class Checkup:
     # Stages ------------------------------------------------------------------------------------------------------
 
     def _config(self) -> str:
-        from posttrain.checks.preflight import Preflight
+        from posttrain.checks.registry import Preflight
 
         rest, _ = train._accelerate_shortcut(list(self.tokens))
         *self.parsed, unknown = train.parser_for(self.command).parse_args_and_config(
@@ -115,9 +115,9 @@ class Checkup:
         return f"{type(config).__name__} on {device}: {batch} rows a step and process, learning rate {config.learning_rate:g}"
 
     def _model(self) -> str:
-        from posttrain.algorithms.preflight import model_config_of
         from posttrain.checks.training import check_precision
         from posttrain.models.load import check_model_source
+        from posttrain.training.checks import model_config_of
 
         _, config, model_args, _ = self.parsed
         source = model_args.model_name_or_path or getattr(config, "sft_model_path", None)
@@ -144,8 +144,8 @@ class Checkup:
         return f"{len(tokenizer):,} tokens, {template}, eos {tokenizer.eos_token!r}, pad {tokenizer.pad_token!r}"
 
     def _rewards(self) -> str:
-        from posttrain.cli.sources import reward_functions
-        from posttrain.rewards.functions import reward_name, unique
+        from posttrain.cli.train import reward_functions
+        from posttrain.rewards.runner import reward_name, unique
 
         script_args = self.parsed[0]
         if not isinstance(script_args, train.GRPOScriptArguments):
@@ -156,7 +156,7 @@ class Checkup:
         return ", ".join(names)
 
     def _data(self) -> str:
-        from posttrain.algorithms.input_rows import row_codes, usable_rows
+        from posttrain.training.checks import row_codes, usable_rows
 
         script_args, config, _, mixture = self.parsed
         split = train._train_split(script_args, mixture)
@@ -174,7 +174,7 @@ class Checkup:
 
     def _settings(self) -> str:
         """Versions, server, memory: whatever is registered for a config."""
-        from posttrain.checks import core
+        from posttrain.checks import registry as core
 
         before = len(self.findings)
         self._tell(self.preflight.run("config", self._context()))
@@ -183,7 +183,7 @@ class Checkup:
         return f"{len(codes)} checks of settings, {new} finding{'s' if new != 1 else ''}"
 
     def _rows(self) -> str:
-        from posttrain.algorithms.data_report import template_findings
+        from posttrain.training.data_report import template_findings
 
         tokenizer, usable = self.known.get("tokenizer"), self.known.get("usable")
         if tokenizer is None or usable is None or self.command not in inspect.ROWS:
@@ -200,7 +200,7 @@ class Checkup:
         return _described(made.rows)
 
     def _context(self, **more: Any) -> Any:
-        from posttrain.checks.core import Context
+        from posttrain.checks.registry import Context
 
         script_args, config, model_args, _ = self.parsed
         parts = {k: v for k, v in self.known.items() if k not in Context.__dataclass_fields__}
@@ -281,7 +281,7 @@ def show(checkup: Checkup) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from posttrain.checks.core import REGISTRY
+    from posttrain.checks.registry import REGISTRY
 
     console = Console(highlight=False, soft_wrap=False)
     table = Table.grid(padding=(0, 2))

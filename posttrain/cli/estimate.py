@@ -218,7 +218,7 @@ def _lengths(trainer: str, parsed: Sequence[Any], given: tuple[int | None, int |
 
 def _longest_rows(trainer: str, parsed: Sequence[Any]) -> list[Any]:
     """The longest examples of the training set, tokenised."""
-    from posttrain.data.longest import longest_examples
+    from posttrain.data.samplers import longest_examples
 
     script_args, config, model_args, mixture = parsed
     name = "grpo" if trainer == "ppo" else trainer

@@ -60,8 +60,8 @@ def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     from dataclasses import replace
 
     from posttrain.checks.rows import diverged_prompts
-    from posttrain.data.raw import ROW, listed
-    from posttrain.data.supervised import check_prepared, document_rows, prepare_sft_dataset, with_training_template
+    from posttrain.data.formats import ROW, listed
+    from posttrain.data.sft import check_prepared, document_rows, prepare_sft_dataset, with_training_template
 
     if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
         check_prepared(examples, "train", len(tokenizer))
@@ -80,15 +80,15 @@ def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
 
 def _numbers(prepared: Any) -> list[int] | None:
     """Numbers of the rows that were left, where preparation kept them."""
-    from posttrain.data.raw import ROW
+    from posttrain.data.formats import ROW
 
     return list(prepared[ROW]) if ROW in prepared.column_names else None
 
 
 def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
     """Rows of a method that samples its completions: prompts alone, as the engine will see them."""
-    from posttrain.data.prompts import check_prompts
-    from posttrain.data.tokenize import tokenize_prompts
+    from posttrain.data.chat import tokenize_prompts
+    from posttrain.data.samplers import check_prompts
 
     check_prompts(examples, "train_dataset", tokenizer)
     kwargs = config.chat_template_kwargs or {}
@@ -97,7 +97,7 @@ def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
 
 def reward_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     """Rows of an outcome reward model: pairs that share their prompt."""
-    from posttrain.data.ranked import pair_rows, prepare_reward_dataset
+    from posttrain.data.preference import pair_rows, prepare_reward_dataset
 
     prepared = prepare_reward_dataset(examples, tokenizer, max_length=config.max_length)
     return Prepared(pair_rows(prepared), [], numbers=_numbers(prepared))
@@ -109,9 +109,8 @@ def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
     def rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
         from posttrain.checks.pairs import check_pairs
         from posttrain.data.chat import terminal_token_ids
-        from posttrain.data.pairs import extract_and_unpair
-        from posttrain.data.preferences import AnswerOptions, answer_rows, prepare_answers
-        from posttrain.data.raw import ROW
+        from posttrain.data.formats import ROW, extract_and_unpair
+        from posttrain.data.preference import AnswerOptions, answer_rows, prepare_answers
 
         if branches == ("completion",):
             examples = extract_and_unpair(examples)
@@ -239,8 +238,13 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
 
 def _tokenizer(model_args: Any, config: Any, *, generative: bool) -> Any:
     """The tokenizer as training has it when it reads its rows."""
-    from posttrain.models.load import check_model_source, load_tokenizer, resolve_pad_token
-    from posttrain.models.vocabulary import changes_vocabulary, prepare_tokenizer
+    from posttrain.models.load import (
+        changes_vocabulary,
+        check_model_source,
+        load_tokenizer,
+        prepare_tokenizer,
+        resolve_pad_token,
+    )
 
     source = model_args.model_name_or_path
     if not source:
@@ -267,7 +271,7 @@ def _drawn(dataset: Any, count: int, seed: int) -> tuple[Any, int | None, list[i
     """Up to ``count`` examples in the order of the dataset, in memory, how many there are (None of a stream), their places."""
     import datasets
 
-    from posttrain.data.raw import ROW
+    from posttrain.data.formats import ROW
 
     streaming = isinstance(dataset, datasets.IterableDataset)
     if streaming:

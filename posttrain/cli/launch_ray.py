@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.cli.parser import PosttrainArgumentParser, _split_config, load_config, to_tokens
 from posttrain.errors import ConfigError, RolloutServerError, check_choice, did_you_mean
-from posttrain.rollouts.wire import API_KEY_VARIABLE
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from posttrain.integrations.ray import Command, RayCluster, State

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from posttrain.checks.machine import REQUIREMENTS, base_version, installed_version
 from posttrain.integrations import is_available
-from posttrain.integrations.versions import REQUIREMENTS, base_version, installed_version
 
 __all__ = [
     "is_deepspeed_available",

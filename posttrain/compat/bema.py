@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import CheckpointError, ConfigError, ModelError
 from posttrain.models.reference import Reference
-from posttrain.report.callbacks.sync_reference import bare, has_adapter, is_sharded, resumed_from, write_tensors
+from posttrain.report.sync_reference import bare, has_adapter, is_sharded, resumed_from, write_tensors
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

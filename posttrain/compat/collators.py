@@ -13,8 +13,7 @@ from torch import Tensor
 
 from posttrain.compat.sequences import encode_with_byte_offsets, is_byte_level
 from posttrain.compat.tensors import pad
-from posttrain.data.chat import common_prefix, render
-from posttrain.data.tokenize import encode
+from posttrain.data.chat import common_prefix, encode, render
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
 __all__ = [

@@ -14,8 +14,8 @@ from posttrain.compat.grpo_padded import from_padded, padded_logps, to_padded
 from posttrain.errors import ConfigError, RewardError
 from posttrain.losses.policy import vespo_weight
 from posttrain.losses.ratio import entropy_mask, off_policy_mask
-from posttrain.rewards.base import RewardTable
-from posttrain.rollouts.generation import Generation
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.batch import Generation
 from posttrain.types import Batch, Rollout, Sampling
 
 __all__ = ["REFUSED", "TAKEN", "GRPOOverrides", "adapt", "overrides"]

@@ -12,7 +12,7 @@ from posttrain.errors import ConfigError, did_you_mean
 from posttrain.models import parallel
 from posttrain.models.attention import padded_layout
 from posttrain.models.forward import forward
-from posttrain.rollouts.generation import Generation
+from posttrain.rollouts.batch import Generation
 from posttrain.types import Rollout, Row
 
 __all__ = ["from_padded", "padded_logps", "to_padded"]

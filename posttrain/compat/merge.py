@@ -14,7 +14,7 @@ import transformers
 from posttrain.errors import ConfigError, ModelError, check_choice
 from posttrain.integrations import require
 from posttrain.models.load import get_config_model_id
-from posttrain.report.callbacks.sync_reference import bare, has_adapter, is_sharded
+from posttrain.report.sync_reference import bare, has_adapter, is_sharded
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from posttrain.compat.tensors import pad_to_length
-from posttrain.data.formats import describe_dataset, is_messages, maybe_convert_to_chatml
-from posttrain.data.pairs import maybe_extract_prompt, unpair_preference_dataset
+from posttrain.data.formats import (
+    describe_dataset,
+    is_messages,
+    maybe_convert_to_chatml,
+    maybe_extract_prompt,
+    unpair_preference_dataset,
+)
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, PosttrainError, check_choice
 
 __all__ = [

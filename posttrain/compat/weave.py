@@ -13,7 +13,7 @@ import transformers
 from posttrain.errors import ConfigError
 from posttrain.integrations import is_available, require
 from posttrain.models.load import get_config_model_id
-from posttrain.report.callbacks.completions import EvalPrompts
+from posttrain.report.completions import EvalPrompts
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
@@ -45,7 +45,7 @@ class WeaveCallback(transformers.TrainerCallback):
 
     Raises:
         ConfigError: When training or the first evaluation begins: there is no client, project or wandb run to log to.
-        DataError: See `posttrain.report.callbacks.completions.EvalPrompts`.
+        DataError: See `posttrain.report.completions.EvalPrompts`.
 
     >>> trainer.add_callback(WeaveCallback(trainer, "team/runs", scorers={"length": lambda p, c: len(c)}))  # doctest: +SKIP
     """

@@ -2,32 +2,165 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from posttrain.data.formats import is_conversational
-from posttrain.data.messages import check_messages, check_unicode, fit_messages
+from posttrain.data.formats import is_conversational, strip_none
 from posttrain.errors import ConfigError, DataError, ModelError
 
 __all__ = [
     "AssistantSpans",
     "apply_chat_template",
     "assistant_mask",
+    "check_messages",
+    "check_unicode",
     "common_prefix",
+    "encode",
+    "fit_messages",
     "has_generation_markers",
     "maybe_apply_chat_template",
+    "one_bos",
+    "open_end",
+    "parse_tools",
+    "prompt_text",
     "render",
     "render_prompt",
+    "template_arguments",
     "terminal_token_ids",
+    "tokenize_prompts",
     "turn_end",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+# What messages call the model's reasoning; a template reads one of them, and silently leaves the others out.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+_renamed: set[tuple[str, str]] = set()
+
+
+def check_unicode(text: str, where: str) -> None:
+    """Refuse text with lone surrogates, which no tokenizer reads.
+
+    Raises:
+        DataError: It cannot be written as UTF-8; names the place and shows what stands around it.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        shown = text[max(0, error.start - 30) : error.end + 10]
+        raise DataError(
+            f"{where}: text that is not valid Unicode (character {error.start}: {error.reason}): {shown!r}. Read its source as "
+            "UTF-8 again, or mend it with text.encode('utf-8', 'replace').decode()."
+        ) from error
+
+
+def check_messages(messages: Any) -> None:
+    """Refuse what many templates would render as nothing, or as the word None.
+
+    Raises:
+        DataError: A message that is no mapping with a role, or that says nothing: no content, tool call or reasoning.
+    """
+    for number, message in enumerate(messages):
+        plain = type(message) is dict  # As nearly all are; asking whether it is a Mapping takes longer than the rest.
+        if not (plain or isinstance(message, Mapping)) or not isinstance(message.get("role"), str):
+            keys = sorted(message) if isinstance(message, Mapping) else type(message).__name__
+            raise DataError(f"message {number} must be a mapping with a role and content, and it is {keys}.")
+        said = message.get("content") is not None or message.get("tool_calls")
+        if not said and not any(message.get(name) for name in REASONING):
+            raise DataError(
+                f"message {number} (role {message['role']!r}) has no content; its keys are {sorted(message)}. Give it a "
+                "'content', or leave the message out."
+            )
+
+
+def fit_messages(tokenizer: Any, messages: list[dict[str, Any]], template: Any = None) -> list[dict[str, Any]]:
+    """Messages as the chat template reads them; the given ones are not changed.
+
+    Reasoning goes under the name that the template reads, and tool arguments stored as JSON text are decoded where the
+    template would encode the text once more.
+    """
+    if not any(m.get(name) for m in messages for name in ("tool_calls", *REASONING) if name in m):
+        return messages
+    text = _text_of(template or tokenizer.chat_template)
+    reads = [name for name in REASONING if re.search(rf"""\.{name}\b|['"]{name}['"]""", text)]
+    fitted = [_under_read_name(message, reads) for message in messages]
+    if any(_json_calls(message) for message in fitted) and _escapes_twice(tokenizer, text):
+        fitted = [_decoded(message) for message in fitted]
+    return fitted
+
+
+def _text_of(template: Any) -> str:
+    return str((template.get("default") if isinstance(template, dict) else template) or "")
+
+
+def _under_read_name(message: dict[str, Any], reads: list[str]) -> dict[str, Any]:
+    given = [name for name in REASONING if message.get(name)]
+    if not given or not reads or set(given) & set(reads):
+        return message
+    if (given[0], reads[0]) not in _renamed:
+        _renamed.add((given[0], reads[0]))
+        logger.warning("messages hold %r, which the chat template does not read: taken as %r.", given[0], reads[0])
+    return {**{k: v for k, v in message.items() if k != given[0]}, reads[0]: message[given[0]]}
+
+
+def _arguments(call: Any) -> Any:
+    """What a call's JSON text decodes to, if that is an object; else None."""
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return None
+    try:
+        value = json.loads(function["arguments"])
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _json_calls(message: dict[str, Any]) -> bool:
+    return any(_arguments(call) is not None for call in message.get("tool_calls") or [])
+
+
+def _decoded(message: dict[str, Any]) -> dict[str, Any]:
+    def decode(call: dict[str, Any]) -> dict[str, Any]:
+        value = _arguments(call)
+        if value is None:
+            return call
+        if "function" in call:
+            return {**call, "function": {**call["function"], "arguments": value}}
+        return {**call, "arguments": value}
+
+    if not _json_calls(message):
+        return message
+    return {**message, "tool_calls": [decode(call) for call in message["tool_calls"]]}
+
+
+@lru_cache(maxsize=64)
+def _escapes_twice(tokenizer: Any, template: str) -> bool:
+    """Whether a template takes arguments as an object, and encodes text again (or refuses it)."""
+
+    def rendered(arguments: Any) -> str | None:
+        call = {"type": "function", "function": {"name": "zq_find", "arguments": arguments}}
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        except Exception:  # Whatever a template raises says that it does not take this form.
+            return None
+
+    as_object, as_text = rendered({"zq_key": "zq"}), rendered('{"zq_key": "zq"}')
+    fits = as_object is not None and "zq_key" in as_object and "'zq_key'" not in as_object
+    twice = fits and (as_text is None or '\\"zq_key\\"' in as_text)
+    if twice:
+        logger.warning(
+            "tool arguments are stored as JSON text, which the chat template would encode once more: they are decoded first."
+        )
+    return twice
+
 
 PROBE = "7f3a probe 9c1e"  # Content that no template writes by itself.
 
@@ -309,3 +442,104 @@ class AssistantSpans:
         ]
         assert len(offsets) == len(ids)
         return [int(any(a <= start < b for a, b in spans)) for start, _ in offsets]
+
+
+RENDERED = ("prompt", "tools", "chat_template_kwargs")  # Columns that decide what a prompt renders to.
+
+
+def encode(
+    tokenizer: Any, texts: list[str], *, special: bool, where: Callable[[int], str] = "text {} of the batch".format
+) -> list[list[int]]:
+    """Token ids of a batch of texts, with or without the tokenizer's own special tokens.
+
+    Args:
+        tokenizer: Encodes; a text longer than its ``model_max_length`` is no reason to warn: rows are cut later.
+        texts: What to encode.
+        special: Whether the tokenizer adds its special tokens.
+        where: Names a text by its place in ``texts``, for messages.
+
+    Raises:
+        DataError: A text is no valid Unicode.
+    """
+    if not texts:
+        return []
+    try:
+        return tokenizer(
+            texts,
+            add_special_tokens=special,
+            verbose=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )["input_ids"]
+    except Exception as error:
+        for index, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise DataError(f"{where(index)}: it must be text, and it is {type(text).__name__}.") from error
+            check_unicode(text, where(index))
+        raise DataError(f"the tokenizer could not read a batch of {len(texts)} texts: {error}") from error
+
+
+def one_bos(ids: list[int], bos: int | None) -> list[int]:
+    """A text that already begins with the bos token, tokenised with special tokens on, has two: keep one."""
+    return ids[1:] if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos else ids
+
+
+def open_end(ids: list[int], text: str, tokenizer: Any) -> list[int]:
+    """A prompt without the eos that some tokenizers end every text with: behind it, nothing is left to say."""
+    eos = tokenizer.eos_token_id
+    if eos is None or len(ids) < 2 or ids[-1] != eos or text.rstrip().endswith(tokenizer.eos_token):
+        return ids
+    return ids[:-1]
+
+
+def parse_tools(value: Any) -> Any:
+    """A ``tools`` column: schemas, or one JSON string of them; an empty list is none.
+
+    Raises:
+        DataError: A string that is no JSON.
+    """
+    if not isinstance(value, str):
+        return value or None
+    try:
+        return json.loads(value) or None
+    except ValueError as error:
+        raise DataError(f"column 'tools' is text that is not valid JSON ({error}): {value[:80]!r}") from error
+
+
+def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row itself says about its rendering: its tools and ``chat_template_kwargs``."""
+    kwargs = row.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise DataError(
+            f"column 'chat_template_kwargs' must be a mapping for the chat template, and it is {type(kwargs).__name__}: "
+            f"{str(kwargs)[:80]!r}"
+        )
+    return {"tools": parse_tools(row.get("tools")), **kwargs}
+
+
+def prompt_text(tokenizer: Any, row: dict[str, Any], kwargs: dict[str, Any]) -> str:
+    """A conversational row's prompt as the model must see it before it answers; the row's arguments win over ``kwargs``."""
+    return render_prompt(tokenizer, row["prompt"], **(kwargs | template_arguments(row)))
+
+
+def tokenize_prompts(
+    rows: Sequence[dict[str, Any]], tokenizer: Any, *, chat_template_kwargs: dict[str, Any] | None = None
+) -> list[list[int]]:
+    """Prompts of a batch as the engine must see them; equal neighbours are tokenised once.
+
+    Conversational prompts end with the generation prompt (or go on with the assistant's unfinished message) and get their
+    special tokens from the template alone; plain ones get the tokenizer's own.
+    """
+    texts: list[str] = []
+    index: list[int] = []
+    previous: Any = None
+    chat = is_conversational({"prompt": rows[0]["prompt"]})
+    for row in rows:
+        if previous is None or any(row.get(name) != previous.get(name) for name in RENDERED):
+            texts.append(prompt_text(tokenizer, strip_none(row), chat_template_kwargs or {}) if chat else row["prompt"])
+        index.append(len(texts) - 1)
+        previous = row
+    ids = [one_bos(x, tokenizer.bos_token_id) for x in encode(tokenizer, texts, special=not chat)]
+    if not chat:
+        ids = [open_end(x, text, tokenizer) for x, text in zip(ids, texts, strict=True)]
+    return [ids[i] for i in index]

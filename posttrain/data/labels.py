@@ -5,16 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.data.chat import AssistantSpans, common_prefix, has_generation_markers, render, terminal_token_ids
+from posttrain.data.chat import (
+    AssistantSpans,
+    common_prefix,
+    encode,
+    has_generation_markers,
+    one_bos,
+    open_end,
+    prompt_text,
+    render,
+    template_arguments,
+    terminal_token_ids,
+)
 from posttrain.data.formats import (
+    ROW,
+    check_ids,
     has_nested_none,
     is_conversational_from_value,
     is_messages,
     maybe_convert_to_chatml,
     strip_none,
 )
-from posttrain.data.raw import ROW, check_ids
-from posttrain.data.tokenize import encode, one_bos, open_end, prompt_text, template_arguments
 from posttrain.errors import DataError
 
 __all__ = ["COUNTERS", "IGNORED", "SupervisedOptions", "label_batch", "one_eos"]

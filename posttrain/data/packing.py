@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +16,197 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from posttrain.data.arrow import Lists, as_rows, check_list, gather, list_column, list_columns, segment_sum
-from posttrain.data.bins import best_fit_decreasing, shuffle_bins, split_lengths
-from posttrain.errors import ConfigError, DataError, check_choice
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
-__all__ = ["STRATEGIES", "pack_dataset", "split_trained", "truncate_dataset"]
+__all__ = [
+    "STRATEGIES",
+    "Lists",
+    "as_rows",
+    "best_fit_decreasing",
+    "check_list",
+    "gather",
+    "list_column",
+    "list_columns",
+    "pack_dataset",
+    "segment_sum",
+    "shuffle_bins",
+    "split_lengths",
+    "split_trained",
+    "truncate_dataset",
+]
 
 logger = logging.getLogger(__name__)
+
+
+def best_fit_decreasing(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Place documents into as few bins as the best-fit-decreasing rule gives.
+
+    Longest first, ties in order; each goes into the open bin with the least room that is enough; among equals, the one
+    that came to have that room first; if none is open, into a new one.
+
+    Documents of one length are placed together: a bin with room r takes ``r // length`` of them in a row, since after
+    each it is still the tightest. So a step handles a whole queue of bins, and costs a bisection over distinct rooms.
+
+    Args:
+        lengths: ``(n,)`` integers in ``1..size``.
+        size: Tokens of a bin.
+
+    Returns:
+        ``order (n,)``, indices of the documents bin by bin, in order of insertion, bins in order of creation; and
+        ``counts (bins,)``, documents of each bin.
+
+    >>> order, counts = best_fit_decreasing(np.array([3, 3, 2, 2, 1, 1]), 5)
+    >>> order.tolist(), counts.tolist()
+    ([0, 2, 1, 3, 4, 5], [2, 2, 2])
+    """
+    by_length = np.argsort(-lengths, kind="stable")
+    distinct, counts = np.unique(lengths, return_counts=True)
+    bins = _Bins(size)
+    for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        bins.place(length, count)
+    bin_of = np.array(bins.placed, dtype=np.int64)
+    return by_length[np.argsort(bin_of, kind="stable")], np.bincount(bin_of, minlength=bins.created)
+
+
+class _Bins:
+    """Open bins by the room they have left; ``placed`` is the bin of each document, in order of placement."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.created = size, 0
+        self.placed: list[int] = []
+        self.queues: dict[int, deque[int]] = {}
+        self.rooms: list[int] = []  # Ascending, those with a queue that is not empty.
+
+    def place(self, length: int, count: int) -> None:
+        while count:
+            at = bisect_left(self.rooms, length)
+            if at == len(self.rooms):
+                self._open(length, count)
+                return
+            room = self.rooms[at]
+            queue, each = self.queues[room], room // length
+            while queue and count:
+                taken = min(each, count)
+                self._fill(queue.popleft(), room, length, taken)
+                count -= taken
+            if not queue:
+                self.rooms.pop(bisect_left(self.rooms, room))
+
+    def _open(self, length: int, count: int) -> None:
+        each = self.size // length
+        while count:
+            taken = min(each, count)
+            self._fill(self.created, self.size, length, taken)
+            self.created += 1
+            count -= taken
+
+    def _fill(self, index: int, room: int, length: int, taken: int) -> None:
+        if taken == 1:
+            self.placed.append(index)
+        else:
+            self.placed.extend([index] * taken)
+        left = room - taken * length
+        if left:
+            queue = self.queues.setdefault(left, deque())
+            if not queue:
+                insort(self.rooms, left)
+            queue.append(index)
+
+
+def split_lengths(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pieces of at most ``size``: the document each is of, the items before it in its document, and its length."""
+    number = -(-lengths // size)
+    source = np.repeat(np.arange(len(lengths)), number)
+    rank = np.arange(len(source)) - np.repeat(np.cumsum(number) - number, number)
+    skip = rank * size
+    return source, skip, np.minimum(lengths[source] - skip, size)
+
+
+def shuffle_bins(order: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """The same bins in a random order: indices bin by bin, and the count of each."""
+    permutation = rng.permutation(len(counts))
+    starts = (np.cumsum(counts) - counts)[permutation]
+    counts = counts[permutation]
+    index = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(len(order))
+    return order[index], counts
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """A list column as flat values with the start and length of each row; slices keep their offsets."""
+
+    values: pa.Array
+    starts: np.ndarray
+    lengths: np.ndarray
+
+
+def list_column(column: pa.ChunkedArray, name: str, rows: list[int] | None) -> Lists:
+    """A column of a table, its slice respected; ``rows`` are the numbers of its rows, for messages."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(array, pa.ChunkedArray):  # What an empty column combines to in some versions.
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=column.type)
+    if array.null_count:
+        first = int(np.flatnonzero(np.asarray(array.is_null()))[0])
+        raise DataError(f"row {rows[first] if rows else first}, column {name!r}: it is None. Every row needs a list.")
+    if pa.types.is_fixed_size_list(array.type):
+        n, width = len(array), array.type.list_size
+        return Lists(array.flatten(), np.arange(n, dtype=np.int64) * width, np.full(n, width, dtype=np.int64))
+    offsets = np.asarray(array.offsets).astype(np.int64)
+    return Lists(array.values, offsets[:-1], np.diff(offsets))
+
+
+def gather(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Array:
+    """Concatenate the pieces ``values[start : start + length]`` in order."""
+    ends = np.cumsum(lengths)
+    index = np.repeat(starts - (ends - lengths), lengths)
+    index += np.arange(len(index), dtype=index.dtype)
+    return values.take(pa.array(index))
+
+
+def as_rows(values: pa.Array, lengths: np.ndarray) -> pa.Array:
+    """Flat values as a list column with rows of these lengths."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    if offsets[-1] < 2**31:
+        return pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), values)
+    return pa.LargeListArray.from_arrays(pa.array(offsets, type=pa.int64()), values)
+
+
+def list_columns(table: pa.Table, rows: list[int] | None) -> dict[str, Lists]:
+    """The columns of a window, checked: lists only, of one length in each row."""
+    found: dict[str, Lists] = {}
+    for name in table.column_names:
+        check_list(name, table.schema.field(name).type)
+        found[name] = list_column(table.column(name), name, rows)
+    first_name, first = next(iter(found.items()))
+    for name, other in found.items():
+        differing = np.flatnonzero(other.lengths != first.lengths)
+        if len(differing):
+            at = int(differing[0])
+            raise DataError(
+                f"row {rows[at] if rows else at}: column {first_name!r} has {first.lengths[at]} items and column {name!r} "
+                f"has {other.lengths[at]}. Packed columns must have one length in each row; drop the other columns."
+            )
+    return found
+
+
+def check_list(name: str, kind: pa.DataType) -> None:
+    """Refuse a column that does not hold lists, by its type."""
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        raise ArgumentTypeError(
+            f"column {name!r} holds {kind}, and packing works on lists only. Tokenise first, and keep only list columns "
+            "(input_ids, labels, masks) with select_columns."
+        )
+
+
+def segment_sum(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
+    """Sum of ``values[start : start + length]`` over the segments, modulo 2^64."""
+    if not lengths.any():
+        return 0
+    low, high = int(starts[0]), int((starts + lengths).max())
+    running = np.concatenate([[0], np.cumsum(values[low:high], dtype=np.int64)])
+    starts = starts - low
+    return int((running[starts + lengths] - running[starts]).sum()) % 2**64
+
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 LENGTHS = "seq_lengths"
@@ -81,9 +267,6 @@ def _wrap(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[str, p
     pieces = np.diff(ends, prepend=0)
     counts = np.bincount(np.searchsorted(cuts, ends), minlength=len(cuts))
     return packed | {LENGTHS: as_rows(pa.array(pieces, type=pa.int64()), counts)}
-
-
-# Datasets ------------------------------------------------------------------------------------------------------------
 
 
 def pack_dataset(

@@ -9,14 +9,27 @@ from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from posttrain.errors import ConfigError, DataError
+from posttrain.data.chat import encode
+from posttrain.data.formats import is_conversational
+from posttrain.errors import ConfigError, DataError, ModelError
 
-__all__ = ["Deal", "DealtBatches", "DealtStream", "RepeatSampler", "repeat_iterable_dataset"]
+__all__ = [
+    "Deal",
+    "DealtBatches",
+    "DealtStream",
+    "RepeatSampler",
+    "check_prompts",
+    "longest_examples",
+    "repeat_iterable_dataset",
+    "weight",
+]
 
 logger = logging.getLogger(__name__)
+
 
 LARGE_TAIL = 0.05  # A dropped share of the rows above this is worth a warning.
 
@@ -224,3 +237,95 @@ class DealtStream(IterableDataset):
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self.deal.parts(self.stream)
+
+
+LOOKED_AT = 20_000  # Rows whose lengths are read; of a longer set as many, spread over it.
+STREAMED = 64
+
+
+def longest_examples(dataset: Any, count: int) -> list[dict[str, Any]]:
+    """By tokens where rows are tokenised, by characters where not; of a stream, of its first 64."""
+    if isinstance(dataset, datasets.IterableDataset) or not hasattr(dataset, "__len__"):
+        drawn = list(itertools.islice(dataset, STREAMED))
+        return sorted(drawn, key=_tokens, reverse=True)[:count]
+    total = len(dataset)
+    places = range(0, total, max(1, -(-total // LOOKED_AT)))
+    names = [name for name in dataset.column_names if name.endswith("ids")] or None
+    part = dataset.select(places) if len(places) < total else dataset
+    weights = [weight(row) for row in (part.select_columns(names) if names else part)]
+    best = sorted(range(len(weights)), key=lambda i: weights[i], reverse=True)[:count]
+    return [dataset[places[i]] for i in best]
+
+
+def _tokens(example: dict[str, Any]) -> int:
+    return weight({k: v for k, v in example.items() if k.endswith("ids")} or example)
+
+
+def weight(example: Any) -> int:
+    """Tokens or characters in a value, whatever holds them.
+
+    >>> weight({"input_ids": [1, 2, 3]}), weight({"messages": [{"role": "user", "content": "Hello"}]})
+    (3, 9)
+    """
+    if isinstance(example, str):
+        return len(example)
+    if isinstance(example, dict):
+        return sum(map(weight, example.values()))
+    if isinstance(example, list):
+        return len(example) if not example or isinstance(example[0], int) else sum(map(weight, example))
+    return 0
+
+
+def check_prompts(dataset: Any, name: str, tokenizer: Any) -> list[dict[str, Any]]:
+    """Refuse a dataset without usable prompts; returns its first rows.
+
+    Raises:
+        DataError: No rows, no ``prompt`` column, a prompt without any token, or strings mixed with message lists.
+        ModelError: Conversational prompts and a tokenizer without a chat template.
+    """
+    head = list(_take(dataset, 2))
+    if not head:
+        raise DataError(f"{name} is empty.")
+    if "prompt" not in head[0]:
+        raise DataError(
+            f"{name} has no 'prompt' column; its columns are {sorted(head[0])}. Online methods need prompts."
+        )
+    chat = is_conversational(head[0])
+    for index, prompt in enumerate(_prompts(dataset)):
+        _check_prompt(prompt, index, name, chat, tokenizer)
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise ModelError(
+            f"{name} is conversational (prompts are lists of messages), but the tokenizer has no chat template. Set "
+            "tokenizer.chat_template, use an instruction-tuned checkpoint, or give prompts as strings."
+        )
+    return head
+
+
+def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Any) -> None:
+    if isinstance(prompt, list) != chat:
+        raise DataError(
+            f"{name} row {index}: the prompt is a {type(prompt).__name__} and in row 0 it is a "
+            f"{'list of messages' if chat else 'str'}. Give all rows the same kind."
+        )
+    if not prompt and (chat or not encode(tokenizer, [prompt], special=True)[0]):
+        what = "an empty list of messages" if chat else "empty"
+        raise DataError(
+            f"{name} row {index}, column 'prompt': it is {what}"
+            f"{'' if chat else ', and the tokenizer begins no text with a token'}. "
+            f"Give it at least one {'message' if chat else 'character'}."
+        )
+
+
+def _prompts(dataset: Any) -> Iterator[Any]:
+    if isinstance(dataset, datasets.Dataset):
+        yield from dataset.select_columns("prompt").with_format(None)["prompt"]
+    else:
+        for row in _take(dataset, 64):
+            yield row["prompt"]
+
+
+def _take(dataset: Any, count: int) -> Iterator[dict[str, Any]]:
+    for index, row in enumerate(dataset):
+        if index == count:
+            return
+        yield row

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from posttrain.models.activations import keep_last_activations, recompute_activations
 from posttrain.models.attention import attention_mask
-from posttrain.models.checkpointing import keep_last_activations, recompute_activations
 from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, install_token_head
 from posttrain.models.value_head import attach_value
 from posttrain.types import Batch

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from posttrain.models.flops import compute_flops_per_token
 from posttrain.models.heads import causal_lm
-from posttrain.models.memory_estimate import Generating, Workload
+from posttrain.models.memory_estimate import Generating, Workload, compute_flops_per_token
 from posttrain.models.memory_trace import Shadow
 
 __all__ = ["Rates", "StepTime", "measure_rates", "step_time"]

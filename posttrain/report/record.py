@@ -4,28 +4,234 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import importlib.metadata
 import json
 import logging
 import math
 import os
+import platform
+import re
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
 
 from posttrain.report.lock import FolderLock, check_writable
-from posttrain.report.manifest import describe_run, hide_secrets, template_hash
-from posttrain.report.parquet import merge_parquet, read_rows, write_rows
 from posttrain.types import Finding
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["RunRecord", "RunRecordCallback", "check_writable"]
+__all__ = [
+    "RunRecord",
+    "RunRecordCallback",
+    "check_writable",
+    "describe_run",
+    "hide_secrets",
+    "merge_parquet",
+    "read_rows",
+    "template_hash",
+    "write_rows",
+]
 
 logger = logging.getLogger(__name__)
+
+
+PACKAGES = ("posttrain", "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
+# Names whose values are secrets; `eos_token` and the like are not. A hub token is recognised wherever it stands.
+SECRET_NAME = re.compile(
+    r"^(hub_token|push_to_hub_token|token|use_auth_token|auth_token|access_token)$|api_key|password|secret"
+)
+SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}")
+HIDDEN = "<hidden>"
+
+
+def hide_secrets(value: Any) -> Any:
+    """A copy of nested mappings and lists without entries whose name says secret, and with hub tokens blanked.
+
+    >>> hide_secrets({"hub_token": "x", "eos_token": "</s>", "kwargs": {"token": "y", "revision": "main"}})
+    {'eos_token': '</s>', 'kwargs': {'revision': 'main'}}
+    """
+    if isinstance(value, Mapping):
+        return {k: hide_secrets(v) for k, v in value.items() if not SECRET_NAME.search(str(k).lower())}
+    if isinstance(value, list | tuple):
+        return [hide_secrets(item) for item in value]
+    return SECRET_VALUE.sub(HIDDEN, value) if isinstance(value, str) else value
+
+
+def describe_run() -> dict[str, Any]:
+    """When, where, with what and how this process was started."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": _command(sys.argv),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hardware": _hardware(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "git_commit": _git_commit(),
+    }
+
+
+def template_hash(tokenizer: Any) -> str | None:
+    """SHA-256 of a tokenizer's chat template; None without one."""
+    template = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(str(template).encode()).hexdigest() if template else None
+
+
+def _command(arguments: list[str]) -> list[str]:
+    """The command line, the values of secret flags blanked."""
+    shown = [Path(arguments[0]).name] if arguments else []
+    secret = False
+    for argument in arguments[1:]:
+        flag, equals, _ = argument.partition("=")
+        named = flag.startswith("--") and SECRET_NAME.search(flag.lstrip("-").replace("-", "_").lower()) is not None
+        if secret and not argument.startswith("--"):
+            argument = HIDDEN
+        elif named and equals:
+            argument = f"{flag}={HIDDEN}"
+        shown.append(str(hide_secrets(argument)))
+        secret = named and not equals
+    return shown
+
+
+def _hardware() -> dict[str, Any]:
+    import torch
+
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    try:
+        usable = len(os.sched_getaffinity(0))
+    except AttributeError:  # Not on every system.
+        usable = os.cpu_count() or 1
+    return {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cpus": usable,
+        "threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return getattr(sys.modules.get(name), "__version__", None)
+
+
+def _git_commit() -> str | None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        out = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+        return out.stdout.strip() or None
+    return None
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of one file."""
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path).to_pylist()
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows; a column that only some rows have is padded with None, and NaN (not scored) is None."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+    part = path.with_name(path.name + ".part")
+    pq.write_table(table, part)
+    os.replace(part, path)
+
+
+def merge_parquet(parts: Sequence[Path], target: Path) -> None:
+    """One file of many, a row group each, without holding them all in memory.
+
+    Columns that only some parts have are padded with None; a column whose type changed becomes text.
+    """
+    import pyarrow.parquet as pq
+
+    if not parts:
+        return
+    schema = _common([pq.read_schema(path) for path in parts])
+    temporary = target.with_name(target.name + ".part")
+    with pq.ParquetWriter(temporary, schema) as writer:
+        for path in parts:
+            writer.write_table(_cast(pq.read_table(path), schema))
+    os.replace(temporary, target)
+
+
+def _column(values: list[Any]) -> pa.Array:
+    import pyarrow as pa
+
+    plain = [
+        None if isinstance(v, float) and math.isnan(v) else v.item() if getattr(v, "shape", None) == () else v
+        for v in values
+    ]
+    try:
+        return pa.array(plain)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeEncodeError):
+        return pa.array([_text(v) for v in plain], pa.string())
+
+
+def _text(value: Any) -> str | None:
+    """A text that UTF-8 can hold: half a character of a pair (a surrogate) is written as its code."""
+    return None if value is None else str(value).encode("utf-8", "backslashreplace").decode()
+
+
+def _common(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    import pyarrow as pa
+
+    kinds: dict[str, pa.DataType] = {}
+    for schema in schemas:
+        for item in schema:
+            kinds[item.name] = _wider(kinds.get(item.name, pa.null()), item.type)
+    return pa.schema(list(kinds.items()))
+
+
+def _wider(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    import pyarrow as pa
+
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    numeric = [pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in (one, other)]
+    return pa.float64() if all(numeric) else pa.string()
+
+
+def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    import pyarrow as pa
+
+    columns = []
+    for item in schema:
+        if item.name not in table.column_names:
+            columns.append(pa.nulls(len(table), item.type))
+            continue
+        column = table.column(item.name)
+        if pa.types.is_string(item.type) and not pa.types.is_string(column.type):
+            column = pa.array([_text(value) for value in column.to_pylist()], item.type)
+        columns.append(column.cast(item.type))
+    return pa.table(columns, schema=schema)
+
 
 FILES = (
     "metrics.jsonl", "findings.jsonl", "manifest.json", "data.json", "completions.parquet", "eval_completions.parquet"

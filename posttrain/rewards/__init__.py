@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from posttrain.rewards.answers import answers_match, normalize_answer, string_match_reward
-from posttrain.rewards.base import RewardRunner, RewardTable
+from posttrain.rewards.call import environment_rewards, parallel
 from posttrain.rewards.code import CodeTestsReward, Limits, get_code_tests_reward, run_tests
-from posttrain.rewards.concurrency import parallel
-from posttrain.rewards.environments import environment_rewards
-from posttrain.rewards.format import think_format_reward
-from posttrain.rewards.length import get_cosine_scaled_reward, get_soft_overlong_punishment
-from posttrain.rewards.math import accuracy_reward, reasoning_accuracy_reward
+from posttrain.rewards.format import (
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    think_format_reward,
+)
+from posttrain.rewards.math import (
+    accuracy_reward,
+    answers_match,
+    normalize_answer,
+    reasoning_accuracy_reward,
+    string_match_reward,
+)
 from posttrain.rewards.model import ModelReward
 from posttrain.rewards.pool import pooled
-from posttrain.rewards.repetition import get_repetition_penalty_reward
+from posttrain.rewards.runner import RewardRunner, RewardTable
 
 __all__ = [
     "REWARDS",

@@ -2,19 +2,246 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from posttrain.errors import RewardError
-from posttrain.rewards.answers import answer_box, answers_match, bare, normalize_answer
+from posttrain.errors import ConfigError, RewardError, check_choice
+from posttrain.integrations import is_available
 from posttrain.rewards.format import completion_text, text_with_reasoning
+from posttrain.rewards.numbers import parse_number, same_number
 from posttrain.rewards.symbolic import SECONDS, TIMED_OUT, compare, need_math_verify, parse_golds
 
-__all__ = ["accuracy_reward", "reasoning_accuracy_reward"]
+__all__ = [
+    "Disagreement",
+    "StringMatchReward",
+    "accuracy_reward",
+    "answer_box",
+    "answers_match",
+    "audit_answers",
+    "bare",
+    "boxed",
+    "normalize_answer",
+    "reasoning_accuracy_reward",
+    "said_answer",
+    "string_match_reward",
+]
 
 logger = logging.getLogger(__name__)
+
+
+Mode = Literal["auto", "exact", "number", "percent", "text"]
+MODES = ("auto", "exact", "number", "percent", "text")
+
+WRAPPERS = [
+    (re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"^\$\$(.*)\$\$$", re.S), r"\1"),
+    (re.compile(r"^\$([^$]*)\$$", re.S), r"\1"),
+    (re.compile(r"^\\\((.*)\\\)$", re.S), r"\1"),
+    (re.compile(r"^\\\[(.*)\\\]$", re.S), r"\1"),
+    (re.compile(r"^\*\*(.*)\*\*$", re.S), r"\1"),
+    (re.compile(r'^"(.*)"$', re.S), r"\1"),
+    (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # A choice: (B) is B.
+    (re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!;]|\\,(?!\d)"), ""),
+]
+# What names something is not computed with: 007 is not 7, a date no difference, a telephone number no subtraction.
+IDENTIFIER = re.compile(
+    r"0\d+(?:[-/:.]\d+)*|\d+(?:[-/.]\d+){2,}|\d{3,}-\d{4,}|(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]*"
+)
+LISTED = re.compile(r"[\s$]*(?:,|,?\s*and|,?\s*or)[\s$]*")  # Between two boxes: a list of answers.
+FORMULA = re.compile(r"[\\^_=+*/(){}\[\]]|\d")
+LONGEST_FORMULA = 1000  # Characters; an answer beyond is prose.
+
+
+def boxed(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{...}``, braces balanced; None without one.
+
+    >>> boxed(r"so \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    start = text.rfind("\\boxed{")
+    end = _closing(text, start + 6) if start >= 0 else None
+    return None if end is None else text[start + 7 : end]
+
+
+def answer_box(text: str) -> str | None:
+    r"""The box that is the answer: the last one, but None where it only continues a list of boxes.
+
+    >>> answer_box(r"first \boxed{1}, so in the end \boxed{2}"), answer_box(r"\boxed{1} or \boxed{2}")
+    ('2', None)
+    """
+    start = text.rfind("\\boxed{")
+    before = text.rfind("\\boxed{", 0, max(start, 0))
+    end = _closing(text, before + 6) if before >= 0 else None
+    return None if end is not None and LISTED.fullmatch(text, end + 1, start) else boxed(text)
+
+
+def _closing(text: str, opening: int) -> int | None:
+    """Where the brace at ``opening`` closes."""
+    depth = 0
+    for index in range(opening, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return index
+    return None
+
+
+def bare(answer: Any) -> str:
+    """Without box, dollar signs, formatting, and the period at its end."""
+    text = str(answer).strip()
+    before = None
+    while text != before:
+        before = text
+        if text.startswith("\\boxed{") and _closing(text, 6) == len(text) - 1:
+            text = text[7:-1].strip()
+        for pattern, replacement in WRAPPERS:
+            text = pattern.sub(replacement, text).strip()
+        if text.endswith(".") and not text.endswith(".."):
+            text = text[:-1].rstrip()
+    return text
+
+
+def _is_identifier(text: str) -> bool:
+    return IDENTIFIER.fullmatch(text) is not None and (text.startswith("0") or parse_number(text) is None)
+
+
+def normalize_answer(text: Any) -> str:
+    r"""One spelling for equal answers, for use in exact-match rewards.
+
+    Numbers become their shortest exact form (a unit is dropped, a percent sign kept), identifiers stay as they are,
+    other text loses its case and doubled spaces.
+
+    >>> [normalize_answer(t) for t in ("42.0", r"\boxed{1,000}", "forty-two", "1/3", "0.50", "007", "Yes.", "50 %")]
+    ['42', '1000', '42', '1/3', '0.5', '007', 'yes', '50%']
+    """
+    plain = bare(text)
+    if _is_identifier(plain):
+        return plain
+    number = parse_number(plain)
+    if number is None:
+        return re.sub(r"\s*([,;:=+*/^()\[\]{}])\s*", r"\1", " ".join(plain.casefold().split()))
+    value, shift = number.value, 0
+    while shift < 12 and (value * 10**shift).denominator != 1:
+        shift += 1
+    if (value * 10**shift).denominator != 1:
+        shown = str(value)
+    else:
+        digits = f"{abs(int(value * 10**shift)):0{shift + 1}d}"
+        shown = ("-" if value < 0 else "") + (f"{digits[:-shift]}.{digits[-shift:]}" if shift else digits)
+    return shown + ("%" if number.percent else "")
+
+
+def answers_match(pred: Any, gold: Any, mode: Mode = "auto") -> bool | None:
+    r"""Whether an answer equals the reference.
+
+    ``auto`` compares identifiers exactly, numbers by value (``|a - b| <= max(1e-6, 1e-6 |b|)``), formulas symbolically
+    where math-verify is installed, and the rest as text without case. ``50%`` is ``0.5`` only when the reference has
+    the percent sign, or in mode ``percent``.
+
+    Args:
+        pred: The answer; None or empty matches nothing.
+        gold: The reference.
+        mode: ``auto``, ``exact`` (identifiers: only the wrapping is taken off), ``number``, ``percent`` or ``text``.
+
+    Returns:
+        None when the reference says nothing (empty, or no number in a number mode): it can score no answer.
+
+    Raises:
+        ConfigError: An unknown mode.
+
+    >>> answers_match("forty-two", "42"), answers_match("1,000", "1000.0"), answers_match("7", "007")
+    (True, True, False)
+    >>> answers_match("x", "") is None
+    True
+    """
+    check_choice("mode", mode, MODES)
+    reference = bare(gold) if gold is not None else ""
+    if not reference:
+        return None
+    number = None if mode in ("exact", "text") else parse_number(reference)
+    if mode in ("number", "percent") and number is None:
+        return None
+    said = bare(pred) if pred is not None else ""
+    if not said:
+        return False
+    if mode == "exact" or (mode == "auto" and _is_identifier(reference)):
+        return said == reference
+    given = parse_number(said) if number is not None else None
+    if number is not None and given is not None:
+        return same_number(given, number, percent=mode == "percent")
+    if mode in ("number", "percent"):
+        return False
+    return normalize_answer(said) == normalize_answer(reference) or (mode == "auto" and _symbolically(said, reference))
+
+
+def _symbolically(said: str, gold: str) -> bool:
+    """Formulas that math-verify can compare; words are not formulas (it reads them as products: yes = sey)."""
+    if max(len(said), len(gold)) > LONGEST_FORMULA or not (FORMULA.search(said) and FORMULA.search(gold)):
+        return False
+    if not is_available("math_verify"):
+        return False
+    return compare([(f"${gold}$", f"\\boxed{{{said}}}")])[0].equal
+
+
+class StringMatchReward:
+    r"""1 where the answer equals the reference in a column, 0 where not, None where the column says nothing.
+
+    Args:
+        column: The dataset column with the reference.
+        extract: A function, or a regular expression whose last match (its first group) is the answer. None takes the
+            last ``\boxed{}`` (unless it continues a list: "1 or 2" is no answer), or else the whole text.
+        mode: See `answers_match`.
+
+    Against the reference ``42``: ``\boxed{42.0}`` 1, ``forty-two`` 1, ``It is 42`` 0, ``\boxed{42} or \boxed{41}`` 0;
+    an empty reference gives None.
+    """
+
+    __name__ = "string_match_reward"
+
+    def __init__(
+        self, column: str = "answer", extract: Callable[[str], str | None] | str | None = None, mode: Mode = "auto"
+    ) -> None:
+        check_choice("mode", mode, MODES)
+        if isinstance(extract, str):
+            try:
+                re.compile(extract)
+            except re.error as error:
+                raise ConfigError(f"extract={extract!r} is not a regular expression: {error}.") from error
+        self.column, self.extract = column, extract
+        self.mode: Mode = mode
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
+        """One number a completion."""
+        if self.column not in columns:
+            raise ConfigError(f"string_match_reward needs the column {self.column!r}; it got {sorted(columns)}.")
+        rows = zip(completions, columns[self.column], strict=True)
+        matches = [answers_match(self._answer(completion_text(c)), gold, self.mode) for c, gold in rows]
+        return [None if match is None else float(match) for match in matches]
+
+    def _answer(self, text: str) -> str | None:
+        if self.extract is None:
+            inside = answer_box(text)
+            return text if inside is None else inside
+        if callable(self.extract):
+            return self.extract(text)
+        found = list(re.finditer(self.extract, text))
+        return (found[-1][1] if found[-1].re.groups else found[-1][0]) if found else None
+
+
+def string_match_reward(
+    column: str = "answer", extract: Callable[[str], str | None] | str | None = None, mode: Mode = "auto"
+) -> StringMatchReward:
+    r"""See `StringMatchReward`.
+
+    >>> string_match_reward("gold", extract=r"is (\d+)")(completions=["It is 42.", "7"], gold=["42.0", "7"])
+    [1.0, 0.0]
+    """
+    return StringMatchReward(column, extract, mode)
+
 
 UNPARSEABLE, SKIPPED, INCOMPLETE = "[unparseable]", "[skipped]", "[incomplete reasoning]"
 # Words are no formulas: read as one, "yes" is the product y e s and equals "sey".
@@ -192,3 +419,112 @@ def _log(log_extra: Callable[[str, list], None] | None, solution: Sequence[Any],
         log_extra("solution", list(solution))
         log_extra("gold_parsed", golds)
         log_extra("answer_parsed", answers)
+
+
+REFERENCES = ("answer", "solution", "ground_truth", "target")
+SAMPLES = 64
+SHORT = 60  # Characters of a completion that may be nothing but an answer.
+ANNOUNCED = re.compile(r"(?:answer\s*(?:is|:)|<answer>|####)\s*(.+?)\s*(?:</answer>|\.?\s*$)", re.I | re.M)
+ENOUGH = 2  # One odd row is an accident.
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """How often a reward function and `answers_match` judge an answer differently.
+
+    Attributes:
+        column: Reference column that was compared with.
+        judged: Rows that both could judge.
+        missed: (answer, reference) pairs that are equal and were given nothing.
+        given: Pairs that are unequal and were given as much as a right answer.
+    """
+
+    column: str
+    judged: int
+    missed: list[tuple[str, str]]
+    given: list[tuple[str, str]]
+
+    @property
+    def share(self) -> float:
+        """Rows judged differently, of those judged."""
+        return (len(self.missed) + len(self.given)) / max(self.judged, 1)
+
+    def describe(self, name: str) -> str | None:
+        """A sentence when there are enough of them, with three examples."""
+        kind = "0" if len(self.missed) >= len(self.given) else "a right answer's reward"
+        pairs, relation = (self.missed, "look equal to") if kind == "0" else (self.given, "differ from")
+        if len(pairs) < ENOUGH:
+            return None
+        examples = ", ".join(f"{said!r} vs {gold!r}" for said, gold in dict.fromkeys(pairs[:3]))
+        return (
+            f"{name} scored {kind} for {len(pairs)} of {self.judged} answers that {relation} the reference in "
+            f"{self.column!r}, e.g. {examples}. Use posttrain.rewards.answers_match."
+        )
+
+
+def said_answer(completion: Any) -> str | None:
+    r"""The answer in a completion: the last box, what is announced as one, or a text so short that it is one.
+
+    >>> said_answer(r"so \boxed{42}"), said_answer("The answer is 7."), said_answer("42.0")
+    ('42', '7', '42.0')
+    """
+    text = completion_text(completion).rpartition("</think>")[2].strip()
+    box = answer_box(text)
+    if box is not None:
+        return box
+    announced = ANNOUNCED.findall(text)
+    if announced:
+        return announced[-1].strip()
+    return text if text and len(text) <= SHORT and "\n" not in text else None
+
+
+def audit_answers(
+    function: Callable, scores: Sequence[float], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+) -> Disagreement | None:
+    """Compare zero and non-zero scores with `answers_match`; None where the function is not of that kind.
+
+    Only a function that names a reference column and gives exactly two values, one of them 0, is a judge of answers: a
+    format bonus or a penalty is not.
+
+    Args:
+        function: The reward function.
+        scores: n numbers, NaN where it did not apply.
+        completions: n strings or lists of messages.
+        columns: Dataset columns, n values each.
+    """
+    column = next((name for name in REFERENCES if name in columns and _reads(function, name)), None)
+    values = {score for score in scores if score == score}
+    if column is None or not values <= {0.0, max(values, default=0.0)} or max(values, default=0.0) < 0:
+        return None
+    judged, missed, given, known = 0, [], [], False
+    for score, completion, gold in list(zip(scores, completions, columns[column], strict=True))[:SAMPLES]:
+        said = said_answer(completion)
+        equal = None if said is None or score != score else answers_match(said, gold)
+        if equal is None:
+            continue
+        judged += 1
+        pair = (str(said)[:40], str(gold)[:40])
+        known |= bool(equal) and score > 0
+        if equal and score == 0:
+            missed.append(pair)
+        elif not equal and score > 0 and _comparable(gold):
+            given.append(pair)
+    # Where no right answer got it, the one value may be what a wrong one gets for its form.
+    return Disagreement(column, judged, missed, given if known else []) if judged else None
+
+
+def _comparable(gold: Any) -> bool:
+    """A reference so short that it is the answer itself and not its derivation."""
+    return len(normalize_answer(gold)) <= SHORT
+
+
+def _reads(function: Callable, column: str) -> bool:
+    """Whether a column is a parameter of the function, or a word in its code."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    try:
+        named = column in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        named = False
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return named or (code is not None and column in code.co_consts)

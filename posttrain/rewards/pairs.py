@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.data.tokenize import one_bos
-from posttrain.rewards.base import RewardRunner, RewardTable
+from posttrain.data.chat import one_bos
 from posttrain.rewards.model import ModelReward
+from posttrain.rewards.runner import RewardRunner, RewardTable
 
 __all__ = ["PairRewards", "WholeTextReward"]
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from posttrain.errors import ConfigError, RewardError
-from posttrain.rewards.concurrency import share_out
+from posttrain.rewards.call import share_out
 
 __all__ = ["PooledReward", "pooled"]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from posttrain.errors import RewardError
 from posttrain.integrations import is_available, require
-from posttrain.rewards.concurrency import share_out
+from posttrain.rewards.call import share_out
 
 __all__ = ["TIMED_OUT", "Verdict", "compare", "need_math_verify", "parse_golds"]
 

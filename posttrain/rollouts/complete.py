@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.data.chat import terminal_token_ids
-from posttrain.data.tokenize import tokenize_prompts
+from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.models.load import resolve_pad_token
 from posttrain.rollouts.base import create_engine
 from posttrain.types import Request, Sampling

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, WeightSyncError
 from posttrain.integrations import require
-from posttrain.rollouts.buckets import SharedFile, buckets
-from posttrain.rollouts.replies import check_each, derived_seed
+from posttrain.rollouts.server.replies import check_each, derived_seed
+from posttrain.rollouts.server.weight_sync import SharedFile, buckets
 from posttrain.rollouts.sleep import Sleeper, choose_level
 from posttrain.rollouts.vllm_worker import EXTENSION, reload
-from posttrain.rollouts.weights import as_dtype
+from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["VLLMEngine", "as_rollout", "check_supported", "read_logps", "sampling_params", "sleep_available"]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from posttrain.errors import ModelError
 from posttrain.integrations import require
-from posttrain.rollouts.buckets import MappedFile
-from posttrain.rollouts.wire import shape_of, shared_path
+from posttrain.rollouts.server.replies import shape_of, shared_path
+from posttrain.rollouts.server.weight_sync import MappedFile
 
 __all__ = ["EXTENSION", "WeightReceiver", "model_facts", "reload", "restart_command"]
 

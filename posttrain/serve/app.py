@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import posttrain
-from posttrain.rollouts.wire import CHECKSUM_HEADER, LEASE_HEADER, SAFETENSORS, VERSION_HEADER
+from posttrain.rollouts.server.replies import CHECKSUM_HEADER, LEASE_HEADER, SAFETENSORS, VERSION_HEADER
 from posttrain.serve import holding, schema, updating
 from posttrain.serve.asking import bad
 from posttrain.serve.metrics import exposition

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.rollouts.guiding import structured_guide
+from posttrain.rollouts.sampling import structured_guide
 from posttrain.serve.jobs import Ask
 from posttrain.serve.schema import MOST, Chat, Generate
 from posttrain.serve.state import Refusal

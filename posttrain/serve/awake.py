@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.rollouts.clock import AwakeClock
+from posttrain.rollouts.workers.worker import AwakeClock
 
 __all__ = ["awake"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from posttrain.errors import ConfigError
-from posttrain.rollouts.wire import API_KEY_VARIABLE, DRAIN_TIMEOUT_S, LOOPBACK
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE, DRAIN_TIMEOUT_S, LOOPBACK
 
 __all__ = ["ServeConfig"]
 

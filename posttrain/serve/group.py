@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ModelError
-from posttrain.rollouts.nccl import broadcast, weights_group
-from posttrain.rollouts.weights import as_dtype
-from posttrain.rollouts.wire import RENDEZVOUS_S, UPDATE_TIMEOUT_S
+from posttrain.rollouts.server.nccl import broadcast, weights_group
+from posttrain.rollouts.server.replies import RENDEZVOUS_S, UPDATE_TIMEOUT_S
+from posttrain.rollouts.workers.shared_weights import as_dtype
 
 __all__ = ["ReceivingGroup"]
 

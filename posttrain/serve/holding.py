@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from posttrain.rollouts.wire import UPDATE_TIMEOUT_S
+from posttrain.rollouts.server.replies import UPDATE_TIMEOUT_S
 from posttrain.serve.awake import awake
 from posttrain.serve.service import CONTROL_S, RolloutService
 from posttrain.serve.state import Refusal

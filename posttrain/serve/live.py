@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from posttrain.rollouts.native.blocks import Block
-from posttrain.rollouts.native.choosing import Asked, Completion, Prompt
+from posttrain.rollouts.native.attention import Block
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.native.filling import STEM_LEAST
-from posttrain.rollouts.native.kept import match
-from posttrain.rollouts.native.run import SHARED_LEAST, Run, common_beginning
+from posttrain.rollouts.native.prefill import STEM_LEAST
+from posttrain.rollouts.native.prefix_cache import match
+from posttrain.rollouts.native.sampler import Asked, Completion, Prompt
+from posttrain.rollouts.native.scheduler import SHARED_LEAST, Run, common_beginning
 from posttrain.serve.jobs import Job
 from posttrain.types import Request, Rollout, Sampling
 

@@ -13,14 +13,18 @@ from torch import Tensor, nn
 
 from posttrain.errors import ModelError
 from posttrain.rollouts.hf import evaluating
-from posttrain.rollouts.native.attention import plugged_in
-from posttrain.rollouts.native.blocks import Block
+from posttrain.rollouts.native.attention import Block, plugged_in
 from posttrain.rollouts.native.engine import KEEP_BYTES, NativeEngine
-from posttrain.rollouts.native.fused import fused_layers
-from posttrain.rollouts.native.kept import Kept, match
-from posttrain.rollouts.native.products import PACK_TOKENS, Packed, quick_products, worth_packing
-from posttrain.rollouts.native.run import common_beginning
-from posttrain.rollouts.native.threads import bound_threads
+from posttrain.rollouts.native.layers import (
+    PACK_TOKENS,
+    Packed,
+    bound_threads,
+    fused_layers,
+    quick_products,
+    worth_packing,
+)
+from posttrain.rollouts.native.prefix_cache import Kept, match
+from posttrain.rollouts.native.scheduler import common_beginning
 from posttrain.serve.backends import Backend, failure_of
 from posttrain.serve.group import ReceivingGroup
 from posttrain.serve.jobs import Job, Score, Scored

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
 
-from posttrain.rollouts.wire import LEASE_TTL_S, LONGEST_LEASE_S
+from posttrain.rollouts.server.replies import LEASE_TTL_S, LONGEST_LEASE_S
 
 __all__ = [
     "BeginUpdate",

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.rollouts.wire import LEASE_TTL_S, LONGEST_LEASE_S
+from posttrain.rollouts.server.replies import LEASE_TTL_S, LONGEST_LEASE_S
 from posttrain.serve.awake import awake
 
 __all__ = ["Lease", "Refusal", "State", "Update"]

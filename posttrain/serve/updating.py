@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError
-from posttrain.rollouts.wire import (
+from posttrain.rollouts.server.replies import (
     LOOPBACK,
     RENDEZVOUS_S,
     SHARED_FOLDER,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.rollouts.buckets import MappedFile
+from posttrain.rollouts.server.weight_sync import MappedFile
 from posttrain.serve.backends import Backend, failure_of
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.jobs import Answer, Ask, Beat, Command, Failure, Job, Score

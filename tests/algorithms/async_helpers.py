@@ -6,7 +6,7 @@ import queue
 from transformers import TrainerCallback
 
 from posttrain.algorithms.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from posttrain.rollouts.samples import RolloutSample
+from posttrain.rollouts.workers.samples import RolloutSample
 from tests.algorithms.helpers import GROUPS, count_a, prompts
 from tests.conftest import build_model
 

@@ -11,7 +11,6 @@ from posttrain.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from posttrain.algorithms.ppo import PPOConfig, PPOTrainer
 from posttrain.algorithms.xpo import XPOConfig, XPOTrainer
 from tests.algorithms.helpers import SHORT, scripted
-from tests.algorithms.test_prm import judge, steps
 from tests.algorithms.test_reward import scorer
 from tests.conftest import build_model
 
@@ -19,7 +18,7 @@ PAIRED = {"dpo": (pt.DPOTrainer, pt.DPOConfig), "cpo": (pt.CPOTrainer, pt.CPOCon
 PAIRED |= {"orpo": (pt.ORPOTrainer, pt.ORPOConfig), "tpo": (pt.TPOTrainer, pt.TPOConfig)}
 PAIRED |= {"reward": (pt.RewardTrainer, pt.RewardConfig)}
 JUDGED = {"kto": (pt.KTOTrainer, pt.KTOConfig), "bco": (pt.BCOTrainer, pt.BCOConfig)}
-PLAIN = {"sft": (pt.SFTTrainer, pt.SFTConfig), "prm": (pt.PRMTrainer, pt.PRMConfig)}
+PLAIN = {"sft": (pt.SFTTrainer, pt.SFTConfig)}
 OFFLINE = PLAIN | PAIRED | JUDGED
 GROUPED = {"grpo": (pt.GRPOTrainer, pt.GRPOConfig), "rloo": (pt.RLOOTrainer, pt.RLOOConfig)}
 COMPARED = {
@@ -39,8 +38,6 @@ def by_answer(answer, **_):
 
 def data(kind, count, first=0):
     """Rows for a trainer; of those that sample, only the last one has an answer that is rewarded."""
-    if kind == "prm":
-        return steps(first + count).select(range(first, first + count))
     rows = []
     for i in range(first, first + count):
         row = {"prompt": f"What is {i}? {'and so on ' * (i % 3)}"}
@@ -72,8 +69,7 @@ def every(kind, folder, tokenizer, *, train=None, base=None, cls=None, **setting
     names = ("eval_dataset", "compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics", "callbacks")
     keys = {name: settings.pop(name) for name in names if name in settings}
     args = config(str(folder), **(SHORT | own | settings))
-    models = {"reward": scorer, "prm": judge}
-    model = models[kind](tokenizer) if kind in models else build_model(len(tokenizer))
+    model = scorer(tokenizer) if kind == "reward" else build_model(len(tokenizer))
     rows = train if train is not None else data(kind, 8)
     keys |= {"model": model, "args": args, "train_dataset": rows, "processing_class": tokenizer}
     if kind in ONLINE:

@@ -8,7 +8,7 @@ import datasets
 from accelerate import PartialState
 
 from posttrain import DataError, PreflightError
-from posttrain.checks import core
+from posttrain.checks import registry as core
 from posttrain.models import parallel
 from tests.algorithms.helpers import sft
 from tests.conftest import build_tokenizer

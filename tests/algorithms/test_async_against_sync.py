@@ -9,7 +9,7 @@ import torch
 
 from posttrain import AsyncGRPOConfig, GRPOConfig
 from posttrain.algorithms.async_grpo.scoring import Finished, Scorer
-from posttrain.rewards.base import RewardRunner
+from posttrain.rewards.runner import RewardRunner
 from tests.algorithms.async_helpers import steps, trainer
 from tests.algorithms.helpers import count_a, grpo, weights
 

@@ -14,8 +14,8 @@ from posttrain.algorithms.async_grpo.scoring import Finished, Scorer, population
 from posttrain.algorithms.grpo.objective import grpo_objective
 from posttrain.data.forest import collate
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.rewards.base import RewardRunner
-from posttrain.rollouts.samples import Conversation, sample_rows
+from posttrain.rewards.runner import RewardRunner
+from posttrain.rollouts.workers.samples import Conversation, sample_rows
 from posttrain.types import Rollout
 from tests.algorithms.async_helpers import StubTransfer, assert_exact, sample, steps, trainer
 from tests.algorithms.helpers import count_a, grpo, prompts, weights

@@ -19,10 +19,10 @@ from transformers import TrainerCallback
 from posttrain import ScriptedEngine
 from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
 from posttrain.algorithms.async_grpo.scoring import Scorer
-from posttrain.rewards.base import RewardRunner
-from posttrain.rollouts.partial import Writer
-from posttrain.rollouts.samples import GroupTask
-from posttrain.rollouts.wire import shared_root
+from posttrain.rewards.runner import RewardRunner
+from posttrain.rollouts.server.replies import shared_root
+from posttrain.rollouts.workers.partial import Writer
+from posttrain.rollouts.workers.samples import GroupTask
 from posttrain.types import Sampling
 from tests.algorithms.async_helpers import At, Evidence, assert_exact, steps, trainer
 from tests.algorithms.helpers import prompts, sft, weights

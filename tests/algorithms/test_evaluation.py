@@ -39,7 +39,7 @@ def test_speeds_count_rows_of_the_dataset_and_batches(kind, stream, tokenizer, t
     assert found["eval_steps_per_second"] * seconds == pytest.approx(-(-drawn // 2), rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "prm", "kto"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "kto"])
 def test_metrics_get_inputs_and_losses_where_they_are_asked_for(kind, tokenizer, tmp_path):
     seen = []
 
@@ -74,7 +74,7 @@ def test_the_losses_of_metrics_are_those_of_their_batches(tokenizer, tmp_path):
     assert np.mean(seen[0].losses) == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward", "prm"])
+@pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_batch_eval_metrics_are_called_once_a_batch_and_summarise_at_the_end(kind, tokenizer, tmp_path):
     calls, counted = [], []
 

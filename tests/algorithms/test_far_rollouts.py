@@ -14,10 +14,12 @@ import torch
 
 from posttrain import GRPOTrainer
 from posttrain.errors import ConfigError, RolloutServerError, ServerUnreachable, WeightSyncError
-from posttrain.rollouts import connection, fleet, server
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.replies import derived_seed
-from posttrain.rollouts.server import ServerEngine
+from posttrain.rollouts.server import client as connection
+from posttrain.rollouts.server import engine as server
+from posttrain.rollouts.server import pool as fleet
+from posttrain.rollouts.server.engine import ServerEngine
+from posttrain.rollouts.server.replies import derived_seed
 from posttrain.types import Request, Sampling
 from tests.algorithms.helpers import count_a, grpo, grpo_args, losses, prompts, weights
 from tests.conftest import build_model

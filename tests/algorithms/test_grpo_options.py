@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, ScriptedEngine
-from posttrain.algorithms.grpo.entropy_control import EntropyController
-from posttrain.models.fp32_head import Float32Linear, cast_head_to_fp32
+from posttrain.algorithms.grpo.trainer import EntropyController
+from posttrain.models.heads import Float32Linear, cast_head_to_fp32
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts, scripted, weights
 from tests.conftest import build_model
 

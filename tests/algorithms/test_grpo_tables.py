@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from posttrain import ConfigError, RewardError
-from posttrain.report.callbacks import rollout_table
-from posttrain.report.callbacks.rollout_table import CompletionsHubCallback, print_prompt_completions_sample
+from posttrain.report import completions as rollout_table
+from posttrain.report.completions import CompletionsHubCallback, print_prompt_completions_sample
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts, scripted
 
 

@@ -55,7 +55,7 @@ def test_t51_padding_is_logged_and_told_where_rows_must_be_padded(tiny_tokenizer
 
 
 def test_t50_idle_memory_is_told_once_after_ten_steps(tiny_tokenizer, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("posttrain.algorithms.health.device_memory", lambda device: (20, 100))
+    monkeypatch.setattr("posttrain.training.checks.device_memory", lambda device: (20, 100))
     sft(tmp_path, tiny_tokenizer, max_steps=10).train()
     assert "PT-T004" not in caplog.text
     sft(tmp_path, tiny_tokenizer, max_steps=12).train()

@@ -42,8 +42,6 @@ def reads_logits(self, model, inputs, return_outputs=False, num_items_in_batch=N
 def test_a_loss_written_for_dicts_of_padded_tensors_is_refused_with_what_to_override(
     kind, written, tokenizer, tmp_path
 ):
-    if kind == "prm" and written is reads_logits:
-        pytest.skip("its outputs have logits")
     mine = type("Mine", (EVERY[kind][0],), {"compute_loss": written, "__module__": __name__})
     with pytest.raises(ConfigError, match=r"Mine\.compute_loss .*override objective\(outputs, batch\)"):
         every(kind, tmp_path, tokenizer, cls=mine)

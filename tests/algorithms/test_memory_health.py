@@ -7,11 +7,11 @@ import peft
 import pytest
 import torch
 
-from posttrain.algorithms import memory_health
-from posttrain.algorithms.memory_health import DryStep
-from posttrain.data.longest import longest_examples
+from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError
 from posttrain.models.device_memory import Available
+from posttrain.training import dry_step as memory_health
+from posttrain.training.dry_step import DryStep
 from tests.algorithms.helpers import chats, grpo, losses, sft, weights
 from tests.conftest import build_model
 

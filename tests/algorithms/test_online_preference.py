@@ -7,8 +7,7 @@ import torch
 from posttrain import ConfigError, DataError, ModelError, RewardError, ScriptedEngine
 from posttrain.algorithms.nash_md import NashMDConfig, NashMDTrainer, nash_md_terms
 from posttrain.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-from posttrain.algorithms.online_preference import pair_terms, sequence_sums
-from posttrain.algorithms.online_preference_config import OnlinePreferenceConfig
+from posttrain.algorithms.online_preference import OnlinePreferenceConfig, pair_terms, sequence_sums
 from posttrain.algorithms.rloo import RLOOConfig
 from posttrain.algorithms.xpo import XPOConfig, XPOTrainer
 from posttrain.data.forest import Layout, collate

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from posttrain import DataError, GRPOConfig, Rollout, ScriptedEngine
-from posttrain.algorithms.schedule import describe_schedule
 from posttrain.checks.online import check_online
 from posttrain.errors import ConfigError, RewardError
+from posttrain.training.prompts import describe_schedule
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts, scripted
 from tests.conftest import build_model
 
@@ -28,7 +28,7 @@ def codes(count, **values):
 
 
 def test_r1_the_start_says_how_stale_the_last_slice_gets(tiny_tokenizer, tmp_path, caplog):
-    caplog.set_level(logging.INFO, "posttrain.algorithms.schedule")
+    caplog.set_level(logging.INFO, "posttrain.training.prompts")
     grpo(tmp_path, tiny_tokenizer, steps_per_generation=4)
     assert "4 slices, each trained 1 time: 4 updates a generation. The last slice is 3 updates old" in caplog.text
 
@@ -113,7 +113,7 @@ def test_r14_one_rendering_for_prompts_and_reward_models_and_it_is_shown(tiny_to
 
     from posttrain.rewards.model import ModelReward
 
-    caplog.set_level(logging.INFO, "posttrain.algorithms.schedule")
+    caplog.set_level(logging.INFO, "posttrain.training.prompts")
     tiny_tokenizer.chat_template += "{%- if not enable_thinking %}{{- '<no>' }}{%- endif %}"
     options = {"chat_template_kwargs": {"enable_thinking": True}}
     thinking = grpo(tmp_path, tiny_tokenizer, **options)
@@ -291,7 +291,7 @@ def test_fields_of_tools_exist_only_where_tools_are():
     from dataclasses import fields
 
     from posttrain import A2POConfig, GMPOConfig, OnlineDPOConfig, RLOOConfig
-    from posttrain.algorithms.episode_config import EpisodeFields
+    from posttrain.training.online_config import EpisodeFields
 
     own = {f.name for f in fields(EpisodeFields)}
     assert len(own) == 5

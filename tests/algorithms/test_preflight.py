@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posttrain import ConfigError, PreflightError, RewardError
-from posttrain.checks import core
+from posttrain.checks import registry as core
 from tests.algorithms.helpers import grpo, prompts, sft
 from tests.algorithms.test_dpo import dpo, pairs
 from tests.ranks import run_ranks
@@ -206,7 +206,7 @@ def test_off_looks_at_nothing(tiny_tokenizer, tmp_path):
 def test_a_probe_that_joins_is_called_by_every_trainer(tiny_tokenizer, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(core, "PROBES", dict(core.PROBES))
-    monkeypatch.setattr("posttrain.checks.preflight.PROBES", core.PROBES)
+    monkeypatch.setattr("posttrain.checks.registry.PROBES", core.PROBES)
     for moment in ("config", "data", "first_batch", "log_step"):
 
         @core.probe(moment, "PT-D001")

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from posttrain import ConfigError, DataError, ModelError, RewardConfig, RewardTrainer
-from posttrain.data.ranked import prepare_reward_dataset
+from posttrain.data.preference import prepare_reward_dataset
 from posttrain.models.forward import forward, sequence_scores
 from posttrain.rewards import ModelReward
 from tests.conftest import build_model

@@ -11,8 +11,8 @@ from posttrain.algorithms.rloo import RLOOConfig, RLOOTrainer, rloo_objective
 from posttrain.data.forest import Layout, collate
 from posttrain.losses.advantages import leave_one_out_advantages, standardized
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.rewards.base import RewardTable
-from posttrain.rollouts.generation import Generation
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.batch import Generation
 from posttrain.types import Batch, ModelOutputs, Rollout
 from tests.algorithms.helpers import GROUPS, count_a, prompts, scripted, weights
 from tests.algorithms.test_two_ranks import FREE, run

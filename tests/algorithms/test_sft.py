@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain import ConfigError, DataError, SFTConfig, SFTTrainer
-from posttrain.data.supervised import SupervisedOptions, prepare_sft_dataset
+from posttrain.data.sft import SupervisedOptions, prepare_sft_dataset
 from tests.algorithms.helpers import chats, losses, sft, weights
 from tests.conftest import build_model
 

@@ -5,7 +5,7 @@ import doctest
 import pytest
 
 from posttrain import ConfigError, OnlineDPOConfig, RLOOConfig
-from posttrain.rollouts import guiding
+from posttrain.rollouts import sampling as guiding
 from tests.algorithms.helpers import grpo
 
 

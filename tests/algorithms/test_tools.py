@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, RolloutError, ScriptedEngine
-from posttrain.data.template_families import FAMILIES, training_template, with_template
+from posttrain.data.template_probes import FAMILIES, training_template, with_template
 from tests.algorithms.helpers import grpo_args, prompts, weights
 from tests.conftest import build_model
 
@@ -334,8 +334,8 @@ class Mute:
 def test_an_observation_opens_no_turn_and_rewards_read_it_as_it_was(tokenizer, tmp_path, factory, asynchronous):
     from posttrain import Sampling
     from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
-    from posttrain.rollouts.partial import Writer
-    from posttrain.rollouts.samples import GroupTask
+    from posttrain.rollouts.workers.partial import Writer
+    from posttrain.rollouts.workers.samples import GroupTask
 
     asked, read = [], []
 
@@ -640,7 +640,7 @@ def test_values_of_a_rollout_function_outside_their_range_are_named_by_key_row_a
 
 
 def test_log_probs_are_read_from_any_container_and_need_not_exist_for_tokens_of_tools():
-    from posttrain.rollouts.custom import custom_rollouts
+    from posttrain.rollouts.episodes.custom import custom_rollouts
 
     for logprobs in ([[-1.0, None, 1e-9]], torch.tensor([[-1.0, float("nan"), 0.0]])):
         given = {
@@ -653,7 +653,7 @@ def test_log_probs_are_read_from_any_container_and_need_not_exist_for_tokens_of_
 
 
 def test_candidates_of_each_token_are_read_by_their_ids(tokenizer):
-    from posttrain.rollouts.custom import custom_rollouts
+    from posttrain.rollouts.episodes.custom import custom_rollouts
 
     given = {
         "prompt_ids": [[1]], "completion_ids": [[5, 6]], "logprobs": [[[-0.5, -0.1], [-0.2, -0.9]]],

@@ -15,13 +15,18 @@ from posttrain.compat.bema import BEMACallback
 from posttrain.data.forest import Layout, collate
 from posttrain.metrics import MetricBuffer, mean, minimum
 from posttrain.models import attention, parallel
+from posttrain.models.activations import OffloadActivations
 from posttrain.models.forward import forward, install_token_head, sequence_logps
-from posttrain.models.load import check_model_source, create_model_from_path, resolve_pad_token, wrap_with_peft
+from posttrain.models.load import (
+    check_model_source,
+    create_model_from_path,
+    mirror_eos,
+    resolve_pad_token,
+    wrap_with_peft,
+)
 from posttrain.models.logprob import token_logprobs
-from posttrain.models.offload import OffloadActivations
 from posttrain.models.reference import Reference, create_reference_model, disable_dropout_in_model
-from posttrain.models.vocabulary import mirror_eos
-from posttrain.report.callbacks.completions import EvalPrompts
+from posttrain.report.completions import EvalPrompts
 from posttrain.types import Row
 from tests.algorithms.helpers import chats, grpo, losses, sft, weights
 from tests.algorithms.test_reward import alone, reward, scorer
@@ -137,7 +142,7 @@ def test_trap_40_a_wrapper_does_not_hide_the_adapter_from_the_reference(fresh):
 def test_trap_40_cached_reference_log_probs_have_a_key_of_everything_that_moves_them():
     from types import SimpleNamespace
 
-    from posttrain.models import precompute
+    from posttrain.models import reference as precompute
 
     model, other = build_model(97), build_model(97)
     rows = datasets.Dataset.from_dict({"prompt_ids": [[1, 2]]})

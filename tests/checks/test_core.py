@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.checks import core
+from posttrain.checks import registry as core
 from posttrain.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from posttrain.checks import images as checks
-from posttrain.checks.core import Context
+from posttrain.checks.registry import Context
 from posttrain.integrations.pictures import image_size, unreadable
 
 Image = pytest.importorskip("PIL.Image")

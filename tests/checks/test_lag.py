@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from posttrain.checks.lag import check_lag
+from posttrain.checks.training import check_lag
 from posttrain.models.forward import sequence_logps
 from posttrain.types import Row
 from tests.algorithms.async_helpers import sample

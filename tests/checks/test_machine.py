@@ -7,7 +7,7 @@ import types
 import pytest
 
 from posttrain.checks import machine
-from posttrain.checks.core import Context
+from posttrain.checks.registry import Context
 from posttrain.integrations.machine import free_disk, gpu_processes, port_is_free
 
 GIB = 2**30

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from posttrain.checks import memory as checks
-from posttrain.checks.core import REGISTRY
+from posttrain.checks.registry import REGISTRY
 
 GIB = 2**30
 HEALTHY = checks.Profile(

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from posttrain.checks.curves import window
 from posttrain.checks.online import check_online
 from posttrain.checks.rewards import check_no_signal, check_reward_values, histogram
+from posttrain.checks.training import window
 
 HEALTHY = {
     "loss": 0.0,

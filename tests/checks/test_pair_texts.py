@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.checks.pair_texts import PairScan, edit_distance, nearly_equal, scan_pairs, score_columns
+from posttrain.checks.pairs import PairScan, edit_distance, nearly_equal, scan_pairs, score_columns
 
 
 def pair(index, *, flipped=False, **more):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.checks import core
-from posttrain.checks.preflight import Preflight
+from posttrain.checks import registry as core
+from posttrain.checks.registry import Preflight
 from posttrain.errors import ConfigError, PreflightError
 from posttrain.types import Finding
 
@@ -71,7 +71,7 @@ def test_silencing_needs_a_known_check_and_a_reason(silence, message):
 
 def test_a_check_that_breaks_is_noted_and_stops_nothing(monkeypatch, caplog):
     monkeypatch.setattr(core, "PROBES", {})
-    monkeypatch.setattr("posttrain.checks.preflight.PROBES", core.PROBES)
+    monkeypatch.setattr("posttrain.checks.registry.PROBES", core.PROBES)
 
     @core.probe("config", "PT-D001")
     def broken(context):

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from posttrain.checks.reward_range import RunningReward, check_reward_columns, check_reward_ranges, missing_columns
+from posttrain.checks.rewards import RunningReward, check_reward_columns, check_reward_ranges, missing_columns
 
 
 def running(*generations):

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from posttrain.checks import core
+from posttrain.checks import registry as core
 from posttrain.checks import server as checks
 from posttrain.checks.server import Needs, check_info, check_negative_control, check_parity, needs_of, probe_logprobs
 from tests.conftest import build_model

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.checks import tokenizers as checks
-from posttrain.checks.core import Context
-from posttrain.data.vocabularies import compare_tokenizers, probe_conversations, probe_texts
+from posttrain.checks.registry import Context
+from posttrain.checks.tokenizers import compare_tokenizers, probe_conversations, probe_texts
 from tests.conftest import build_model, build_tokenizer
 
 CORPUS = [

@@ -10,9 +10,10 @@ import types
 import pytest
 
 from posttrain import GRPOConfig, SFTConfig
-from posttrain.checks import core, versions
+from posttrain.checks import machine as versions
+from posttrain.checks import registry as core
+from posttrain.checks.machine import FEATURES, REQUIREMENTS, base_version, required_version
 from posttrain.compat import available
-from posttrain.integrations.versions import FEATURES, REQUIREMENTS, base_version, required_version
 
 
 def found(feature, **installed):

@@ -3,7 +3,7 @@
 import re
 import socket
 
-from posttrain.checks import versions
+from posttrain.checks import machine as versions
 from posttrain.cli import env
 
 

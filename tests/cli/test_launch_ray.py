@@ -114,7 +114,7 @@ def test_what_cannot_work_is_refused_before_anything_is_placed(name, tokens, mes
 
 
 def test_the_commands_with_servers_are_those_whose_trainers_ask_servers():
-    from posttrain.algorithms.online_config import OnlineConfig
+    from posttrain.training.online_config import OnlineConfig
 
     configs = {name: train._load(command.config) for name, command in train.COMMANDS.items()}
     asking = {
@@ -207,7 +207,7 @@ def test_commands_that_only_look_accept_the_launchers_options():
 
 
 def test_auto_resumes_where_there_is_a_checkpoint_and_begins_anew_where_there_is_none(tmp_path):
-    from posttrain.cli.sources import resume_from
+    from posttrain.cli.train import resume_from
     from posttrain.report.checkpoints import MARKER
 
     def meaning(value):

@@ -168,8 +168,7 @@ def test_the_reward_of_a_task_reaches_ppo_too(tiny_model_dir, tmp_path):
 
 
 def test_tools_and_an_environment_are_named_like_rewards(tmp_path, monkeypatch):
-    from posttrain.cli.sources import episode_parts
-    from posttrain.cli.train import parser_for
+    from posttrain.cli.train import episode_parts, parser_for
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_tools.py").write_text(

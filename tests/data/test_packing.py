@@ -8,9 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.bins import best_fit_decreasing
-from posttrain.data.packing import pack_dataset, split_trained, truncate_dataset
-from posttrain.data.supervised import SupervisedOptions, prepare_sft_dataset
+from posttrain.data.packing import best_fit_decreasing, pack_dataset, split_trained, truncate_dataset
+from posttrain.data.sft import SupervisedOptions, prepare_sft_dataset
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 
 DOCUMENTS = [[10, 11, 12, 13, 14, 15, 16], [20, 21], [30], [40, 41, 42, 43], [50, 51, 52]]

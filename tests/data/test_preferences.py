@@ -3,7 +3,7 @@
 import datasets
 import pytest
 
-from posttrain.data.preferences import AnswerOptions, answer_rows, prepare_answers
+from posttrain.data.preference import AnswerOptions, answer_rows, prepare_answers
 from posttrain.errors import DataError
 
 U = [{"role": "user", "content": "What is 2?"}]

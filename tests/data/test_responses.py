@@ -7,10 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from posttrain.data.responses import add_response_schema, parse_response, reasoning_policy
-from posttrain.data.responses.arguments import typed_arguments
-from posttrain.data.responses.wire import FORMATS, Bare
-from posttrain.data.template_families import training_template
+from posttrain.data.responses import (
+    FORMATS,
+    Bare,
+    add_response_schema,
+    parse_response,
+    reasoning_policy,
+    typed_arguments,
+)
+from posttrain.data.template_probes import training_template
 from posttrain.errors import ModelError
 from tests.data.test_templates import BY_FILE, TOKENS
 

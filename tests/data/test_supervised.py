@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from posttrain.data.labels import label_batch
-from posttrain.data.supervised import SupervisedOptions, document_rows, prepare_sft_dataset
+from posttrain.data.sft import SupervisedOptions, document_rows, prepare_sft_dataset
 from posttrain.errors import ArgumentTypeError, DataError, ModelError
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from posttrain.data.chat import assistant_mask, has_generation_markers, render
-from posttrain.data.template_families import FAMILIES, recognise_family, training_template
+from posttrain.data.template_probes import FAMILIES, recognise_family, training_template
 from posttrain.data.templates import (
     check_template,
     get_training_chat_template,
@@ -247,7 +247,7 @@ def masked_runs(tokenizer, messages, **kwargs) -> list[str]:
 
 
 def test_every_template_file_belongs_to_a_family_and_has_its_wire_format_pinned():
-    import posttrain.data.template_families as module
+    import posttrain.data.template_probes as module
 
     files = {path.stem for path in (Path(module.__file__).parent / "chat_templates").glob("*.jinja")}
     assert files == set(FILES) == set(WIRE) == set(TOKENS)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from posttrain.data.forest import Layout, collate
-from posttrain.data.unforest import halves, to_rows
+from posttrain.data.forest import Layout, collate, halves, to_rows
 from posttrain.types import Row
 from tests.losses.properties import toy_rows
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from posttrain.integrations import versions as table
+from posttrain.checks import machine as table
 from posttrain.report import checkpoints
 from posttrain.report.lock import NAME, FolderLock
 from tests.faults import build
@@ -99,7 +99,7 @@ def disk_fills(scene: Scene) -> None:
 
 def no_room(scene: Scene) -> None:
     """Less free space than one checkpoint takes."""
-    import posttrain.algorithms.checkpoint as module
+    import posttrain.training.checkpoint as module
 
     usual, module.free_disk = module.free_disk, lambda folder: 10_000
     try:
@@ -165,7 +165,7 @@ def of_version(package: str, version: str | None, **settings: Any) -> Any:
     """A config that needs a package which is installed in a version that does not work."""
 
     def act(scene: Scene) -> None:
-        from posttrain.checks import versions
+        from posttrain.checks import machine as versions
 
         usual = versions.installed_version
         versions.installed_version = lambda name: version if name == package else usual(name)
@@ -180,7 +180,7 @@ def of_version(package: str, version: str | None, **settings: Any) -> Any:
 
 def old_vllm(scene: Scene) -> None:
     """vLLM below the minimum."""
-    from posttrain.checks import versions
+    from posttrain.checks import machine as versions
 
     usual = versions.installed_version
     versions.installed_version = lambda name: "0.16.0" if name == "vllm" else usual(name)

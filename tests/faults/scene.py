@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from posttrain.checks import core
+from posttrain.checks import registry as core
 from posttrain.errors import PosttrainError
 from posttrain.report import checkpoints
 

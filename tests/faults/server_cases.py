@@ -22,7 +22,7 @@ def served(lie: Callable[[Any, int], None] | None = None, *, by: int = 0, other:
     """
 
     def act(scene: Scene) -> None:
-        from posttrain.rollouts.server import ServerEngine
+        from posttrain.rollouts.server.engine import ServerEngine
         from tests.conftest import build_model
 
         policy = build.model(scene)
@@ -50,7 +50,7 @@ def served(lie: Callable[[Any, int], None] | None = None, *, by: int = 0, other:
 
 def unreachable(scene: Scene) -> None:
     """Nobody listens at the address."""
-    from posttrain.rollouts.server import ServerEngine
+    from posttrain.rollouts.server.engine import ServerEngine
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

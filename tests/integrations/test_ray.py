@@ -14,7 +14,7 @@ import pytest
 
 from posttrain.errors import ConfigError
 from posttrain.integrations.ray import CONFIG_FILE, Machine, Need, State, check_fit
-from posttrain.rollouts.connection import Connection
+from posttrain.rollouts.server.client import Connection
 
 ROOT = Path(__file__).parents[2]
 LEASH = [sys.executable, "-m", "posttrain.integrations.leash", sys.executable, "-c"]

@@ -7,7 +7,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain import SFTConfig, SFTTrainer
-from posttrain.models.checkpointing import keep_last_activations, layers_to_keep
+from posttrain.models.activations import keep_last_activations, layers_to_keep
 from tests.conftest import build_model
 
 

@@ -8,7 +8,7 @@ from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.models import attention
 from posttrain.models.attention import coarsest_dtype, probe_layout
 from posttrain.models.forward import forward, inverse_lengths, noisy_embeddings, sequence_logps
-from posttrain.models.fp32_head import cast_head_to_fp32
+from posttrain.models.heads import cast_head_to_fp32
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.types import Row
 from tests.conftest import build_model

@@ -8,7 +8,7 @@ import filelock
 import numpy as np
 import pytest
 
-from posttrain.models import precompute
+from posttrain.models import reference as precompute
 from tests.conftest import build_model
 
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from posttrain.compat.weave import WeaveCallback
 from posttrain.errors import ConfigError, DataError
-from posttrain.report.callbacks.completions import EvalPrompts, LogCompletionsCallback, to_sampling
+from posttrain.report.completions import EvalPrompts, LogCompletionsCallback, to_sampling
 from tests.compat.test_bema import ROWS
 from tests.conftest import build_model
 

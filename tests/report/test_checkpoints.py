@@ -309,7 +309,7 @@ def test_rotation_counts_unmarked_checkpoints_of_its_own_run_and_leaves_those_of
 
 
 def test_a_disk_without_room_is_found_before_training(tmp_path, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr("posttrain.algorithms.checkpoint.free_disk", lambda folder: 1024)
+    monkeypatch.setattr("posttrain.training.checkpoint.free_disk", lambda folder: 1024)
     trainer = sft(tmp_path, tiny_tokenizer, save_strategy="steps", save_steps=1)
     with pytest.raises(ConfigError, match=r"PT-L002.* 1 KiB are free"):
         trainer.train()
@@ -338,7 +338,7 @@ def test_without_clipping_a_gradient_that_is_no_number_still_never_reaches_the_w
 
 
 def test_the_estimate_of_a_checkpoint_is_near_what_is_written(tmp_path, tiny_tokenizer):
-    from posttrain.algorithms.checkpoint import checkpoint_bytes
+    from posttrain.training.checkpoint import checkpoint_bytes
 
     trainer = sft(tmp_path, tiny_tokenizer, max_steps=1, save_strategy="steps", save_steps=1)
     expected = checkpoint_bytes(trainer.model, trainer.args)

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from posttrain.report.parquet import read_rows
-from posttrain.report.record import RunRecord
+from posttrain.report.record import RunRecord, read_rows
 from posttrain.types import Finding
 from tests.algorithms.helpers import sft
 

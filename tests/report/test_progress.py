@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from posttrain.errors import DataError
-from posttrain.report.curves import plot_curves, read_metrics
 from posttrain.report.progress import RichProgressCallback, use_rich_progress
+from posttrain.report.watch import plot_curves, read_metrics
 from tests.algorithms.helpers import chats, sft
 
 

@@ -15,8 +15,7 @@ import torch
 
 from posttrain.errors import ConfigError
 from posttrain.report.lock import NAME, FolderLock
-from posttrain.report.manifest import hide_secrets
-from posttrain.report.record import RunRecord, RunRecordCallback, check_writable
+from posttrain.report.record import RunRecord, RunRecordCallback, check_writable, hide_secrets
 
 
 def lines(folder):

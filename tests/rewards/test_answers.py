@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from posttrain.errors import ConfigError
-from posttrain.rewards.answers import answer_box, answers_match, boxed, normalize_answer, string_match_reward
+from posttrain.rewards.math import answer_box, answers_match, boxed, normalize_answer, string_match_reward
 from posttrain.rewards.numbers import parse_number
 
 EQUAL = [

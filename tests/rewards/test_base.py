@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError
-from posttrain.rewards.base import RewardRunner, parallel
+from posttrain.rewards.runner import RewardRunner, parallel
 
 TWO = {"prompts": ["p0", "p1"], "completions": ["a", "bb"], "completion_ids": [[1], [2, 3]]}
 
@@ -325,7 +325,7 @@ def test_a_function_that_hangs_is_named_after_its_timeout(asynchronous):
 
 
 def test_a_coroutine_that_never_gives_the_loop_back_is_named_and_later_calls_go_on(monkeypatch):
-    monkeypatch.setattr("posttrain.rewards.concurrency.GRACE", 0.05)
+    monkeypatch.setattr("posttrain.rewards.call.GRACE", 0.05)
     release = threading.Event()
 
     async def polite(**_):
@@ -345,7 +345,7 @@ def test_a_coroutine_that_never_gives_the_loop_back_is_named_and_later_calls_go_
 
 
 def test_the_function_whose_inner_task_keeps_the_loop_is_the_one_that_is_named(monkeypatch):
-    monkeypatch.setattr("posttrain.rewards.concurrency.GRACE", 0.05)
+    monkeypatch.setattr("posttrain.rewards.call.GRACE", 0.05)
     release = threading.Event()
 
     async def innocent(**_):

@@ -231,7 +231,7 @@ def test_the_reward_is_all_or_nothing_or_the_share():
 
 
 def test_it_keeps_the_contract_of_rewards():
-    from posttrain.rewards.base import RewardRunner
+    from posttrain.rewards.runner import RewardRunner
 
     table = RewardRunner(get_code_tests_reward("checks", limits=QUICK))(
         prompts=["p", "p"],

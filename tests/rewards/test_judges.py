@@ -11,7 +11,6 @@ import pytest
 
 from posttrain import ConfigError, RewardError
 from posttrain.errors import ArgumentTypeError, MissingDependencyError
-from posttrain.rewards.base import RewardRunner
 from posttrain.rewards.judges import (
     AllTrueJudge,
     BaseBinaryJudge,
@@ -23,6 +22,7 @@ from posttrain.rewards.judges import (
     PairRMJudge,
     as_text,
 )
+from posttrain.rewards.runner import RewardRunner
 
 
 class Server:
@@ -162,7 +162,7 @@ def test_the_server_says_how_long_to_wait(server):
 
 def test_pauses_grow(server, monkeypatch):
     pauses = []
-    monkeypatch.setattr("posttrain.rewards.chat_api.time.sleep", pauses.append)
+    monkeypatch.setattr("posttrain.rewards.judges.time.sleep", pauses.append)
     server.answer = lambda text, number: (500, {}, "broken")
     with pytest.raises(RewardError, match=r"4 attempts"):
         judge_of(server, retries=3, backoff=1.0).judge(["q"], [["a", "b"]])

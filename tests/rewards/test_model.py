@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from posttrain.errors import ModelError, RewardError
-from posttrain.rewards.base import RewardRunner
 from posttrain.rewards.model import ModelReward
+from posttrain.rewards.runner import RewardRunner
 
 
 def build(vocabulary, labels=1, seed=0, **settings):

@@ -5,8 +5,8 @@ import pickle
 import pytest
 
 from posttrain.errors import ConfigError, RewardError
-from posttrain.rewards.base import RewardRunner
 from posttrain.rewards.pool import pooled
+from posttrain.rewards.runner import RewardRunner
 from tests.rewards import pooled_functions as functions
 
 

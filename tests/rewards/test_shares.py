@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError, RewardError
-from posttrain.rewards.audit import audit_answers, said_answer
-from posttrain.rewards.base import RewardRunner
-from posttrain.rewards.shares import correlation, describe_shares, length_correlation, variance_shares
+from posttrain.rewards.math import audit_answers, said_answer
+from posttrain.rewards.runner import RewardRunner
+from posttrain.rewards.transform import correlation, describe_shares, length_correlation, variance_shares
 
 NAN = float("nan")
 
@@ -132,7 +132,7 @@ def test_what_is_no_judge_of_answers_is_not_audited(function, caplog):
 
 
 def test_the_audit_runs_on_the_first_three_batches_and_every_hundredth(monkeypatch):
-    from posttrain.rewards import base
+    from posttrain.rewards import runner as base
 
     calls = []
     monkeypatch.setattr(base, "audit_answers", lambda *a: calls.append(runner._calls))

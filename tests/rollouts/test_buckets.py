@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save, save_file
 
-import posttrain.rollouts.buckets
+import posttrain.rollouts.server.weight_sync
 from posttrain.errors import ConfigError, ModelError
-from posttrain.rollouts.buckets import DTYPES, MappedFile, SharedFile, buckets, safetensors_bytes
-from posttrain.rollouts.wire import checksum, hold, remove_orphans
+from posttrain.rollouts.server.replies import checksum, hold, remove_orphans
+from posttrain.rollouts.server.weight_sync import DTYPES, MappedFile, SharedFile, buckets, safetensors_bytes
 
 
 def test_examples_in_docstrings_run():
-    assert doctest.testmod(posttrain.rollouts.buckets).attempted > 0
-    assert doctest.testmod(posttrain.rollouts.buckets).failed == 0
+    assert doctest.testmod(posttrain.rollouts.server.weight_sync).attempted > 0
+    assert doctest.testmod(posttrain.rollouts.server.weight_sync).failed == 0
 
 
 def test_trap_s10_s44_buckets_hold_one_dtype_and_every_tensor_once():
@@ -59,7 +59,7 @@ def test_a_bucket_is_a_safetensors_file_in_memory_and_in_shared_memory():
 
 
 def test_files_of_processes_that_ended_are_removed(monkeypatch, tmp_path):
-    monkeypatch.setattr(posttrain.rollouts.buckets, "SHARED_FOLDER", tmp_path)
+    monkeypatch.setattr(posttrain.rollouts.server.weight_sync, "SHARED_FOLDER", tmp_path)
     orphan, other = tmp_path / "posttrain-4194999-1.safetensors", tmp_path / "posttrain-4194999x1.safetensors"
     orphan.touch()
     other.touch()

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from posttrain.rollouts import clock
-from posttrain.rollouts import worker as worker_module
-from posttrain.rollouts.worker import WorkerProcess
+from posttrain.rollouts.workers import worker as clock
+from posttrain.rollouts.workers import worker as worker_module
+from posttrain.rollouts.workers.worker import WorkerProcess
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.paged import PagedEngine
 from posttrain.rollouts.scripted import ScriptedEngine
-from posttrain.rollouts.server import ServerEngine
-from posttrain.rollouts.weights import Weights
+from posttrain.rollouts.server.engine import ServerEngine
+from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
 from tests.rollouts.stub_server import StubServer

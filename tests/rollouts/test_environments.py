@@ -13,8 +13,14 @@ import pytest
 import torch
 
 from posttrain import ConfigError, DataError, RolloutError
-from posttrain.rollouts.environments import EnvironmentPool, PooledReward, add_observation, is_done, step_environment
-from posttrain.rollouts.tools import ToolBox, ToolRunner
+from posttrain.rollouts.episodes.environments import (
+    EnvironmentPool,
+    PooledReward,
+    add_observation,
+    is_done,
+    step_environment,
+)
+from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner
 
 USER = [{"role": "user", "content": "Go. "}]
 

@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from posttrain import ConfigError, RolloutError
-from posttrain.rollouts.guiding import generation_fields
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.sampling import generation_fields
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import pytest
 
 from posttrain import ConfigError, ModelError, Request, RolloutError, Sampling, ScriptedEngine
-from posttrain.data.template_families import FAMILIES, training_template, with_template
-from posttrain.data.tokenize import tokenize_prompts
-from posttrain.rollouts.environments import add_observation
-from posttrain.rollouts.loop import Episode, ToolLoop, roll_out_with_tools, share_prompts
-from posttrain.rollouts.suffix import ToolSuffix, prepare_tokenizer, tokenize_observed
-from posttrain.rollouts.tools import ToolBox, ToolRunner, as_text, tool_schema
+from posttrain.data.chat import tokenize_prompts
+from posttrain.data.template_probes import FAMILIES, training_template, with_template
+from posttrain.rollouts.episodes.driver import Episode, ToolLoop, roll_out_with_tools, share_prompts
+from posttrain.rollouts.episodes.environments import add_observation
+from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer, tokenize_observed
+from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, as_text, tool_schema
 
 BUDGET = 400
 EOS = 2

@@ -9,8 +9,8 @@ import torch
 
 from posttrain.errors import ConfigError, RolloutError
 from posttrain.rollouts.base import create_engine
-from posttrain.rollouts.native.choosing import Chooser, uniforms
 from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.native.sampler import Chooser, uniforms
 from posttrain.rollouts.sampling import banned_continuations, truncate
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model

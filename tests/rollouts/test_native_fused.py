@@ -7,13 +7,12 @@ import torch
 from torch.nn import functional as F
 
 from posttrain.errors import RolloutError
-from posttrain.rollouts.native import compiled as building
-from posttrain.rollouts.native import fused
-from posttrain.rollouts.native.attention import Store, _decode
-from posttrain.rollouts.native.blocks import Block, Group
+from posttrain.rollouts.native import layers as building
+from posttrain.rollouts.native import layers as fused
+from posttrain.rollouts.native.attention import Block, Group, Store, _decode
 from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.native.layers import Packed
 from posttrain.rollouts.native.probe import logp_gaps
-from posttrain.rollouts.native.products import Packed
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.models.test_forward import family

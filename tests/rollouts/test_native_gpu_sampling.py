@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.rollouts.native.choosing import Chooser
 from posttrain.rollouts.native.device_sampling import DEAD, NAN, STOPPED, Features, Settings, choose, floor_of_mass
+from posttrain.rollouts.native.sampler import Chooser
 from posttrain.rollouts.sampling import draw_tokens, truncate
 from posttrain.types import Sampling
 

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 
-from posttrain.data.template_families import FAMILIES as TEMPLATES
-from posttrain.data.template_families import training_template, with_template
-from posttrain.rollouts.loop import roll_out_with_tools
+from posttrain.data.template_probes import FAMILIES as TEMPLATES
+from posttrain.data.template_probes import training_template, with_template
+from posttrain.rollouts.episodes.driver import roll_out_with_tools
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.native.kept import Kept, fingerprint, match
+from posttrain.rollouts.native.prefix_cache import Kept, fingerprint, match
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.models.test_forward import FAMILIES, family

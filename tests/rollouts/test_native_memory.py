@@ -7,7 +7,7 @@ import torch
 
 from posttrain.errors import RolloutError, RolloutInterrupted
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.native import run as running
+from posttrain.rollouts.native import scheduler as running
 from posttrain.rollouts.native.attention import Store
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.types import Request, Row, Sampling

@@ -8,10 +8,12 @@ from torch import nn
 
 from posttrain.errors import ConfigError
 from posttrain.rollouts.native import engine as engines
-from posttrain.rollouts.native import probe, products, threads
+from posttrain.rollouts.native import layers as products
+from posttrain.rollouts.native import layers as threads
+from posttrain.rollouts.native import probe
 from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.native.layers import MOST_ROWS, PACK_FROM, Packed, few_rows_product, quick_products
 from posttrain.rollouts.native.probe import logp_gaps
-from posttrain.rollouts.native.products import MOST_ROWS, PACK_FROM, Packed, few_rows_product, quick_products
 from posttrain.types import Request, Sampling
 from tests.algorithms.helpers import grpo
 from tests.conftest import build_model
@@ -33,7 +35,7 @@ def test_the_product_is_that_of_a_linear_layer(shape, bias):
 def test_only_few_rows_take_the_quick_way_and_afterwards_none(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "posttrain.rollouts.native.products.few_rows_product",
+        "posttrain.rollouts.native.layers.few_rows_product",
         lambda x, w, b=None: calls.append(x.shape) or nn.functional.linear(x, w, b),
     )
     layer = nn.Linear(4, 3)

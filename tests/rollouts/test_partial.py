@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain import NativeEngine, RolloutError, RolloutInterrupted, ScriptedEngine
-from posttrain.rollouts.partial import Writer, writings
+from posttrain.rollouts.workers.partial import Writer, writings
 from posttrain.types import Request, Rollout, Sampling
 from tests.conftest import build_model
 

@@ -6,10 +6,10 @@ import torch
 from posttrain.checks.server import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.errors import BadRequest, ConfigError, RolloutServerError, ServerBusy, WeightSyncError
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.plain_vllm import PlainVLLMClient, connect_client
-from posttrain.rollouts.server import ServerEngine, VLLMClient
+from posttrain.rollouts.server.engine import ServerEngine, VLLMClient
+from posttrain.rollouts.server.plain_vllm import PlainVLLMClient, connect_client
 from posttrain.rollouts.vllm_worker import EXTENSION
-from posttrain.rollouts.weights import Weights
+from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Row, Sampling
 from tests.algorithms.helpers import grpo, grpo_args, losses
 from tests.conftest import build_model
@@ -222,7 +222,7 @@ def test_what_vllm_does_not_have_is_refused_before_it_is_asked(engine, stub):
 
 def ServerEngineOverHTTP(url, model):
     client = connect_client(url)
-    from posttrain.rollouts.push import push
+    from posttrain.rollouts.server.weight_sync import push
 
     return push(client, Weights(model), 9, shared=False)
 

@@ -5,10 +5,10 @@ import torch
 
 from posttrain.checks.server import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.errors import BadRequest, ConfigError, ServerBusy, WeightSyncError
-from posttrain.rollouts.plain_vllm import PlainVLLMClient
-from posttrain.rollouts.server import ServerEngine
+from posttrain.rollouts.server.engine import ServerEngine
+from posttrain.rollouts.server.plain_vllm import PlainVLLMClient
 from posttrain.rollouts.vllm_worker import EXTENSION
-from posttrain.rollouts.weights import Weights
+from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Rollout, Sampling
 from tests.algorithms.helpers import grpo_args
 from tests.rollouts import real_vllm as real

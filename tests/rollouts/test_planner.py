@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.rollouts.planner import RowPlanner, balanced_rows, plan_step
-from posttrain.rollouts.samples import RolloutSample, sample_rows
+from posttrain.rollouts.workers.ledger import RowPlanner, balanced_rows, plan_step
+from posttrain.rollouts.workers.samples import RolloutSample, sample_rows
 
 
 def test_budget_eight_and_lengths_three_give_rows_of_two():

@@ -5,10 +5,9 @@ import errno
 import pytest
 import torch
 
-from posttrain.rollouts.buckets import SharedFile
-from posttrain.rollouts.client import VLLMClient
-from posttrain.rollouts.push import Pusher, push
-from posttrain.rollouts.wire import SHARED_FOLDER
+from posttrain.rollouts.server.client import VLLMClient
+from posttrain.rollouts.server.replies import SHARED_FOLDER
+from posttrain.rollouts.server.weight_sync import Pusher, SharedFile, push
 from tests.conftest import build_model
 from tests.rollouts.stub_server import StubServer
 

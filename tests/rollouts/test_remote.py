@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from posttrain.errors import RolloutServerError, ServerBusy, ServerUnreachable, WeightSyncError
-from posttrain.rollouts import connection, fleet, remote, server
-from posttrain.rollouts.remote import FollowingEngine, Holders, ServerTransfer
-from posttrain.rollouts.server import ServerEngine
-from posttrain.rollouts.weights import Weights
+from posttrain.rollouts.server import client as connection
+from posttrain.rollouts.server import engine as server
+from posttrain.rollouts.server import pool as fleet
+from posttrain.rollouts.server.engine import ServerEngine, remote
+from posttrain.rollouts.server.remote import FollowingEngine, Holders, ServerTransfer
+from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.rollouts.stub_server import StubServer

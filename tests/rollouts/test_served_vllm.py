@@ -12,9 +12,9 @@ import torch
 from posttrain.checks.server import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.errors import BadRequest, WeightSyncError
 from posttrain.models.load import load_tokenizer
-from posttrain.rollouts.server import ServerEngine, VLLMClient
-from posttrain.rollouts.weights import Weights
-from posttrain.rollouts.wire import SAFETENSORS
+from posttrain.rollouts.server.engine import ServerEngine, VLLMClient
+from posttrain.rollouts.server.replies import SAFETENSORS
+from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.algorithms.helpers import grpo_args
 from tests.rollouts import real_vllm as real

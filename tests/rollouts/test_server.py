@@ -16,9 +16,10 @@ from posttrain.errors import (
     ServerUnreachable,
     WeightSyncError,
 )
-from posttrain.rollouts import connection, fleet
-from posttrain.rollouts.server import ServerEngine, VLLMClient
-from posttrain.rollouts.weights import Weights
+from posttrain.rollouts.server import client as connection
+from posttrain.rollouts.server import pool as fleet
+from posttrain.rollouts.server.engine import ServerEngine, VLLMClient
+from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.rollouts.stub_server import StubServer
@@ -258,7 +259,7 @@ def test_a_failed_push_still_reads_all_tensors_because_other_ranks_may_wait_in_e
 
 
 def test_a_bucket_that_was_changed_on_its_way_is_refused(engine, stub, model, monkeypatch):
-    monkeypatch.setattr("posttrain.rollouts.buckets.checksum", lambda data: "0" * 32)
+    monkeypatch.setattr("posttrain.rollouts.server.weight_sync.checksum", lambda data: "0" * 32)
     with pytest.raises(WeightSyncError, match="checksum"):
         engine.load_weights(Weights(model), 2)
 

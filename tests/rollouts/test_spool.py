@@ -2,7 +2,7 @@
 
 import torch
 
-from posttrain.rollouts.spool import Spool, row_bytes
+from posttrain.rollouts.batch import Spool, row_bytes
 from tests.algorithms.helpers import grpo, losses, prompts, weights
 from tests.losses.properties import toy_rows
 

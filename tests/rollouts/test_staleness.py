@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain import DataError, RolloutError
-from posttrain.rollouts.buffer import RolloutBuffer
-from posttrain.rollouts.samples import Conversation, RolloutSample
-from posttrain.rollouts.staleness import DROP_REASONS, DropWatch, FailureBudget, Ledger, MismatchGuard
-from posttrain.rollouts.tasks import TaskSource
+from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, FailureBudget, Ledger, MismatchGuard
+from posttrain.rollouts.workers.samples import Conversation, RolloutBuffer, RolloutSample, TaskSource
 
 
 def conversation(tokens=4, group=0, version=1):

@@ -40,7 +40,7 @@ def test_grpo_steps_over_vllm_serve_and_in_process_are_on_policy(mode, tmp_path)
 
 
 def test_sleep_is_refused_where_the_build_cannot(tmp_path):
-    from posttrain.cli.demo_script import make_trainer
+    from posttrain.cli.demo import make_trainer
     from posttrain.rollouts.vllm import sleep_available
 
     if sleep_available():

@@ -8,11 +8,11 @@ import peft
 import pytest
 import torch
 
-import posttrain.rollouts.weights
+import posttrain.rollouts.workers.shared_weights
 from posttrain.errors import ModelError
 from posttrain.models import merged
 from posttrain.models.merged import adapter_weights, merged_weights
-from posttrain.rollouts.weights import Weights, as_dtype
+from posttrain.rollouts.workers.shared_weights import Weights, as_dtype
 from tests.conftest import build_model
 
 
@@ -46,7 +46,7 @@ def same_as_trainer(trainer_model, sent, vocabulary=37, **config):
 
 
 def test_examples_in_docstrings_run():
-    for module in (merged, posttrain.rollouts.weights):
+    for module in (merged, posttrain.rollouts.workers.shared_weights):
         assert doctest.testmod(module).attempted > 0
         assert doctest.testmod(module).failed == 0
 
@@ -148,7 +148,7 @@ def test_a_bucket_over_the_network_group_reaches_the_other_rank(monkeypatch):
     """Two ranks in two threads over gloo: what NCCL does between accelerators, without them."""
     from datetime import timedelta
 
-    from posttrain.rollouts import nccl
+    from posttrain.rollouts.server import nccl
 
     port, received, sizes = nccl._free_port(), {}, {}
 

@@ -9,14 +9,12 @@ import torch
 
 from posttrain import ArgumentTypeError, RolloutError
 from posttrain.errors import ModelError, WeightSyncError
-from posttrain.rollouts.buffer import RolloutBuffer
-from posttrain.rollouts.engine_spec import EngineSpec
-from posttrain.rollouts.pool import PoolSettings, WorkerPool
-from posttrain.rollouts.shared_weights import SharedWeights, copy_into, read_weights
-from posttrain.rollouts.staleness import Ledger
-from posttrain.rollouts.tasks import TaskSource
-from posttrain.rollouts.weights import named_weights
-from posttrain.rollouts.worker import check_picklable
+from posttrain.rollouts.workers.engine_spec import EngineSpec
+from posttrain.rollouts.workers.ledger import Ledger
+from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
+from posttrain.rollouts.workers.samples import RolloutBuffer, TaskSource
+from posttrain.rollouts.workers.shared_weights import SharedWeights, copy_into, named_weights, read_weights
+from posttrain.rollouts.workers.worker import check_picklable
 from tests.conftest import build_model
 from tests.rollouts.worker_jobs import Broken, Echo, Environment, Slow
 
@@ -223,7 +221,7 @@ def test_pacing_writes_no_more_than_can_be_trained_in_time(tmp_path, running):
 
 
 def test_a_worker_that_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("posttrain.rollouts.pool.JOIN_S", 0.2)
+    monkeypatch.setattr("posttrain.rollouts.workers.processes.JOIN_S", 0.2)
     given = pool(tmp_path, Slow())
     given.start()
     process = given.workers[0].process

@@ -6,8 +6,8 @@ import sys
 import time
 from dataclasses import dataclass
 
-from posttrain.rollouts.pool import GroupResult
-from posttrain.rollouts.samples import Conversation, RolloutSample
+from posttrain.rollouts.workers.processes import GroupResult
+from posttrain.rollouts.workers.samples import Conversation, RolloutSample
 
 
 def conversation(task, version, index=0):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from posttrain.rollouts import clock
+from posttrain.rollouts.workers import worker as clock
 from posttrain.serve.awake import awake
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.ranks import STUCK_S, Rank

@@ -15,7 +15,7 @@ import requests
 from safetensors.torch import save
 
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.wire import SAFETENSORS, checksum
+from posttrain.rollouts.server.replies import SAFETENSORS, checksum
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.serve.engines import KILL, expected
@@ -194,8 +194,8 @@ def test_a_server_that_lacks_whole_weights_alone_is_there_to_be_pushed_to():
     """Otherwise a trainer that died in an update would have shut every later one out."""
     import torch
 
-    from posttrain.rollouts.client import VLLMClient
-    from posttrain.rollouts.push import push as send
+    from posttrain.rollouts.server.client import VLLMClient
+    from posttrain.rollouts.server.weight_sync import push as send
     from tests.serve.support import serving
 
     with serving() as server:

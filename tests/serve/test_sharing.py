@@ -5,7 +5,7 @@ import queue
 import pytest
 import torch
 
-from posttrain.rollouts.native.products import can_pack
+from posttrain.rollouts.native.layers import can_pack
 from posttrain.serve import live
 from posttrain.serve.jobs import Ask, Command, Job
 from posttrain.serve.native import NativeBackend

@@ -10,7 +10,7 @@ import requests
 import torch
 from safetensors.torch import save, save_file
 
-from posttrain.rollouts.wire import SAFETENSORS, SHARED_FOLDER, checksum
+from posttrain.rollouts.server.replies import SAFETENSORS, SHARED_FOLDER, checksum
 from tests.serve.engines import SLOW, expected
 from tests.serve.support import serving
 
@@ -310,9 +310,9 @@ def test_adapters_are_described_whole_and_refused_by_engines_that_take_none(serv
 
 def test_a_group_of_server_and_client_carries_weights_on_cpus_too():
     """The client broadcasts over gloo what it would over NCCL; the server then says what the new weights say."""
-    from posttrain.rollouts.client import VLLMClient
     from posttrain.rollouts.native.engine import NativeEngine
-    from posttrain.rollouts.push import push as send_all
+    from posttrain.rollouts.server.client import VLLMClient
+    from posttrain.rollouts.server.weight_sync import push as send_all
     from posttrain.types import Request, Sampling
     from tests.conftest import build_model
 

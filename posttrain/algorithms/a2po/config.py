@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.errors import ConfigError
 from posttrain.rewards.transform import transform_names
+from posttrain.training.online_config import OnlineConfig
 
 __all__ = ["A2POConfig"]
 

@@ -6,11 +6,10 @@ import logging
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from posttrain.algorithms.episode_config import EpisodeFields
-from posttrain.algorithms.online_config import OnlineConfig
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.ratio import CORRECTIONS
 from posttrain.rewards.transform import transform_names
+from posttrain.training.online_config import EpisodeFields, OnlineConfig
 
 __all__ = ["AsyncGRPOConfig"]
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.algorithms.async_grpo.scoring import Finished
+from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational
-from posttrain.data.tokenize import tokenize_prompts
 from posttrain.errors import RolloutError
-from posttrain.rewards.environments import EnvironmentReward
-from posttrain.rollouts.environments import EnvironmentPool, PooledReward
-from posttrain.rollouts.generation import judged_completions
-from posttrain.rollouts.loop import Batches, Episode, ToolLoop, share_prompts
-from posttrain.rollouts.partial import Writer
-from posttrain.rollouts.samples import GroupTask
-from posttrain.rollouts.suffix import prepare_tokenizer, tokenize_observed
-from posttrain.rollouts.tools import ToolBox, ToolRunner
+from posttrain.rewards.call import EnvironmentReward
+from posttrain.rollouts.batch import judged_completions
+from posttrain.rollouts.episodes.driver import Batches, Episode, ToolLoop, share_prompts
+from posttrain.rollouts.episodes.environments import EnvironmentPool, PooledReward
+from posttrain.rollouts.episodes.tokens import prepare_tokenizer, tokenize_observed
+from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner
+from posttrain.rollouts.workers.partial import Writer
+from posttrain.rollouts.workers.samples import GroupTask
 from posttrain.types import Rollout, Sampling
 
 __all__ = ["EpisodeRunner", "EpisodeSetup"]

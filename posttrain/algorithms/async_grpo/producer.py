@@ -16,13 +16,13 @@ import torch
 
 from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
 from posttrain.algorithms.async_grpo.scoring import Finished, Scorer
-from posttrain.rewards.base import RewardRunner
-from posttrain.rollouts.engine_spec import EngineHandle, EngineSpec
-from posttrain.rollouts.partial import Writer, Writing, writings
-from posttrain.rollouts.pool import GroupResult
-from posttrain.rollouts.samples import GroupTask
-from posttrain.rollouts.shared_weights import remove_weights
-from posttrain.rollouts.worker import Link
+from posttrain.rewards.runner import RewardRunner
+from posttrain.rollouts.workers.engine_spec import EngineHandle, EngineSpec
+from posttrain.rollouts.workers.partial import Writer, Writing, writings
+from posttrain.rollouts.workers.processes import GroupResult
+from posttrain.rollouts.workers.samples import GroupTask
+from posttrain.rollouts.workers.shared_weights import remove_weights
+from posttrain.rollouts.workers.worker import Link
 from posttrain.types import Request
 
 __all__ = ["Producer", "RolloutJob"]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.online import SUFFIX_TOKENS
 from posttrain.losses.advantages import MOST, centred, group_advantages, weighted_total
-from posttrain.rewards.base import RewardRunner, RewardTable
-from posttrain.rollouts.generation import Generation
-from posttrain.rollouts.samples import Conversation, RolloutSample
+from posttrain.rewards.runner import RewardRunner, RewardTable
+from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.workers.samples import Conversation, RolloutSample
+from posttrain.training.online import SUFFIX_TOKENS
 from posttrain.types import Rollout
 
 __all__ = ["Finished", "Scorer", "population_advantages"]

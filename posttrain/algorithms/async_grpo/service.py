@@ -19,14 +19,12 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.buffer import RolloutBuffer
-from posttrain.rollouts.engine_spec import EngineSpec
-from posttrain.rollouts.loop import MAX_ITERATIONS
-from posttrain.rollouts.pool import PoolSettings, WorkerPool
-from posttrain.rollouts.shared_weights import SharedWeights
-from posttrain.rollouts.staleness import Ledger
-from posttrain.rollouts.tasks import TaskSource
-from posttrain.rollouts.weights import Weights
+from posttrain.rollouts.episodes.driver import MAX_ITERATIONS
+from posttrain.rollouts.workers.engine_spec import EngineSpec
+from posttrain.rollouts.workers.ledger import Ledger
+from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
+from posttrain.rollouts.workers.samples import RolloutBuffer, TaskSource
+from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights
 
 __all__ = ["RolloutWorkerProtocol", "ServiceMixin", "WeightTransferProtocol"]
 
@@ -176,7 +174,7 @@ class ServiceMixin:
         """Shared memory for engines that hold a copy, the servers' own way for servers."""
         if self._engine_kind != "server":
             return SharedWeights()
-        from posttrain.rollouts.remote import ServerEngine, ServerTransfer
+        from posttrain.rollouts.server.remote import ServerEngine, ServerTransfer
 
         args, urls = self.args, self.args.server_urls
         waits = {"connection_timeout": args.vllm_server_timeout, "patience": args.vllm_server_timeout}
@@ -195,7 +193,7 @@ class ServiceMixin:
         return {"request_timeout": float(args.request_timeout), "sync_timeout": args.sync_timeout_s, "api_key": key}
 
     def _following(self) -> Callable[[], RolloutEngine]:
-        from posttrain.rollouts.remote import FollowingEngine
+        from posttrain.rollouts.server.remote import FollowingEngine
 
         waits = {"patience": self.args.vllm_server_timeout, "news_timeout": self.args.sync_timeout_s}
         return functools.partial(FollowingEngine, **self._server_options(), **waits)

@@ -16,11 +16,10 @@ from posttrain.data.forest import collate
 from posttrain.errors import RolloutError
 from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
-from posttrain.rewards.base import RewardTable
-from posttrain.rollouts.clock import AwakeClock
-from posttrain.rollouts.planner import plan_step
-from posttrain.rollouts.samples import Conversation, RolloutSample, sample_rows
-from posttrain.rollouts.staleness import DROP_REASONS, DropWatch, Ledger
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, Ledger, plan_step
+from posttrain.rollouts.workers.samples import Conversation, RolloutSample, sample_rows
+from posttrain.rollouts.workers.worker import AwakeClock
 from posttrain.types import Batch
 
 __all__ = ["StepMixin"]

@@ -19,18 +19,18 @@ from posttrain.algorithms.async_grpo.objective import NEEDS, async_grpo_objectiv
 from posttrain.algorithms.async_grpo.scoring import population_advantages
 from posttrain.algorithms.async_grpo.service import ServiceMixin
 from posttrain.algorithms.async_grpo.steps import StepMixin
-from posttrain.algorithms.episodes import EpisodeMixin
-from posttrain.algorithms.online import OnlineTrainer
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import weighted_total
 from posttrain.models import parallel
-from posttrain.report.callbacks.rollout_table import RolloutTableCallback
-from posttrain.rewards.base import RewardTable
+from posttrain.report.completions import RolloutTableCallback
+from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.generation import Generation
-from posttrain.rollouts.staleness import DropWatch, Ledger, MismatchGuard
-from posttrain.rollouts.tasks import TaskSource
-from posttrain.rollouts.worker import check_picklable
+from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.workers.ledger import DropWatch, Ledger, MismatchGuard
+from posttrain.rollouts.workers.samples import TaskSource
+from posttrain.rollouts.workers.worker import check_picklable
+from posttrain.training.episodes import EpisodeMixin
+from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["AsyncGRPOTrainer"]

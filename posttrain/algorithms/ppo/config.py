@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from posttrain.algorithms.config import PostTrainingConfig, check_gathering
-from posttrain.algorithms.online_config import ENGINES
 from posttrain.errors import ConfigError, check_choice
 from posttrain.rewards.transform import transform_names
+from posttrain.training.config import PostTrainingConfig, check_gathering
+from posttrain.training.online_config import ENGINES
 
 __all__ = ["PPOConfig"]
 

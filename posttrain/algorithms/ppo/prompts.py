@@ -9,12 +9,11 @@ import datasets
 import torch
 
 from posttrain.algorithms.ppo.config import PPOConfig
-from posttrain.algorithms.prompts import _splits
-from posttrain.data.formats import is_conversational
-from posttrain.data.prompts import check_prompts
-from posttrain.data.raw import refuse_images
+from posttrain.data.formats import is_conversational, refuse_images
+from posttrain.data.samplers import check_prompts
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.load import resolve_pad_token
+from posttrain.training.prompts import _splits
 
 __all__ = ["PromptRowsMixin"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.report.parquet import read_rows
+from posttrain.report.record import read_rows
 
 __all__ = ["Sample", "Samples", "read_samples"]
 

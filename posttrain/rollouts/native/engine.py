@@ -20,22 +20,22 @@ from posttrain.models.heads import trunk
 from posttrain.rollouts.base import check_requests, check_rope, refuse_virtual_tokens
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
-from posttrain.rollouts.native.choosing import SickRequests
-from posttrain.rollouts.native.fused import fused_layers
 from posttrain.rollouts.native.gpu import decoder_of
 from posttrain.rollouts.native.gpu_run import GraphRun
-from posttrain.rollouts.native.kept import Kept, fingerprint
-from posttrain.rollouts.native.products import (
+from posttrain.rollouts.native.layers import (
     Packed,
     Products,
+    bound_threads,
     can_pack,
+    fused_layers,
     has_bfloat16,
     packs,
     quick_products,
     worth_packing,
 )
-from posttrain.rollouts.native.run import Run
-from posttrain.rollouts.native.threads import bound_threads
+from posttrain.rollouts.native.prefix_cache import Kept, fingerprint
+from posttrain.rollouts.native.sampler import SickRequests
+from posttrain.rollouts.native.scheduler import Run
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["NativeEngine"]

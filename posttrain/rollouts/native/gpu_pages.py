@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from posttrain.rollouts.native.choosing import Completion
 from posttrain.rollouts.native.pages import Pages, PieceView
+from posttrain.rollouts.native.sampler import Completion
 
 if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import RolloutError
-from posttrain.rollouts.native.choosing import Asked, Chooser, Completion, SickRequests
 from posttrain.rollouts.native.device_sampling import DEAD, NAN, STOPPED, Features, host_decides, is_shaped
 from posttrain.rollouts.native.gpu import Need, Told
 from posttrain.rollouts.native.gpu_pages import Line, Passes, Prompt, Shelf, pages_of
 from posttrain.rollouts.native.graphs import uncompiled
-from posttrain.rollouts.native.run import bytes_per_token
+from posttrain.rollouts.native.sampler import Asked, Chooser, Completion, SickRequests
+from posttrain.rollouts.native.scheduler import bytes_per_token
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:

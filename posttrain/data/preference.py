@@ -1,0 +1,521 @@
+"""Rows of preference optimisation: a prompt and the answers that share it, as token ids, with everything lost counted."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+
+from posttrain.data.chat import (
+    AssistantSpans,
+    common_prefix,
+    encode,
+    has_generation_markers,
+    one_bos,
+    prompt_text,
+    render,
+    template_arguments,
+)
+from posttrain.data.formats import (
+    ROW,
+    check_ids,
+    check_stream,
+    first_row,
+    get_dataset_column_names,
+    is_messages,
+    listed,
+    maybe_extract_prompt,
+    strip_none,
+)
+from posttrain.data.labels import one_eos
+from posttrain.errors import DataError
+from posttrain.types import Row
+
+__all__ = [
+    "AnswerOptions",
+    "AnswerReport",
+    "answer_rows",
+    "pair_rows",
+    "prepare_answers",
+    "prepare_reward_dataset",
+]
+
+logger = logging.getLogger(__name__)
+
+
+REASONS = (
+    "the prompt tokenises differently with its answers",
+    "the prompt fills max_length",
+    "the answers are equal",
+    "an answer is empty",
+)
+USED, UNUSABLE, FULL, EQUAL, EMPTY = 0, 1, 2, 3, 4  # Codes of the column `_verdict`; REASONS[code - 1].
+UNUSABLE_MOST, EQUAL_MOST, TOLD_MOST = 0.01, 0.2, 0.05
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How rows become ids; hashable by value, so that the dataset's fingerprint is stable from run to run.
+
+    Attributes:
+        branches: Columns of the answers: ``("chosen", "rejected")``, with ``"reference"``, or ``("completion",)``.
+        max_length: Tokens of prompt and answer; None never cuts.
+        truncation_mode: ``keep_start`` or ``keep_end``.
+        mask_inner_turns: Leave turns within an answer that are not the assistant's, and what the template writes around
+            them, without loss.
+    """
+
+    branches: tuple[str, ...] = ("chosen", "rejected")
+    max_length: int | None = 1024
+    truncation_mode: str = "keep_start"
+    mask_inner_turns: bool = False
+
+    def ids(self, branch: str) -> str:
+        """The column of a branch's ids."""
+        return f"{branch}_ids"
+
+    def mask(self, branch: str) -> str:
+        """The column of where a branch has loss, with ``mask_inner_turns``."""
+        return f"{branch}_mask"
+
+
+@dataclass
+class AnswerReport:
+    """What preparing a dataset did to it: rows in and out, dropped by reason, cut answers, repaired boundaries."""
+
+    name: str
+    rows_in: int = 0
+    rows_out: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    cut: int = 0
+    repaired: int = 0
+    inner: int = 0  # Rows with an answer that holds turns of others than the assistant.
+
+
+def _answer_batch(
+    batch: dict[str, list], indices: list[int], tokenizer: Any, options: AnswerOptions, keep: tuple[str, ...]
+) -> dict[str, list]:
+    """Ids of prompts and answers, tokenised in two calls: plain texts with special tokens, rendered ones without."""
+    plans: list[tuple[bool, str, list[str]]] = []
+    rows = []
+    for position, index in enumerate(indices):
+        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
+        try:
+            rows.append(_parted(row, options.branches))
+            plans.append(_texts(rows[-1], tokenizer, options.branches))
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from error
+    names = ["prompt_ids", *map(options.ids, options.branches), "_verdict", "_cut", "_repaired", "_inner"]
+    names += map(options.mask, options.branches if options.mask_inner_turns else ())
+    out: dict[str, list] = {name: [] for name in names}
+    found = _tokenize(plans, tokenizer)
+    for row, (plain, _, _), (prompt, wholes) in zip(rows, plans, found, strict=True):
+        if plain:
+            prompt = one_bos(prompt, tokenizer.bos_token_id)
+            wholes = [one_eos(one_bos(ids, tokenizer.bos_token_id), tokenizer) for ids in wholes]
+        _write(out, prompt, wholes, options)
+        inner = [branch for branch in options.branches if not plain and _has_inner_turns(row[branch])]
+        out["_inner"].append(int(bool(inner)))
+        if options.mask_inner_turns:
+            boundary = min(common_prefix(prompt, ids) for ids in wholes)
+            for branch, whole in zip(options.branches, wholes, strict=True):
+                told = _spoken(row, branch, tokenizer) if branch in inner else [1] * len(whole)
+                count = len(out[options.ids(branch)][-1])
+                start = boundary if options.truncation_mode == "keep_start" else len(whole) - count
+                out[options.mask(branch)].append(told[start : start + count])
+    return out | {name: batch[name] for name in keep}
+
+
+def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tuple[bool, str, list[str]]:
+    """Whether a row (whose prompt stands apart) is plain text, its prompt, and its prompt with each answer."""
+    prompt, answers = row.get("prompt"), [row.get(branch) for branch in branches]
+    for branch, answer in zip(branches, answers, strict=True):
+        if answer is None:
+            raise DataError(f"column {branch!r} is missing; its columns are {sorted(row)}.")
+    if prompt is None:
+        raise DataError(
+            f"column 'prompt' is missing, and there is no pair to take it from; its columns are {sorted(row)}."
+        )
+    if not is_messages(prompt):
+        mixed = [branch for branch, answer in zip(branches, answers, strict=True) if not isinstance(answer, str)]
+        if mixed or not isinstance(prompt, str):
+            raise DataError(
+                f"column 'prompt' is text and {mixed or 'it'} is not. Give all of a row's columns one form."
+            )
+        return True, prompt, [prompt + answer for answer in answers]  # type: ignore[operator]
+    for branch, answer in zip(branches, answers, strict=True):
+        _check_messages(branch, answer)
+    kwargs = template_arguments(row)
+    wholes = [render(tokenizer, prompt + answer, **kwargs) for answer in answers]  # type: ignore[operator]
+    return False, prompt_text(tokenizer, row, {}), wholes
+
+
+def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
+    """The row with its prompt apart; a further answer must begin with the prompt that was taken off the pair."""
+    parted = dict(maybe_extract_prompt(row))
+    if parted.get("chosen") == row.get("chosen"):
+        return parted
+    prompt = parted["prompt"]
+    for branch in branches[2:]:
+        whole = row.get(branch)
+        if whole is None:
+            continue
+        if whole[: len(prompt)] != prompt:
+            raise DataError(
+                f"column {branch!r} does not begin with the prompt that chosen and rejected share: {str(prompt)[:80]!r}. Give a "
+                "'prompt' column and bare answers."
+            )
+        parted[branch] = whole[len(prompt) :]
+    return parted
+
+
+def _check_messages(branch: str, answer: Any) -> None:
+    if not is_messages(answer):
+        raise DataError(
+            f"column 'prompt' holds messages and column {branch!r} is {str(answer)[:60]!r}. Give both one form."
+        )
+    if answer[-1].get("role") != "assistant":
+        raise DataError(
+            f"column {branch!r} ends with a message of role {answer[-1].get('role')!r}; an answer's last message must be the "
+            "assistant's."
+        )
+
+
+def _has_inner_turns(answer: Any) -> bool:
+    return any(message.get("role") != "assistant" for message in answer)
+
+
+def _spoken(row: dict[str, Any], branch: str, tokenizer: Any) -> list[int]:
+    """1 on the tokens of prompt and answer that the assistant says, 0 on everybody else's."""
+    finder, messages, kwargs = AssistantSpans(tokenizer), row["prompt"] + row[branch], template_arguments(row)
+    if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
+        return finder.by_markers(messages, **kwargs)[1]
+    text, spans = finder.by_rendering(messages, **kwargs)
+    return finder.mask(tokenizer, text, encode(tokenizer, [text], special=False)[0], spans)
+
+
+def _tokenize(plans: list[tuple[bool, str, list[str]]], tokenizer: Any) -> list[tuple[list[int], list[list[int]]]]:
+    found: list[Any] = [None] * len(plans)
+    for plain in (True, False):
+        wanted = [i for i, plan in enumerate(plans) if plan[0] == plain]
+        flat = encode(tokenizer, [text for i in wanted for text in (plans[i][1], *plans[i][2])], special=plain)
+        start = 0
+        for i in wanted:
+            count = 1 + len(plans[i][2])
+            found[i] = flat[start], flat[start + 1 : start + count]
+            start += count
+    return found
+
+
+def _write(out: dict[str, list], prompt: list[int], wholes: list[list[int]], options: AnswerOptions) -> None:
+    """Cut prompt and answers apart where the tokens of all of them part, then to length; say what is wrong."""
+    boundary = min(common_prefix(prompt, ids) for ids in wholes)
+    lost = len(prompt) - boundary
+    answers = [ids[boundary:] for ids in wholes]
+    limit, verdict, cut = options.max_length, USED, False
+    prompt = prompt[:boundary]
+    if lost > max(4, 0.05 * (boundary + lost)):
+        verdict = UNUSABLE
+    elif any(not answer for answer in answers):
+        verdict = EMPTY
+    elif limit is not None and options.truncation_mode == "keep_start" and len(prompt) >= limit:
+        verdict = FULL
+    elif limit is not None and len(prompt) + max(map(len, answers)) > limit:
+        prompt, answers, cut = *_truncate(prompt, answers, limit, options.truncation_mode), True
+    if verdict == USED and len(answers) > 1 and answers[0] == answers[1]:
+        verdict = EQUAL
+    out["prompt_ids"].append(prompt)
+    for branch, answer in zip(options.branches, answers, strict=True):
+        out[options.ids(branch)].append(answer)
+    for name, value in (("_verdict", verdict), ("_cut", int(cut)), ("_repaired", int(lost > 0))):
+        out[name].append(value)
+
+
+def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str) -> tuple[list[int], list[list[int]]]:
+    """``keep_start`` cuts the ends of answers; ``keep_end`` the beginning of the prompt that they share, then theirs."""
+    if mode == "keep_start":
+        return prompt, [answer[: limit - len(prompt)] for answer in answers]
+    excess = len(prompt) + max(map(len, answers)) - limit
+    kept = prompt[excess:] if excess < len(prompt) else prompt[-1:]  # One token must be left to predict the first from.
+    return kept, [answer[-(limit - len(kept)) :] for answer in answers]
+
+
+def prepare_answers(
+    dataset: Any,
+    tokenizer: Any,
+    options: AnswerOptions,
+    *,
+    name: str = "train",
+    num_proc: int | None = None,
+    keep: tuple[str, ...] = (),
+) -> tuple[Any, AnswerReport]:
+    """Tokenise prompts and answers: ``prompt_ids`` and one ``<branch>_ids`` an answer; other columns stay if in ``keep``.
+
+    Returns:
+        The dataset, and a report (counted for map-style datasets).
+
+    Raises:
+        DataError: A row that cannot be read, more than 1 % whose prompt cannot be told from its answers, more than 20 % whose
+            answers are equal, or none left.
+    """
+    first_row(dataset, name)
+    columns = get_dataset_column_names(dataset)
+    keep = tuple(column for column in keep if column in columns)
+    wanted = {"prompt_ids", *map(options.ids, options.branches)}
+    if wanted <= set(columns):
+        return dataset, AnswerReport(name)
+    missing = [branch for branch in options.branches if branch not in columns]
+    if missing:
+        raise DataError(f"the {name} rows need {list(options.branches)}: {missing} are not in {sorted(columns)}.")
+    streaming = isinstance(dataset, datasets.IterableDataset)
+    extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
+    mapped = dataset.map(
+        _answer_batch,
+        batched=True,
+        with_indices=True,
+        remove_columns=[column for column in columns if column not in keep],
+        fn_kwargs={"tokenizer": tokenizer, "options": options, "keep": keep},
+        **extra,
+    )
+    kept = mapped.filter(_is_used, batched=True, input_columns=["_verdict"], **extra)
+    report = AnswerReport(name)
+    if not streaming:
+        _count(report, mapped, kept)
+        _tell(report, options)
+    return kept.remove_columns(["_verdict", "_cut", "_repaired", "_inner"]), report
+
+
+def _is_used(verdicts: list[int]) -> list[bool]:
+    return [verdict == USED for verdict in verdicts]
+
+
+def _count(report: AnswerReport, mapped: Any, kept: Any) -> None:
+    verdicts = mapped["_verdict"][:]
+    report.rows_in, report.rows_out = len(mapped), len(kept)
+    report.dropped = {r: n for code, r in enumerate(REASONS, 1) if (n := verdicts.count(code))}
+    report.cut, report.repaired, report.inner = (sum(mapped[name][:]) for name in ("_cut", "_repaired", "_inner"))
+
+
+def _tell(report: AnswerReport, options: AnswerOptions) -> None:
+    n, dropped = report.rows_in, report.dropped
+    why = "; ".join(f"{count}: {reason}" for reason, count in dropped.items())
+    if report.rows_out == 0:
+        raise DataError(f"no row of the {report.name} dataset is left of {n} ({why}).")
+    for code, most in ((UNUSABLE, UNUSABLE_MOST), (EQUAL, EQUAL_MOST)):
+        count = dropped.get(REASONS[code - 1], 0)
+        if count > most * n:
+            raise DataError(
+                f"{report.name} dataset: in {count} of {n} rows {REASONS[code - 1]}, more than {most:.0%}. Look at the rows with "
+                "posttrain inspect."
+            )
+    if dropped:
+        level = logging.WARNING if n - report.rows_out > TOLD_MOST * n else logging.INFO
+        logger.log(level, "%s dataset: dropped %d of %d rows (%s).", report.name, n - report.rows_out, n, why)
+    if report.repaired:
+        logger.warning(
+            "%s dataset: in %d of %d rows the end of the prompt tokenises differently with its answers; the boundary is where "
+            "the tokens part.",
+            report.name, report.repaired, n,
+        )  # fmt: skip
+    if report.inner and not options.mask_inner_turns:
+        logger.warning(
+            "%s dataset: in %d of %d rows an answer holds turns of the user or of tools, which are trained on as if the model "
+            "had said them. mask_inner_turns=True leaves them without loss.",
+            report.name, report.inner, n,
+        )  # fmt: skip
+    if report.cut > 0.1 * n:
+        logger.warning(
+            "%s dataset: %d of %d rows have an answer cut at max_length=%s.",
+            report.name,
+            report.cut,
+            n,
+            options.max_length,
+        )
+
+
+def answer_rows(
+    examples: Iterable[Mapping[str, Any]], branches: Sequence[str], columns: Mapping[str, Sequence[str]] | None = None
+) -> list[Row]:
+    """Tokenised examples as rows: the shared prompt and one completion a branch.
+
+    Args:
+        examples: With ``prompt_ids`` and ``<branch>_ids``.
+        branches: Names of the answers, in order.
+        columns: Name of a sequence column to the example's columns that hold it, one a branch.
+
+    Raises:
+        DataError: A row whose answer has no token.
+    """
+    rows = []
+    for index, example in enumerate(examples):
+        answers = [list(example[f"{branch}_ids"]) for branch in branches]
+        for branch, answer in zip(branches, answers, strict=True):
+            if not answer:
+                raise DataError(f"row {index} of a batch: {branch}_ids is empty; an answer needs at least one token.")
+        masks = [example.get(f"{branch}_mask") for branch in branches]
+        masks = [list(mask or [1] * len(answer)) for mask, answer in zip(masks, answers, strict=True)]
+        row = Row(list(example["prompt_ids"]), answers, masks)
+        for name, sources in (columns or {}).items():
+            if all(example.get(source) is not None for source in sources):
+                row.sequence_columns[name] = [float(example[source]) for source in sources]
+        rows.append(row)
+    return rows
+
+
+SIDES = ("chosen", "rejected")
+PAIR = ("chosen_ids", "rejected_ids")
+HINT = "Raise max_length, or look for answers that are equal as tokens: posttrain inspect shows the rows."
+DROPPED_MOST = 0.01  # A larger share of rows that are left out is worth a warning.
+
+
+def _pair_batch(batch: dict[str, list], indices: list[int], tokenizer: Any) -> dict[str, list]:
+    texts: dict[bool, list[str]] = {True: [], False: []}
+    where: list[tuple[bool, int]] = []
+    for position, index in enumerate(indices):
+        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
+        try:
+            if is_messages(row.get("prompt")) and all(is_messages(row.get(side)) for side in SIDES):
+                row = dict(maybe_extract_prompt(row))
+            for side in SIDES:
+                plain, text = _side(row, side, tokenizer)
+                where.append((plain, len(texts[plain])))
+                texts[plain].append(text)
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from error
+    rows = {plain: [i // 2 for i, (kind, _) in enumerate(where) if kind == plain] for plain in texts}
+    ids = {
+        plain: encode(tokenizer, texts[plain], special=plain, where=lambda at, of=rows[plain]: f"row {indices[of[at]]}")
+        for plain in texts
+    }
+    ids[True] = [one_eos(one_bos(x, tokenizer.bos_token_id), tokenizer) for x in ids[True]]
+    whole = [ids[plain][at] for plain, at in where]
+    return {"chosen_ids": whole[::2], "rejected_ids": whole[1::2]}
+
+
+def _side(row: dict[str, Any], side: str, tokenizer: Any) -> tuple[bool, str]:
+    """Whether one answer with its prompt is plain text, and the text."""
+    answer = row.get(side)
+    if not answer:
+        raise DataError(f"column {side!r} is empty or missing; its columns are {sorted(row)}.")
+    prompt = row.get("prompt")
+    for name, value in ((side, answer), ("prompt", prompt)):
+        if not (value is None or isinstance(value, str) or is_messages(value) or value == []):
+            raise DataError(
+                f"column {name!r} must be a string or a list of messages, and it is {type(value).__name__}: {str(value)[:60]!r}."
+            )
+    if prompt is not None and isinstance(prompt, str) != isinstance(answer, str):
+        raise DataError(
+            f"column 'prompt' and column {side!r} must both be strings or both be lists of messages, and they are "
+            f"{type(prompt).__name__} and {type(answer).__name__}."
+        )
+    whole = answer if prompt is None else prompt + answer
+    return (True, whole) if isinstance(whole, str) else (False, render(tokenizer, whole, **template_arguments(row)))
+
+
+def prepare_reward_dataset(
+    dataset: Any, tokenizer: Any, *, max_length: int | None = 1024, name: str = "train", num_proc: int | None = None
+) -> Any:
+    """Tokenise preference rows whole: ``chosen_ids``, ``rejected_ids``, and ``margin`` where there is one.
+
+    Pairs that are too long on either side, or equal on both, are left out and counted.
+
+    Raises:
+        DataError: A row that cannot be tokenised, or none left.
+    """
+    first_row(dataset, name)
+    streaming = isinstance(dataset, datasets.IterableDataset)
+    extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
+    columns = get_dataset_column_names(dataset)
+    for side in SIDES:
+        if f"{side}_input_ids" in columns and f"{side}_ids" not in columns:
+            logger.warning("column '%s_input_ids' is read as '%s_ids', its present name.", side, side)
+            dataset = dataset.rename_column(f"{side}_input_ids", f"{side}_ids")
+            columns = [f"{side}_ids" if c == f"{side}_input_ids" else c for c in columns]
+    if not {"chosen_ids", "rejected_ids"} <= set(columns):
+        if not set(SIDES) <= set(columns):
+            raise DataError(f"the {name} rows need 'chosen' and 'rejected', and have columns {sorted(columns)}.")
+        drop = [column for column in columns if column not in ("margin", ROW)]
+        dataset = dataset.map(
+            _pair_batch,
+            batched=True,
+            with_indices=True,
+            remove_columns=drop,
+            fn_kwargs={"tokenizer": tokenizer},
+            **extra,
+        )
+    return _leave_out(dataset, name, max_length, len(tokenizer), extra)
+
+
+def _left_out(pair: Mapping[str, Any], limit: int | None) -> str:
+    """Why a pair is left out; "" for one that is kept."""
+    chosen, rejected = pair["chosen_ids"], pair["rejected_ids"]
+    if not chosen or not rejected:
+        return "with an answer without tokens"
+    if chosen == rejected:
+        return "with two equal answers"
+    return f"longer than max_length={limit}" if limit is not None and max(len(chosen), len(rejected)) > limit else ""
+
+
+def _usable(batch: dict[str, list], indices: list[int], limit: int | None, vocabulary: int) -> list[bool]:
+    names = [name for name in (*PAIR, "margin") if name in batch]
+    kept = []
+    for index, values in zip(indices, zip(*(batch[name] for name in names), strict=True), strict=True):
+        pair = dict(zip(names, values, strict=True))
+        try:
+            for name in PAIR:
+                check_ids(pair[name], name, vocabulary)
+            _check_margin(pair)
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from None
+        kept.append(not _left_out(pair, limit))
+    return kept
+
+
+def _check_margin(pair: Mapping[str, Any]) -> None:
+    """Refuse a margin that is no finite number; one such would make the loss no number either.
+
+    Raises:
+        DataError: It is missing in this row, text, or not finite.
+    """
+    if "margin" not in pair:
+        return
+    margin = pair["margin"]
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(f"column 'margin' must be a finite number in every row, and it is {margin!r}.")
+
+
+def _leave_out(dataset: Any, name: str, limit: int | None, vocabulary: int, extra: dict[str, Any]) -> Any:
+    arguments = {"limit": limit, "vocabulary": vocabulary}
+    kept = dataset.filter(_usable, batched=True, with_indices=True, fn_kwargs=arguments, **extra)
+    if isinstance(dataset, datasets.IterableDataset):
+        check_stream((_left_out(pair, limit) for pair in dataset), name, HINT)
+        return kept
+    before, after = len(dataset), len(kept)
+    if after < before:
+        pairs = dataset.select_columns(list(PAIR))
+        columns = zip(*(pairs[column][:] for column in PAIR), strict=True)
+        why = listed(Counter(filter(None, (_left_out(dict(zip(PAIR, pair, strict=True)), limit) for pair in columns))))
+        if after == 0:
+            raise DataError(f"no row of the {name} dataset is left: of {before}, {why}. {HINT}")
+        level = logging.WARNING if before - after > DROPPED_MOST * before else logging.INFO
+        logger.log(level, "%s dataset: dropped %d of %d rows (%s).", name, before - after, before, why)
+    return kept
+
+
+def pair_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
+    """Each pair as one row: the tokens both answers begin with, and the rest of either; ``margin`` is a column."""
+    rows = []
+    for example in examples:
+        chosen, rejected = example["chosen_ids"], example["rejected_ids"]
+        cut = min(common_prefix(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+        sides = [chosen[cut:], rejected[cut:]]
+        row = Row(chosen[:cut], sides, [[1] * len(side) for side in sides])
+        if example.get("margin") is not None:
+            row.sequence_columns["margin"] = [float(example["margin"])] * 2
+        rows.append(row)
+    return rows

@@ -1,0 +1,477 @@
+"""From token ids to a message, with the wire format of the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from posttrain.data.chat import turn_end
+from posttrain.data.template_probes import inner_tokenizer, template_text, tool_call, with_template
+from posttrain.data.templates import supports_tool_calling
+from posttrain.errors import ModelError
+
+__all__ = [
+    "FORMATS",
+    "Bare",
+    "ParsedMessage",
+    "Parser",
+    "add_response_schema",
+    "parameter_schemas",
+    "parse_response",
+    "reasoning_policy",
+    "typed_arguments",
+]
+
+
+Parser = Callable[[str, bool], dict[str, Any]]
+
+
+class Bare(str):
+    """An argument the format writes without quotes: text or JSON, only the tool's schema can tell."""
+
+
+def _think(text: str, opened: bool) -> tuple[str, str]:
+    """Reasoning and the rest. The opening tag may be the prompt's, and a block that is cut off is all reasoning."""
+    head, tag, rest = text.partition("<think>")
+    if tag and not head.strip():
+        opened, text = True, rest
+    reasoning, closed, rest = text.partition("</think>")
+    if closed:
+        return reasoning.strip("\n"), rest.lstrip("\n")
+    return (text.strip("\n"), "") if opened else ("", text)
+
+
+def _between(text: str, begin: str, end: str) -> tuple[str, list[str]]:
+    """The text outside all ``begin ... end`` blocks, and their bodies."""
+    outside, first, rest = text.partition(begin)
+    if first and outside.endswith("\n"):
+        outside = outside.rstrip("\n")  # Line breaks before a call belong to the format.
+    bodies = []
+    while first:
+        body, closed, rest = rest.partition(end)
+        if not closed:
+            raise ValueError(f"a call begins with {begin!r} and {end!r} never comes")
+        bodies.append(body)
+        after, first, rest = rest.partition(begin)
+        outside += after if after.strip() else ""
+    return outside, bodies
+
+
+def _wire_message(content: str, calls: list[dict[str, Any]], **reasoning: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": content} | {name: text for name, text in reasoning.items() if text}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"a call must be a JSON object, and it is {text.strip()[:60]!r}")
+    return value
+
+
+def qwen_json(text: str, opened: bool) -> dict[str, Any]:
+    """``<think>..</think>``, text, then ``<tool_call>{"name": .., "arguments": {..}}</tool_call>`` repeated."""
+    reasoning, text = _think(text, opened)
+    content, bodies = _between(text, "<tool_call>", "</tool_call>")
+    calls = [_json_object(body) for body in bodies]
+    return _wire_message(
+        content, [tool_call(c.get("name"), c.get("arguments")) for c in calls], reasoning_content=reasoning
+    )
+
+
+FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+PARAMETER = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+
+
+def _pairs(pattern: re.Pattern[str], body: str) -> dict[str, Any]:
+    """Key and value pairs that cover a body to its end."""
+    arguments: dict[str, Any] = {}
+    at = 0
+    while found := pattern.match(body, at):
+        arguments[found[1].strip()] = Bare(found[2])
+        at = found.end()
+    if body[at:].strip():
+        raise ValueError(
+            f"the arguments of a call end in {body[at:].strip()[:60]!r}, which is no pair of key and value"
+        )
+    return arguments
+
+
+def qwen_xml(text: str, opened: bool) -> dict[str, Any]:
+    """The same frame; a call is ``<function=NAME>`` with ``<parameter=KEY>`` value ``</parameter>`` inside."""
+    reasoning, text = _think(text, opened)
+    content, bodies = _between(text, "<tool_call>", "</tool_call>")
+    calls = []
+    for body in bodies:
+        found = FUNCTION.fullmatch(body)
+        if found is None:
+            raise ValueError(f"a call must be <function=NAME>..</function>, and it is {body.strip()[:60]!r}")
+        calls.append(tool_call(found[1], _pairs(PARAMETER, found[2])))
+    return _wire_message(content, calls, reasoning_content=reasoning)
+
+
+def glm(text: str, opened: bool) -> dict[str, Any]:
+    """``<think>..</think>``, text, then ``<tool_call>NAME`` with ``<arg_key>``/``<arg_value>`` pairs."""
+    text = re.sub(r"<\|(user|observation)\|>\s*$", "", text)  # What ends a turn is what opens the next.
+    reasoning, text = _think(text, opened)
+    content, bodies = _between(text, "<tool_call>", "</tool_call>")
+    calls = []
+    for body in bodies:
+        name, _, pairs = body.strip().partition("<arg_key>")
+        calls.append(tool_call(name.strip(), _pairs(PAIR, "<arg_key>" + pairs if pairs else "")))
+    return _wire_message(content.strip(), calls, reasoning_content=reasoning)
+
+
+def llama_json(text: str, opened: bool) -> dict[str, Any]:
+    """A bare JSON object ``{"name": .., "parameters": {..}}``, or plain text."""
+    bare = text.strip().removeprefix("<|python_tag|>")
+    if not bare.startswith('{"name"'):
+        return _wire_message(text, [])
+    call = _json_object(bare)
+    return _wire_message("", [tool_call(call.get("name"), call.get("parameters", call.get("arguments")))])
+
+
+HARMONY = re.compile(
+    r"(?:<\|start\|>assistant)?(?P<before>[^<]*)<\|channel\|>(?P<channel>\w+)(?P<after>[^<]*)(?:<\|constrain\|>\w+)?<\|message\|>"
+    r"(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
+    re.DOTALL,
+)
+
+
+def harmony(text: str, opened: bool) -> dict[str, Any]:
+    """Channels: ``analysis`` is reasoning, ``final`` the answer, ``to=functions.NAME`` a call in JSON."""
+    at = 0
+    parts: dict[str, list[str]] = {"analysis": [], "final": []}
+    calls = []
+    while found := HARMONY.match(text, at):
+        at = found.end()
+        recipient = re.search(r"to=functions\.(\S+)", found["before"] + " " + found["after"])
+        if recipient:
+            calls.append(tool_call(recipient[1], json.loads(found["body"])))
+        else:
+            parts["analysis" if found["channel"] == "analysis" else "final"].append(found["body"])
+    if text[at:].strip():
+        raise ValueError(f"{text[at:].strip()[:60]!r} is not a message on a channel")
+    return _wire_message("\n".join(parts["final"]), calls, thinking="\n".join(parts["analysis"]))
+
+
+CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+class _JsonConstants(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
+
+
+def _expression(text: str) -> ast.expr:
+    """A Python expression; line breaks may stand unescaped in its strings, and constants may be JSON's."""
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError:
+        tree = ast.parse(text.replace("\n", "\\n"), mode="eval")
+    return tree.body
+
+
+def _literal(node: ast.expr) -> Any:
+    return ast.literal_eval(_JsonConstants().visit(node))
+
+
+def pythonic(text: str, opened: bool) -> dict[str, Any]:
+    """``<|tool_call_start|>[f(a='x', n=3), g()]<|tool_call_end|>``."""
+    reasoning, text = _think(text, opened)
+    content, bodies = _between(text, "<|tool_call_start|>", "<|tool_call_end|>")
+    calls = []
+    for body in bodies:
+        listed = _expression(body.strip())
+        for node in listed.elts if isinstance(listed, ast.List) else [listed]:
+            if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
+                raise ValueError(f"a call must be NAME(KEY=VALUE, ..), and it is {ast.unparse(node)[:60]!r}")
+            calls.append(tool_call(ast.unparse(node.func), {k.arg: _literal(k.value) for k in node.keywords}))
+    return _wire_message(content, calls, thinking=reasoning)
+
+
+DEEPSEEK = re.compile(
+    r"\s*<｜tool▁call▁begin｜>\w*<｜tool▁sep｜>(\S+)\s*```json\n(.*?)\n```<｜tool▁call▁end｜>\s*", re.DOTALL
+)
+
+
+def deepseek(text: str, opened: bool) -> dict[str, Any]:
+    """Calls between ``tool▁calls`` marks, each a name and JSON in a code fence."""
+    reasoning, text = _think(text, opened)
+    content, bodies = _between(text, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    calls = []
+    for body in bodies:
+        at = 0
+        while found := DEEPSEEK.match(body, at):
+            calls.append(tool_call(found[1], _json_object(found[2])))
+            at = found.end()
+        if body[at:].strip():
+            raise ValueError(f"{body[at:].strip()[:60]!r} is not a call")
+    return _wire_message(content, calls, reasoning_content=reasoning)
+
+
+FORMATS: dict[str, Parser] = {
+    "qwen_json": qwen_json,
+    "qwen_xml": qwen_xml,
+    "glm": glm,
+    "llama_json": llama_json,
+    "harmony": harmony,
+    "pythonic": pythonic,
+    "deepseek": deepseek,
+}
+
+
+WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def parameter_schemas(tools: Sequence[dict[str, Any] | Callable[..., Any]] | None) -> dict[str, dict[str, Any]]:
+    """Parameter schemas by tool name; functions are read as transformers reads them."""
+    schemas = {}
+    for tool in tools or ():
+        if callable(tool):
+            from transformers.utils import get_json_schema
+
+            tool = get_json_schema(tool)
+        function = tool.get("function", tool)
+        schemas[function["name"]] = (function.get("parameters") or {}).get("properties") or {}
+    return schemas
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    kinds = schema.get("type") or []
+    found = {kinds} if isinstance(kinds, str) else set(kinds)
+    for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        found |= _types(option)
+    return found
+
+
+def _read(text: str) -> Any:
+    """JSON, a Python constant, or the text itself."""
+    if text.strip().lower() in WORDS:
+        return WORDS[text.strip().lower()]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return str(text)
+
+
+def _typed(value: Any, schema: dict[str, Any] | None) -> Any:
+    kinds = _types(schema or {})
+    if isinstance(value, Bare):
+        read = _read(value)
+        if not kinds:
+            return read
+        if "string" in kinds and not (read is None and "null" in kinds):
+            return str(value)
+        return read
+    if kinds == {"string"} and isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps(value)  # An unquoted postcode is still a string.
+    return value
+
+
+def typed_arguments(name: str, arguments: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Arguments with the types their schema asks for; without one, bare text is read as JSON where it is JSON.
+
+    >>> typed_arguments("f", {"zip": Bare("75001")}, {"f": {"zip": {"type": "string"}}})
+    {'zip': '75001'}
+    """
+    schema = schemas.get(name, {})
+    return {key: _typed(value, schema.get(key)) for key, value in arguments.items()}
+
+
+ATTRIBUTE = "posttrain_response_format"
+# What a text that breaks off anywhere can make a parser raise.
+UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, SyntaxError, RecursionError, MemoryError)
+
+ASK = {"role": "user", "content": "zq ask"}
+CALLS = [
+    {"type": "function", "function": {"name": "zq_find", "arguments": {"zq_a": "zq thing", "zq_n": 3}}},
+    {"type": "function", "function": {"name": "zq_find", "arguments": {"zq_a": "zq [other]", "zq_n": 4}}},
+]
+
+
+def _written(tokenizer: Any, message: dict[str, Any]) -> tuple[str, str]:
+    """What the model writes for a message, and the prompt it goes on from, both as the template renders them."""
+
+    def rendered(said: dict[str, Any]) -> tuple[str, str]:
+        head = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
+        return head, tokenizer.apply_chat_template([ASK, said], tokenize=False)
+
+    try:
+        head, text = rendered(message)
+    except TypeError:  # Templates that concatenate arguments take them as a JSON string.
+        calls = [
+            call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+            for call in message.get("tool_calls", ())
+        ]
+        head, text = rendered(message | {"tool_calls": calls})
+    if not text.startswith(head):  # The prompt opens a think block that this message does not have.
+        head = head.rpartition("<think>")[0]
+    return head, text[len(head) :]
+
+
+def _reads_back(tokenizer: Any, parser: Parser) -> bool:
+    """Whether a parser returns text, one call, and its arguments as they went into the template."""
+    for message in ({"content": "zq say"}, {"content": "", "tool_calls": CALLS[:1]}):
+        head, text = _written(tokenizer, {"role": "assistant", **message})
+        try:
+            read = _parsed(tokenizer, text, parser, head, {})
+        except UNREADABLE:
+            return False
+        if {name: value for name, value in read.items() if name != "role"} != message:
+            return False
+    return True
+
+
+class ParsedMessage(dict):
+    """A message as a dict, and ``raw``: what the model wrote, with its marks, as a reward of the format judges it."""
+
+    raw: str = ""
+
+
+def add_response_schema(processing_class: Any) -> Any:
+    """Find the wire format of a tokenizer's chat template and note it, so that `parse_response` can use it.
+
+    The format is found by behaviour: a tool call is rendered with the template, and the parser that reads it back is the
+    one. A tokenizer that ships a ``response_template`` of its own keeps it.
+
+    Args:
+        processing_class: Tokenizer or processor; of a processor, its tokenizer is marked.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ModelError: No parser reads the template's tool calls back.
+    """
+    tokenizer = inner_tokenizer(processing_class)
+    if getattr(tokenizer, "response_template", None) is not None:
+        return processing_class
+    shadow = with_template(processing_class, template_text(processing_class))
+    if supports_tool_calling(shadow):
+        for name, parser in FORMATS.items():
+            if _reads_back(shadow, parser):
+                setattr(tokenizer, ATTRIBUTE, name)
+                return processing_class
+        what = "and none of the parsers reads back the tool calls it renders"
+    else:
+        what = "and it renders no tool calls, so there is nothing to parse"
+    raise ModelError(
+        f"the chat template belongs to no known response format, {what}. Known formats: {', '.join(FORMATS)}. Use a "
+        "template of one of them (chat_template_path), or set tokenizer.response_template."
+    )
+
+
+def _text(tokenizer: Any, ids: Any) -> str:
+    if ids is None or isinstance(ids, str):
+        return ids or ""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _without_end(tokenizer: Any, text: str) -> str:
+    """Strip one end-of-turn token, and what the template writes after it."""
+    for end in (tokenizer.eos_token, turn_end(tokenizer)):
+        if end and text.rstrip().endswith(end):
+            return text.rstrip()[: -len(end)]
+    return text
+
+
+def _checked(calls: Any, schemas: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool calls in one shape, flat ``{"name", "arguments"}`` allowed."""
+    if not isinstance(calls, list):
+        raise ValueError(f"tool_calls must be a list, and they are a {type(calls).__name__}")
+    checked = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise ValueError(f"a tool call must be a dict with a name, and it is {str(call)[:80]}")
+        arguments = function.get("arguments")
+        arguments = {} if arguments is None else arguments
+        if not isinstance(arguments, dict):
+            raise ValueError(f"arguments must be a JSON object, and they are {str(arguments)[:80]}")
+        typed = typed_arguments(function["name"], arguments, schemas)
+        checked.append({"type": "function", "function": {"name": function["name"], "arguments": typed}})
+    return checked
+
+
+def _parsed(
+    tokenizer: Any, text: str, parser: Parser, prefix: str, schemas: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    opened = prefix.rfind("<think>") > prefix.rfind("</think>")
+    return _message(parser(_without_end(tokenizer, text), opened), schemas)
+
+
+def _message(read: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    message = {"role": "assistant", **read, "content": read.get("content") or ""}
+    if message.get("tool_calls"):
+        message["tool_calls"] = _checked(message["tool_calls"], schemas)
+    return message
+
+
+def parse_response(
+    tokenizer: Any,
+    ids: Sequence[int],
+    prefix: Sequence[int] | str | None = None,
+    tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
+) -> dict[str, Any]:
+    """One answer as a message: ``role``, ``content``, and where present reasoning and ``tool_calls``.
+
+    Never raises on what a model may write: an answer that cannot be read (a call that breaks off) becomes plain content
+    with the special tokens left out, and ``parse_error`` says why. A tokenizer without a response format (see
+    `add_response_schema`) gives plain content and no ``parse_error``.
+
+    Args:
+        tokenizer: Tokenizer or processor.
+        ids: Completion tokens, end of turn included or not.
+        prefix: Prompt tokens; needed where the generation prompt already opens a think block.
+        tools: Schemas or functions; arguments that the format writes as bare text get the types they ask for.
+
+    Returns:
+        The message, a `ParsedMessage` where there is a format; every call is
+        ``{"type": "function", "function": {"name": str, "arguments": dict}}``.
+    """
+    tokenizer = inner_tokenizer(tokenizer)
+    name = getattr(tokenizer, ATTRIBUTE, None)
+    own = getattr(tokenizer, "response_template", None) is not None
+    plain = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+    if name is None and not own:
+        return plain
+    text, before = _text(tokenizer, ids), _text(tokenizer, prefix)
+    try:
+        if own:
+            message = ParsedMessage(_own_parser(tokenizer, text, before, tools))
+        else:
+            message = ParsedMessage(_parsed(tokenizer, text, FORMATS[name], before, parameter_schemas(tools)))
+        message.raw = _without_end(tokenizer, text)
+        return message
+    except UNREADABLE as error:
+        return plain | {"parse_error": str(error)}
+
+
+def _own_parser(tokenizer: Any, text: str, prefix: str, tools: Any) -> dict[str, Any]:
+    """The response template that the checkpoint ships, through transformers."""
+    read = tokenizer.parse_response(text, prefix=prefix, tools=list(tools) if tools else None)
+    if not isinstance(read, dict):
+        raise ValueError(f"the tokenizer's response template gave {type(read).__name__} instead of a message")
+    message = _message(read, parameter_schemas(tools))
+    if isinstance(message["content"], str) and tokenizer.eos_token:
+        message["content"] = message["content"].removesuffix(tokenizer.eos_token)
+    return message
+
+
+def reasoning_policy(tokenizer: Any) -> str:
+    """Where the reasoning of a parsed response is: what a reward function that reads ``content`` gets to see.
+
+    Returns:
+        ``"field"``: in a field of its own, not in content. ``"content"``: in content, as ordinary text. ``"dropped"``:
+        nowhere, because ``<think>`` is a special token and special tokens are left out (the text between them stays).
+    """
+    tokenizer = inner_tokenizer(tokenizer)
+    if getattr(tokenizer, ATTRIBUTE, None) is not None or getattr(tokenizer, "response_template", None) is not None:
+        return "field"
+    ids = tokenizer("<think>", add_special_tokens=False)["input_ids"]
+    return "content" if "<think>" in tokenizer.decode(ids, skip_special_tokens=True) else "dropped"

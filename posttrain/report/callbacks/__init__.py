@@ -1,1 +1,0 @@
-"""Callbacks for any trainer: averaged weights, moving references, sampled completions, merged checkpoints."""

@@ -1,0 +1,514 @@
+"""`LogCompletionsCallback`: what the model says to a fixed set of prompts, while it is being trained."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import random
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import torch
+import transformers
+
+from posttrain.data.chat import terminal_token_ids, tokenize_prompts
+from posttrain.data.samplers import check_prompts
+from posttrain.errors import ConfigError, DataError
+from posttrain.integrations import require
+from posttrain.models import parallel
+from posttrain.models.load import resolve_pad_token
+from posttrain.report.record import RunRecordCallback
+from posttrain.rollouts.base import RolloutEngine, create_engine
+from posttrain.types import Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
+
+__all__ = [
+    "CompletionsHubCallback",
+    "EvalPrompts",
+    "LogCompletionsCallback",
+    "RolloutTableCallback",
+    "print_prompt_completions_sample",
+    "to_sampling",
+]
+
+logger = logging.getLogger(__name__)
+
+
+FILE = "logged_completions.jsonl"
+COLUMNS = ["step", "prompt", "completion"]
+PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
+MAX_NEW_TOKENS = 256
+# What transformers fills in where a generation config that samples leaves them out.
+TOP_K = 50
+# Fields that change what is generated and that no rollout engine knows, with the value that means off.
+UNKNOWN = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "stop_strings": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+}
+
+
+def to_sampling(config: GenerationConfig | None, tokenizer: Any, model: Any, *, seed: int) -> Sampling:
+    """Sampling settings of a transformers generation config; None takes the model's own, with at most 256 new tokens.
+
+    Raises:
+        ConfigError: The config was given and asks for something an engine cannot do (beams, stop strings, ...).
+    """
+    own = getattr(model, "generation_config", None)
+    if config is not None:
+        for name, off in UNKNOWN.items():
+            if getattr(config, name, None) not in (None, off):
+                raise ConfigError(
+                    f"generation_config.{name}={getattr(config, name)!r} is not supported here; leave it out."
+                )
+        if config.max_length is not None and config.max_new_tokens is None:
+            raise ConfigError(
+                f"generation_config.max_length={config.max_length} counts the prompt; set max_new_tokens instead."
+            )
+    used = config if config is not None else own
+    sampled = bool(getattr(used, "do_sample", None))
+
+    def setting(name: str, default: Any) -> Any:
+        value = getattr(used, name, None)
+        return default if value is None else value
+
+    return Sampling(
+        max_new_tokens=setting("max_new_tokens", MAX_NEW_TOKENS),
+        temperature=setting("temperature", 1.0) if sampled else 0.0,
+        top_k=setting("top_k", TOP_K) if sampled else 0,
+        top_p=setting("top_p", 1.0) if sampled else 1.0,
+        min_p=setting("min_p", None) if sampled else None,
+        repetition_penalty=setting("repetition_penalty", 1.0),
+        stop_token_ids=tuple(
+            dict.fromkeys([*terminal_token_ids(tokenizer, used), *terminal_token_ids(tokenizer, own)])
+        ),
+        seed=seed,
+    )
+
+
+class EvalPrompts:
+    """Prompts of an evaluation set, tokenised once, and the completions of the model as it is now.
+
+    Engines see token ids, run in eval mode without gradients, and leave the model as it was: dropout, gradient
+    checkpointing, the tokenizer's padding side and the random state of training are not touched.
+
+    Args:
+        trainer: Any trainer with a tokenizer; its ``eval_dataset`` gives the prompts.
+        generation_config: See `to_sampling`.
+        num_prompts: Only the first n rows; None is all.
+        dataset: Prompts from here instead.
+
+    Raises:
+        ConfigError: No evaluation set, several, or a stream without ``num_prompts``.
+        DataError: Rows without a prompt, or with one that leaves no room for a completion.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        generation_config: GenerationConfig | None = None,
+        num_prompts: int | None = None,
+        *,
+        dataset: Any = None,
+    ) -> None:
+        self.trainer = trainer
+        tokenizer = trainer.processing_class
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        name = "dataset" if dataset is not None else "eval_dataset"
+        rows = _rows(trainer.eval_dataset if dataset is None else dataset, name, num_prompts)
+        check_prompts(rows, name, self.tokenizer)
+        self.rows = [{key: row[key] for key in PROMPT_COLUMNS if row.get(key) is not None} for row in rows]
+        kwargs = getattr(trainer.args, "chat_template_kwargs", None)
+        self.ids = tokenize_prompts(
+            self.rows, self.tokenizer, chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None
+        )
+        self.sampling = to_sampling(generation_config, self.tokenizer, trainer.model, seed=trainer.args.seed)
+        self._check_room(name)
+        self._engine: RolloutEngine | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts as the dataset has them."""
+        return [row["prompt"] for row in self.rows]
+
+    def _check_room(self, name: str) -> None:
+        config = self.trainer.accelerator.unwrap_model(self.trainer.model).config.get_text_config()
+        context, new = getattr(config, "max_position_embeddings", None), self.sampling.max_new_tokens
+        for index, ids in enumerate(self.ids):
+            if context is not None and len(ids) + new > context:
+                raise DataError(
+                    f"{name} row {index}: a prompt of {len(ids)} tokens and max_new_tokens={new} do not fit the model's "
+                    f"context of {context}. Shorten the prompt, or set max_new_tokens in generation_config."
+                )
+
+    def complete(self) -> list[str]:
+        """One completion a prompt, in order, on every rank; every rank must call it."""
+        trainer = self.trainer
+        accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
+        if self._engine is None:
+            self._engine = create_engine(
+                "auto", accelerator.unwrap_model(trainer.model), pad_token_id=resolve_pad_token(self.tokenizer)
+            )
+        share = -(-len(self.ids) // accelerator.num_processes)
+        first = share * accelerator.process_index
+        mine = list(range(len(self.ids)))[first : first + share]  # May be empty: the gathering below is still met.
+        texts: list[str] = []
+        with torch.no_grad(), accelerator.autocast(), parallel.whole_parameters(trainer.model_wrapped, accelerator):
+            for start in range(0, len(mine), size):
+                texts += self._batch(mine[start : start + size])
+        return parallel.all_gather_objects(texts, accelerator)
+
+    def _batch(self, indices: list[int]) -> list[str]:
+        # A seed of its own for every batch, the same at every step: what changes between steps is the model alone.
+        sampling = replace(self.sampling, seed=(self.sampling.seed or 0) + indices[0])
+        rollouts = self._engine.generate([Request(self.ids[i]) for i in indices], sampling)  # type: ignore[union-attr]
+        return self.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
+
+
+def _rows(dataset: Any, name: str, num_prompts: int | None) -> datasets.Dataset:
+    if dataset is None:
+        raise ConfigError(
+            "completions are sampled from the prompts of eval_dataset, and the trainer has none. Give one."
+        )
+    if num_prompts is not None and num_prompts < 1:
+        raise ConfigError(f"num_prompts={num_prompts} must be at least 1, or None for all.")
+    if isinstance(dataset, dict):
+        raise ConfigError(
+            f"{name} holds several sets ({', '.join(map(str, dataset))}). Say which one: dataset=eval_dataset[name]."
+        )
+    if isinstance(dataset, datasets.IterableDataset):
+        if num_prompts is None:
+            raise ConfigError(f"{name} is a stream: set num_prompts, the number of rows to take from its start.")
+        dataset = datasets.Dataset.from_list(list(itertools.islice(dataset, num_prompts)))
+    columns = list(dataset.column_names)
+    if "prompt" not in columns and len(dataset):
+        raise DataError(
+            f"{name} has no 'prompt' column; its columns are {columns}. Tokenising and packing remove it: pass the raw rows "
+            "with dataset=..., each with a prompt."
+        )
+    kept = dataset.select_columns([column for column in PROMPT_COLUMNS if column in columns])
+    return kept if num_prompts is None else kept.select(range(min(num_prompts, len(kept))))
+
+
+class LogCompletionsCallback(transformers.TrainerCallback):
+    """Completes the prompts of the evaluation set every ``freq`` steps and logs them as a growing table.
+
+    Rows ``step, prompt, completion`` are appended to ``<output_dir>/logged_completions.jsonl``, and the whole table goes
+    to the trackers of ``report_to`` that hold tables (wandb, comet, trackio, mlflow). On resume the table goes on where
+    the checkpoint stood. Only the main process writes.
+
+    Args:
+        trainer: The trainer it is added to.
+        generation_config: transformers settings (``max_new_tokens``, ``do_sample``, ``temperature``, ...); None takes the
+            model's own, with at most 256 new tokens.
+        num_prompts: Only the first n rows; None is all.
+        freq: Optimiser steps between two samples; None is the evaluation interval.
+        dataset: Prompts from here instead of ``trainer.eval_dataset``.
+
+    Raises:
+        ConfigError, DataError: See `EvalPrompts`.
+
+    >>> trainer.add_callback(LogCompletionsCallback(trainer, num_prompts=8, freq=50))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        generation_config: GenerationConfig | None = None,
+        num_prompts: int | None = None,
+        freq: int | None = None,
+        *,
+        dataset: Any = None,
+    ) -> None:
+        if freq is not None and freq < 1:
+            raise ConfigError(f"freq={freq} must be at least 1 (optimiser steps), or None for the evaluation interval.")
+        self.source = EvalPrompts(trainer, generation_config, num_prompts, dataset=dataset)
+        self.freq = freq
+        self.table: list[dict[str, Any]] = []
+        self._last_step = -1
+        self._failed: set[str] = set()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Take up the table of a resumed run; move the one of an earlier run aside."""
+        self.table, self._last_step = [], -1
+        path = Path(args.output_dir or ".") / FILE
+        if not (state.is_world_process_zero and path.is_file()):
+            return
+        if state.global_step == 0:
+            numbers = itertools.count(1)
+            os.replace(path, next(p for n in numbers if not (p := path.with_stem(f"{path.stem}-{n}")).exists()))
+            return
+        self.table = [row for row in _read(path) if row["step"] <= state.global_step]
+        part = path.with_name(path.name + ".part")
+        part.write_text("".join(map(_line, self.table)), encoding="utf-8")
+        os.replace(part, path)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Sample and log when it is due, once a step."""
+        step = state.global_step
+        if step == self._last_step or step % (self.freq or state.eval_steps or 1) != 0:
+            return
+        self._last_step = step
+        completions = self.source.complete()
+        if not state.is_world_process_zero:
+            return
+        pairs = zip(self.source.prompts, completions, strict=True)
+        rows = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in pairs]
+        self.table += rows
+        path = Path(args.output_dir or ".") / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(map(_line, rows))
+        for name in args.report_to or ():
+            if name in TRACKERS and name not in self._failed:
+                self._track(name)
+
+    def _track(self, name: str) -> None:
+        data = [[row["step"], _text(row["prompt"]), row["completion"]] for row in self.table]
+        try:
+            TRACKERS[name](data)
+        except Exception as error:  # A table must never stop training; the local file has every row.
+            self._failed.add(name)
+            logger.warning("completions could not be logged to %s: %s: %s", name, type(error).__name__, error)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in path.read_text(encoding="utf-8").split("\n"):  # Not splitlines: a completion may hold other line ends.
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # The empty end, or a line cut off by a crash.
+            continue
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
+
+
+def _text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
+
+
+def _to_wandb(data: list[list[Any]]) -> None:
+    wandb: Any = require("wandb", "report_to='wandb'")
+    if wandb.run is not None:
+        wandb.log({"completions": wandb.Table(columns=COLUMNS, data=data)})
+
+
+def _to_comet(data: list[list[Any]]) -> None:
+    experiment = require("comet_ml", "report_to='comet_ml'").get_running_experiment()
+    if experiment is not None:
+        experiment.log_table("completions.csv", tabular_data=data, headers=COLUMNS)
+
+
+def _to_trackio(data: list[list[Any]]) -> None:
+    trackio: Any = require("trackio", "report_to='trackio'")
+    trackio.log({"completions": trackio.Table(columns=COLUMNS, data=data)})
+
+
+def _to_mlflow(data: list[list[Any]]) -> None:
+    mlflow: Any = require("mlflow", "report_to='mlflow'")
+    if mlflow.active_run() is not None:
+        latest = [row for row in data if row[0] == data[-1][0]]  # mlflow appends to the table it has.
+        columns = zip(*latest, strict=True)
+        mlflow.log_table(dict(zip(COLUMNS, map(list, columns), strict=True)), "completions.json")
+
+
+TRACKERS: dict[str, Callable[[list[list[Any]]], None]] = {
+    "wandb": _to_wandb,
+    "comet_ml": _to_comet,
+    "trackio": _to_trackio,
+    "mlflow": _to_mlflow,
+}
+
+
+MINUTES = 2  # Between two pushes to the hub.
+PER_TOKEN = ("tokens", "logps")  # For the report, not for tables.
+WIDE = 400  # Characters of a text in the table.
+
+
+def print_prompt_completions_sample(
+    prompts: list[Any],
+    completions: list[Any],
+    rewards: dict[str, list[float | None]],
+    advantages: list[float],
+    step: int,
+    num_samples: int | None = None,
+) -> None:
+    """Show prompts, completions, each reward and the advantage as a table on the terminal.
+
+    Args:
+        prompts: Texts, or lists of messages.
+        completions: Likewise.
+        rewards: One list a function; None where it did not apply.
+        advantages: One a completion.
+        step: For the title.
+        num_samples: Rows, chosen at random; None shows all, 0 or less nothing.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if num_samples is not None and num_samples <= 0:
+        return
+    order = list(range(len(prompts)))
+    if num_samples is not None and num_samples < len(order):
+        order = sorted(random.Random(step).sample(order, num_samples))  # Not the run's own random numbers.
+    table = Table(title=f"Step {step}", show_lines=True, expand=True)
+    for name in ("prompt", "completion", *rewards, "advantage"):
+        table.add_column(name, justify="left" if name in ("prompt", "completion") else "right")
+    for i in order:
+        numbers = [column[i] for column in rewards.values()]
+        texts = [Text(_cell_text(prompts[i])), Text(_cell_text(completions[i]))]
+        table.add_row(*texts, *(_number(x) for x in numbers), _number(advantages[i]))
+    Console(file=sys.stdout).print(table)
+
+
+def _cell_text(value: Any) -> str:
+    if isinstance(value, list):
+        value = "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in value)
+    return value if len(value) <= WIDE else value[: WIDE // 2] + " ... " + value[-WIDE // 2 :]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.2f}"
+
+
+class RolloutTableCallback(transformers.TrainerCallback):
+    """Shows the latest completions at each log, in training and in evaluation, each from rows of its own.
+
+    Args:
+        record: Hands over the rows of all ranks; only the main process gets any.
+        names: Reward functions.
+        rows: How many completions to remember, those of one generation.
+        shown: Rows of the terminal's table; None is all.
+        unique: Drop prompts that a tracker's table has already.
+    """
+
+    def __init__(
+        self, record: RunRecordCallback, names: list[str], *, rows: int, shown: int | None = None, unique: bool = False
+    ) -> None:
+        self.names, self.shown, self.unique = names, shown, unique
+        self.rings: dict[str, deque[dict[str, Any]]] = {"": deque(maxlen=rows), "eval_": deque(maxlen=rows)}
+        self._failed: set[str] = set()
+        record.listeners.append(self.add)
+
+    def add(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
+        """Remember rows until the next log."""
+        self.rings["eval_" if evaluation else ""].extend(rows)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Print and send what there is; a table must never stop training."""
+        for prefix, ring in self.rings.items():
+            rows = list(ring)
+            ring.clear()
+            if not rows:
+                continue
+            self._try("the terminal", lambda rows=rows: self._print(rows, state.global_step))
+            for tracker in args.report_to or ():
+                if tracker in TABLE_TRACKERS:
+                    columns, data = self.table(rows)
+                    self._try(
+                        tracker,
+                        lambda t=tracker, c=columns, d=data, p=prefix: TABLE_TRACKERS[t](f"{p}completions", c, d),
+                    )
+
+    def _print(self, rows: list[dict[str, Any]], step: int) -> None:
+        rewards = {name: [row.get(name) for row in rows] for name in self.names}
+        own = [[row.get(key) for row in rows] for key in ("prompt", "completion", "advantage")]
+        print_prompt_completions_sample(own[0], own[1], rewards, [a or 0.0 for a in own[2]], step, self.shown)
+
+    def table(self, rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+        """Columns, and rows with None where one lacks a column; one row a prompt where that is asked for."""
+        if self.unique:
+            rows = list({row.get("prompt"): row for row in reversed(rows)}.values())[::-1]
+        columns = list(dict.fromkeys(key for row in rows for key in row if key not in PER_TOKEN))
+        return columns, [[_plain(row.get(key)) for key in columns] for row in rows]
+
+    def _try(self, where: str, action: Callable[[], None]) -> None:
+        if where in self._failed:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._failed.add(where)
+            logger.warning("completions could not be shown on %s: %s: %s", where, type(error).__name__, error)
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _table_to_wandb(name: str, columns: list[str], data: list[list[Any]]) -> None:
+    wandb: Any = require("wandb", "report_to='wandb'")
+    if wandb.run is not None:
+        wandb.log({name: wandb.Table(columns=columns, data=data)})
+
+
+def _table_to_trackio(name: str, columns: list[str], data: list[list[Any]]) -> None:
+    trackio: Any = require("trackio", "report_to='trackio'")
+    trackio.log({name: trackio.Table(columns=columns, data=data)})
+
+
+TABLE_TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {
+    "wandb": _table_to_wandb,
+    "trackio": _table_to_trackio,
+}
+
+
+class CompletionsHubCallback(transformers.TrainerCallback):
+    """Pushes ``completions/*.parquet`` to a dataset repository every two minutes, and once more at the end.
+
+    Args:
+        repo_id: Made when it does not exist, private if ``hub_private_repo`` says so.
+    """
+
+    def __init__(self, repo_id: str) -> None:
+        self.repo_id = repo_id
+        self._scheduler: Any = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Make the repository now, so that a missing right is known before the first step."""
+        if not state.is_world_process_zero:
+            return
+        from huggingface_hub import CommitScheduler
+
+        folder = Path(args.output_dir or ".") / "completions"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._scheduler = CommitScheduler(
+            repo_id=self.repo_id,
+            repo_type="dataset",
+            folder_path=folder,
+            every=MINUTES,
+            private=args.hub_private_repo,
+            token=args.hub_token,
+            allow_patterns=["*.parquet"],
+        )
+
+    def stop(self) -> None:
+        """Push what is left, however training ended."""
+        if self._scheduler is not None:
+            self._scheduler.trigger().result()
+            self._scheduler.stop()
+            self._scheduler = None

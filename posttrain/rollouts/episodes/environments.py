@@ -1,0 +1,403 @@
+"""Environments: objects with a state that a rollout resets, acts on through its methods, and may ask for a reward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.errors import ConfigError, DataError, RolloutError, did_you_mean
+from posttrain.given import BadValue, given_number, given_truth
+from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, TooSlow, tool_schema
+
+__all__ = ["EnvironmentPool", "Observed", "PooledReward", "add_observation", "is_done", "step_environment"]
+
+logger = logging.getLogger(__name__)
+
+NOT_TOOLS = ("reset", "get_reward", "close")
+EMPTY_PROMPT = [{"role": "user", "content": ""}]
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What one factory makes: its instances, and what their methods look like to the model."""
+
+    name: str
+    factory: Callable[[], Any]
+    made: type
+    schemas: list[dict[str, Any]]
+    methods: list[str]
+    instances: list[Any] = field(default_factory=list)
+
+
+def _tool_names(made: type) -> list[str]:
+    """Public methods that are tools, told by the class so that no property runs."""
+    names = [name for name in dir(made) if not name.startswith("_") and name not in NOT_TOOLS]
+    return [n for n in names if callable(getattr(made, n)) and not inspect.isclass(getattr(made, n))]
+
+
+class Observed(list):
+    """The messages of a prompt to which ``reset`` added a text, and which of it that was: a template must not obey it.
+
+    Args:
+        prompt: As the dataset has it.
+        blocks: What was added, at the end of the last message.
+    """
+
+    def __init__(self, prompt: list[dict[str, Any]], blocks: list[dict[str, str]]) -> None:
+        last = dict(prompt[-1])
+        content = last.get("content") or ""
+        text = "".join(block["text"] for block in blocks)
+        last["content"] = content + text if isinstance(content, str) else [*content, *blocks]
+        super().__init__([*prompt[:-1], last])
+        self.prompt, self.blocks = prompt, blocks
+
+    def __reduce__(self) -> Any:
+        return Observed, (self.prompt, self.blocks)
+
+    def through(self, change: Callable[[str], str]) -> Observed:
+        """The same with another spelling of what was added."""
+        return Observed(self.prompt, [{**block, "text": change(block["text"])} for block in self.blocks])
+
+
+def add_observation(prompt: list[dict[str, Any]], observation: Any, where: str) -> list[dict[str, Any]]:
+    """A prompt with what ``reset`` returned at the end of its last message; the given prompt is not changed.
+
+    Raises:
+        RolloutError: The observation is neither None, text nor a list of text blocks.
+    """
+    if observation is None:
+        return prompt
+    blocks = [{"type": "text", "text": observation}] if isinstance(observation, str) else observation
+    if not isinstance(blocks, list) or not all(_is_text(block) for block in blocks):
+        raise RolloutError(
+            f"{where}: reset must return None, text, or a list of text blocks, and it returned {observation!r:.120}. A client "
+            "with reset and step is adapted by posttrain.step_environment."
+        )
+    return Observed(prompt, blocks)
+
+
+def _is_text(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
+
+
+def is_done(environment: Any) -> bool:
+    """Whether an environment says that its episode is over: its attribute ``done``, unless that is a method (a tool).
+
+    Raises:
+        RolloutError: It is neither True nor False, nor a 0 or 1 of any library.
+    """
+    said = getattr(environment, "done", False)
+    return not callable(said) and given_truth(said, f"environment {type(environment).__name__}: done")
+
+
+class EnvironmentPool:
+    """Instances of environments, one a rollout, made when there are too few and used again by ``reset``.
+
+    Args:
+        factories: Called without arguments, returns an object with ``reset``; or a dict of such, from which each row chooses
+            by its ``environment`` column.
+        runner: Threads and time limit of ``reset``, ``get_reward`` and the tools.
+        retries: Further attempts, each on a fresh instance, when ``reset`` raises.
+
+    Raises:
+        ConfigError: Not callable, or what it makes has no ``reset`` or tools that cannot be described.
+    """
+
+    def __init__(
+        self,
+        factories: Callable[[], Any] | Mapping[str, Callable[[], Any]],
+        runner: ToolRunner | None = None,
+        retries: int = 0,
+    ) -> None:
+        self.routed = isinstance(factories, Mapping)
+        self.runner, self.retries = runner or ToolRunner(), retries
+        named = dict(factories) if isinstance(factories, Mapping) else {"": factories}
+        if not named:
+            raise ConfigError("environment_factory is an empty dict. Give at least one name and factory.")
+        self.kinds = {name: _probe(name, factory) for name, factory in named.items()}
+        self.lost: list[Any] = []  # Of the current generation.
+        self._told = False
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether any environment gives the model something to call."""
+        return any(kind.methods for kind in self.kinds.values())
+
+    def begin(
+        self, rows: Sequence[dict[str, Any]], seeds: Sequence[int] | None = None
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        """One reset instance a row, and the rows with what ``reset`` returned in their prompts.
+
+        Args:
+            rows: Dataset rows; a missing ``prompt`` is an empty user message.
+            seeds: Passed as ``group_seed`` where ``reset`` takes it: equal for completions that are compared.
+
+        Raises:
+            DataError: A row asks for an environment that does not exist.
+            RolloutError: ``reset`` raised or returned something that is no text; names the environment and the row.
+        """
+        kinds = [self._kind(row, index) for index, row in enumerate(rows)]
+        places: list[tuple[_Kind, int]] = []
+        taken: dict[str, int] = {}
+        for kind in kinds:
+            number = taken[kind.name] = taken.get(kind.name, -1) + 1
+            places.append((kind, number))
+            if number >= len(kind.instances):
+                kind.instances.append(kind.factory())
+        seeds, self.lost = seeds or range(len(rows)), []
+        try:
+            observations = self.runner.each(
+                [
+                    lambda place=place, row=row, seed=seed, index=index: self._reset(*place, dict(row), seed, index)
+                    for index, (place, row, seed) in enumerate(zip(places, rows, seeds, strict=True))
+                ]
+            )
+            self._compare(observations, seeds)
+            return [kind.instances[number] for kind, number in places], [
+                {**row, "prompt": add_observation(_prompt(row, i), seen, f"{_label(kind)}, row {i}")}
+                for i, (row, seen, kind) in enumerate(zip(rows, observations, kinds, strict=True))
+            ]
+        except BaseException:
+            self.close()
+            raise
+
+    def toolbox(self, environment: Any, tools: ToolBox) -> ToolBox:
+        """What a rollout in this environment may call: the common tools and the environment's methods."""
+        kind = next(k for k in self.kinds.values() if any(environment is e for e in k.instances))
+        box = ToolBox(dict(tools.functions), [*tools.schemas, *kind.schemas], owner=environment)
+        for name in kind.methods:
+            box.add(name, getattr(environment, name))
+        return box
+
+    def discard(self, environment: Any) -> None:
+        """Drop an instance that a call never came back from: it is not reset, asked or closed any more."""
+        self.lost.append(environment)
+        for kind in self.kinds.values():
+            kind.instances = [e for e in kind.instances if e is not environment]
+
+    def close(self) -> None:
+        """Close every instance that can be closed; the next `begin` makes new ones."""
+        for kind in self.kinds.values():
+            for instance in kind.instances:
+                _close(instance)
+            kind.instances = []
+
+    def _kind(self, row: dict[str, Any], index: int) -> _Kind:
+        if not self.routed:
+            return self.kinds[""]
+        name = row.get("environment")
+        if name not in self.kinds:
+            raise DataError(
+                f"row {index}, column 'environment': {name!r} is no environment{did_you_mean(name, self.kinds)}. "
+                f"environment_factory has: {', '.join(sorted(self.kinds))}."
+            )
+        return self.kinds[name]
+
+    def _reset(self, kind: _Kind, number: int, row: dict[str, Any], seed: int, index: int) -> Any:
+        if self.routed:
+            row.pop("environment", None)
+        if row.get("prompt") is not None:
+            row["prompt"] = copy.deepcopy(row["prompt"])  # Completions of a group share the dataset's row.
+        arguments = {"group_seed": seed, **row}
+        for attempt in range(self.retries + 1):
+            try:
+                reset = kind.instances[number].reset
+                return self.runner.call(reset, _accepted(reset, arguments))
+            except (Exception, SystemExit) as error:
+                cause = error
+            if attempt < self.retries:
+                logger.warning("%s, row %d: reset failed (%s); a fresh instance is tried.", _label(kind), index, cause)
+                _close(kind.instances[number])
+                kind.instances[number] = kind.factory()
+        late = f"did not return within tool_timeout={self.runner.timeout} s" if isinstance(cause, TooSlow) else None
+        raise RolloutError(
+            f"{_label(kind)}, row {index}: reset {late or f'raised {type(cause).__name__}: {cause}'} "
+            f"(attempts: {self.retries + 1}, set by environment_retries; prompt: {row.get('prompt')!r:.120})."
+        ) from cause
+
+    def _compare(self, observations: list[Any], seeds: Sequence[int]) -> None:
+        first = {}
+        for seed, seen in zip(seeds, observations, strict=True):
+            if not self._told and first.setdefault(seed, seen) != seen:
+                self._told = True
+                logger.warning(
+                    "completions of one group start from different observations: their rewards are compared all the same, "
+                    "which makes the baseline noisy. Let reset take group_seed and draw from it."
+                )
+
+
+def _probe(name: str, factory: Any) -> _Kind:
+    where = f"environment_factory[{name!r}]" if name else "environment_factory"
+    if not callable(factory):
+        raise ConfigError(f"{where} must be callable without arguments, and it is {type(factory).__name__}.")
+    instance = factory()
+    made = type(instance)
+    if not callable(getattr(instance, "reset", None)):
+        raise ConfigError(f"{where} made a {made.__name__}, which has no method reset. An environment needs one.")
+    methods = _tool_names(made)
+    schemas = [tool_schema(getattr(instance, method)) for method in methods]
+    return _Kind(name, factory, made, schemas, methods, [instance])
+
+
+def _label(kind: _Kind) -> str:
+    return f"environment {kind.made.__name__}" + (f" ({kind.name!r})" if kind.name else "")
+
+
+def _prompt(row: dict[str, Any], index: int) -> list[dict[str, Any]]:
+    prompt = row.get("prompt") or EMPTY_PROMPT
+    if isinstance(prompt, str):
+        raise DataError(
+            f"row {index}: the prompt is text, and environments need messages. Give it as [{{'role': 'user', 'content': ...}}]."
+        )
+    return prompt
+
+
+def _accepted(function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments a function names, or all where it has ``**kwargs``."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return arguments
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: value for name, value in arguments.items() if name in named}
+
+
+def _close(instance: Any) -> None:
+    """Close as well as it can be; what is thrown away may be broken already."""
+    close = getattr(instance, "close", None)
+    if callable(close):
+        with contextlib.suppress(Exception):
+            value = close()
+            if inspect.iscoroutine(value):
+                value.close()
+                logger.warning("%s.close is asynchronous and was not awaited.", type(instance).__name__)
+
+
+class PooledReward:
+    """The reward that environments of one class give themselves, as a reward function; None for rows of other classes.
+
+    Args:
+        made: Exactly this class.
+        pool: Where the instances come from: its threads, time limit and retries.
+    """
+
+    def __init__(self, made: type, pool: EnvironmentPool) -> None:
+        self.made, self.pool, self.runner, self.retries = made, pool, pool.runner, pool.retries
+        self.__name__ = made.__name__
+
+    def __call__(self, completions: list[Any], environments: list[Any] | None = None, **_: Any) -> list[Any]:
+        """One reward a row."""
+        rows = environments or [None] * len(completions)
+        return self.runner.each([lambda e=e, i=i: self._ask(e, i) for i, e in enumerate(rows)])
+
+    def _ask(self, environment: Any, row: int) -> Any:
+        if type(environment) is not self.made or any(environment is e for e in self.pool.lost):
+            return None
+        for attempt in range(self.retries + 1):
+            try:
+                return self.runner.call(environment.get_reward, {})
+            except Exception as error:
+                late = f"did not return within tool_timeout={self.runner.timeout} s"
+                what = late if isinstance(error, TooSlow) else f"raised {type(error).__name__}: {error}"
+                if attempt == self.retries:
+                    raise RolloutError(
+                        f"environment {self.made.__name__}, row {row}: get_reward {what} (attempts: {attempt + 1}, set by "
+                        "environment_retries)."
+                    ) from error
+        return None
+
+
+def step_environment(
+    make: Callable[[], Any],
+    *,
+    action: Callable[[str], Any] = str,
+    observe: Callable[[Any], str] = str,
+    actions: str = "What to do.",
+    name: str = "StepEnvironment",
+) -> Callable[[], Any]:
+    """A factory of environments around clients with ``reset()`` and ``step(action)``, as OpenEnv and Gymnasium have them.
+
+    The model gets one tool, ``step(action)``; the reward is the sum over steps; when the client says that it is done, the
+    rollout ends. A client may return ``(observation, reward, terminated, truncated, info)``, ``(observation, reward, done,
+    info)``, or an object with ``observation``, ``reward`` and ``done``; its ``reset`` may also return ``(observation, info)``.
+
+    Args:
+        make: Makes a client.
+        action: From the model's text to what the client's ``step`` takes; what it raises, the model reads.
+        observe: From an observation to the text the model reads.
+        actions: Describes the argument to the model, for example ``"One of: up, down, left, right."``.
+        name: Of the class, and so of its reward column.
+
+    >>> class Countdown:
+    ...     def reset(self, seed=None):
+    ...         self.left = 2
+    ...         return self.left, {}
+    ...     def step(self, action):
+    ...         self.left -= int(action)
+    ...         return self.left, float(self.left == 0), self.left <= 0, False, {}
+    >>> game = step_environment(Countdown, observe="left: {}".format)()
+    >>> game.reset(), game.step("1"), game.step("1"), game.get_reward(), game.done
+    ('left: 2', 'left: 1', 'left: 0', 1.0, True)
+    """
+
+    class StepEnvironment:
+        """A client with reset and step, as an environment."""
+
+        def __init__(self) -> None:
+            self._client = make()
+            self._total, self.done = 0.0, False
+
+        def reset(self, group_seed: int | None = None) -> str:
+            arguments = _accepted(self._client.reset, {"seed": group_seed})
+            seen, _, self.done = _read(self._client.reset(**arguments), f"{name}: reset")
+            self._total = 0.0
+            return observe(seen)
+
+        def step(self, action: str) -> str:
+            if self.done:
+                return "The episode is over."
+            seen, reward, self.done = _read(self._client.step(convert(action)), f"{name}: step")
+            self._total += reward
+            return observe(seen)
+
+        def get_reward(self) -> float:
+            return self._total
+
+        def close(self) -> None:
+            _close(self._client)
+
+    convert = action
+    line = " ".join(actions.split())
+    StepEnvironment.step.__doc__ = f"Act, and see what happens.\n\nArgs:\n    action: {line}\n"
+    StepEnvironment.__name__ = StepEnvironment.__qualname__ = name
+    return StepEnvironment
+
+
+def _read(result: Any, where: str) -> tuple[Any, float, bool]:
+    """Observation, reward and end, from any of the shapes clients return.
+
+    Raises:
+        RolloutError: A tuple of another length, a reward that is no finite number (None is 0), or an end that is no truth.
+    """
+    resets, tells = where.endswith("reset"), hasattr(result, "observation")
+    odd = len(result) not in (3, 4, 5) if isinstance(result, tuple) else not tells
+    if odd and not (resets and (not isinstance(result, tuple) or len(result) == 2)):
+        raise BadValue(
+            f"{where} returned {result!r:.80} ({type(result).__name__}). Fix: return (observation, reward, terminated, "
+            "truncated, info), or an object with observation, reward and done; from reset an observation will do, or "
+            "(observation, info)."
+        )
+    if isinstance(result, tuple):
+        seen, reward, *ends = result if len(result) > 2 else (result[0], None)
+        ends = ends[: 2 if len(result) == 5 else 1]
+    elif tells:
+        seen, reward, ends = result.observation, getattr(result, "reward", None), [getattr(result, "done", False)]
+    else:
+        return result, 0.0, False
+    number = 0.0 if reward is None else given_number(reward, f"{where}: the reward")
+    truths = [given_truth(end, f"{where}: the end of the episode") for end in ends]
+    return seen, number, any(truths)

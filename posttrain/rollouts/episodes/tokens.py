@@ -1,0 +1,156 @@
+"""Texts of tools and environments as tokens that no special token is among: results behind a turn, observations in a prompt."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.data.chat import common_prefix, encode, one_bos, prompt_text, render, tokenize_prompts
+from posttrain.data.formats import strip_none
+from posttrain.data.responses import add_response_schema
+from posttrain.data.template_probes import inner_tokenizer, template_text, with_template
+from posttrain.data.templates import (
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    supports_tool_calling,
+)
+from posttrain.errors import ModelError
+from posttrain.rollouts.episodes.environments import Observed
+
+__all__ = ["PlainText", "ToolSuffix", "prepare_tokenizer", "tokenize_observed"]
+
+
+def prepare_tokenizer(tokenizer: Any) -> Any:
+    """A copy of a tokenizer that can hold a conversation with tools token by token; the given one is not changed.
+
+    Its template keeps earlier turns as they were (a training template where the published one does not), and its wire
+    format is known, so that calls can be read.
+
+    Raises:
+        ModelError: The template shows no tool calls or results, changes what was said before, or nobody reads its calls.
+    """
+    if not supports_tool_calling(tokenizer):
+        raise ModelError(
+            "tools need a chat template that shows a tool call and its result, and this tokenizer's does not"
+            f"{'' if template_text(tokenizer) else ' (it has none)'}. Use a checkpoint trained with tools, or set "
+            "tokenizer.chat_template to a template that renders tool_calls and the role 'tool'."
+        )
+    template = template_text(tokenizer)
+    if not is_chat_template_prefix_preserving(tokenizer):
+        template = get_training_chat_template(tokenizer) or template
+    own = with_template(tokenizer, template)
+    if not is_chat_template_prefix_preserving(own):
+        raise ModelError(
+            "the chat template changes a tool call once its result follows, so what the model wrote would not be what is "
+            "trained. Use a template that only appends (chat_template_path)."
+        )
+    return add_response_schema(own)
+
+
+class PlainText:
+    """Hides special tokens in a text while a template renders it, and encodes what they spell as plain text.
+
+    The words that stand for them are drawn anew for each instance: no text can spell them. They never reach a tokenizer, so
+    token ids do not depend on them.
+
+    Args:
+        tokenizer: Whose special tokens are meant.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = inner_tokenizer(tokenizer)
+        named = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
+        self.special = sorted((t for t in named if len(t.strip()) > 1), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, self.special))) if self.special else None
+        self.word = f"zq{secrets.token_hex(8)}n{{}}zq"
+        self.hidden = re.compile(self.word.format(r"(\d+)"))
+
+    def hide(self, text: str, drop: bool = False) -> str:
+        """Special tokens as words that no template and no tokenizer takes for anything else."""
+        if self.pattern is None:
+            return text
+        return self.pattern.sub(lambda m: "" if drop else self.word.format(self.special.index(m[0])), text)
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text; what was hidden in it is spelled without being a token of the added vocabulary."""
+        ids: list[int] = []
+        for index, part in enumerate(self.hidden.split(text)):
+            if index % 2:
+                token = self.special[int(part)]
+                pieces = [token[:1], token[1:]]  # Cut in two, it is no token of the added vocabulary.
+            else:
+                pieces = [part]
+            for piece in encode(self.tokenizer, [p for p in pieces if p], special=False):
+                ids += piece
+        return ids
+
+
+def tokenize_observed(
+    rows: Sequence[dict[str, Any]], tokenizer: Any, *, chat_template_kwargs: dict[str, Any] | None = None
+) -> list[list[int]]:
+    """As `tokenize_prompts`; special tokens that an environment's ``reset`` spelled in a prompt are plain text there.
+
+    Args:
+        rows: Conversational; prompts of environments are `Observed`.
+        tokenizer: With a chat template.
+        chat_template_kwargs: For the template.
+    """
+    found = tokenize_prompts(rows, tokenizer, chat_template_kwargs=chat_template_kwargs)
+    observed = [i for i, row in enumerate(rows) if isinstance(row["prompt"], Observed)]
+    plain = PlainText(tokenizer) if observed else None
+    for i in observed:
+        assert plain is not None
+        row, hidden = rows[i], rows[i]["prompt"].through(plain.hide)
+        if hidden != row["prompt"]:
+            text = prompt_text(tokenizer, strip_none(row | {"prompt": hidden}), chat_template_kwargs or {})
+            found[i] = one_bos(plain.ids(text), plain.tokenizer.bos_token_id)
+    return found
+
+
+class ToolSuffix:
+    """Token ids of tool results as they follow a turn the model has just ended.
+
+    They are the difference between two renderings of a made-up conversation, with and without the results: so nothing the
+    model wrote is rendered, let alone tokenised, again. Special tokens inside a result are encoded as plain text: a result
+    cannot end its own turn or begin one of the model's.
+
+    Args:
+        tokenizer: From `prepare_tokenizer`.
+        stop_ids: Tokens that end a turn.
+        template_kwargs: For the chat template.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: dict[str, Any] | None = None) -> None:
+        self.text = PlainText(tokenizer)
+        self.tokenizer, self.stop_ids = self.text.tokenizer, frozenset(stop_ids)
+        self.template_kwargs = dict(template_kwargs or {})
+
+    def __call__(self, results: list[dict[str, Any]]) -> list[int]:
+        """What stands between the end of the model's turn and the beginning of its next.
+
+        Raises:
+            ModelError: The template renders a call differently once its result follows.
+        """
+        hide = self.text.hide
+        hidden = [{**m, "name": hide(m["name"], drop=True), "content": hide(m["content"])} for m in results]
+        call = {"type": "function", "function": {"name": hidden[0]["name"] or "tool", "arguments": {}}}
+        begin = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        before = self.text.ids(render(self.tokenizer, begin, **self.template_kwargs))
+        text = render(self.tokenizer, begin + hidden, add_generation_prompt=True, **self.template_kwargs)
+        after = self.text.ids(text)
+        ends = [i for i, token in enumerate(before) if token in self.stop_ids]
+        cut = ends[-1] + 1 if ends else len(before)
+        if self.tokenizer.decode(before[cut:]).strip():
+            cut = len(before)  # That token ended the question: the template writes none after a call.
+        if common_prefix(before, after) < cut:
+            raise ModelError(
+                "the chat template renders a tool call differently once its result follows, so the tokens of the result "
+                f"cannot be told apart: {text!r:.200}"
+            )
+        return after[cut:]
+
+    def plain(self, text: str) -> list[int]:
+        """A text as tokens none of which is special, whatever it spells."""
+        return self.text.ids(self.text.hide(text))

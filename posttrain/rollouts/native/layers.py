@@ -1,0 +1,549 @@
+"""Decoder layers of the Llama kind in as few calls as they can be: four products, and four functions of `layer.c`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from posttrain.models.heads import plain
+from posttrain.rollouts.native.attention import Block, Group, Store, current_store
+
+__all__ = [
+    "PACK_FROM",
+    "PACK_STEPS",
+    "PACK_TOKENS",
+    "Memory",
+    "Packed",
+    "Plan",
+    "Products",
+    "Step",
+    "bound_threads",
+    "can_pack",
+    "compiled",
+    "few_rows_product",
+    "fused_layers",
+    "has_bfloat16",
+    "pack_bytes",
+    "packs",
+    "processors",
+    "quick_products",
+    "worth_packing",
+]
+
+logger = logging.getLogger(__name__)
+
+
+SOURCE = Path(__file__).with_name("layer.c")
+# Sums may be reordered where the source says so (`omp simd reduction`), and nowhere else: no -ffast-math, NaN stay NaN.
+FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
+LIMIT = 60  # Seconds that a compiler may take; it takes one.
+LONG, FLOAT, ADDRESS, INT = ctypes.c_long, ctypes.c_float, ctypes.c_void_p, ctypes.c_int
+
+
+class Step(ctypes.Structure):
+    """``struct step`` of the source: what a step's rows read, the same for all layers but for the memory itself."""
+
+    _fields_ = [
+        *((name, LONG) for name in ("heads", "kv", "common", "longest", "window", "chunks")),
+        *((name, ADDRESS) for name in ("begins", "order", "prompt", "lengths", "places", "scratch")),
+        ("scale", FLOAT),
+        ("threads", INT),
+    ]
+
+
+class Memory(ctypes.Structure):
+    """``struct memory`` of the source: one layer's keys and values."""
+
+    _fields_ = [
+        *((name, ADDRESS) for name in ("common_keys", "common_values", "blocks", "keys", "values")),
+        ("capacity", LONG),
+    ]
+
+
+SIGNATURES = {
+    "normalise": [*[ADDRESS] * 4, LONG, LONG, FLOAT, INT],
+    "gated": [ADDRESS, ADDRESS, LONG, LONG, INT],
+    "rotate": [*[ADDRESS] * 5, LONG, LONG, LONG, FLOAT, INT],
+    "attend": [ctypes.POINTER(Step), ctypes.POINTER(Memory), ADDRESS, ADDRESS, LONG],
+}
+
+
+@functools.cache
+def compiled(size: int) -> ctypes.CDLL | None:
+    """The library for heads of ``size`` elements, built at first use and kept; None where it cannot be built."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+    if compiler is None or not sys.platform.startswith("linux"):
+        return None
+    command = [compiler, *FLAGS, f"-DSIZE={size}"]
+    try:
+        path = folder() / f"layer-{fingerprint(command)}.so"
+        if not path.exists():
+            build(command, path)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or error
+        logger.info(
+            "Decoding stays with torch's operations: %s could not compile %s (%s).", compiler, SOURCE.name, told
+        )
+        return None
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def build(command: list[str], path: Path) -> None:
+    """Compile beside ``path`` and move there in one step, as another process may do at the same time."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as beside:
+        made = Path(beside) / path.name
+        whole = [*command, "-o", str(made), str(SOURCE), "-lm"]
+        subprocess.run(whole, check=True, capture_output=True, text=True, timeout=LIMIT)
+        made.replace(path)
+
+
+def folder() -> Path:
+    """Where libraries are kept, for this user alone."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain" / "compiled"
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return base
+
+
+def fingerprint(command: list[str]) -> str:
+    """Of everything that decides what comes out: the source, the command, and the machine it is compiled for."""
+    try:
+        machine = next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))
+        )
+    except (OSError, StopIteration):
+        machine = platform.processor()
+    parts = (SOURCE.read_text(), " ".join(command), platform.machine(), machine)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+Products = Literal["exact", "plain", "bfloat16", "auto"]
+
+# Measured, float32, 2 threads, the 210 weights of SmolLM2-135M one after another: F.linear 62.7 ms at 16 rows and 91 ms at
+# 32, weight @ rows.T 44 and 61 ms, equal from 64 rows on: the product streams the large operand, and repacks the small one.
+MOST_ROWS = 64
+ROWS_HINT = 16  # oneDNN chooses the layout of a packed weight for this many rows; it serves any number.
+# Measured there, one thread, milliseconds for 88M parameters at 1, 16, 64 and 1024 rows: F.linear 41, 70, 161, 2365; packed
+# float32 28, 39, 118, 1734; packed bfloat16 18, 26, 63, 899. Packing them takes 207 ms, rounded to bfloat16 114 ms.
+# A step of 8 rows and 2 threads: 61 ms with the weights as they are, 37 packed.
+PACK_FROM = 8  # Decoding steps after which a copy pays.
+PACK_STEPS = 16  # Steps that may be asked for, for which a copy pays from the start.
+PACK_TOKENS = 1024  # Tokens, prompts included, for which a copy pays from the start.
+PACK_SHARE = 4  # A packed copy may take this part of the memory that is free.
+
+
+def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` as ``(weight @ x.T).T``.
+
+    Args:
+        x: ``(..., K)``, few rows.
+        weight: ``(N, K)``.
+        bias: ``(N,)``.
+
+    Returns:
+        ``(..., N)``, contiguous.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.mm(weight, rows.t()).t().contiguous().view(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
+
+
+class Packed:
+    """Copies of linear layers' weights in oneDNN's blocked order, which a product of a few rows reads once, in sequence.
+
+    The weights themselves are not touched. A copy is made by `pack` and lives as long as this object: whoever keeps it
+    while weights change packs again.
+
+    Args:
+        bfloat16: Round the copies, and what is multiplied with them, to bfloat16; products are summed in float32. The
+            output layer stays as it is: its rounding would go into the log-probs undiminished.
+
+    Attributes:
+        layers: What is to be packed.
+        together: Layers among them that read the same input, and are packed as one.
+        weights: The copies, by the layers they are of.
+    """
+
+    def __init__(self, *, bfloat16: bool = False) -> None:
+        self.bfloat16 = bfloat16
+        self.layers: list[nn.Linear] = []
+        self.together: list[tuple[nn.Linear, ...]] = []
+        self.weights: dict[tuple[nn.Linear, ...], Tensor] = {}
+        self.biases: dict[tuple[nn.Linear, ...], Tensor] = {}
+
+    def pack(self, head: nn.Module | None = None) -> None:
+        """Copy the weights of ``layers`` as they are now."""
+        self.weights.clear()
+        self.biases.clear()
+        joined = {layer for group in self.together for layer in group}
+        for group in (*self.together, *((layer,) for layer in self.layers if layer not in joined)):
+            dtype = group[0].weight.dtype
+            if self.bfloat16 and group[0] is not head:
+                dtype = torch.bfloat16 if dtype == torch.float32 else dtype
+            if packs(dtype):
+                weight = side_by_side([layer.weight for layer in group]).to(dtype)
+                self.weights[group] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
+                if any(layer.bias is not None for layer in group):
+                    some = (
+                        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+                        for layer in group
+                    )
+                    self.biases[group] = side_by_side(list(some))
+
+    def product(self, group: tuple[nn.Linear, ...], x: Tensor) -> Tensor:
+        """What these layers make of ``x (n, K)``, one beside the other; by the weights themselves where there is no copy."""
+        weight, bias = self.weights.get(group), self.biases.get(group)
+        if weight is None:
+            parts = [plain_product(layer, x) for layer in group]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        out = torch.ops.mkldnn._linear_pointwise.default(x.to(weight.dtype), weight, None, "none", [], "").to(x.dtype)
+        return out if bias is None else out.add_(bias)
+
+
+def plain_product(layer: nn.Linear, x: Tensor) -> Tensor:
+    """``layer(x)`` with the weight as it lies, in the order that is quicker for so many rows."""
+    if 1 < x.numel() // x.shape[-1] <= MOST_ROWS and x.dtype == layer.weight.dtype == torch.float32:
+        return few_rows_product(x, layer.weight, layer.bias)
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def side_by_side(parts: list[Tensor]) -> Tensor:
+    """Weights or biases of layers that read the same input."""
+    return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])
+
+
+def can_pack() -> bool:
+    """Whether this build of torch packs weights (oneDNN on x86)."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this dtype on this CPU; bfloat16 needs its instructions, and is read as it lies without."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16 or AMX), so that halving the weights is a gain."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].split("\n", 1)[0].split()
+    except OSError:
+        return False
+    return can_pack() and bool({"avx512_bf16", "amx_bf16"} & set(flags))
+
+
+def linear_layers(model: nn.Module) -> list[nn.Linear]:
+    """Plain linear layers on a CPU whose forward nobody replaced."""
+    return [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear and module.weight.device.type == "cpu" and "forward" not in vars(module)
+    ]
+
+
+def pack_bytes(model: nn.Module, *, bfloat16: bool = False) -> int:
+    """Memory of the copies."""
+    layers = linear_layers(model)
+    return sum(layer.weight.numel() * (2 if bfloat16 else layer.weight.element_size()) for layer in layers)
+
+
+def free_bytes() -> float:
+    """Memory that can still be had, as Linux estimates it; unlimited where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float("inf")
+
+
+def worth_packing(model: nn.Module) -> bool:
+    """Whether exact copies are possible and leave most of the memory alone."""
+    return can_pack() and pack_bytes(model) * PACK_SHARE <= free_bytes()
+
+
+def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        return F.linear(x, layer.weight, layer.bias)
+    if packed is not None and (layer,) in packed.weights:
+        return packed.product((layer,), x)
+    return plain_product(layer, x)
+
+
+@contextmanager
+def quick_products(model: nn.Module, packed: Packed | None = None) -> Iterator[None]:
+    """Let plain linear layers on a CPU multiply the quick way; other layers, and those patched already, stay."""
+    layers: list[Any] = linear_layers(model)
+    if packed is not None:
+        packed.layers = layers
+    for layer in layers:
+        layer.forward = functools.partial(_forward, layer, packed)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+# RMS norm, rotated halves, attention, RMS norm, SwiGLU, each added to its input; Qwen3 normalises queries and keys too.
+KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+CHUNK = 8  # Rows that read a prompt together: it is read once for all of them, and a thread has all of that to do.
+ITEMS = 2  # A thread's share of the work is in at least this many pieces, else chunks are halved.
+
+
+@dataclass(slots=True)
+class Plan:
+    """Which rows read what, until a row comes or goes.
+
+    Attributes:
+        groups: The groups it was made of.
+        seen: Of each group's memory the first tensor, by which a newer one is noticed.
+        order: ``(n,)`` rows by prompt; those of a chunk read the same one.
+        begins: ``(chunks + 1,)`` where each chunk begins there.
+        most: Rows of the longest chunk.
+        place: ``(n, 3)``: the block of each row's prompt, where in it the prompt begins, and elements from a head to the next.
+        blocks: Per layer addresses of the groups' keys and values.
+        scratch: Of every thread, for scores and queries.
+        step: What the running step reads, made by its first layer for all of them.
+        lengths: Of the step that it is of.
+    """
+
+    groups: list[Group]
+    seen: list[Tensor]
+    order: Tensor
+    begins: Tensor
+    most: int
+    place: Tensor
+    blocks: dict[int, Any] = field(default_factory=dict)
+    scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+    step: Step | None = None
+    lengths: Tensor | None = None
+
+    @classmethod
+    def of(cls, groups: list[Group], kv: int, threads: int) -> Plan:
+        """Rows by prompt, cut into chunks."""
+        by_prompt = [rows for group in groups for rows in rows_by_prompt(group)]
+        size = CHUNK
+        while size > 1 and kv * sum(-(-len(rows) // size) for rows in by_prompt) < ITEMS * threads:
+            size //= 2
+        chunks = [rows[i : i + size] for rows in by_prompt for i in range(0, len(rows), size)]
+        begins = torch.tensor([0, *map(len, chunks)]).cumsum(0)
+        order = torch.tensor([row for chunk in chunks for row in chunk])
+        seen = [first_of(group) for group in groups]
+        return cls(groups, seen, order, begins, max(map(len, chunks)), places(groups, len(order)))
+
+    def holds(self, groups: list[Group]) -> bool:
+        """Whether it is of these groups, and their memory is where it was."""
+        return self.groups is groups and all(first_of(g) is seen for g, seen in zip(groups, self.seen, strict=True))
+
+    def blocks_of(self, layer: int) -> Any:
+        """Addresses of a layer's keys and values in each block."""
+        if layer not in self.blocks:
+            pairs = [in_order(group.block, layer) for group in self.groups]
+            addresses = [memory.data_ptr() for pair in pairs for memory in pair]
+            self.blocks[layer] = (ctypes.c_void_p * len(addresses))(*addresses)
+        return ctypes.addressof(self.blocks[layer])
+
+
+def first_of(group: Group) -> Tensor:
+    """Keys of a block in the first of its layers."""
+    return next(iter(group.block.keys.values()))
+
+
+def places(groups: list[Group], n: int) -> Tensor:
+    """See ``place`` of `Plan`; the same in all layers, as their memories have one shape."""
+    table = torch.empty(n, 3, dtype=torch.long)
+    for number, group in enumerate(groups):
+        _, heads, width, size = first_of(group).shape
+        table[group.rows, 0] = number
+        table[group.rows, 1] = group.place // group.grid.shape[1] * heads * width * size
+        table[group.rows, 2] = width * size
+    return table
+
+
+def rows_by_prompt(group: Group) -> list[list[int]]:
+    """The live rows of each prompt of a block."""
+    found: dict[int, list[int]] = {}
+    for row, place in zip(group.rows.tolist(), group.place.tolist(), strict=True):
+        found.setdefault(place // group.grid.shape[1], []).append(row)
+    return list(found.values())
+
+
+def in_order(block: Block, layer: int) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values, contiguous."""
+    for memory in (block.keys, block.values):
+        memory[layer] = memory[layer].contiguous()
+    return block.keys[layer], block.values[layer]
+
+
+class Layer:
+    """One decoder layer of a model, computed in few calls.
+
+    Args:
+        layer: Of one of `KINDS`.
+        packed: Copies of its weights, those that read the same input side by side; empty until they are made.
+    """
+
+    def __init__(self, layer: Any, packed: Packed) -> None:
+        self.layer, self.packed = layer, packed
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.size, self.scale = attention.layer_idx, attention.head_dim, attention.scaling
+        self.heads = attention.q_proj.out_features // self.size
+        self.kv = attention.k_proj.out_features // self.size
+        # Llama's attention has no window, whatever its config says.
+        config = None if type(layer).__name__ == "LlamaDecoderLayer" else attention.config
+        self.window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+        self.norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.gates = (mlp.gate_proj, mlp.up_proj)
+        functions = compiled(self.size)
+        assert functions is not None
+        self.functions = functions
+
+    def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any) -> Tensor:
+        """``(B, t, H)`` in and out."""
+        layer, threads = self.layer, torch.get_num_threads()
+        residual = hidden_states.reshape(-1, hidden_states.shape[-1])
+        qkv = self.packed.product(self.inputs, self.normalised(residual, None, layer.input_layernorm, threads))
+        self.rotate(qkv, position_embeddings, hidden_states.shape[:2], threads)
+        store = current_store()
+        decoding = store.filling is None
+        attended = self.attended(qkv, store, threads) if decoding else self.filled(qkv, store, hidden_states.shape[1])
+        x = self.packed.product((layer.self_attn.o_proj,), attended)
+        normal = self.normalised(x, residual, layer.post_attention_layernorm, threads)  # Adds the residual to x.
+        both = self.packed.product(self.gates, normal)
+        gated = both.new_empty(len(both), both.shape[1] // 2)
+        self.functions.gated(both.data_ptr(), gated.data_ptr(), *gated.shape, threads)
+        return self.packed.product((layer.mlp.down_proj,), gated).add_(x).view(hidden_states.shape)
+
+    def normalised(self, x: Tensor, added: Tensor | None, norm: Any, threads: int) -> Tensor:
+        """The norm of ``x + added``; the sum replaces x."""
+        out = torch.empty_like(x)
+        more = None if added is None else added.data_ptr()
+        pointers = x.data_ptr(), more, norm.weight.data_ptr(), out.data_ptr()
+        self.functions.normalise(*pointers, *x.shape, norm.variance_epsilon, threads)
+        return out
+
+    def rotate(self, qkv: Tensor, angles: tuple[Tensor, Tensor], shape: torch.Size, threads: int) -> None:
+        """Turn queries and keys by the angles of their positions, in place."""
+        cosine, sine = (a.expand(*shape, self.size).contiguous() for a in angles)
+        norms = (None if norm is None else norm.weight.data_ptr() for norm in self.norms)
+        epsilon = 0.0 if self.norms[0] is None else self.norms[0].variance_epsilon
+        pointers = qkv.data_ptr(), cosine.data_ptr(), sine.data_ptr(), *norms
+        self.functions.rotate(*pointers, len(qkv), self.heads, self.kv, epsilon, threads)
+
+    def filled(self, qkv: Tensor, store: Store, width: int) -> Tensor:
+        """Attention of a prefill pass, by torch."""
+        parts = qkv.view(-1, width, self.heads + 2 * self.kv, self.size).transpose(1, 2)
+        query, key, value = parts.split([self.heads, self.kv, self.kv], 1)
+        return store.attend(self.index, query, key, value, self.scale, None, self.window).reshape(len(qkv), -1)
+
+    def attended(self, qkv: Tensor, store: Store, threads: int) -> Tensor:
+        """Attention of a decoding step; writes the new keys and values."""
+        n = len(qkv)
+        sample = qkv.view(n, -1, 1, self.size)[:, : self.kv]
+        store.make_room(self.index, sample, sample, blank=False)
+        plan = store.plan
+        if plan is None or not plan.holds(store.groups):
+            plan = store.plan = Plan.of(store.groups, self.kv, threads)
+        keys, values = store.keys[self.index], store.values[self.index]
+        common = [None, None]
+        if store.common is not None:
+            common = [memory[0].data_ptr() for memory in in_order(store.common, self.index)]
+        memory = Memory(*common, plan.blocks_of(self.index), keys.data_ptr(), values.data_ptr(), keys.shape[2])
+        step, each = self.step(plan, store, threads)
+        out = qkv.new_empty(n, self.heads * self.size)
+        self.functions.attend(ctypes.byref(step), ctypes.byref(memory), qkv.data_ptr(), out.data_ptr(), each)
+        return out
+
+    def step(self, plan: Plan, store: Store, threads: int) -> tuple[Step, int]:
+        """What this step's rows read, and the elements of a thread's scratch."""
+        longest = store.shared + store.width + store.longest + 1
+        each = plan.most * self.heads // self.kv * (longest + 2 * self.size)
+        if plan.lengths is not store.lengths or plan.step is None:
+            if plan.scratch.numel() < threads * each:
+                plan.scratch = torch.empty(2 * threads * each)
+            plan.lengths = store.lengths
+            tensors = (plan.begins, plan.order, store.prefix, store.lengths, plan.place, plan.scratch)
+            sizes = (self.heads, self.kv, store.shared, longest, 0, len(plan.begins) - 1)
+            plan.step = Step(*sizes, *(t.data_ptr() for t in tensors), self.scale, threads)
+        plan.step.window = self.window or 0
+        return plan.step, each
+
+
+def fusable(layer: Any) -> bool:
+    """Whether `Layer` computes what this layer does: known classes, untouched, float32 on a CPU."""
+    kind = type(layer)
+    if kind.__name__ not in KINDS or not kind.__module__.startswith("transformers.models."):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    linear = (*(getattr(attention, f"{x}_proj") for x in "qkvo"), mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    exact = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in layer.parameters())
+    untouched = all(type(x) is nn.Linear for x in linear) and all(map(plain, layer.modules()))
+    silu = type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    return exact and untouched and silu and attention.head_dim % 4 == 0 and compiled(attention.head_dim) is not None
+
+
+@contextmanager
+def fused_layers(model: Any, packed: Packed | None) -> Iterator[None]:
+    """Let decoder layers that are `fusable` run as `Layer`; others, and all under autocast or without ``packed``, stay."""
+    exact = not torch.is_autocast_enabled("cpu")
+    layers = [module for module in model.modules() if fusable(module)] if packed is not None and exact else []
+    if packed is not None:
+        made = [Layer(layer, packed) for layer in layers]
+        packed.together = [group for one in made for group in (one.inputs, one.gates)]
+        for layer, one in zip(layers, made, strict=True):
+            layer.forward = one
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "quota period" in microseconds, or "max period" (Linux cgroup v2).
+
+
+def processors(quota: Path = QUOTA) -> int:
+    """Processors this process may run on, by its affinity and its container's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        most, period = quota.read_text().split()
+        return max(1, min(allowed, math.ceil(int(most) / int(period))))
+    except (OSError, ValueError):
+        return allowed
+
+
+@contextmanager
+def bound_threads(threads: int | None) -> Iterator[None]:
+    """Compute with this many threads (None: as torch was told, at most one a processor); the former number is restored."""
+    before = torch.get_num_threads()
+    wanted = threads or min(before, processors())
+    if wanted != before:
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)

@@ -1,0 +1,338 @@
+"""Continuous batching: admit, step, finish, until every request is done."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from posttrain.errors import RolloutError
+from posttrain.models.memory_estimate import key_value_width, layer_configs
+from posttrain.rollouts.native.attention import Block, Group, Store, grown
+from posttrain.rollouts.native.layers import PACK_FROM, PACK_STEPS, PACK_TOKENS, Packed
+from posttrain.rollouts.native.prefill import Filler, mark_stems
+from posttrain.rollouts.native.prefix_cache import Kept, match
+from posttrain.rollouts.native.sampler import Asked, Chooser, Completion, Prompt
+from posttrain.types import Request, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.rollouts.native.engine import NativeEngine
+
+__all__ = ["SHARED_LEAST", "Run", "bytes_per_token", "common_beginning"]
+
+SHARED_LEAST = 16  # A shorter common beginning costs more bookkeeping than it saves.
+STEM_SHARE = 8  # Of the budget, at most this part is for what some prompts have in common.
+
+
+class Run:
+    """One call of `NativeEngine.generate`."""
+
+    def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
+        self.engine, self.requests, self.sampling = engine, requests, sampling
+        self.device = next(engine.model.parameters()).device
+        self.shared = common_beginning([list(r.prompt_ids) for r in requests])
+        self.prompts: list[Prompt] = []
+        self.asked = self._asked(requests, sampling)
+        self.longest = max((len(p.ids) for p in self.prompts), default=0)
+        self.done: list[Rollout | None] = [None] * sum(r.n for r in requests)
+        self.reserve = 0  # Tokens of the budget set apart for what some prompts have in common.
+        self.store = Store(slots=0)
+        self.live: list[Completion] = []
+        self.paused: deque[Completion] = deque()
+        self.filler = self._filler()
+        self.store.slots = self._slots(0)
+        self.cursor = self.steps = 0
+        self.packed: Packed | None = None
+        self.chooser = Chooser(engine.tokenizer, engine.inner.get_output_embeddings().weight.shape[0])
+        for one in {id(a.sampling): a.sampling for a in self.asked}.values():
+            self.chooser.check(one)
+        empty = torch.empty(0, dtype=torch.long, device=self.device)
+        self.tokens, self.positions, self.store.lengths = empty, empty, empty
+
+    def _asked(self, requests: Sequence[Request], sampling: Sampling) -> list[Asked]:
+        """The requests; those with equal prompts share one."""
+        made, number = [], 0
+        seed = self.engine.new_seed() if sampling.seed is None else sampling.seed
+        known: dict[tuple[int, ...], Prompt] = {}
+        for index, request in enumerate(requests):
+            own = request.sampling if request.sampling is not None else sampling
+            ids = list(request.prompt_ids)[len(self.shared) :]
+            prompt = known.setdefault(tuple(ids), Prompt(len(known), ids))
+            prompt.waiting += request.n
+            seeded = own.seed if request.sampling is not None else None
+            counted = (seed, number, number) if seeded is None else (seeded, number, 0)
+            made.append(Asked(index, request, prompt, own, request.n, *counted))
+            number += request.n
+        if self.engine.order == "longest":
+            made.sort(key=lambda asked: -asked.sampling.max_new_tokens)
+        self.prompts = list({id(asked.prompt): asked.prompt for asked in made}.values())
+        for index, prompt in enumerate(self.prompts):
+            prompt.index = index
+        return made
+
+    def _filler(self) -> Filler:
+        """Who computes prompts: with what the engine keeps, or with what prompts of this call alone have in common."""
+        engine, kept = self.engine, self.engine.kept
+        if len(self.prompts) > 1:
+            mark_stems(self.prompts)
+        if kept is None:
+            size = bytes_per_token(engine.inner)
+            if engine.kv_tokens is not None and any(prompt.shares for prompt in self.prompts):
+                self.reserve = engine.kv_tokens // STEM_SHARE
+                if engine.kv_tokens - self.reserve < self._needed():
+                    self.reserve = 0
+            kept = Kept(self.reserve // 2 * size if engine.kv_tokens is not None else 2**62)
+        return Filler(engine, self.store, self.prompts, self.shared, kept, keeping=engine.kept is not None)
+
+    def to_the_end(self) -> list[Rollout]:
+        self.filler.begin()
+        while not self.engine.interrupted.is_set() and self._admit():
+            self._step()
+        return self.so_far()
+
+    def counts(self) -> dict[str, int]:
+        """Prompt tokens computed, padding included; those found; decoding steps."""
+        filler = self.filler
+        return {"prefilled": filler.computed, "reused": filler.reused, "steps": self.steps}
+
+    def so_far(self) -> list[Rollout]:
+        """Every completion of every request, in order; what is not finished says ``abort``."""
+        for completion in (*self.live, *self.paused):
+            self.done[completion.number] = self._rollout(completion, "abort")
+        owners = itertools.chain.from_iterable([request] * request.n for request in self.requests)
+        empty = (Rollout(list(request.prompt_ids), [], [], "abort", self.engine.version) for request in owners)
+        return [rollout or nothing for rollout, nothing in zip(self.done, empty, strict=True)]
+
+    # Memory ------------------------------------------------------------------------------------------------------
+
+    def _slots(self, capacity: int) -> int:
+        """Completions that may be live while each has room for ``capacity`` tokens (0: the first block).
+
+        Raises:
+            RolloutError: The budget holds not even one completion of the longest request.
+        """
+        engine, budget = self.engine, self.engine.kv_tokens
+        most = min(engine.max_slots, max(1, len(self.done)))
+        if budget is None or not self.prompts:
+            return most
+        budget, needed = budget - self.reserve, self._needed()
+        if budget < needed:
+            size = bytes_per_token(engine.inner)
+            raise RolloutError(
+                f"kv_tokens={budget} ({budget * size / 1e6:.1f} MB) cannot hold one completion: the longest prompt and "
+                f"max_new_tokens need {needed} tokens, {needed * size / 1e6:.1f} MB. Raise kv_tokens, or shorten the prompt or "
+                "max_new_tokens."
+            )
+        # As if every completion had a prompt of its own: then no admission can exceed the budget.
+        return min(most, (budget - len(self.shared)) // (max(capacity, grown(0)) + self.longest))
+
+    def _needed(self) -> int:
+        """Tokens of the longest completion with its prompt, in blocks."""
+        room = 0
+        while room < max(asked.sampling.max_new_tokens for asked in self.asked):
+            room = grown(room)
+        return len(self.shared) + self.longest + room
+
+    def _make_room(self, positions: int) -> None:
+        """Before the suffixes grow: set aside completions that the budget has no room for, the shortest first."""
+        capacity = self.store.capacity
+        if positions <= capacity or self.engine.kv_tokens is None:
+            return
+        self.store.slots = max(1, self._slots(grown(capacity)))
+        surplus = len(self.live) - self.store.slots
+        if surplus > 0:
+            rows = sorted(range(len(self.live)), key=lambda row: len(self.live[row].tokens))[:surplus]
+            self.paused.extend(self.live[row] for row in sorted(rows))
+            self._remove(sorted(rows))
+
+    # Admission ---------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> bool:
+        """Fill free rows; while others are being written only one prefill pass, so that no prompt stalls them."""
+        busy, passes = bool(self.live), 0
+        if not self.live:
+            self.store.clear(self._slots(0) if not self.paused else self._slots(self._longest_paused()))
+        while len(self.live) < self.store.slots:
+            asked = self.paused[0].asked if self.paused else self._next()
+            if asked is None:
+                break
+            wanted = asked.prompt
+            ready = self.filler.ready(wanted)
+            if not ready or self.paused:
+                if busy and passes:
+                    break
+                passes += 1
+            if not ready:
+                self.filler.step(wanted, self.store.slots - len(self.live))
+            elif self.paused:
+                self.filler.again(self.paused[0], len(self.live))
+                self._enter(self.paused.popleft())
+                self._finish(started=True)
+            else:
+                self._start(asked, min(asked.waiting, self.store.slots - len(self.live)))
+        return bool(self.live)
+
+    def _longest_paused(self) -> int:
+        room = 0
+        while room < max(len(c.tokens) for c in self.paused):
+            room = grown(room)
+        return room
+
+    def _next(self) -> Asked | None:
+        """The first request with completions that nobody writes yet."""
+        while self.cursor < len(self.asked) and self.asked[self.cursor].waiting == 0:
+            self.cursor += 1
+        return self.asked[self.cursor] if self.cursor < len(self.asked) else None
+
+    def _start(self, asked: Asked, count: int) -> None:
+        """Draw the first token of ``count`` completions of a request."""
+        prompt = asked.prompt
+        assert prompt.logits is not None
+        begun = asked.request.n - asked.waiting
+        completions = [self.chooser.begin(asked, begun + i) for i in range(count)]
+        asked.waiting -= count
+        prompt.waiting -= count
+        self.chooser.draw(prompt.logits.repeat(count, 1), completions)
+        if prompt.waiting == 0:
+            prompt.logits = None
+        for completion in completions:
+            self._enter(completion)
+        self._finish(started=True)
+
+    def _enter(self, completion: Completion) -> None:
+        """The completion takes the next row; its last token is the next to be read."""
+        prompt, written = completion.asked.prompt, len(completion.tokens) - 1
+        prompt.live += 1
+        self.live.append(completion)
+        add = [completion.tokens[-1], len(self.shared) + len(prompt.ids) + written, written]
+        new = torch.tensor(add, device=self.device)
+        self.tokens = torch.cat([self.tokens, new[:1]])
+        self.positions = torch.cat([self.positions, new[1:2]])
+        self.store.lengths = torch.cat([self.store.lengths, new[2:]])
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """One token for every live completion."""
+        self.steps += 1
+        if self.steps == PACK_FROM and self.packed is not None and not self.packed.weights:
+            self._pack()
+        self._make_room(max(len(c.tokens) for c in self.live))
+        self.store.begin_step(max(len(c.tokens) for c in self.live) - 1)
+        hidden = self.engine.trunk(
+            input_ids=self.tokens[:, None], position_ids=self.positions[:, None], use_cache=False
+        ).last_hidden_state[:, 0]
+        self.tokens = self.chooser.draw(self.engine.logits(hidden), self.live)
+        self.positions = self.positions + 1
+        self.store.lengths = self.store.lengths + 1
+        self._finish()
+
+    def read_from(self, packed: Packed) -> None:
+        """Let products read copies of the weights: from the start where much is asked for, else once the call grows long."""
+        self.packed = packed
+        asked = sum(len(prompt.ids) for prompt in self.prompts)
+        asked += sum(one.request.n * one.sampling.max_new_tokens for one in self.asked)
+        steps = max((one.sampling.max_new_tokens for one in self.asked), default=0)
+        if not packed.weights and (packed.bfloat16 or asked >= PACK_TOKENS or steps >= PACK_STEPS):
+            self._pack()
+
+    def _pack(self) -> None:
+        assert self.packed is not None
+        self.packed.pack(self.engine.inner.get_output_embeddings())
+
+    # Ends --------------------------------------------------------------------------------------------------------
+
+    def _finish(self, *, started: bool = False) -> None:
+        """Hand over completions that stopped or are full, and close the gaps they leave."""
+        ended = []
+        for row, completion in enumerate(self.live):
+            stopped = self.chooser.stopped(completion)
+            if stopped or len(completion.tokens) >= completion.asked.sampling.max_new_tokens:
+                self.done[completion.number] = self._rollout(completion, "stop" if stopped else "length")
+                ended.append(row)
+                if self.filler.keeping:
+                    self._keep(completion, row)
+        if ended:
+            self._remove(ended)
+        elif started:
+            self._regroup()
+
+    def _keep(self, completion: Completion, row: int) -> None:
+        """For the next turn of its episode: all of it but the last token, which nobody has read."""
+        written = completion.tokens[:-1]
+        if written:
+            tokens = self.shared + completion.asked.prompt.ids + written
+            suffix = self.store.suffix(row, len(written))
+            self.filler.kept.add(tokens, [*self.filler.layers_of(completion.asked.prompt), suffix])
+
+    def _rollout(self, completion: Completion, reason: Any) -> Rollout:
+        return Rollout(
+            list(completion.asked.request.prompt_ids),
+            completion.tokens,
+            completion.logps,
+            reason,
+            self.engine.version,
+            processed_logp=completion.processed or None,
+            top_logps=completion.top or None,
+        )
+
+    def _remove(self, rows: list[int]) -> None:
+        """Take completions out of their rows; the last ones move into the gaps."""
+        order = list(range(len(self.live)))
+        for row in reversed(rows):
+            prompt = self.live[row].asked.prompt
+            prompt.live -= 1
+            last = len(self.live) - 1
+            if row != last:
+                self.store.move(last, row, len(self.live[last].tokens))
+                self.live[row], order[row] = self.live[last], order[last]
+            self.live.pop()
+            order.pop()
+            if prompt.live == 0 and prompt.waiting == 0:
+                prompt.block = None  # Nobody reads this prompt any more.
+        index = torch.tensor(order, dtype=torch.long, device=self.device)
+        self.tokens, self.positions = self.tokens[index], self.positions[index]
+        self.store.lengths = self.store.lengths[index]
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Tell the attention which live rows read which prompt; forget prompts that nobody reads."""
+        rows: dict[int, list[int]] = {}
+        blocks: dict[int, Block] = {}
+        for row, completion in enumerate(self.live):
+            rows.setdefault(completion.asked.prompt.index, []).append(row)
+            assert completion.asked.prompt.block is not None
+            blocks[id(completion.asked.prompt.block)] = completion.asked.prompt.block
+        self.store.groups = [self._group(block, rows) for block in blocks.values()]
+        lengths = [len(c.asked.prompt.ids) for c in self.live]
+        self.store.prefix = torch.tensor(lengths, dtype=torch.long, device=self.device)
+
+    def _group(self, block: Block, rows: dict[int, list[int]]) -> Group:
+        needed = [p for p in block.prompts if self.prompts[p].block is block]
+        if len(needed) < len(block.prompts):
+            block.keep(needed)
+        members = [rows.get(p, []) for p in block.prompts]
+        g = max(map(len, members))
+        stand = sorted((row, i * g + j) for i, member in enumerate(members) for j, row in enumerate(member))
+        flat, place = zip(*stand, strict=True)
+        grid = [member + [flat[0]] * (g - len(member)) for member in members]
+        tensors = (torch.tensor(x, device=self.device) for x in (flat, grid, place))
+        return Group(block, *tensors, alone=len(flat) == len(self.live))
+
+
+def common_beginning(prompts: list[list[int]]) -> list[int]:
+    """Tokens that all prompts begin with, where there are enough of them; every prompt keeps at least one of its own."""
+    if len(prompts) < 2:
+        return []
+    first, last = min(prompts), max(prompts)
+    size = min(match(first, last), min(map(len, prompts)) - 1)
+    return first[:size] if size >= SHARED_LEAST else []
+
+
+def bytes_per_token(model: Any) -> int:
+    """Of keys and values of all layers."""
+    layers = layer_configs(model.config.get_text_config())
+    return 2 * sum(key_value_width(one) for one in layers) * next(model.parameters()).element_size()

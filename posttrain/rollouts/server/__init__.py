@@ -1,0 +1,1 @@
+"""Rollout servers as the trainer sees them: client, pool, weight sync."""

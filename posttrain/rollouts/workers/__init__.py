@@ -1,0 +1,1 @@
+"""Asynchronous rollouts: worker processes, their queue, and the ledger of what they wrote."""

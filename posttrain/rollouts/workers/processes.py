@@ -1,0 +1,352 @@
+"""`WorkerPool`: deals prompts to worker processes, takes back scored rollouts, and replaces workers that fail."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RolloutError
+from posttrain.rollouts.workers.ledger import FailureBudget, Ledger
+from posttrain.rollouts.workers.samples import Conversation, GroupTask, RolloutBuffer, TaskSource
+from posttrain.rollouts.workers.worker import GAP_S, JOIN_S, AwakeClock, WorkerJob, WorkerProcess
+
+__all__ = ["GroupResult", "PoolSettings", "WorkerPool"]
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+RESTART_WINDOW_S = 600.0  # Restarts are counted over so long: a slow trickle of faults is survived for ever.
+LOST_ATTEMPTS, FAILED_ATTEMPTS = 3, 1  # How often a prompt is asked again when its worker died, or its rollouts failed.
+
+
+@dataclass(slots=True)
+class GroupResult:
+    """What a worker made of a task.
+
+    Attributes:
+        group_id: Of the task.
+        conversations: Scored, with their advantages.
+        errors: One for each rollout that failed.
+        untrainable: Rollouts in which no token carries loss.
+        alone: Rollouts that cannot be compared, since the others of their group failed.
+        seconds: Spent, by what on (``generate``, ``score``, ``wait``).
+        tokens: Generated.
+    """
+
+    group_id: int
+    conversations: list[Conversation] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    untrainable: int = 0
+    alone: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class PoolSettings:
+    """How many, how far ahead, and how long to wait.
+
+    Attributes:
+        workers: Processes.
+        group_size: G.
+        max_inflight: Rollouts that workers write at once.
+        window: Most rollouts that are written, wait or are in the current step (``staleness_policy="pace"``); None: no bound.
+        max_staleness: Of a rollout when it arrives.
+        max_staleness_hard: Of one under way, beyond which it is cancelled.
+        rollout_tokens: Most tokens of one rollout, prompt included, reserved in the queue while it is written.
+        failure_budget: Share of the last 200 rollouts that may fail.
+        max_restarts: Of workers, in ten minutes.
+        stale_after_s: Silence after which a worker counts as hung.
+        ready_within_s: For a worker to start.
+        sync_timeout_s: For it to load weights.
+        keep_device: Workers may see the accelerator.
+    """
+
+    workers: int
+    group_size: int
+    max_inflight: int
+    window: int | None = None
+    max_staleness: int = 4
+    max_staleness_hard: int = 4
+    rollout_tokens: int = 1
+    failure_budget: float = 0.05
+    max_restarts: int = 8
+    stale_after_s: float = 300.0
+    ready_within_s: float = 300.0
+    sync_timeout_s: float = 720.0
+    keep_device: bool = False
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    task: GroupTask
+    worker: WorkerProcess
+    version: int | None = None  # Of the weights it was begun with.
+
+
+class WorkerPool:
+    """Satisfies the protocol of rollout workers: ``rollout_buffer``, `start`, `stop`, `update_model_version`, `check_health`.
+
+    A thread of the trainer's process serves it, so that workers have something to do while a step is computed.
+
+    Args:
+        job: What every worker does; picklable.
+        source: Of prompts.
+        settings: See `PoolSettings`.
+        buffer: Where scored rollouts wait.
+        ledger: Where they are counted.
+        folder: For the workers' logs.
+    """
+
+    def __init__(
+        self,
+        job: WorkerJob,
+        source: TaskSource,
+        settings: PoolSettings,
+        *,
+        buffer: RolloutBuffer,
+        ledger: Ledger,
+        folder: str | Path,
+    ) -> None:
+        self.payload = bytes(ForkingPickler.dumps(job))
+        self.source, self.settings, self.folder = source, settings, folder
+        self.rollout_buffer, self.ledger = buffer, ledger
+        self.budget = FailureBudget(settings.failure_budget)
+        self.max_inflight = settings.max_inflight
+        self.version, self._announced = 0, 0.0
+        self.holders: Any = None  # Which servers hold the version, where workers ask servers.
+        self.clock = AwakeClock(GAP_S)  # Workers are not to blame for time in which this process stood still.
+        self.workers: list[WorkerProcess] = []
+        self.under_way: dict[int, _UnderWay] = {}
+        self.loaded: dict[int, int] = {}
+        self.worked = 0.0  # Seconds in which a worker that was ready had a processor.
+        self._worked: dict[WorkerProcess, float] = {}
+        self.restarts = 0
+        self.error: BaseException | None = None
+        self.lock = threading.RLock()
+        self._restarted: deque[float] = deque()
+        self._ready, self._stop = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._spent: dict[str, float] = {}
+
+    # The protocol ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all workers and wait until they are ready.
+
+        Raises:
+            RolloutError: One died or took too long; shows the last lines it wrote.
+        """
+        self.workers = [self._spawn(index) for index in range(self.settings.workers)]
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="rollout-pool")
+        self._thread.start()
+        while not self._ready.wait(POLL_S):
+            self.check_health()
+
+    def stop(self) -> None:
+        """Stop everything; what was under way is counted as unfinished."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        for worker in self.workers:
+            worker.send("stop")
+        limit = time.monotonic() + JOIN_S
+        for worker in self.workers:
+            worker.stop(max(0.1, limit - time.monotonic()))
+        with self.lock:
+            for lost in self.under_way.values():
+                self.ledger.drop(lost.task.size, "unfinished", "writing")
+            self.ledger.drop(len(self.rollout_buffer.drain()), "unfinished", "waiting")
+            self.under_way, self.workers, self._thread = {}, [], None
+
+    def update_model_version(self, version: int) -> None:
+        """Announce weights that are there to be loaded; rollouts that are now too old are cancelled, their prompts kept."""
+        with self.lock:
+            self.version, self._announced = version, self.clock.look()
+            for worker in self.workers:
+                worker.send("weights", (version, self.holders))
+            limit = version - self.settings.max_staleness_hard
+            old = [k for k, u in self.under_way.items() if u.version is not None and u.version < limit]
+            for worker in self.workers:
+                worker.send("cancel", [k for k in old if self.under_way[k].worker is worker])
+            for key in old:
+                self._lose(self.under_way.pop(key).task, "stale_in_flight", FAILED_ATTEMPTS)
+
+    def check_health(self, stale_after_s: float | None = None) -> None:
+        """Raise what went wrong, if anything did."""
+        if stale_after_s is not None:
+            self.settings.stale_after_s = stale_after_s
+        if self.error is not None:
+            raise self.error
+        if self._thread is not None and not self._thread.is_alive() and not self._stop.is_set():
+            raise RolloutError("the thread that serves rollout workers has ended without an error.")
+
+    # What the trainer asks ---------------------------------------------------------------------------------------
+
+    @property
+    def writing(self) -> int:
+        """Rollouts that workers were asked for and have not returned."""
+        return sum(u.task.size for u in self.under_way.values())
+
+    def audit(self) -> None:
+        """Compare the ledger with what is really under way and waiting."""
+        with self.lock:
+            self.ledger.audit(writing=self.writing, waiting=len(self.rollout_buffer))
+
+    def limit(self, rollouts: int) -> None:
+        """Write fewer at once from now on, though never less than a group."""
+        self.max_inflight = max(self.settings.group_size, rollouts)
+
+    def spent(self) -> dict[str, float]:
+        """Seconds and tokens of all workers since it was asked last."""
+        with self.lock:
+            spent, self._spent = self._spent, {}
+            return spent
+
+    # The thread --------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._stop.is_set():
+                ends = [w.connection for w in self.workers] + [w.process.sentinel for w in self.workers]
+                wait(ends, timeout=POLL_S)
+                with self.lock:
+                    self._receive()
+                    self._look_after()
+                    self._count_time()
+                    self._dispatch()
+                if all(worker.is_ready for worker in self.workers):
+                    self._ready.set()
+        except BaseException as error:
+            self.error = error
+
+    def _spawn(self, index: int) -> WorkerProcess:
+        worker = WorkerProcess(
+            index, self.payload, self.folder, keep_device=self.settings.keep_device, clock=self.clock
+        )
+        worker.start()
+        self.loaded[index] = 0
+        if self.version:
+            worker.send("weights", (self.version, self.holders))
+        return worker
+
+    def _receive(self) -> None:
+        for worker in self.workers:
+            for kind, content in worker.receive():
+                if kind == "begun" and content["group_id"] in self.under_way:
+                    self.under_way[content["group_id"]].version = content["version"]
+                elif kind == "loaded":
+                    self.loaded[worker.index] = content["version"]
+                elif kind == "spent":
+                    self._spend(content["seconds"], content["tokens"])
+                elif kind == "result":
+                    self._take(worker, content["result"])
+
+    def _take(self, worker: WorkerProcess, result: GroupResult) -> None:
+        found = self.under_way.get(result.group_id)
+        if found is None or found.worker is not worker:
+            return  # It was cancelled meanwhile.
+        task = self.under_way.pop(result.group_id).task
+        fine, failed = len(result.conversations), len(result.errors)
+        if fine + failed + result.untrainable + result.alone != task.size:
+            raise RolloutError(
+                f"group {task.group_id}: {task.size} rollouts were asked for; {fine} came, {failed} failed, "
+                f"{result.untrainable} hold no trained token and {result.alone} were left alone."
+            )
+        self._spend({**result.seconds, "groups": 1.0}, result.tokens)
+        self.ledger.drop(failed, "failed", "writing")
+        self.ledger.drop(result.untrainable, "untrainable", "writing")
+        self.ledger.drop(result.alone, "alone", "writing")
+        self.budget.add(task.size - failed, result.errors)
+        if failed and fine + result.untrainable < 2:
+            self.ledger.drop(fine, "alone", "writing")
+            self._ask_again(task, FAILED_ATTEMPTS)
+            return
+        fresh = [c for c in result.conversations if self.version - c.version <= self.settings.max_staleness]
+        self.ledger.drop(fine - len(fresh), "stale_in_flight", "writing")
+        self.ledger.arrive(len(fresh))
+        for conversation in fresh:
+            conversation.arrived = self.version
+            self.rollout_buffer.put(conversation)
+        if not fresh:
+            self.source.done(task.group_id)
+
+    def _spend(self, seconds: dict[str, float], tokens: int) -> None:
+        for name, value in {**seconds, "tokens": float(tokens)}.items():
+            self._spent[name] = self._spent.get(name, 0.0) + value
+
+    def _lose(self, task: GroupTask, reason: str, attempts: int) -> None:
+        self.ledger.drop(task.size, reason, "writing")
+        self._ask_again(task, attempts)
+
+    def _ask_again(self, task: GroupTask, attempts: int) -> None:
+        if task.attempt < attempts:
+            self.source.give_back(task)
+        else:
+            self.source.done(task.group_id)
+
+    def _look_after(self) -> None:
+        for position, worker in enumerate(self.workers):
+            settings = self.settings
+            problem = worker.problem(settings.stale_after_s, settings.ready_within_s)
+            late = self.clock.look() - max(self._announced, worker.ready_at) if worker.is_ready else 0.0
+            if problem is None and self.loaded[worker.index] < self.version and late > settings.sync_timeout_s:
+                problem = f"did not load weights version {self.version} within {settings.sync_timeout_s:g} s"
+            if problem is not None:
+                self.workers[position] = self._replace(worker, problem)
+
+    def _count_time(self) -> None:
+        now = {worker: worker.own_time() for worker in self.workers if worker.is_ready}
+        self.worked += max([0.0, *(t - self._worked[w] for w, t in now.items() if w in self._worked)])
+        self._worked = now
+
+    def _replace(self, worker: WorkerProcess, problem: str) -> WorkerProcess:
+        error = worker.describe(problem)
+        if not self._ready.is_set():
+            raise error
+        now = time.monotonic()
+        self._restarted.append(now)
+        while now - self._restarted[0] > RESTART_WINDOW_S:
+            self._restarted.popleft()
+        if len(self._restarted) > self.settings.max_restarts:
+            raise RolloutError(
+                f"{len(self._restarted)} workers failed within {RESTART_WINDOW_S / 60:.0f} minutes, more than "
+                f"max_worker_restarts={self.settings.max_restarts}. The last: {error}"
+            )
+        logger.warning("%s A new one takes over; its prompts are asked again.", error)
+        self.restarts += 1
+        worker.kill()
+        for key in [k for k, u in self.under_way.items() if u.worker is worker]:
+            self._lose(self.under_way.pop(key).task, "worker_lost", LOST_ATTEMPTS)
+        return self._spawn(worker.index)
+
+    def _dispatch(self) -> None:
+        ready = [worker for worker in self.workers if worker.is_ready]
+        while ready and self.version and self._room():
+            load = {id(w): 0 for w in ready}
+            for under_way in self.under_way.values():
+                if id(under_way.worker) in load:
+                    load[id(under_way.worker)] += under_way.task.size
+            worker = min(ready, key=lambda w: load[id(w)])
+            task = self.source.next()
+            task.version = self.version
+            self.under_way[task.group_id] = _UnderWay(task, worker)
+            self.ledger.dispatch(task.size)
+            worker.send("task", task)
+
+    def _room(self) -> bool:
+        """Whether another group may be begun: by what is under way, by the queue it will wait in, and by the pace."""
+        size, writing, waiting = self.settings.group_size, self.writing, len(self.rollout_buffer)
+        if not writing and not waiting:
+            return True  # However narrow the bounds, something must be under way.
+        reserved = (writing + size) * self.settings.rollout_tokens
+        ahead = writing + waiting + self.ledger.held + size
+        paced = self.settings.window is None or ahead <= self.settings.window
+        return paced and writing + size <= self.max_inflight and self.rollout_buffer.room(writing + size, reserved)

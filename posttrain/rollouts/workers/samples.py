@@ -1,0 +1,315 @@
+"""`RolloutSample`: one scored row on its way from a worker to the trainer, with the version of every token."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.errors import DataError, RolloutError
+from posttrain.given import ROUNDING, given_number, token_ids, token_logps
+from posttrain.types import Row
+
+__all__ = [
+    "Conversation",
+    "GroupTask",
+    "RolloutBuffer",
+    "RolloutSample",
+    "TaskSource",
+    "sample_rows",
+]
+
+
+@dataclass(slots=True)
+class RolloutSample:
+    """One row for the trainer: a conversation, or the part of one since its context was last rewritten.
+
+    Attributes:
+        prompt: As the dataset has it, or the text of the row's context.
+        completion: What reward functions saw: text or messages.
+        input_ids: Context and what the model wrote.
+        completion_mask: 1 on tokens the model wrote; as long as ``input_ids``, and so is the next.
+        old_log_probs: As the engine said; 0.0 where the mask is 0.
+        advantage: Of the whole conversation.
+        model_version: Of the weights when the group's first request was sent: its oldest token is not older.
+        group_id: Completions of one prompt share it.
+        metrics: Numbers to log: rewards by name, tool calls, seconds.
+        spans: Runs of (weights version, tokens) of what the model wrote.
+    """
+
+    prompt: Any
+    completion: Any
+    input_ids: list[int]
+    completion_mask: list[int]
+    old_log_probs: list[float]
+    advantage: float
+    model_version: int
+    group_id: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def start(self) -> int:
+        """Where the first trained token stands."""
+        return next((i for i, kept in enumerate(self.completion_mask) if kept), len(self.completion_mask))
+
+    def check(self) -> None:
+        """Refuse a row that would train the wrong thing.
+
+        Raises:
+            RolloutError: Lists of different lengths, a trained token without a log-prob or with one that cannot be, without
+                anything before it, or an advantage or a token id that is no number in its range.
+        """
+        lengths = (len(self.input_ids), len(self.completion_mask), len(self.old_log_probs))
+        if len(set(lengths)) > 1:
+            raise RolloutError(
+                f"group {self.group_id}: input_ids, completion_mask and old_log_probs have lengths {lengths}; they must be equal."
+            )
+        pairs = zip(self.completion_mask, self.old_log_probs, strict=True)
+        unknown = sum(bool(kept) and (logp is None or math.isnan(logp)) for kept, logp in pairs)
+        if unknown:
+            raise RolloutError(
+                f"group {self.group_id}: {unknown} trained tokens have no log-prob. Ask the engine for those of sampled tokens."
+            )
+        given_number(self.advantage, f"group {self.group_id}: advantage")
+        pairs = zip(self.completion_mask, self.old_log_probs, strict=True)
+        if any(kept and not -math.inf < logp <= ROUNDING for kept, logp in pairs):
+            token_logps(self.old_log_probs, self.completion_mask, f"group {self.group_id}: old_log_probs")
+        if any(type(token) is not int or token < 0 for token in self.input_ids):
+            self.input_ids = token_ids(self.input_ids, f"group {self.group_id}: input_ids")
+        if self.start == 0:
+            raise RolloutError(f"group {self.group_id}: the first token is trained, and nothing precedes it.")
+
+
+@dataclass(slots=True)
+class Conversation:
+    """All rows of one rollout, which are trained in one optimiser step or not at all.
+
+    Attributes:
+        samples: At least one.
+        arrived: Weights version of the trainer when it came.
+        finished: Its model came to an end by itself.
+    """
+
+    samples: list[RolloutSample]
+    arrived: int = 0
+    finished: bool = True
+
+    @property
+    def group_id(self) -> int:
+        return self.samples[0].group_id
+
+    @property
+    def version(self) -> int:
+        return min(sample.model_version for sample in self.samples)
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows."""
+        return sum(len(sample) for sample in self.samples)
+
+
+@dataclass(slots=True)
+class GroupTask:
+    """A prompt that is to be completed ``size`` times.
+
+    Attributes:
+        group_id: Counts prompts over the whole run.
+        row: Of the dataset.
+        size: G.
+        seed: Of its sampling, and of its environments.
+        attempt: How often it was begun before.
+        version: Least weights version it may be begun with.
+    """
+
+    group_id: int
+    row: dict[str, Any]
+    size: int
+    seed: int
+    attempt: int = 0
+    version: int = 0
+
+
+def sample_rows(samples: Sequence[RolloutSample]) -> list[Row]:
+    """Samples as rows; those of one group with the same context share it.
+
+    Completions keep their order within a group; ``advantages`` and ``rollout_logp`` go with them.
+    """
+    rows: dict[tuple[int, tuple[int, ...]], Row] = {}
+    for sample in samples:
+        start = sample.start
+        key = (sample.group_id, tuple(sample.input_ids[:start]))
+        row = rows.get(key)
+        if row is None:
+            row = rows[key] = Row(list(key[1]), [], [], {"advantages": []}, {"rollout_logp": []})
+        row.completions.append(sample.input_ids[start:])
+        row.loss_masks.append(sample.completion_mask[start:])
+        row.sequence_columns["advantages"].append(sample.advantage)
+        row.token_columns["rollout_logp"].append(sample.old_log_probs[start:])
+    return list(rows.values())
+
+
+class RolloutBuffer:
+    """First in, first out; what does not fit is not refused but asked for later: whoever fills it looks at `room` first.
+
+    Args:
+        max_samples: Conversations it is meant to hold.
+        max_tokens: Tokens it is meant to hold.
+    """
+
+    def __init__(self, max_samples: int, max_tokens: int | None = None) -> None:
+        self.max_samples, self.max_tokens = max_samples, max_tokens
+        self._items: deque[Conversation] = deque()
+        self._changed = threading.Condition()
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def room(self, samples: int = 0, tokens: int = 0) -> bool:
+        """Whether so many more would fit."""
+        with self._changed:
+            fits = len(self._items) + samples <= self.max_samples
+            return fits and (self.max_tokens is None or self.tokens + tokens <= self.max_tokens)
+
+    def put(self, item: Conversation) -> None:
+        """Append; never waits."""
+        with self._changed:
+            self._items.append(item)
+            self.tokens += item.tokens
+            self._changed.notify()
+
+    def get(self, timeout: float | None = None) -> Conversation:
+        """The oldest.
+
+        Raises:
+            queue.Empty: Nothing came within ``timeout`` seconds.
+        """
+        limit = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not self._items:
+                left = None if limit is None else limit - time.monotonic()
+                if left is not None and left <= 0:
+                    raise queue.Empty
+                self._changed.wait(left)
+            item = self._items.popleft()
+            self.tokens -= item.tokens
+            return item
+
+    def qsize(self) -> int:
+        """Conversations that wait."""
+        return len(self._items)
+
+    def groups(self) -> set[int]:
+        """Ids of the groups that wait."""
+        with self._changed:
+            return {item.group_id for item in self._items}
+
+    def drain(self) -> list[Conversation]:
+        """Take everything."""
+        with self._changed:
+            items, self.tokens = list(self._items), 0
+            self._items.clear()
+            return items
+
+
+class TaskSource:
+    """Never ends: the dataset is gone through again and again, in a new order each time.
+
+    Args:
+        dataset: Rows; anything without a length is gone through from its beginning.
+        group_size: Completions of a prompt.
+        seed: Of the order and of every group's sampling.
+        shuffle: Whether rows with a length are shuffled.
+
+    >>> source = TaskSource([{"prompt": "a"}, {"prompt": "b"}], 2, shuffle=False)
+    >>> [source.next().row["prompt"] for _ in range(3)], source.epoch
+    (['a', 'b', 'a'], 1)
+    """
+
+    def __init__(self, dataset: Iterable[dict[str, Any]], group_size: int, seed: int = 0, shuffle: bool = True) -> None:
+        self.dataset, self.group_size, self.seed, self.shuffle = dataset, group_size, seed, shuffle
+        self.epoch = self.cursor = self.group = 0
+        self._again: deque[tuple[GroupTask, tuple[int, int]]] = deque()
+        self._rows: Iterator[tuple[int, dict[str, Any]]] | None = None
+        self._origin: dict[int, tuple[int, int]] = {}  # Epoch and position of the groups under way.
+
+    def next(self) -> GroupTask:
+        """The next prompt; those that were given back come first."""
+        if self._again:
+            task, origin = self._again.popleft()
+        else:
+            task, origin = self._fresh()
+        self._origin[task.group_id] = origin
+        return task
+
+    def give_back(self, task: GroupTask) -> None:
+        """Its completions came to nothing: ask again, as another group with other draws."""
+        origin = self._origin.pop(task.group_id)
+        self._again.append((self._task(task.row, task.attempt + 1), origin))
+
+    def done(self, group_id: int) -> None:
+        """A group was trained or dropped for good."""
+        self._origin.pop(group_id, None)
+
+    def _fresh(self) -> tuple[GroupTask, tuple[int, int]]:
+        if self._rows is None:
+            self._rows = self._epoch_rows()
+        try:
+            position, row = next(self._rows)
+        except StopIteration:
+            if self.cursor == 0:
+                raise DataError("the dataset of prompts is empty: there is nothing to generate from.") from None
+            self.epoch, self.cursor, self._rows = self.epoch + 1, 0, None
+            return self._fresh()
+        self.cursor = position + 1
+        return self._task(row, 0), (self.epoch, position)
+
+    def _task(self, row: dict[str, Any], attempt: int) -> GroupTask:
+        number, self.group = self.group, self.group + 1
+        seed = (self.seed * 1_000_003 + number * 7_919) % 2**31
+        return GroupTask(number, row, self.group_size, seed, attempt)
+
+    def _epoch_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        data: Any = self.dataset
+        if not hasattr(data, "__len__"):
+            if hasattr(data, "set_epoch"):
+                data.set_epoch(self.epoch)
+            yield from itertools.islice(enumerate(data), self.cursor, None)
+            return
+        for position in range(self.cursor, len(data)):
+            yield position, data[self._order(self.epoch)[position]]
+
+    def _order(self, epoch: int) -> list[int]:
+        if getattr(self, "_ordered", (None, []))[0] != epoch:
+            order = list(range(len(self.dataset)))  # type: ignore[arg-type]
+            if self.shuffle:
+                random.Random(self.seed * 1_000_003 + epoch).shuffle(order)
+            self._ordered = (epoch, order)
+        return self._ordered[1]
+
+    # Checkpoints -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands; prompts under way are asked for again by whoever resumes."""
+        pending = [*(origin for _, origin in self._again), *self._origin.values()]
+        return {"epoch": self.epoch, "cursor": self.cursor, "group": self.group, "pending": [list(x) for x in pending]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Undo `state`."""
+        self.epoch, self.cursor, self.group = state["epoch"], state["cursor"], state["group"]
+        self._rows, self._origin = None, {}
+        self._again = deque()
+        for epoch, position in state["pending"] if hasattr(self.dataset, "__len__") else []:
+            row = self.dataset[self._order(epoch)[position]]  # type: ignore[index]
+            self._again.append((self._task(row, 0), (epoch, position)))

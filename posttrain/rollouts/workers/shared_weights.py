@@ -1,0 +1,317 @@
+"""Weights for engines in other processes of this machine: one file a version in shared memory, hashed, never rewritten."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import ModelError, WeightSyncError
+from posttrain.models.heads import unwrapped
+from posttrain.models.merged import adapter_weights, merged_weights
+from posttrain.models.parallel import flattens_parameters, summoned
+from posttrain.rollouts.server.replies import hold, remove_orphans, shared_root
+from posttrain.rollouts.server.weight_sync import MappedFile, SharedFile
+
+__all__ = [
+    "HostLock",
+    "SharedWeights",
+    "Weights",
+    "as_dtype",
+    "copy_into",
+    "named_weights",
+    "read_weights",
+    "remove_weights",
+]
+
+
+OWN = "posttrain-async-"  # Begins the names of folders that we made.
+KEPT = 2  # Versions: one may be read while the next is written.
+
+
+class SharedWeights:
+    """The trainer's end: writes a version, then the file ``latest.json`` that names it with its hash.
+
+    Satisfies the protocol of weight transfers (``init_weight_transfer``, ``pause``, ``send_weights``, ``resume``,
+    ``destroy``): nothing is paused, since workers load a version when they choose to.
+
+    Args:
+        folder: None makes one in shared memory, or where there is none in the folder for temporary files.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.given = None if folder is None else Path(folder)
+        self.folder = self.given or Path()
+        self.version = 0
+        self._held: int | None = None
+
+    def init_weight_transfer(self) -> None:
+        """Make the folder."""
+        if self.given is not None:
+            self.given.mkdir(parents=True, exist_ok=True)
+        elif not self.folder.name:
+            remove_orphans()
+            while self._held is None:  # Another process may take it for an orphan before it is held.
+                self.folder = Path(tempfile.mkdtemp(prefix=f"{OWN}{os.getpid()}-", dir=shared_root()))
+                self._held = hold(self.folder)
+
+    def pause(self) -> None:
+        """Workers go on with what they have."""
+
+    def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write the next version and make it the latest; reads every tensor, as sharded ones need it.
+
+        Raises:
+            WeightSyncError: The file is not what was written (shared memory is full, say).
+        """
+        version = self.version + 1
+        whole = [(name, tensor.detach().cpu()) for name, tensor in tensors]
+        path = self.folder / f"weights-{version}.safetensors"
+        file = SharedFile(path)
+        try:
+            written, digest = file.write(whole)
+        except OSError as error:
+            free = shutil.disk_usage(self.folder).free
+            size = sum(tensor.nbytes for _, tensor in whole)
+            file.close()
+            raise WeightSyncError(
+                f"version {version} ({size / 1e6:.0f} MB) could not be written to {self.folder} ({free / 1e6:.0f} MB free): "
+                f"{error}. Make room there.",
+                phase="bucket", version=version,
+            ) from error  # fmt: skip
+        marker = {"version": version, "file": file.leave().name, "bytes": written, "xxh3": digest}
+        draft = self.folder / "latest.draft"
+        draft.write_text(json.dumps(marker), encoding="utf-8")
+        draft.replace(self.folder / "latest.json")
+        self.version = version
+        (self.folder / f"weights-{version - KEPT}.safetensors").unlink(missing_ok=True)
+
+    def resume(self) -> None:
+        """Nothing was paused."""
+
+    def destroy(self) -> None:
+        """Remove the files; and the folder, where it is our own."""
+        if self.folder.name:
+            remove_weights(self.folder)
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+
+def remove_weights(folder: Path) -> None:
+    """Remove shared weights; and their folder, unless it was given by the user."""
+    if folder.name.startswith(OWN):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in [*folder.glob("weights-*.safetensors"), folder / "latest.json"]:
+        path.unlink(missing_ok=True)
+
+
+def latest(folder: str | Path) -> dict[str, Any] | None:
+    """What the newest version is; None before the first."""
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads(Path(folder, "latest.json").read_text(encoding="utf-8"))
+    return None
+
+
+def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tuple[dict[str, Tensor], int]:
+    """The newest weights, at least of ``version``, and which they are.
+
+    Args:
+        folder: Of a `SharedWeights`.
+        version: Least version that will do.
+        timeout: Seconds to wait for it.
+
+    Raises:
+        WeightSyncError: It did not come, or its content is not what was written.
+    """
+    limit = time.monotonic() + timeout
+    while True:
+        marker = latest(folder)
+        if marker is not None and marker["version"] >= version:
+            with contextlib.suppress(FileNotFoundError):  # A newer one has replaced it meanwhile.
+                return _checked(Path(folder, marker["file"]), marker), marker["version"]
+        if time.monotonic() > limit:
+            found = None if marker is None else marker["version"]
+            raise WeightSyncError(
+                f"weights of version {version} did not appear in {folder} within {timeout:g} s (there: {found}).",
+                phase="end", version=version,
+            )  # fmt: skip
+        time.sleep(0.05)
+
+
+def _checked(path: Path, marker: dict[str, Any]) -> dict[str, Tensor]:
+    file = MappedFile(path)
+    size, digest = len(file.data), file.checksum()
+    if size != marker["bytes"] or digest != marker["xxh3"]:
+        raise WeightSyncError(
+            f"{path} holds {size} bytes with hash {digest}; written were {marker['bytes']} with {marker['xxh3']}.",
+            phase="end", version=marker["version"],
+        )  # fmt: skip
+    return dict(file.tensors())
+
+
+@torch.no_grad()
+def copy_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Give a model these weights, every one of them and no other.
+
+    Raises:
+        ModelError: Names or shapes differ: it is another architecture.
+    """
+    own = {name: read() for name, read in merged_weights(model)}
+    missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    shapes = [n for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape]
+    if missing or unknown or shapes:
+        raise ModelError(
+            f"the weights do not belong to the worker's model: {len(missing)} missing ({missing[:3]}), {len(unknown)} unknown "
+            f"({unknown[:3]}), {len(shapes)} of another shape ({shapes[:3]})."
+        )
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
+
+
+def tensors_of(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """For engines that take weights themselves."""
+    yield from weights.items()
+
+
+def as_dtype(name: Any) -> torch.dtype | None:
+    """A dtype by its name, with or without ``torch.``; None where an engine did not say, or keeps whatever comes.
+
+    >>> as_dtype("torch.bfloat16"), as_dtype("auto")
+    (torch.bfloat16, None)
+    """
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+class Weights:
+    """A model's weights, computed as they are read; every reading gives those of the moment.
+
+    Where parameters are sharded, reading is a collective: all ranks iterate, whoever sends.
+
+    Args:
+        model: The trainer's model, wrapped or not, with or without adapters.
+        dtype: Floating tensors are cast to it; None leaves them.
+        checkpoint_names: Names and layout as ``save_pretrained`` writes them, where the model's own differ (experts).
+        adapter_only: Send the adapter's tensors, for an engine that applies them itself.
+
+    Attributes:
+        names: Of what is sent, without reading anything.
+        adapter: ``{r, alpha, target_modules}`` with ``adapter_only``, else None.
+
+    Raises:
+        ModelError: Adapters on flattened shards; an adapter that cannot be sent alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        checkpoint_names: bool = False,
+        adapter_only: bool = False,
+    ) -> None:
+        self.model, self.dtype = model, dtype
+        self.adapter: dict[str, Any] | None = None
+        bare: Any = unwrapped(model)
+        if flattens_parameters(model) and hasattr(bare, "peft_config"):
+            raise ModelError(
+                "adapters on a model under FSDP1 cannot be sent to a rollout engine: its parameters are flattened, and merging "
+                "would add to shards. Use FSDP2 (fsdp_version: 2) or DeepSpeed ZeRO."
+            )
+        self.checkpoint_names = checkpoint_names and _renamed(bare)
+        if adapter_only:
+            found = adapter_weights(model)
+            if found is None:
+                raise ModelError(
+                    "this adapter is more than LoRA on linear layers: send it merged (vllm_lora_sync='merge')."
+                )
+            self.adapter = found[0]
+            self.names = list(found[1])
+        else:
+            self.names = [name for name, _ in merged_weights(model)]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        pairs = self._adapter() if self.adapter is not None else self._whole()
+        for name, tensor in pairs:
+            yield name, tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
+
+    def _adapter(self) -> Iterator[tuple[str, Tensor]]:
+        found = adapter_weights(self.model)
+        assert found is not None
+        yield from found[1].items()
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        with torch.no_grad(), summoned(self.model):
+            pairs = ((name, read()) for name, read in merged_weights(self.model))
+            if not self.checkpoint_names:
+                yield from pairs
+                return
+            from transformers.core_model_loading import revert_weight_conversion
+
+            bare: Any = unwrapped(self.model)
+            base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+            yield from revert_weight_conversion(base, dict(pairs)).items()
+
+
+def _renamed(model: Any) -> bool:
+    """Whether transformers loads this architecture under other names, or in another layout, than its checkpoint's."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    known = getattr(base, "_weight_conversions", None)
+    return bool(get_model_conversion_mapping(base, add_legacy=False) if known is None else known)
+
+
+def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Weights:
+    """A model's weights for `posttrain.rollouts.base.RolloutEngine.load_weights`, adapters merged into copies."""
+    return Weights(model, dtype=dtype)
+
+
+class HostLock:
+    """A lock file keyed by a name.
+
+    Args:
+        name: Of what is locked: an address, say.
+    """
+
+    def __init__(self, name: str) -> None:
+        digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        self.path = Path(tempfile.gettempdir()) / f"posttrain-lease-{digest}.lock"
+        self._file: Any = None
+
+    def acquire(self, holder: str) -> str | None:
+        """Take it; where another process has it, that one's name. Taking it twice does nothing."""
+        if self._file is not None:
+            return None
+        file = open(self.path, "a+")  # noqa: SIM115 - held until `release`.
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            other = file.read().strip() or "another trainer"
+            file.close()
+            return other
+        file.truncate(0)
+        file.write(f"{holder} (process {os.getpid()})")
+        file.flush()
+        self._file = file
+        return None
+
+    def release(self) -> None:
+        """Give it back."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

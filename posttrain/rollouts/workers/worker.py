@@ -1,0 +1,371 @@
+"""A process that works for the trainer without its device: started clean, heard from every second, ended for certain."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain.errors import ArgumentTypeError, RolloutError
+
+__all__ = [
+    "AwakeClock",
+    "Link",
+    "WorkerJob",
+    "WorkerProcess",
+    "check_picklable",
+    "queued_seconds",
+    "without_device",
+]
+
+
+class AwakeClock:
+    """Seconds, of which the gap between two looks counts at most ``most``.
+
+    A process that was stopped (a suspended job), or got no processor for a while, heard nothing in that time: by a wall clock
+    everybody else would seem to have been silent. By this one the deadline moves along.
+
+    Args:
+        most: Seconds between two looks that count in full; a multiple of how often it is looked at.
+
+    >>> clock = AwakeClock(0.01)
+    >>> time.sleep(0.1); clock.look() < 0.02
+    True
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most, self.now = most, 0.0
+        self._last = time.monotonic()
+        self._lock = threading.Lock()
+
+    def look(self) -> float:
+        """Seconds so far, this look included."""
+        with self._lock:
+            real = time.monotonic()
+            self.now += min(real - self._last, self.most)
+            self._last = real
+            return self.now
+
+
+def queued_seconds(pid: int) -> float:
+    """Seconds for which the first thread of a process could have run and had no processor; 0 where the system does not say.
+
+    The second number of ``/proc/<pid>/schedstat``, nanoseconds on a run queue (Linux, Documentation/scheduler/sched-stats).
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+BEAT_S = 1.0
+GAP_S = 3.0  # Of a look at the clock; longer ones are time in which nobody was there to look.
+TAIL_LINES, TAIL_BYTES = 30, 16_384
+JOIN_S = 15.0  # How long a worker may take to stop when asked.
+
+# What a child must not inherit: it would take part in the trainer's process group, or write over its logs.
+DISTRIBUTED = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "NCCL_DEBUG_FILE", "NCCL_ASYNC_ERROR_HANDLING",
+)  # fmt: skip
+PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
+DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_starting = threading.Lock()
+
+
+class WorkerJob(Protocol):
+    """What a worker does: picklable, and run in the new process until it is told to stop."""
+
+    def run(self, link: Link) -> None:
+        """Make what is slow to make, call ``link.ready()``, then work until ``link.stopping`` is set."""
+        ...
+
+
+def check_picklable(parts: Mapping[str, Any]) -> None:
+    """Try what is to be sent to a process, before anything is loaded.
+
+    Args:
+        parts: Objects by the name a user knows them by; lists, tuples and dicts are looked into.
+
+    Raises:
+        ArgumentTypeError: Lists every object that cannot be pickled.
+
+    >>> check_picklable({"reward_funcs": [len, "a-model"]})
+    """
+    bad = [text for name, value in parts.items() for text in _unpicklable(name, value)]
+    if bad:
+        raise ArgumentTypeError(
+            "rollout workers are processes of their own, and these cannot be sent to them: "
+            + "; ".join(bad)
+            + ". Define "
+            "functions and classes at the top level of a module, not inside a function and not as a lambda."
+        )
+
+
+def _unpicklable(name: str, value: Any) -> list[str]:
+    inside: list[tuple[str, Any]] = []
+    if isinstance(value, list | tuple):
+        inside = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    elif isinstance(value, dict):
+        inside = [(f"{name}[{key!r}]", item) for key, item in value.items()]
+    if inside:
+        return [text for label, item in inside for text in _unpicklable(label, item)]
+    try:
+        ForkingPickler.dumps(value)
+    except Exception as error:
+        label = getattr(value, "__qualname__", None) or type(value).__qualname__
+        return [f"{name} ({label}): {type(error).__name__}: {error}"]
+    return []
+
+
+@contextlib.contextmanager
+def without_device(keep_device: bool = False) -> Iterator[None]:
+    """The environment a worker inherits: no accelerator, none of the trainer's process group."""
+    saved = dict(os.environ)
+    with _starting:
+        try:
+            for name in list(os.environ):
+                if name in DISTRIBUTED or name.startswith(PREFIXES):
+                    del os.environ[name]
+            os.environ |= {} if keep_device else dict.fromkeys(DEVICES, "")
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(saved)
+
+
+class Link:
+    """The worker's end of the pipe: a thread reads commands, another says that the process lives.
+
+    Attributes:
+        index: Of the worker.
+        tasks: Sent and not taken yet.
+        cancelled: Keys of tasks that are not wanted any more.
+        version: Newest weights version that was announced.
+        holders: Which servers hold it, where there are servers.
+        stopping: Set when there is nothing more to do.
+        on_news: Called on the reading thread when a version is announced, tasks are cancelled, or all is to stop.
+        on_orphaned: Called before this process ends because the trainer was killed: what that could not remove.
+    """
+
+    def __init__(self, connection: Connection, index: int) -> None:
+        self.connection, self.index = connection, index
+        self.tasks: deque[Any] = deque()
+        self.cancelled: set[Any] = set()
+        self.version = 0
+        self.holders: Any = None
+        self.stopping = threading.Event()
+        self.on_news: Callable[[], None] = lambda: None
+        self.on_orphaned: Callable[[], None] = lambda: None
+        self._news, self._sending = threading.Event(), threading.Lock()
+        self._clock = AwakeClock(GAP_S)
+        self._alive = self._time()
+        for work in (self._read, self._beat):
+            threading.Thread(target=work, daemon=True, name=f"link{work.__name__}").start()
+
+    def send(self, kind: str, **content: Any) -> None:
+        """A message to the trainer."""
+        data = ForkingPickler.dumps((kind, content))
+        with self._sending:
+            self.connection.send_bytes(data)
+
+    def ready(self) -> None:
+        """What takes long to make is made."""
+        self.send("ready", pid=os.getpid())
+
+    def progress(self) -> None:
+        """The working thread is alive."""
+        self._alive = self._time()
+
+    def _time(self) -> float:
+        """Seconds in which the working thread, which is the first, could have worked."""
+        return self._clock.look() - queued_seconds(os.getpid())
+
+    def wait(self, seconds: float) -> None:
+        """Until there is news, or this long."""
+        self._news.wait(seconds)
+        self._news.clear()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                kind, content = self.connection.recv()
+            except (EOFError, OSError):  # The trainer is gone; nobody would ever end this process.
+                try:
+                    self.on_orphaned()
+                finally:
+                    os._exit(0)
+            if kind == "task":
+                self.tasks.append(content)
+            elif kind == "weights":
+                version, self.holders = content
+                self.version = max(self.version, version)
+            elif kind == "cancel":
+                self.cancelled.update(content)
+            elif kind == "stop":
+                self.stopping.set()
+            self._news.set()
+            if kind != "task":
+                self.on_news()
+
+    def _beat(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                self.send("beat", idle=self._time() - self._alive)
+            time.sleep(BEAT_S)
+
+
+def worker_main(payload: bytes, connection: Connection, log: str, index: int) -> None:
+    """What the new process runs; anything it says goes to ``log``."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # The trainer's to handle: it needs its workers to end its step.
+        signal.signal(number, signal.SIG_IGN)
+    # Ends with the trainer, and may have children all the same (reward functions that run code do).
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process.
+    os.dup2(file.fileno(), 2)
+    sys.stderr = file
+    faulthandler.enable(file)
+    link = Link(connection, index)
+    try:
+        job: WorkerJob = pickle.loads(payload)
+        job.run(link)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            link.send("failed", error=f"{type(error).__name__}: {error}")
+        file.flush()
+        os._exit(1)  # Threads of tools that hang must not keep it alive.
+    file.flush()
+    os._exit(0)
+
+
+class WorkerProcess:
+    """The trainer's end: a spawned process, its pipe, its log and when it was last heard from.
+
+    Args:
+        index: Of the worker.
+        payload: A pickled `WorkerJob`.
+        folder: For its log, ``worker-<index>.log``.
+        keep_device: Let it see the accelerator.
+        clock: By which it is waited for; whoever waits looks at it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        payload: bytes,
+        folder: str | Path,
+        *,
+        keep_device: bool = False,
+        clock: AwakeClock | None = None,
+    ) -> None:
+        self.index, self.payload, self.keep_device = index, payload, keep_device
+        self.clock = AwakeClock(GAP_S) if clock is None else clock
+        self.log = Path(folder, f"worker-{index}.log")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.is_ready = False
+        self.began = self.heard = self.ready_at = self.clock.now
+        self.idle = 0.0
+        self.failure: str | None = None
+
+    def start(self) -> None:
+        """Spawn it; it says `ready` later."""
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=worker_main,
+            args=(self.payload, theirs, str(self.log), self.index),
+            name=f"rollouts-{self.index}",
+            daemon=True,
+        )
+        self._offset = self.log.stat().st_size if self.log.exists() else 0
+        with without_device(self.keep_device):
+            self.process.start()
+        theirs.close()
+        self.began = self.heard = self.own_time()
+
+    def send(self, kind: str, content: Any = None) -> None:
+        """A command; a process that died is noticed elsewhere."""
+        with contextlib.suppress(OSError):
+            self.connection.send((kind, content))
+
+    def receive(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Messages that are there, heartbeats aside."""
+        try:
+            while self.connection.poll():
+                kind, content = self.connection.recv()
+                self.heard = self.own_time()
+                if kind == "beat":
+                    self.idle = content["idle"]
+                    continue
+                if kind == "ready":
+                    self.is_ready, self.ready_at = True, self.clock.now
+                if kind == "failed":
+                    self.failure = content["error"]
+                yield kind, content
+        except (EOFError, OSError, pickle.UnpicklingError):
+            return
+
+    @property
+    def alive(self) -> bool:
+        return self.process.is_alive()
+
+    def problem(self, stale_after_s: float, ready_within_s: float) -> str | None:
+        """What is wrong with it, in words; None while all is well."""
+        now = self.own_time()
+        if not self.alive:
+            code = self.process.exitcode
+            name = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
+            return f"ended with exit code {code}{name}{f': {self.failure}' if self.failure else ''}"
+        if not self.is_ready:
+            return f"was not ready within {ready_within_s:g} s" if now - self.began > ready_within_s else None
+        silent = max(now - self.heard, self.idle)
+        return f"gave no sign of work for {silent:.0f} s" if silent > stale_after_s else None
+
+    def own_time(self) -> float:
+        """Seconds by which it can be late: those without a processor are not its own."""
+        return self.clock.look() - queued_seconds(self.process.pid or 0)
+
+    def tail(self) -> str:
+        """The last lines it wrote since it was started."""
+        with contextlib.suppress(OSError):
+            with open(self.log, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self._offset, size - TAIL_BYTES))
+                lines = file.read().decode("utf-8", "replace").strip().splitlines()
+            return "\n".join(lines[-TAIL_LINES:])
+        return ""
+
+    def describe(self, what: str) -> RolloutError:
+        """An error that says what happened to it and what it last wrote."""
+        tail = self.tail()
+        said = f" The last it wrote to {self.log}:\n{tail}" if tail else f" It wrote nothing to {self.log}."
+        return RolloutError(f"rollout worker {self.index} (process {self.process.pid}) {what}.{said}")
+
+    def stop(self, join_s: float = JOIN_S) -> None:
+        """Ask, then kill."""
+        self.send("stop")
+        self.process.join(join_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """At once."""
+        if self.alive:
+            self.process.kill()
+            self.process.join()
+        self.connection.close()

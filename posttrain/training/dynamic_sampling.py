@@ -1,0 +1,228 @@
+"""Dynamic sampling: groups whose rewards are all equal teach nothing, so fresh prompts take their places, up to a bound."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import torch
+from torch import Tensor
+
+from posttrain.errors import ConfigError
+from posttrain.losses.advantages import group_advantages, weighted_total
+from posttrain.metrics import mean, total
+from posttrain.models import parallel
+from posttrain.rewards.runner import RewardRunner, RewardTable
+from posttrain.rollouts.batch import Generation
+
+if TYPE_CHECKING:
+    from posttrain.training.online_config import OnlineConfig
+
+__all__ = ["DynamicSamplingMixin", "PromptStream", "flat_groups"]
+
+FLAT = 1e-8  # A group that spreads no more than this has no signal.
+
+
+def flat_groups(
+    values: Tensor, weights: Tensor, size: int, *, least: float = 0.0, each_function: bool = False
+) -> Tensor:
+    """Which groups give no completion an advantage, ``(n / G,)`` bool: too narrow, or fewer than two scored.
+
+    Args:
+        values: ``(n, K)`` rewards, groups consecutive, NaN where a function did not apply.
+        weights: ``(K,)``.
+        size: G.
+        least: Spread (std) that counts as signal.
+        each_function: Where functions are normalised before they are added, one that spreads is enough.
+    """
+    columns = values if each_function else weighted_total(values, weights)[:, None]
+    one = torch.ones(1)
+    stds = [group_advantages(columns[:, [k]], one, size).group_std for k in range(columns.shape[1])]
+    return ~(torch.stack(stds) > max(FLAT, least)).any(0)
+
+
+class PromptStream:
+    """Endless prompts of a dataset in an order of their own, the same on every rank, that a checkpoint can continue.
+
+    Args:
+        dataset: Map-style, or a stream.
+        seed: Of the order; every pass over the data has another one.
+
+    >>> stream = PromptStream(datasets.Dataset.from_list([{"prompt": c} for c in "abc"]), seed=0)
+    >>> sorted(row["prompt"] for row in stream.take(3))
+    ['a', 'b', 'c']
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.passes = self.position = 0
+        self._rows: Iterator[dict[str, Any]] | None = None
+
+    def take(self, count: int) -> list[dict[str, Any]]:
+        """The next ``count`` rows."""
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> dict[str, Any]:
+        if self._rows is None:
+            self._rows = self._one_pass(skip=self.position)
+        row = next(self._rows, None)
+        if row is None:
+            self.passes, self.position = self.passes + 1, 0
+            self._rows = self._one_pass(skip=0)
+            row = next(self._rows)
+        self.position += 1
+        return row
+
+    def _one_pass(self, skip: int) -> Iterator[dict[str, Any]]:
+        seed = self.seed + self.passes
+        if isinstance(self.dataset, datasets.IterableDataset):
+            yield from self.dataset.shuffle(seed=seed).skip(skip)
+            return
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(seed))
+        for index in order[skip:].tolist():
+            yield self.dataset[index]
+
+    def state(self) -> dict[str, int]:
+        """Where it stands."""
+        return {"passes": self.passes, "position": self.position}
+
+    def load(self, state: dict[str, int]) -> None:
+        """Undo `state`."""
+        self.passes, self.position, self._rows = state["passes"], state["position"], None
+
+
+class DynamicSamplingMixin:
+    """The part of `OnlineTrainer` that replaces groups without variance.
+
+    Reference: DAPO, arXiv:2503.14476, section 3.2.
+    """
+
+    args: OnlineConfig
+    accelerator: Any
+    rewards: RewardRunner
+    train_dataset: Any
+    _fresh_prompts: PromptStream | None = None
+
+    @property
+    def fresh_prompts(self) -> PromptStream:
+        """Prompts for the places of groups without variance, in an order apart from that of training."""
+        if self._fresh_prompts is None:
+            self._fresh_prompts = PromptStream(self.train_dataset, self.args.seed + 1_000_003)
+        return self._fresh_prompts
+
+    def flat(self, table: RewardTable, mode: str) -> Tensor:
+        """Groups of all ranks that teach nothing."""
+        least = getattr(self.args, "min_group_std", 0.0)
+        each = getattr(self.args, "multi_objective_aggregation", "") == "normalize_then_sum"
+        size = self.group_size(mode)  # type: ignore[attr-defined]
+        return flat_groups(table.values, table.weights, size, least=least, each_function=each)
+
+    def replace_flat_groups(self, generation: Generation, table: RewardTable) -> None:
+        """Sample fresh prompts, as many a round as there are groups to replace, and put those that vary in their places.
+
+        Every rank makes the same plan from the gathered rewards, generates equally many whole groups, and calls every
+        collective equally often.
+        """
+        if not self.args.dynamic_sampling:
+            return
+        places = self.flat(table, "train").nonzero().flatten().tolist()
+        found, drawn, tokens, rounds = len(places), 0, 0, 0
+        accepted = 0
+        while places and rounds < self.args.dynamic_sampling:
+            rounds += 1
+            fresh, judged = self._sample_groups(len(places))
+            usable = (~self.flat(judged, "train")).nonzero().flatten().tolist()
+            drawn += len(judged.values) // self.group_size("train")  # type: ignore[attr-defined]
+            tokens += sum(len(rollout.token_ids) for rollout in fresh.rollouts)
+            accepted += len(usable)
+            self._put(generation, table, fresh, judged, list(zip(places, usable, strict=False)))
+            places = places[len(usable) :]
+        size = self.group_size("train")  # type: ignore[attr-defined]
+        if accepted and table.raw is not None:  # Anew for all: what a transform divides by may be other rewards.
+            table.values[:] = self.rewards.transformed(table.raw, torch.arange(len(table.raw)) // size)
+        self.remember_lengths(generation)  # type: ignore[attr-defined]
+        groups = len(table.values) // size
+        metrics = {
+            "dynamic_sampling/groups_without_variance": mean(found / groups),
+            "dynamic_sampling/groups_left": mean(len(places) / groups),
+            "dynamic_sampling/rounds": mean(float(rounds)),
+            "dynamic_sampling/prompts_drawn": mean(float(drawn)),
+            "dynamic_sampling/tokens": total(float(tokens)),
+        }
+        if drawn:
+            metrics["dynamic_sampling/accepted"] = mean(accepted / drawn, weight=drawn)
+        self.log_metrics_now(metrics)  # type: ignore[attr-defined]
+
+    def _sample_groups(self, count: int) -> tuple[Generation, RewardTable]:
+        """At least ``count`` fresh groups over all ranks, whole ones and equally many on each."""
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        each = -(-count // world)
+        rows = self.fresh_prompts.take(each * world)[rank * each : (rank + 1) * each]
+        size = self.group_size("train")  # type: ignore[attr-defined]
+        fresh = self.generate([row for row in rows for _ in range(size)], "train")  # type: ignore[attr-defined]
+        return fresh, self.score(fresh, "train")  # type: ignore[attr-defined]
+
+    def _put(
+        self,
+        generation: Generation,
+        table: RewardTable,
+        fresh: Generation,
+        judged: RewardTable,
+        pairs: list[tuple[int, int]],
+    ) -> None:
+        """Write group ``b`` of the fresh ones over group ``a``, for every pair ``(a, b)``, on whichever ranks they lie."""
+        if self.accelerator.num_processes > 1 and generation.environments is not None:
+            raise ConfigError("dynamic_sampling cannot hand environments to another process. Set dynamic_sampling=0.")
+        size = self.group_size("train")  # type: ignore[attr-defined]
+        moves = {b * size + k: a * size + k for a, b in pairs for k in range(size)}
+        mine = range(judged.start, judged.start + len(fresh.rollouts))
+        parcels = [(row, _take(fresh, judged, row - judged.start)) for row in moves if row in mine]
+        for row, parcel in parallel.all_gather_objects(parcels, self.accelerator):
+            place = moves[row]
+            table.values[place] = judged.values[row]
+            if table.raw is not None and judged.raw is not None:
+                table.raw[place] = judged.raw[row]
+            if table.start <= place < table.start + len(generation.rollouts):
+                _give(generation, table, place - table.start, parcel)
+
+    # Checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_to_save(self) -> dict[str, Any]:
+        """With the place in the stream of fresh prompts."""
+        state = super().state_to_save()  # type: ignore[misc]
+        return state | {"fresh_prompts": self.fresh_prompts.state()} if self.args.dynamic_sampling else state
+
+    def load_saved_state(self, state: dict[str, Any]) -> None:
+        """Undo `state_to_save`."""
+        super().load_saved_state(state)  # type: ignore[misc]
+        if "fresh_prompts" in state:
+            self.fresh_prompts.load(state["fresh_prompts"])
+
+
+def _lists(generation: Generation, table: RewardTable) -> dict[tuple[str, str], list[Any]]:
+    """Every list with one entry a completion of this rank, by where it belongs."""
+    found: dict[tuple[str, str], list[Any]] = {
+        ("", field.name): value
+        for field in dataclasses.fields(generation)
+        if isinstance(value := getattr(generation, field.name), list)
+    }
+    found |= {("extra", name): values for name, values in generation.extra.items()}
+    return found | {("table", name): values for name, values in table.extra_columns.items()}
+
+
+def _take(generation: Generation, table: RewardTable, index: int) -> dict[tuple[str, str], Any]:
+    return {key: values[index] for key, values in _lists(generation, table).items()}
+
+
+def _give(generation: Generation, table: RewardTable, index: int, parcel: dict[tuple[str, str], Any]) -> None:
+    """A column that one side lacks is None on the other's rows."""
+    lists = _lists(generation, table)
+    for (where, name), value in parcel.items():
+        if (where, name) not in lists:
+            home = generation.extra if where == "extra" else table.extra_columns
+            lists[where, name] = home.setdefault(name, [None] * len(generation.rollouts))
+        lists[where, name][index] = value
+    for key in lists.keys() - parcel.keys():
+        lists[key][index] = None

@@ -1,0 +1,432 @@
+"""`OnlineConfig`: sampling, batch arithmetic and logging fields of every method that generates while it trains."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from posttrain.errors import ConfigError, check_choice
+from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
+from posttrain.training.config import (
+    GenerationFields,
+    PostTrainingConfig,
+    ReferenceFields,
+    VllmFields,
+    check_gathering,
+    refuse_cut_sequences,
+)
+
+__all__ = [
+    "EpisodeFields",
+    "OnlineConfig",
+    "VllmSyncFields",
+    "refuse_truncated",
+    "truncated_sampling",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class VllmSyncFields:
+    """Fields of ``use_vllm`` that say how weights are pushed and checked."""
+
+    vllm_weight_bucket_mb: int = field(
+        default=512, metadata={"help": "MiB of weights sent in one request, at least 1."}
+    )
+    vllm_sync_timeout: float = field(default=720.0, metadata={"help": "Seconds one call of a weight update may take."})
+    vllm_request_timeout: float | None = field(
+        default=None,
+        metadata={"help": "Seconds one request to a server may take; None: 600, or 30 and 0.02 a requested token."},
+    )
+    vllm_sync_retries: int = field(
+        default=2, metadata={"help": "Whole weight updates that are tried again before the run stops."}
+    )
+    vllm_lora_sync: Literal["auto", "adapter", "merge"] = field(
+        default="auto",
+        metadata={
+            "help": "Send an adapter alone (adapter) or added to a copy of the weights (merge); auto: alone where the servers "
+            "take it and still have the base they loaded."
+        },
+    )
+    vllm_sleep_level: Literal["auto", "1", "2"] = field(
+        default="auto",
+        metadata={
+            "help": "With vllm_enable_sleep_mode: 1 keeps weights in host memory, 2 drops them. auto: 1 where a push serves "
+            "several generations, else 2."
+        },
+    )
+    vllm_server_api_key: str | None = field(default=None, metadata={"help": "Bearer token of the rollout servers."})
+    weight_parity_every: int = field(
+        default=50,
+        metadata={
+            "help": "Pushes between two comparisons of log-probs with the engine, beside that after the first; 0: only that."
+        },
+    )
+    allow_biased_is: bool = field(
+        default=False,
+        metadata={
+            "help": "Allow the correction of engine log-probs with truncated sampling, which biases every ratio."
+        },
+    )
+
+    def check_far_engine(self) -> None:
+        """Refuse what no engine could do with these fields."""
+        check_choice("vllm_lora_sync", self.vllm_lora_sync, ("auto", "adapter", "merge"))
+        check_choice("vllm_sleep_level", str(self.vllm_sleep_level), ("auto", "1", "2"))
+        rules = {
+            "vllm_weight_bucket_mb": (self.vllm_weight_bucket_mb >= 1, "must be at least 1"),
+            "vllm_sync_timeout": (self.vllm_sync_timeout > 0, "must be above 0 (seconds)"),
+            "vllm_request_timeout": ((self.vllm_request_timeout or 1) > 0, "must be above 0 (seconds), or None"),
+            "vllm_sync_retries": (self.vllm_sync_retries >= 0, "must be 0 or more"),
+            "weight_parity_every": (self.weight_parity_every >= 0, "must be 0 (after the first push alone) or more"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+
+
+def truncated_sampling(cfg: Any) -> str:
+    """The settings that draw from another distribution than the one whose log-probs are computed; empty where none does."""
+    off = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    given = {name: getattr(cfg, name) for name in off} | dict(cfg.generation_kwargs or {})
+    changed = [
+        f"{name}={given[name]}" for name, default in off.items() if given[name] not in (default, default or None)
+    ]
+    if given.get("guide") is not None:
+        changed.append(f"generation_kwargs with the guide {given['guide']}")
+    if cfg.vllm_structured_outputs_regex:
+        changed.append(f"vllm_structured_outputs_regex={cfg.vllm_structured_outputs_regex!r}")
+    return ", ".join(changed)
+
+
+def refuse_truncated(cfg: Any) -> None:
+    """Refuse a correction that would divide by the mass that was cut.
+
+    Raises:
+        ConfigError: Truncated sampling with the correction, unless ``allow_biased_is``.
+    """
+    truncated = truncated_sampling(cfg)
+    if truncated and cfg.vllm_importance_sampling_correction and not cfg.allow_biased_is:
+        raise ConfigError(
+            f"{truncated} with vllm_importance_sampling_correction=True: the engine draws from a truncated distribution and "
+            "the trainer's log-probs are of the whole one, so every ratio is off by the mass that was cut. Turn the "
+            "truncation or the correction off, or set allow_biased_is=True."
+        )
+
+
+ENGINES = ("auto", "native", "hf", "paged")
+ROUNDED = (
+    "native_bf16"  # Samples from weights rounded to bfloat16: for methods that correct log-probs of foreign engines.
+)
+# Keys of generation_kwargs: those with a field of their own, which log-probs and checks read, and the others.
+OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed", *GENERATION_NAMES)
+REFUSED = {"typical_p": "no engine here draws by typical probability; top_p or min_p cuts the tail too"}
+FAR_ENGINES = {"server": "server", "vllm": "colocate"}  # rollout_engine -> vllm_mode of use_vllm=True.
+
+
+@dataclass
+class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields, PostTrainingConfig):
+    """Arguments of the trainers that sample completions from the policy they train."""
+
+    _VALID_DICT_FIELDS = [  # noqa: RUF012
+        *PostTrainingConfig._VALID_DICT_FIELDS,
+        "generation_kwargs",
+        "chat_template_kwargs",
+        "transformers_continuous_batching_config",
+    ]
+
+    _least_generations: ClassVar[int] = 2  # Of a group: one completion has nothing to be compared with.
+
+    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
+    remove_unused_columns: bool | None = field(
+        default=False, metadata={"help": "Keep only the prompt column; rewards then see no other column."}
+    )
+    num_iterations: int = field(default=1, metadata={"help": "Passes over each generation, mu >= 1."})
+    epsilon: float = field(default=0.2, metadata={"help": "Lower clip of the importance ratio: 1 - epsilon."})
+    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip: 1 + epsilon_high; None: epsilon."})
+    reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward; None: ones."})
+    reward_timeout: float | None = field(
+        default=None, metadata={"help": "Seconds a reward function may take for one generation; None waits for ever."}
+    )
+    reward_transform: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "One per reward, applied before weights: none, clip:a:b, log1p, rank, tanh:s, zscore or running."
+        },
+    )
+    mask_truncated_completions: bool = field(
+        default=False, metadata={"help": "Leave completions that hit the length limit out of the loss."}
+    )
+    dynamic_sampling: int = field(
+        default=0,
+        metadata={
+            "help": "Rounds in which groups whose rewards are all equal are replaced by fresh prompts (DAPO); 0 is off."
+        },
+    )
+    balance_ranks: bool = field(
+        default=True,
+        metadata={"help": "Exchange rows between processes where that evens out their tokens; the gradient stays."},
+    )
+    check_rewards: bool = field(
+        default=True,
+        metadata={
+            "help": "Call each reward function once on two rows before the model loads, to find its mistakes early."
+        },
+    )
+    rollout_buffer_bytes: int | None = field(
+        default=4 * 2**30,
+        metadata={
+            "help": "Bytes of scored rollouts a process keeps in memory until they are trained; further slices wait in "
+            "output_dir/rollout_buffer. None: no bound."
+        },
+    )
+    check_reward_determinism: bool = field(
+        default=False,
+        metadata={
+            "help": "Score 4 rows of the first generation a second time, and warn where a reward changed its mind."
+        },
+    )
+    log_completions: bool = field(default=False, metadata={"help": "Print a sample of completions at each log step."})
+    log_multimodal: bool = field(default=True, metadata={"help": "Include images in logged tables."})
+    num_completions_to_print: int | None = field(
+        default=None, metadata={"help": "Rows of the printed table; None: all."}
+    )
+    log_unique_prompts: bool = field(default=False, metadata={"help": "One row a prompt in trackers' tables."})
+
+    def __post_init__(self) -> None:
+        for name in ("generation_kwargs", "chat_template_kwargs"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                setattr(self, name, json.loads(value))
+        super().__post_init__()
+        self._take_overrides()
+        self._check_sampling()
+        self._check_engine()
+        self._resolve_batches()
+
+    def _take_overrides(self) -> None:
+        """What ``generation_kwargs`` overrides is the field itself: log-probs are of the temperature that was sampled at."""
+        given = dict(self.generation_kwargs or {})  # type: ignore[arg-type]
+        for name, value in given.items():
+            if name in REFUSED and value is not None:
+                raise ConfigError(f"generation_kwargs: {name}={value!r}: {REFUSED[name]}. Fix: take {name} out.")
+            check_choice("generation_kwargs", name, OVERRIDDEN + FURTHER)
+        for name in OVERRIDDEN:
+            if given.get(name) is not None:
+                setattr(self, name, given[name])
+            given.pop(name, None)
+        if (structured := given.pop("structured_outputs", None)) is not None:
+            given["guide"] = structured_guide(structured)
+        if given.get("guide") is not None and self.vllm_structured_outputs_regex:
+            del given["guide"]
+            logger.warning("vllm_structured_outputs_regex wins over what generation_kwargs says of structured outputs.")
+        elif given.get("guide") is not None:
+            given["guide"] = tuple(given["guide"])  # A list, where it comes from a file.
+        generation_fields(given)
+        self.generation_kwargs = given or None
+
+    def _check_sampling(self) -> None:
+        rules = [
+            ("temperature", self.temperature > 0, "must be above 0 (logits are divided by it)"),
+            ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]; 1 is off"),
+            ("top_k", self.top_k >= 0, "must be 0 (off) or positive"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "must be in [0, 1] or None"),
+            ("repetition_penalty", self.repetition_penalty > 0, "must be above 0; 1 is off"),
+            ("num_iterations", self.num_iterations >= 1, "must be at least 1"),
+            ("dynamic_sampling", self.dynamic_sampling >= 0, "must be 0 (off) or a number of rounds"),
+            (
+                "num_generations",
+                self.num_generations >= self._least_generations,
+                "must be at least 2: a group of one has nothing to compare with",
+            ),
+            (
+                "num_generations_eval",
+                (self.num_generations_eval or 1) >= 1,
+                "must be at least 1, or None for num_generations",
+            ),
+            ("max_completion_length", self.max_completion_length >= 1, "must be at least 1"),
+            ("beta", self.beta >= 0, "must be 0 (no penalty) or positive"),
+            ("epsilon", self.epsilon >= 0, "must be 0 or positive"),
+        ]
+        for name, holds, rule in rules:
+            if not holds:
+                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        if self.sync_ref_model and self.beta == 0:
+            raise ConfigError(
+                "sync_ref_model=True with beta=0.0: there is no reference model to sync. Set beta above 0."
+            )
+        if self.auto_find_batch_size:
+            raise ConfigError(
+                "auto_find_batch_size=True would break groups apart as it shrinks the batch. Turn it off."
+            )
+        self._check_vllm_rules()
+        refuse_cut_sequences(self, "completions of a group")
+        do_sample = (self.generation_kwargs or {}).get("do_sample", True)
+        if not do_sample:
+            raise ConfigError(
+                "generation_kwargs={'do_sample': False} makes all completions of a group equal. Remove it."
+            )
+        if (fixed := (self.generation_kwargs or {}).get("seed")) is not None:
+            raise ConfigError(
+                f"generation_kwargs={{'seed': {fixed!r}}} draws the same numbers in every generation and on every process: "
+                "completions repeat each other and their advantages vanish. Remove it; the config's seed makes runs repeat."
+            )
+
+    def _check_vllm_rules(self) -> None:
+        size = (self.generation_kwargs or {}).get("no_repeat_ngram_size")
+        if size and (self.use_vllm or self.rollout_engine == "vllm"):
+            raise ConfigError(
+                f"generation_kwargs: no_repeat_ngram_size={size} with use_vllm=True: vLLM has no such rule. Fix: take it out, or "
+                "use rollout_engine='native'."
+            )
+
+    def _check_engine(self) -> None:
+        check_choice("rollout_engine", self.rollout_engine, (*ENGINES, ROUNDED, *FAR_ENGINES))
+        check_choice("vllm_mode", self.vllm_mode, ("server", "colocate"))
+        if self.rollout_engine in FAR_ENGINES:
+            # Two spellings of one choice; engines for other models (a reference that generates) stay in process.
+            self.use_vllm, self.vllm_mode, self.rollout_engine = True, FAR_ENGINES[self.rollout_engine], "auto"
+        self.check_far_engine()
+        check_gathering(self)
+        self._check_paged()
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(
+                f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}."
+            )
+
+    def _check_paged(self) -> None:
+        if self.use_transformers_paged is not None:
+            warnings.warn(
+                "use_transformers_paged is now use_transformers_continuous_batching.", FutureWarning, stacklevel=2
+            )
+            self.use_transformers_continuous_batching = self.use_transformers_paged
+            self.use_transformers_paged = None
+        if self.use_transformers_continuous_batching:
+            if self.use_vllm or self.rollout_engine not in ("auto", "paged"):
+                other = f"use_vllm={self.use_vllm}, rollout_engine={self.rollout_engine!r}"
+                raise ConfigError(f"use_transformers_continuous_batching=True with {other}: choose one engine.")
+            self.rollout_engine = "paged"
+        if self.rollout_engine != "paged":
+            return
+        from posttrain.rollouts.paged import check_paged
+
+        check_paged(self.transformers_continuous_batching_config)  # type: ignore[arg-type]
+        fields = generation_fields(self.generation_kwargs or {})
+        cut = {
+            "min_p": self.min_p,
+            "repetition_penalty": None if self.repetition_penalty == 1 else self.repetition_penalty,
+            **{name: fields.get(name) for name in ("min_new_tokens", "no_repeat_ngram", "stop_strings", "logit_bias")},
+        }
+        for name, value in cut.items():
+            if value:
+                raise ConfigError(
+                    f"{name}={value} with transformers' continuous batching, which knows temperature, top_k and top_p alone and "
+                    "would leave it out. Take it out, or use rollout_engine='native'."
+                )
+
+    def _resolve_batches(self) -> None:
+        """The arithmetic of one generation: completions = per-device batch x processes x steps per generation."""
+        unit = self.per_device_train_batch_size * self.world_size
+        given, steps = self.generation_batch_size, self.steps_per_generation
+        if given is not None and steps is not None and given != unit * steps:
+            raise ConfigError(
+                f"generation_batch_size={given} and steps_per_generation={steps} are both set. Set one; the other follows "
+                f"({self.per_device_train_batch_size} per device x {self.world_size} processes x steps)."
+            )
+        if given is not None and given % unit:
+            raise ConfigError(
+                f"generation_batch_size={given} must be a multiple of per_device_train_batch_size x processes = "
+                f"{self.per_device_train_batch_size} x {self.world_size} = {unit}. Nearest: {_near(given, unit)}."
+            )
+        self.steps_per_generation = steps or (given // unit if given else self.gradient_accumulation_steps)
+        self.generation_batch_size = unit * self.steps_per_generation
+        self._check_evaluation_groups()
+        self._check_groups(unit)
+
+    def _check_evaluation_groups(self) -> None:
+        if self.do_eval and str(self.eval_strategy) not in ("no", "IntervalStrategy.NO"):
+            rows, group = (
+                self.per_device_eval_batch_size * self.world_size,
+                self.num_generations_eval or self.num_generations,
+            )
+            if rows % group:
+                whole = group // math.gcd(group, self.world_size)
+                raise ConfigError(
+                    f"the evaluation batch of {self.per_device_eval_batch_size} per device x {self.world_size} processes = "
+                    f"{rows} does not hold whole groups of {group} (num_generations_eval or num_generations). "
+                    f"Nearest per_device_eval_batch_size: {_near(self.per_device_eval_batch_size, whole)}."
+                )
+
+    def _check_groups(self, unit: int) -> None:
+        total, group = self.generation_batch_size or 0, self.num_generations
+        if total % group == 0:
+            return
+        fits = [g for g in range(2, total + 1) if total % g == 0]
+        step = group // math.gcd(group, self.world_size * (self.steps_per_generation or 1))
+        near = sorted(fits, key=lambda g: abs(g - group))[:3]
+        raise ConfigError(
+            f"a generation of {total} completions ({self.per_device_train_batch_size} per device x {self.world_size} "
+            f"process{'es' if self.world_size > 1 else ''} x {self.steps_per_generation} steps_per_generation) does not "
+            f"divide into groups of num_generations={group}. With {self.world_size} process"
+            f"{'es' if self.world_size > 1 else ''}: num_generations could be {', '.join(map(str, sorted(near))) or 'none'}; "
+            f"or keep {group} and set per_device_train_batch_size to {_near(self.per_device_train_batch_size, step)}, "
+            f"or generation_batch_size to {_near(total, math.lcm(unit, group))}."
+        )
+
+
+def _near(value: int, step: int) -> str:
+    """The multiples of ``step`` around ``value``, as text."""
+    below, above = value // step * step, -(-value // step) * step
+    return " or ".join(str(x) for x in sorted({below or above, above}))
+
+
+@dataclass
+class EpisodeFields:
+    """Fields of configs whose trainers let the model call tools; the others do not have them."""
+
+    max_tool_calling_iterations: int | None = field(
+        default=None, metadata={"help": "Rounds of tool calls per completion; None: 32; -1: no limit but the tokens."}
+    )
+    max_tool_output_tokens: int | None = field(
+        default=None, metadata={"help": "A longer tool result is cut in its middle; None: it is left whole."}
+    )
+    tool_workers: int | None = field(
+        default=None,
+        metadata={"help": "Rollouts whose tools run at once; None: all, at most 32; 0: in turn, on the main thread."},
+    )
+    tool_timeout: float | None = field(
+        default=60.0,
+        metadata={
+            "help": "Seconds a tool call, a reset or a get_reward may take; None: for ever. Not with tool_workers=0."
+        },
+    )
+    environment_retries: int = field(
+        default=0, metadata={"help": "Further attempts when an environment's reset or get_reward raises."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        for name, holds, rule in self._tool_rules():
+            if not holds:
+                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+
+    def _tool_rules(self) -> list[tuple[str, bool, str]]:
+        rounds, tokens, seconds = self.max_tool_calling_iterations, self.max_tool_output_tokens, self.tool_timeout
+        return [
+            (
+                "max_tool_calling_iterations",
+                rounds is None or rounds >= -1,
+                "must be -1 (no limit), 0 or positive, or None",
+            ),
+            ("max_tool_output_tokens", tokens is None or tokens >= 1, "must be at least 1, or None"),
+            ("tool_workers", self.tool_workers is None or self.tool_workers >= 0, "must be 0 or positive, or None"),
+            ("tool_timeout", seconds is None or seconds > 0, "must be above 0 seconds, or None"),
+            ("environment_retries", self.environment_retries >= 0, "must be 0 or positive"),
+        ]
