@@ -10,7 +10,8 @@ from posttrain.errors import RolloutServerError, ServerBusy, ServerUnreachable, 
 from posttrain.rollouts.server import client as connection
 from posttrain.rollouts.server import engine as server
 from posttrain.rollouts.server import pool as fleet
-from posttrain.rollouts.server.engine import ServerEngine, remote
+from posttrain.rollouts.server import remote
+from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.remote import FollowingEngine, Holders, ServerTransfer
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
