@@ -23,7 +23,6 @@ from posttrain.checks.preference import (
     reference_mismatch,
     reference_prefers_rejected,
 )
-from posttrain.checks.registry import Preflight
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.formats import maybe_convert_to_chatml, maybe_extract_prompt
 from posttrain.data.preference import AnswerOptions, AnswerReport, answer_rows, prepare_answers
@@ -33,7 +32,7 @@ from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, precomputed_logps, tell_own_checkpoint
-from posttrain.training.checks import note_suspects
+from posttrain.training.checks import Checks, note_suspects
 from posttrain.training.config import PostTrainingConfig, refuse_cut_sequences
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
@@ -42,7 +41,7 @@ __all__ = [
     "ROW_NUMBER",
     "AnswerConfig",
     "ComparedConfig",
-    "PairHealthMixin",
+    "PairWatch",
     "PreferenceTrainer",
     "answer_mask",
     "check_given",
@@ -61,50 +60,47 @@ EXCERPT = 200  # Characters of a text in suspect_pairs.jsonl.
 Pair = tuple[int, Any, Any, Any]  # Number, prompt, chosen, rejected.
 
 
-class PairHealthMixin:
-    """The part of `PreferenceTrainer` that asks whether chosen answers are really better."""
+class PairWatch:
+    """Asks whether chosen answers are really better: by a reward model, by the reference, by margins seen twice.
 
-    branches: ClassVar[tuple[str, ...]]
-    compared: ClassVar[bool]
-    accelerator: Any
-    args: Any
-    model: nn.Module
-    preflight: Preflight
-    processing_class: Any
-    state: Any
-    train_dataset: Any
-    _raw: Any
-    _begun = False
-    _own_reference = True
+    Args:
+        args: `AnswerConfig`.
+        checks: Of the run; findings are reported through it.
+        tokenizer: Of the policy.
+        branches: Columns of the answers.
+        compared: Whether the loss compares policy and reference.
+        given: Whether the reference was given, rather than made of the policy.
+    """
 
-    def watch_pairs(self, ref_model: Any) -> None:
-        """Begin with nothing seen."""
+    def __init__(
+        self, args: Any, checks: Checks, tokenizer: Any, branches: tuple[str, ...], *, compared: bool, given: bool
+    ) -> None:
+        self.args, self.checks, self.tokenizer, self.branches = args, checks, tokenizer, branches
+        self.compared, self.given = compared, given
         self.health, self.sight = PreferenceHealth(), SecondSight()
-        self._own_reference = ref_model is None
-        self._met: list[tuple[int, Tensor, Tensor]] = []
+        self._begun = False
+        # Margins stay on the device until the next log line, so that no step waits for them.
+        self._margins: list[tuple[int, Tensor, Tensor]] = []
 
     # A reward model's opinion ------------------------------------------------------------------------------------
 
-    def check_data(self) -> None:
-        """As every trainer's; then the reward model that ``pair_reward_model`` names is shown up to 512 pairs."""
-        super().check_data()  # type: ignore[misc]
-        if self.args.pair_reward_model is None or not self.preflight.active:
+    def agreement(self, raw: Any, accelerator: Any) -> None:
+        """Show up to 512 pairs to the reward model that ``pair_reward_model`` names; every rank must call it."""
+        if self.args.pair_reward_model is None or not self.checks.preflight.active:
             return
-        pairs = list(itertools.islice(self._text_pairs(), JUDGED))
-        with self.preflight.looking("data", AGREEMENT_CODES):
-            mine = parallel.run_and_share(lambda: self._scores(pairs), self.accelerator)
-            scores = dict(parallel.all_gather_objects(mine, self.accelerator))
-            found = check_agreement(scores, str(self.args.pair_reward_model))
-            self.tell([found])  # type: ignore[attr-defined]
+        pairs = list(itertools.islice(self._text_pairs(raw), JUDGED))
+        with self.checks.preflight.looking("data", AGREEMENT_CODES):
+            mine = parallel.run_and_share(lambda: self._scores(pairs, accelerator), accelerator)
+            scores = dict(parallel.all_gather_objects(mine, accelerator))
+            self.checks.tell([check_agreement(scores, str(self.args.pair_reward_model))])
         against = {number for number, (good, bad) in scores.items() if bad > good}
-        if self.accelerator.is_main_process:
+        if accelerator.is_main_process:
             rows = [{"row": n, "prompt": _text(p), "chosen": _text(c), "rejected": _text(r)} for n, p, c, r in pairs]
             reason = f"{self.args.pair_reward_model} prefers the rejected answer"
             note_suspects(self.args.output_dir, reason, [row for row in rows if row["row"] in against])
 
-    def _text_pairs(self) -> Iterator[Pair]:
+    def _text_pairs(self, raw: Any) -> Iterator[Pair]:
         """Pairs as they were given, spread over the set; of a stream its first ones."""
-        raw = self._raw
         if not {"chosen", "rejected"} <= set(raw.column_names or ()):
             raise ConfigError(
                 f"pair_reward_model={self.args.pair_reward_model!r} judges columns 'chosen' and 'rejected', and the training "
@@ -120,12 +116,11 @@ class PairHealthMixin:
                 parted = maybe_extract_prompt(maybe_convert_to_chatml(row))
                 yield number, parted["prompt"], parted["chosen"], parted["rejected"]
 
-    def _scores(self, pairs: Sequence[Pair]) -> list[tuple[int, tuple[float, float]]]:
+    def _scores(self, pairs: Sequence[Pair], accelerator: Any) -> list[tuple[int, tuple[float, float]]]:
         """Scores of one pair in so many, as there are processes."""
         from posttrain.rewards.model import ModelReward
 
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        mine = pairs[rank::world]
+        mine = pairs[accelerator.process_index :: accelerator.num_processes]
         judge = ModelReward(
             self.args.pair_reward_model,
             batch_size=self.args.per_device_eval_batch_size,
@@ -143,66 +138,62 @@ class PairHealthMixin:
         args = self.args
         if not self.compared or len(self.branches) != 2 or not isinstance(prepared, datasets.Dataset):
             return prepared
+        # Margins against a reference that moves begin anew with each of its moves.
         if args.preflight == "off" or getattr(args, "sync_ref_model", False) or not len(prepared):
-            return prepared  # Margins against a reference that moves begin anew with each of its moves.
+            return prepared
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         epochs = args.max_steps * batch / len(prepared) if args.max_steps > 0 else args.num_train_epochs
         if epochs <= 1 or ROW_NUMBER in prepared.column_names:
             return prepared
         return prepared.add_column(ROW_NUMBER, list(range(len(prepared))))
 
-    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """As every trainer; policy and reference are compared before the first update, and margins are remembered."""
-        terms, outputs = super().terms(model, batch)  # type: ignore[misc]
-        if self.compared and model.training:
-            begins, self._begun = not self._begun, True
-            if begins and self.state.global_step == 0:
-                self._compare_with_reference(terms, outputs, batch)
-            if ROW_NUMBER in batch.columns and self.accelerator.is_main_process:
-                self._meet(outputs, batch)
-        return terms, outputs
-
     @torch.no_grad()
-    def _compare_with_reference(self, terms: LossTerms, outputs: ModelOutputs, batch: Batch) -> None:
-        length = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
-        gap = float((self._log_ratio(outputs, batch).abs() / length).max())
-        half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
-        loss = float(terms.terms.mean()) if self.starts_at_ln_2() else None  # type: ignore[attr-defined]
-        with self.preflight.looking("first_batch", ("PT-P001",)):
-            found = reference_mismatch(gap, half=half, loss=loss, given=not self._own_reference)
-            self.tell([found])  # type: ignore[attr-defined]
+    def see(
+        self, batch: Batch, log_ratio: Callable[[], Tensor], *, step: int, half: bool, loss: float | None, main: bool
+    ) -> None:
+        """One training pass: before the first update policy and reference must agree; margins are kept.
 
-    def _log_ratio(self, outputs: ModelOutputs, batch: Batch) -> Tensor:
-        """``(S,)`` of policy to reference, summed as the loss sums them."""
-        return self.sums(outputs.logp, batch) - self.reference_logp(batch)  # type: ignore[attr-defined]
+        Args:
+            batch: The pass.
+            log_ratio: Gives ``(S,)`` log-ratios of policy to reference, summed as the loss sums them.
+            step: Optimiser steps taken.
+            half: Whether the policy computes in half precision.
+            loss: The mean loss where it must be ln 2 before the first update; else None.
+            main: Whether this is the main process.
+        """
+        begins, self._begun = not self._begun, True
+        numbered = ROW_NUMBER in batch.columns and main
+        if not (numbered or (begins and step == 0)):
+            return
+        ratio = log_ratio()
+        if begins and step == 0:
+            length = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
+            gap = float((ratio.abs() / length).max())
+            with self.checks.preflight.looking("first_batch", ("PT-P001",)):
+                self.checks.tell([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
+        if numbered:
+            chosen, rejected = batch.grouped(ratio, 2).unbind(1)
+            self._margins.append((step, batch.grouped(batch.columns[ROW_NUMBER], 2)[:, 0], chosen - rejected))
 
-    @torch.no_grad()
-    def _meet(self, outputs: ModelOutputs, batch: Batch) -> None:
-        """Keep margins on the device until the next log line: nothing waits for them."""
-        chosen, rejected = batch.grouped(self._log_ratio(outputs, batch), 2).unbind(1)
-        numbers = batch.grouped(batch.columns[ROW_NUMBER], 2)[:, 0]
-        self._met.append((self.state.global_step, numbers, chosen - rejected))
-
-    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
-        """What the rewards of pairs say; of margins on second sight, those of the main process's pairs."""
-        yield from super().signs(logs)  # type: ignore[misc]
+    def signs(self, logs: dict[str, float], state: Any, raw: Any, prepared: Any) -> Iterable[Finding | None]:
+        """What the rewards of pairs say; of margins seen twice, those of the main process's pairs."""
         yield from self.health.read(logs)
-        for step, numbers, margins in self._met:
-            progress = step / max(int(self.state.max_steps or 0), 1)
+        for step, numbers, margins in self._margins:
+            progress = step / max(int(state.max_steps or 0), 1)
             self.sight.see(step, numbers.long().tolist(), margins.tolist(), progress=progress)
-        self._met = []
+        self._margins = []
         if self.sight.due():
             found = check_second_sight(list(self.sight.margins.values()))
             if found is not None:
-                self._note_margins()
+                self._note_margins(raw, prepared)
             yield found
 
-    def _note_margins(self) -> None:
+    def _note_margins(self, raw: Any, prepared: Any) -> None:
         """Write the suspects down; numbers are those of the given set where preparation left nothing out."""
-        same = hasattr(self._raw, "__len__") and len(self._raw) == len(self.train_dataset)
-        decode, rows = self.processing_class.decode, []
+        same = hasattr(raw, "__len__") and len(raw) == len(prepared)
+        decode, rows = self.tokenizer.decode, []
         for number in self.sight.suspects():
-            row = self.train_dataset[number]
+            row = prepared[number]
             texts = {name: decode(row[f"{name}_ids"])[:EXCERPT] for name in ("prompt", *self.branches)}
             margin = self.sight.margins[number]
             rows.append({"row" if same else "prepared_row": number, "margin": round(margin, 4), **texts})
@@ -357,7 +348,7 @@ def pair_metrics(
     }
 
 
-class PreferenceTrainer(PairHealthMixin, PostTrainer):
+class PreferenceTrainer(PostTrainer):
     """Answers to a shared prompt are one tree, computed once by the policy and once by the reference.
 
     A subclass gives ``branches`` (columns of the answers), ``compared`` (whether it needs a reference) and the objective.
@@ -376,7 +367,7 @@ class PreferenceTrainer(PairHealthMixin, PostTrainer):
     ) -> None:
         check_given(self.config_class, model, ref_model, args, kwargs.get("processing_class"))
         self.reports: dict[str, AnswerReport] = {}
-        self.watch_pairs(ref_model)
+        self._own_reference = ref_model is None
         self.reference: Reference | None = None
         super().__init__(model, args, **kwargs)
         if self.compared:
@@ -444,6 +435,33 @@ class PreferenceTrainer(PairHealthMixin, PostTrainer):
                 self.tell([reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))])
         return done
 
+    @functools.cached_property
+    def pairs(self) -> PairWatch:
+        """Whether chosen answers are really better."""
+        options = {"compared": self.compared, "given": not self._own_reference}
+        return PairWatch(self.args, self.checks, self.processing_class, self.branches, **options)
+
+    def check_data(self) -> None:
+        """As every trainer's; then a reward model's opinion of pairs, where one is named."""
+        super().check_data()
+        self.pairs.agreement(self._raw, self.accelerator)
+
+    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+        """What the rewards of pairs say."""
+        yield from super().signs(logs)
+        yield from self.pairs.signs(logs, self.state, self._raw, self.train_dataset)
+
+    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+        """As every trainer's; policy and reference are compared before the first update, and margins are kept."""
+        terms, outputs = super().terms(model, batch)
+        if self.compared and model.training:
+            half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
+            loss = float(terms.terms.detach().mean()) if self.state.global_step == 0 and self.starts_at_ln_2() else None
+            known = {"step": self.state.global_step, "half": half, "loss": loss}
+            ratio = lambda: self.sums(outputs.logp, batch) - self.reference_logp(batch)  # noqa: E731
+            self.pairs.see(batch, ratio, **known, main=self.accelerator.is_main_process)
+        return terms, outputs
+
     # Rows --------------------------------------------------------------------------------------------------------
 
     def answer_options(self) -> AnswerOptions:
@@ -465,7 +483,7 @@ class PreferenceTrainer(PairHealthMixin, PostTrainer):
             stops = terminal_token_ids(self.processing_class)
             with self.preflight.looking("data", PAIR_CODES):
                 self.tell(check_pairs(answer_rows(sample, self.branches[:2]), limit=self.args.max_length, stops=stops))
-        return self.numbered(prepared) if training else prepared
+        return self.pairs.numbered(prepared) if training else prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """See `answer_rows`."""

@@ -329,3 +329,14 @@ def _take(dataset: Any, count: int) -> Iterator[dict[str, Any]]:
         if index == count:
             return
         yield row
+
+
+def with_lengths(dataset: Any, args: Any) -> Any:
+    """For samplers that want rows of like length: with the lengths, where no column ``input_ids`` tells them."""
+    name, wanted = args.length_column_name, ("group_by_length", "batch_rebalance")
+    known = getattr(dataset, "column_names", None) or ()
+    if args.train_sampling_strategy not in wanted or {name, "input_ids"} & set(known):
+        return dataset
+    columns = [dataset[column][:] for column in known if column.endswith("_ids")]
+    lengths = [sum(len(ids or ()) for ids in row) for row in zip(*columns, strict=True)]
+    return dataset.add_column(name, lengths) if lengths else dataset

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
-import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,16 @@ from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm
 from posttrain.report import checkpoints
-from posttrain.report.card import create_model_card
 from posttrain.types import Finding
 
-__all__ = ["CheckpointMixin", "checkpoint_bytes"]
+__all__ = [
+    "STATE_FILE",
+    "Checkpointer",
+    "MachineChecks",
+    "checkpoint_bytes",
+    "export_callbacks",
+    "special_token_findings",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -36,187 +40,90 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the s
 STATES = {"sgd": 0, "adafactor": 0, "lion": 1, "adagrad": 1, "rmsprop": 1}
 
 
-class CheckpointMixin:
-    """Writes checkpoints for `PostTrainer`, resumes from them, and looks at the machine before a run begins."""
+class Checkpointer:
+    """Writes checkpoints that are whole or not there, and removes those that are superfluous.
 
-    accelerator: Any
-    args: Any
-    counters: dict[str, float]
-    model: Any
-    processing_class: Any
-    record: Any
-    state: Any
-    _tokens_checked = False
-    _unmarked: Path | None = None  # A checkpoint whose callbacks may still add to it.
-    _in_loop = False
-    _run: str | None = None
+    A checkpoint is written into a folder of its own, moved to its place, and marked as whole once callbacks have added
+    what is theirs; only marked ones are resumed from.
 
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any
-    ) -> None:
-        """Write ``<output_dir>/README.md``: what the model is, how it was trained, how it is used."""
-        create_model_card(self, model_name, dataset_name, tags)
+    Args:
+        args: The trainer's config: ``output_dir``, ``save_total_limit``.
+        accelerator: Of the run.
+        lock: Of the run's folder; names the run.
+        size: Bytes that a checkpoint takes, about.
+    """
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is looked at, once."""
-        if not self._tokens_checked:
-            self._tokens_checked = True
-            with self.preflight.looking("config", ("PT-K101", "PT-K102", "PT-K103")):  # type: ignore[attr-defined]
-                self.tell(self._special_tokens())  # type: ignore[attr-defined]
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+    def __init__(self, args: Any, accelerator: Any, lock: Any, size: Callable[[], int]) -> None:
+        self.args, self.accelerator, self.lock, self.size = args, accelerator, lock, size
+        # The run that owns the folder, told to all ranks when training begins.
+        self._run: str | None = None
+        # A checkpoint whose callbacks may still add to it.
+        self._unmarked: Path | None = None
 
-    def _special_tokens(self) -> list[Finding]:
-        generation = getattr(causal_lm(self.model), "generation_config", None)
-        if generation is None:
-            return []
-        tokenizer = self.processing_class
-        end = turn_end(tokenizer)
-        return check_special_tokens(
-            pad=tokenizer.pad_token_id,
-            eos=tokenizer.eos_token_id,
-            generation_pad=generation.pad_token_id,
-            generation_eos=generation.eos_token_id,
-            turn_end=tokenizer.convert_tokens_to_ids(end) if end else None,
-        )
+    @property
+    def run(self) -> str:
+        """The run that checkpoints belong to."""
+        return self._run or self.lock.run
 
-    # Before training ---------------------------------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Resolve what to resume from, look at disk and memory, then train as the parent does."""
+    def resolve(self, resume_from_checkpoint: Any) -> str | None:
+        """The checkpoint to resume from, the same on all ranks; a resumed run goes on under the name of its first part."""
         resume = parallel.run_and_share(
             lambda: checkpoints.resolve_resume(resume_from_checkpoint, self.args.output_dir), self.accelerator
         )
-        if resume is not None:
-            self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
         own = (checkpoints.marker(Path(resume)) or {}).get("run") if resume else None
-        self._run = parallel.all_gather_objects([own or self.record.lock.run], self.accelerator)[0]
-        self.record.lock.run = self._run
-        parallel.run_and_share(lambda: self._look_at_machine(resumed=resume is not None), self.accelerator)
-        if not self.args.max_grad_norm and not self.is_deepspeed_enabled:  # type: ignore[attr-defined]
-            self.args.max_grad_norm = (
-                math.inf
-            )  # Nothing is clipped; but at 0 no norm is taken, and NaN reaches the weights.
-        return super().train(resume, **kwargs)  # type: ignore[misc]
+        self._run = parallel.all_gather_objects([own or self.lock.run], self.accelerator)[0]
+        self.lock.run = self._run
+        return resume
 
-    def _look_at_machine(self, *, resumed: bool) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        folder = Path(self.args.output_dir).expanduser()
-        self.record.lock.acquire()
-        try:
-            with self.preflight.looking("config", self._machine_codes()):  # type: ignore[attr-defined]
-                self.tell(self._machine_findings(folder, resumed=resumed))  # type: ignore[attr-defined]
-        except Exception:
-            self.record.lock.release()
-            raise
+    def save(self, write: Callable[[Path], None], folder: Path, state: Any) -> Path:
+        """Let ``write`` fill a checkpoint and put it in its place, still unmarked.
 
-    @property
-    def _saves(self) -> bool:
-        return str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) != "no"
-
-    @property
-    def _fills_gpu(self) -> bool:
-        return self.args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator)
-
-    def _machine_codes(self) -> tuple[str, ...]:
-        asked = {"PT-L001": True, "PT-L002": self._saves, "PT-L003": self._fills_gpu}
-        return tuple(code for code, here in asked.items() if here)
-
-    def _machine_findings(self, folder: Path, *, resumed: bool) -> Iterable[Finding | None]:
-        others = checkpoints.strangers(folder, self._run or "")
-        for path in checkpoints.leftovers(folder):  # The folder is ours, so nobody writes them any more.
-            logger.warning("%s was left half-written by a run that was killed; it is removed.", path)
-            shutil.rmtree(path, ignore_errors=True)
-        yield check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
-        needs = checkpoint_bytes(self.model, self.args)
-        if self._saves:
-            yield check_disk_space(free_disk(folder), needs, folder=str(folder), limit=self.args.save_total_limit)
-        if self._fills_gpu:
-            free, total = gpu_memory(self.args.device)
-            needed = _state_bytes(self.model, self.args) + sum(
-                p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad
-            )
-            yield check_gpu_memory(free, total, needed, device=str(self.args.device), others=gpu_processes())
-
-    # Writing -----------------------------------------------------------------------------------------------------
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self._in_loop = True
-        try:
-            super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._in_loop = False
-        self._complete_checkpoint()
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.create_model_card()
-        self._complete_checkpoint()
-        run = self._run or self.record.lock.run
-        folder = Path(self._get_output_dir(trial=trial))  # type: ignore[attr-defined]
-        final = folder / f"checkpoint-{self.state.global_step}"
-        part = checkpoints.staging(folder, self.state.global_step, run)
-        if trial is None and self.hp_search_backend is None:  # type: ignore[attr-defined]
-            self.store_flos()  # type: ignore[attr-defined]
-        if best := self.state.best_global_step:
+        Args:
+            write: Called on every rank with the folder to write into.
+            folder: Where checkpoints of the run are.
+            state: The trainer's; ``best_model_checkpoint`` is set where the best step's folder is known.
+        """
+        self.complete(state)
+        final = folder / f"checkpoint-{state.global_step}"
+        part = checkpoints.staging(folder, state.global_step, self.run)
+        if best := state.best_global_step:
             path = folder / f"checkpoint-{best}"
             if path == final or path.is_dir():
-                self.state.best_model_checkpoint = str(path)
-        parallel.run_and_share(lambda: self._write_checkpoint(part), self.accelerator)
-        parallel.run_and_share(lambda: self._publish(part, final, run), self.accelerator)
+                state.best_model_checkpoint = str(path)
+        parallel.run_and_share(lambda: self._write(write, part, state), self.accelerator)
+        parallel.run_and_share(lambda: self._publish(part, final, state), self.accelerator)
         self._unmarked = final
-        if not self._in_loop:
-            self._complete_checkpoint()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(final))  # type: ignore[attr-defined]
+        return final
 
-    def _write_checkpoint(self, part: Path) -> None:
-        """Everything of a checkpoint, beside its place."""
-        with self._whole_or_nothing(part):
+    def _write(self, write: Callable[[Path], None], part: Path, state: Any) -> None:
+        with self._whole_or_nothing(part, state):
             if self.accelerator.is_main_process:
-                self.record.lock.assert_held()
-            self.save_model(str(part), _internal_call=True)
-            if not self.args.save_only_model:
-                self._save_optimizer_and_scheduler(str(part))  # type: ignore[attr-defined]
-                self._save_scaler(str(part))  # type: ignore[attr-defined]
-                self._save_rng_state(str(part))
-            if self.args.should_save:
-                self._save_callbacks()
-                self.state.save_to_json(str(part / "trainer_state.json"))
+                self.lock.assert_held()
+            write(part)
 
-    def _save_callbacks(self) -> None:
-        """Put the state of callbacks that have one into the trainer's, as `transformers` reads it on resuming."""
-        for holder in (*self.callback_handler.callbacks, self.control):  # type: ignore[attr-defined]
-            if isinstance(holder, ExportableState):
-                name, kept = type(holder).__name__, self.state.stateful_callbacks
-                if isinstance(kept.get(name), list):
-                    kept[name].append(holder.state())
-                else:
-                    kept[name] = holder.state()
-
-    def _publish(self, part: Path, final: Path, run: str) -> None:
+    def _publish(self, part: Path, final: Path, state: Any) -> None:
         if self.args.should_save:
-            with self._whole_or_nothing(part):
-                checkpoints.publish(part, final, run)
+            with self._whole_or_nothing(part, state):
+                checkpoints.publish(part, final, self.run)
 
-    def _complete_checkpoint(self) -> None:
+    def complete(self, state: Any) -> None:
         """Mark the checkpoint that was written last, callbacks included, then remove those it makes superfluous."""
         final, self._unmarked = self._unmarked, None
         if final is None:
             return
         self.accelerator.wait_for_everyone()
-        parallel.run_and_share(lambda: self._mark(final), self.accelerator)
+        parallel.run_and_share(lambda: self._mark(final, state), self.accelerator)
 
-    def _mark(self, final: Path) -> None:
+    def _mark(self, final: Path, state: Any) -> None:
         if not self.args.should_save:
             return
-        run = self._run or self.record.lock.run
-        with self._whole_or_nothing(final, remove=False):
-            checkpoints.mark(final, run)
-            checkpoints.rotate(final.parent, run, self.args.save_total_limit, self.state.best_model_checkpoint)
+        with self._whole_or_nothing(final, state, remove=False):
+            checkpoints.mark(final, self.run)
+            checkpoints.rotate(final.parent, self.run, self.args.save_total_limit, state.best_model_checkpoint)
 
     @contextlib.contextmanager
-    def _whole_or_nothing(self, part: Path, *, remove: bool = True) -> Iterator[None]:
-        """What goes wrong while a checkpoint is written leaves nothing of it, and says what is still there."""
+    def _whole_or_nothing(self, part: Path, state: Any, *, remove: bool = True) -> Iterator[None]:
+        """What goes wrong while a checkpoint is written leaves nothing of it; the error names what is still there."""
         try:
             yield
         except CheckpointError:
@@ -230,9 +137,9 @@ class CheckpointMixin:
                 raise
             whole = checkpoints.last_complete_checkpoint(part.parent)
             raise CheckpointError(
-                f"the checkpoint of step {self.state.global_step} could not be written into {str(part.parent)!r}: {text} "
-                f"({size(free_disk(part.parent))} are free, a checkpoint needs about "
-                f"{size(checkpoint_bytes(self.model, self.args))}). Nothing half-written was left; "
+                f"the checkpoint of step {state.global_step} could not be written into {str(part.parent)!r}: {text} "
+                f"({size(free_disk(part.parent))} are free, a checkpoint needs about {size(self.size())}). Nothing "
+                "half-written was left; "
                 + (
                     f"the last whole one is {whole.name}: free some space and resume from it"
                     if whole
@@ -241,28 +148,76 @@ class CheckpointMixin:
                 + ", or set save_total_limit, save_only_model=True, or another output_dir."
             ) from error
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)  # type: ignore[misc]
-        name = f"{self.accelerator.process_index}_{STATE_FILE}"
-        Path(output_dir, name).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
 
-    # Reading -----------------------------------------------------------------------------------------------------
+def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
+    """Put the state of callbacks that have one into the trainer's, as `transformers` reads it on resuming."""
+    for holder in callbacks:
+        if isinstance(holder, ExportableState):
+            name, kept = type(holder).__name__, state.stateful_callbacks
+            if isinstance(kept.get(name), list):
+                kept[name].append(holder.state())
+            else:
+                kept[name] = holder.state()
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if checkpoint is None:
-            return
-        path = Path(checkpoint, f"{self.accelerator.process_index}_{STATE_FILE}")
-        if path.is_file():
-            self.load_saved_state(json.loads(path.read_text(encoding="utf-8")))
 
-    def state_to_save(self) -> dict[str, Any]:
-        """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
-        return {"counters": self.counters}
+def special_token_findings(model: Any, tokenizer: Any) -> list[Finding]:
+    """What the configs that are saved say of padding and stopping."""
+    generation = getattr(causal_lm(model), "generation_config", None)
+    if generation is None:
+        return []
+    end = turn_end(tokenizer)
+    return check_special_tokens(
+        pad=tokenizer.pad_token_id,
+        eos=tokenizer.eos_token_id,
+        generation_pad=generation.pad_token_id,
+        generation_eos=generation.eos_token_id,
+        turn_end=tokenizer.convert_tokens_to_ids(end) if end else None,
+    )
 
-    def load_saved_state(self, state: dict[str, Any]) -> None:
-        """Undo `state_to_save`."""
-        self.counters = state["counters"]
+
+class MachineChecks:
+    """Disk, memory and foreign checkpoints, checked before a run begins.
+
+    Args:
+        model: With the parameters that are trained.
+        args: The trainer's config.
+        shards: Whether parameters are sharded over processes.
+    """
+
+    def __init__(self, model: Any, args: Any, *, shards: bool) -> None:
+        self.model, self.args = model, args
+        self.saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+        self.fills_gpu = args.device.type == "cuda" and not shards
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """What is looked for."""
+        asked = {"PT-L001": True, "PT-L002": self.saves, "PT-L003": self.fills_gpu}
+        return tuple(code for code, here in asked.items() if here)
+
+    def findings(self, run: str, *, resumed: bool) -> Iterable[Finding | None]:
+        """What was found; folders that a killed run left half-written are removed.
+
+        Args:
+            run: The run that the folder belongs to.
+            resumed: Whether it goes on from a checkpoint.
+        """
+        folder = Path(self.args.output_dir).expanduser()
+        others = checkpoints.strangers(folder, run)
+        # The folder is ours, so nobody writes them any more.
+        for path in checkpoints.leftovers(folder):
+            logger.warning("%s was left half-written by a run that was killed; it is removed.", path)
+            shutil.rmtree(path, ignore_errors=True)
+        yield check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
+        needs = checkpoint_bytes(self.model, self.args)
+        if self.saves:
+            yield check_disk_space(free_disk(folder), needs, folder=str(folder), limit=self.args.save_total_limit)
+        if self.fills_gpu:
+            free, total = gpu_memory(self.args.device)
+            needed = _state_bytes(self.model, self.args) + sum(
+                p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad
+            )
+            yield check_gpu_memory(free, total, needed, device=str(self.args.device), others=gpu_processes())
 
 
 def checkpoint_bytes(model: Any, args: Any) -> int:

@@ -12,15 +12,16 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
 import pyarrow
 import pyarrow.compute
 import torch
+import transformers
 from accelerate import PartialState
 from torch import nn
 
@@ -38,21 +39,22 @@ from posttrain.checks.samples import (
     fault,
     too_many,
 )
+from posttrain.data.forest import Layout
 from posttrain.data.formats import get_dataset_column_names
 from posttrain.data.templates import PROBLEMS
 from posttrain.errors import PosttrainError, PreflightError
-from posttrain.metrics import mean
+from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.report.lock import NAME as LOCK
 from posttrain.report.record import describe_run
 from posttrain.rollouts.episodes.environments import EMPTY_PROMPT
-from posttrain.training.data_report import DataReportMixin, describe_batches, refuse_data, template_findings
+from posttrain.training.data_report import describe_batches, refuse_data, template_findings
 from posttrain.types import Batch, Finding, Row
 
 __all__ = [
-    "HealthMixin",
-    "PreflightMixin",
+    "Checks",
     "is_open",
+    "log_codes",
     "model_config_of",
     "note_suspects",
     "row_codes",
@@ -218,101 +220,251 @@ FILE = "preflight.json"
 SAMPLE, FEW, SECONDS = 256, 16, 2.0  # Rows that are looked at, unless the first few show that they would take longer.
 
 
-class PreflightMixin(DataReportMixin):
-    """Runs every check of `posttrain.checks` at its moment and tells what it found."""
+class Checks(transformers.TrainerCallback):
+    """Everything that is checked of a run: its config, its data, its first batch, every step, every log line.
 
-    signs_of: ClassVar[str] = ""  # Letters of the codes that `signs` looks for,
-    looked_apart: ClassVar[tuple[str, ...]] = ()  # but for these, which have a moment of their own.
-    args: Any
-    model: Any = None
-    processing_class: Any = None
-    state: Any = None
-    record: Any = None
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    _preflight_written = False
-    _peft_config: Any = None
-    _model_config: Any = None
+    The main process looks and all ranks get its findings, so that an error ends all of them. Every method must be called
+    by all ranks.
 
-    @cached_property
-    def preflight(self) -> Preflight:
-        """What was looked for in this run, and what was seen."""
-        return Preflight(self.args.preflight, self.args.silence_findings)
+    Args:
+        args: The trainer's config.
+        trainer: The trainer's command name, such as ``"grpo"``.
+        ignored_codes: Codes of findings that do not concern this method's rows.
+        log_codes: Codes that the method's own checks of log lines (`log_checks`) may find.
+        zero_gradient_is_normal: Whether a step may move nothing: online, where all rewards of all groups are equal.
+        fills_prompts: Whether environments write the prompts, so that those of the dataset may be empty and alike.
+    """
 
-    # The four moments --------------------------------------------------------------------------------------------
+    def __init__(
+        self,
+        args: Any,
+        *,
+        trainer: str,
+        ignored_codes: frozenset[str] = frozenset(),
+        log_codes: tuple[str, ...] = (),
+        zero_gradient_is_normal: bool = False,
+        fills_prompts: bool = False,
+    ) -> None:
+        self.args = args
+        self.preflight = Preflight(args.preflight, args.silence_findings)
+        self.context = Context(
+            trainer, args, processes=PartialState().num_processes, parts={"beside_the_point": ignored_codes}
+        )
+        self.log_codes, self.zero_gradient_is_normal = log_codes, zero_gradient_is_normal
+        self.fills_prompts = fills_prompts
+        # What the line that was just logged says of the run: functions of the line, one a component.
+        self.log_checks: list[Callable[[dict[str, float]], Iterable[Finding | None]]] = []
+        self.record: Any = None
+        # Tokens of the largest pass, and of the longest sequence, that were trained.
+        self.largest_seen = (0, 0)
+        # Tokens of the longest sequence of the training set, once it was looked for.
+        self.longest_of_data = 0
+        # Tokens of this rank's sequences, and tokens computed, padding included.
+        self.tokens_seen = (0, 0)
+        self._trained: tuple[float, ...] = ()
+        self._steps = self._bad_steps = 0
+        self._first_gradients_checked = self._lengths_reported = self._written = False
+        self._overlong: list[Finding] = []
 
-    def check_config(self, model: Any, train_dataset: Any, eval_dataset: Any, peft_config: Any) -> Any:
+    def knows(self, *, parts: Mapping[str, Any] | None = None, **fields: Any) -> None:
+        """Give probes what has come to be known of the run: fields of `Context`, and parts by name."""
+        for name, value in fields.items():
+            setattr(self.context, name, value)
+        self.context.parts = {**self.context.parts, **(parts or {})}
+
+    # The moments -------------------------------------------------------------------------------------------------
+
+    def config(self, model: Any, train_dataset: Any, eval_dataset: Any, peft_config: Any) -> Any:
         """First moment, before a weight is loaded; returns the training set without the rows that ``bad_rows`` drops."""
-        self._peft_config, self._raw = peft_config, train_dataset
-        self._model_config = model_config_of(model, self.args)
+        self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
         self.look("config", train_dataset=train_dataset, eval_dataset=eval_dataset)
         state = PartialState()
         with parallel.failing_together(state), self.preflight.looking("data", row_codes(train_dataset)):
             main = state.is_main_process
-            train_dataset, findings = usable_rows(train_dataset, self.args, main=main, filled=self._fills_prompts)
+            train_dataset, findings = usable_rows(train_dataset, self.args, main=main, filled=self.fills_prompts)
             self.tell(findings)
             if self.args.strict_data and any(found.severity != "info" for found in findings):
                 refuse_data([describe(found) for found in findings])
         return train_dataset
 
-    def check_data(self) -> None:
-        """Second moment: the training set is tokenised, and a sample of it is looked at."""
-        rows = self._sampled_rows() if self.preflight.active else []
+    def start(self, model: nn.Module, layout: Layout, mixed_precision: str) -> None:
+        """Once the model is there: precision of what is trained, where layers are placed, dense masks over long rows."""
+        trainable: dict[str, int] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                name = str(parameter.dtype).removeprefix("torch.")
+                trainable[name] = trainable.get(name, 0) + parameter.numel()
+        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision)
+        config: Any = getattr(model, "config", None)
+        implementation = str(getattr(config.get_text_config() if config else None, "_attn_implementation", None))
+        packed = layout.kind == "tree"
+        with self.preflight.looking("config", ("PT-C001", "PT-C002", "PT-C003", "PT-C004", "PT-C005")):
+            self.tell([
+                checks.check_precision(trainable, learning_rate=self.args.learning_rate, autocast=mixed),
+                checks.check_devices(
+                    visible=max(self.args.n_gpu, 1),
+                    processes=self.context.processes,
+                    placed=(getattr(model, "hf_device_map", None) or {}).values(),
+                ),
+                checks.check_dense_masks(implementation, packed=packed, row_tokens=layout.row_tokens),
+            ])  # fmt: skip
+
+    def data(self, raw: Any, eval_dataset: Any, rows_of: Callable[[list[Any]], list[Row]], prepared: Any) -> None:
+        """Second moment: the training set is tokenised, and a sample of its rows is looked at.
+
+        Args:
+            raw: The training set as it was given.
+            eval_dataset: Likewise.
+            rows_of: Makes rows of prepared examples.
+            prepared: The training set as it is trained.
+        """
+        active = self.preflight.active
+        rows = self._sampled_rows(rows_of, prepared) if active else []
         limit = getattr(self.args, "max_length", None)
-        self.look("data", train_dataset=self._raw, eval_dataset=self.eval_dataset, rows=rows, limit=limit)
-        if self.preflight.active:
+        self.look("data", train_dataset=raw, eval_dataset=eval_dataset, rows=rows, limit=limit)
+        if active:
             with self.preflight.looking("data", tuple(PROBLEMS)):
-                found = template_findings(self._raw, self.processing_class)
+                found = template_findings(raw, self.context.tokenizer)
                 self.tell(replace(f, severity="warning" if f.severity == "error" else "info") for f in found)
 
-    def check_first_batch(self, batches: Sequence[Any]) -> None:
-        """Third moment: what the first optimiser step holds."""
-        self.look("first_batch", batches=batches)
-        self.write_preflight()
+    def step(
+        self, batches: Sequence[Batch], tokens: float, sequences: float, overlong: float, state: Any
+    ) -> dict[str, Metric]:
+        """Third moment, at the first optimiser step, and what every one holds; ends a run that trains no token.
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Fourth moment: write the line, then look at the log it ends."""
-        super().log(logs, start_time)  # type: ignore[misc]
+        Online, steps whose completions are all masked are part of learning: the checks of rewards, lengths and gradients
+        tell of those that never end.
+
+        Args:
+            batches: Of this rank.
+            tokens: That carry loss, over all ranks.
+            sequences: Over all ranks.
+            overlong: Ranks with a sequence beyond the model's positions (`has_overlong_sequence`).
+            state: The trainer's.
+
+        Returns:
+            What to log of the step.
+        """
+        widths = [
+            (batch.input_ids.numel(), int(batch.position_ids.max()) + 1) for batch in batches if batch.input_ids.numel()
+        ]
+        passes, lengths = zip(*widths, self.largest_seen, strict=True)
+        self.largest_seen = max(passes), max(lengths)
+        with self.preflight.looking("log_step", ("PT-T003",)):
+            found = parallel.all_gather_objects(self._overlong, PartialState()) if overlong else []
+            self.tell(found[:1])
+        if self._steps == 0:
+            self.look("first_batch", batches=batches)
+            self.write()
+            if self.record is not None and state.global_step == 0:
+                self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
+        self._trained = (*self._trained, tokens)[-checks.EMPTY_STEPS :]
+        if not self.zero_gradient_is_normal:
+            with self.preflight.looking("log_step", ("PT-T001",)):
+                self.tell([checks.check_trained_tokens([int(count) for count in self._trained])])
+        real = sum(batch.num_tokens for batch in batches)
+        computed = sum(batch.input_ids.numel() for batch in batches)
+        self.tokens_seen = (self.tokens_seen[0] + real, self.tokens_seen[1] + computed)
+        self._check_economy(state)
+        return {
+            "documents": mean(sequences),
+            "trained_tokens": mean(tokens),
+            "padding_share": mean(1 - real / computed if computed else 0.0, weight=float(computed)),
+        }
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Fourth moment: the line is written; look at the log that it ends."""
         if not self.preflight.active:
             return
-        with self.preflight.looking("log_step", _sign_codes(self.signs_of, self.looked_apart)):
-            self.tell_from_main(lambda: [*self.signs(logs), *self._probed("log_step", history=self.state.log_history)])
-        if self._preflight_written:  # From the first step on the folder is ours.
-            self.write_preflight()
+        with self.preflight.looking("log_step", self.log_codes):
+            self.tell_from_main(
+                lambda: [
+                    *(found for check in self.log_checks for found in check(logs or {})),
+                    *self._probed("log_step", history=state.log_history),
+                ]
+            )
+        # From the first step on the folder is ours.
+        if self._written:
+            self.write()
 
-    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
-        """What the line that was just logged says about the run; a method adds its own."""
-        return ()
+    # Steps and gradients -----------------------------------------------------------------------------------------
 
-    # Looking and telling -----------------------------------------------------------------------------------------
+    def has_overlong_sequence(self, batches: Sequence[Batch]) -> float:
+        """Return 1.0 if a local sequence exceeds max_position_embeddings (reported once); all-reduced with the counts."""
+        longest = max((int(batch.position_ids.max()) + 1 for batch in batches if batch.position_ids.numel()), default=0)
+        config = getattr(self.context.model, "config", None)
+        text = None if config is None or self._lengths_reported else config.get_text_config()
+        rotary = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
+        finding = checks.check_positions(longest, getattr(text, "max_position_embeddings", None), rotary=rotary)
+        self._lengths_reported = self._lengths_reported or finding is not None
+        self._overlong = [finding] if finding is not None else []
+        return float(len(self._overlong))
+
+    def _check_economy(self, state: Any) -> None:
+        """Once, after a few steps: padding that is computed, and memory that is never used."""
+        self._steps += 1
+        if self._steps != min(checks.ECONOMY_STEPS + 1, max(int(state.max_steps or 1), 1)):
+            return
+        peak, total = device_memory(self.args.device)
+        checkpointing = bool(getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing)
+        with self.preflight.looking("log_step", ("PT-T002", "PT-T004")):
+            self.tell([
+                checks.check_padding(*self.tokens_seen),
+                checks.check_idle_memory(peak=peak, total=total, checkpointing=checkpointing, steps=self._steps - 1),
+            ])  # fmt: skip
+
+    def gradient(self, norm: Any, model: nn.Module, *, scaled: bool, sharded: bool, step: int) -> bool:
+        """Whether a step's gradient is finite; of the first one, also whether every parameter has one.
+
+        Args:
+            norm: Before clipping; None where it was not computed.
+            model: With the gradients.
+            scaled: Whether a float16 scaler skips steps that overflow.
+            sharded: Whether a parameter's gradient is spread over ranks.
+            step: The optimiser step, from 1.
+
+        Raises:
+            PosttrainError: The third gradient in a row is not finite.
+        """
+        if norm is None or scaled or bool(torch.isfinite(torch.as_tensor(norm))):
+            self._bad_steps = 0
+            if not sharded:
+                self._check_first_gradients(model)
+            return True
+        self._bad_steps += 1
+        logger.warning(
+            "step %d: the gradient norm is %s, so this step is skipped (%d in a row).", step, norm, self._bad_steps
+        )
+        if self._bad_steps == BAD_STEPS:
+            raise PosttrainError(
+                f"{BAD_STEPS} steps in a row had a gradient norm of {norm}. Fix: lower learning_rate or max_grad_norm, try "
+                "bf16=False, and look at the rows of these steps; the last checkpoint is intact."
+            )
+        return False
+
+    def _check_first_gradients(self, model: nn.Module) -> None:
+        # A step without a trained token has no gradient, rightly; the next one will tell.
+        if self._first_gradients_checked or not sum(self._trained):
+            return
+        self._first_gradients_checked = True
+        norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+        if self.zero_gradient_is_normal:
+            norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
+        with self.preflight.looking("first_batch", ("PT-B001", "PT-B002", "PT-B003")):
+            self.tell([checks.check_first_gradients(norms)])
+
+    # Looking and reporting ---------------------------------------------------------------------------------------
 
     def look(self, moment: Moment, **known: Any) -> None:
-        """Run all probes of a moment on the main process and tell every rank what they see."""
+        """Run all probes of a moment on the main process and report to every rank what they find."""
         self.tell_from_main(lambda: self._probed(moment, **known))
 
     def _probed(self, moment: Moment, **known: Any) -> list[Finding]:
-        named = {name: known.pop(name) for name in tuple(known) if name in Context.__dataclass_fields__}
-        context = Context(
-            trainer=type(self).__name__.removesuffix("Trainer").lower(),
-            args=self.args,
-            model_config=self._model_config,
-            model=self.model,
-            tokenizer=self.processing_class,
-            peft_config=self._peft_config,
-            processes=PartialState().num_processes,
-            parts={
-                "trainer": self,
-                "rewards": getattr(self, "rewards", None),
-                "beside_the_point": self.beside_the_point,
-                **known,
-            },
-        )
-        for name, value in named.items():
-            setattr(context, name, value)
-        return self.preflight.run(moment, context)
+        fields = {name: known.pop(name) for name in tuple(known) if name in Context.__dataclass_fields__}
+        return self.preflight.run(moment, replace(self.context, **fields, parts={**self.context.parts, **known}))
 
     def tell(self, findings: Iterable[Finding | None]) -> None:
-        """Tell findings that every rank has; an error among them ends the run.
+        """Report findings that every rank has; an error among them ends the run.
 
         Raises:
             PreflightError: With every error.
@@ -321,12 +473,12 @@ class PreflightMixin(DataReportMixin):
             told = self.preflight.tell(findings, log=PartialState().is_main_process)
         except PreflightError as error:
             self._keep(error.findings)
-            self.write_preflight(refused=True)
+            self.write(refused=True)
             raise
         self._keep(told)
 
     def tell_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
-        """Let the main process look and every rank hear it; all ranks must call this."""
+        """Let the main process look and report to every rank; all ranks must call this."""
         state = PartialState()
         found = parallel.run_and_share(lambda: list(look()) if state.is_main_process else [], state)  # type: ignore[arg-type]
         self.tell(parallel.all_gather_objects(found, state))  # type: ignore[arg-type]
@@ -335,7 +487,7 @@ class PreflightMixin(DataReportMixin):
         if self.record is not None:
             self.record.add_findings(findings)
 
-    def write_preflight(self, *, refused: bool = False) -> None:
+    def write(self, *, refused: bool = False) -> None:
         """Write ``preflight.json`` into the run's folder where something new is known; the main process alone.
 
         Args:
@@ -344,41 +496,37 @@ class PreflightMixin(DataReportMixin):
         if not PartialState().is_main_process or not (self.preflight.changed or refused):
             return
         folder = Path(self.args.output_dir or ".").expanduser()
-        if refused and not self._preflight_written and (folder / LOCK).exists() and self.record is None:
+        if refused and not self._written and (folder / LOCK).exists() and self.record is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
         content = self.preflight.to_dict() | {"refused": refused, "versions": describe_run()["versions"]}
         part = folder / f"{FILE}.part"
         part.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
         os.replace(part, folder / FILE)
-        self._preflight_written, self.preflight.changed = True, False
+        self._written, self.preflight.changed = True, False
 
-    @property
-    def _fills_prompts(self) -> bool:
-        """Whether environments say what is to be done, each time anew: prompts left to them are empty, and all alike."""
-        return getattr(self, "environments", None) is not None
-
-    def _examples(self, dataset: Any, count: int) -> list[Any]:
-        rows = (dataset[i] for i in _spread(len(dataset), count))
-        return [row for row in rows if not is_open(row, self._fills_prompts)]
-
-    def _sampled_rows(self) -> list[Row]:
+    def _sampled_rows(self, rows_of: Callable[[list[Any]], list[Row]], dataset: Any) -> list[Row]:
         """Rows spread over the training set, as many as are made in a second or two; none where they cannot be made."""
-        dataset = self.train_dataset
         if dataset is None or isinstance(dataset, datasets.IterableDataset) or not len(dataset):
             return []
         started = time.perf_counter()
         try:
-            rows = self._rows_of(self._examples(dataset, FEW))
+            rows = rows_of(self._examples(dataset, FEW))
             spent = max(time.perf_counter() - started, 1e-6)
             count = min(SAMPLE, int(SECONDS / spent * FEW))
-            return rows if count <= FEW else self._rows_of(self._examples(dataset, count))
-        except PosttrainError:  # What is wrong with such rows is told where they are trained, by number.
+            return rows if count <= FEW else rows_of(self._examples(dataset, count))
+        # What is wrong with such rows is told where they are trained, by number.
+        except PosttrainError:
             return []
+
+    def _examples(self, dataset: Any, count: int) -> list[Any]:
+        rows = (dataset[i] for i in _spread(len(dataset), count))
+        return [row for row in rows if not is_open(row, self.fills_prompts)]
 
 
 @cache
-def _sign_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
+def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
+    """Codes of these letters that are looked for at log lines, but for those ``apart``, which have a moment of their own."""
     return tuple(code for letter in letters for code in codes_of(letter, "log_step") if code not in apart)
 
 
@@ -403,140 +551,6 @@ def model_config_of(model: Any, args: Any) -> Any:
 
 
 BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
-
-
-class HealthMixin(PreflightMixin):
-    """Runs `posttrain.checks` for `PostTrainer` and says what they find."""
-
-    args: Any
-    accelerator: Any
-    model: Any
-    layout: Any
-    state: Any
-    processing_class: Any
-    zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
-    _bad_steps = 0
-    _first_step_checked = False
-    _trained: tuple[float, ...] = ()
-    _tokens = (0, 0)  # Of sequences, and computed with padding.
-    _steps = 0
-    _told_lengths = False
-    _lengths_found: list[Finding] = []  # noqa: RUF012  Replaced, never changed.
-
-    def check_start(self) -> None:
-        """Precision of what is trained, where layers lie, dense masks over long rows; rows where ``strict_data`` asks."""
-        if self.args.strict_data and self.train_dataset is not None:
-            self.data_report()
-        trainable: dict[str, int] = {}
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                name = str(parameter.dtype).removeprefix("torch.")
-                trainable[name] = trainable.get(name, 0) + parameter.numel()
-        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision)
-        text = self.model.config.get_text_config() if hasattr(self.model, "config") else None
-        implementation = str(getattr(text, "_attn_implementation", None))
-        with self.preflight.looking("config", ("PT-C001", "PT-C002", "PT-C003", "PT-C004", "PT-C005")):
-            self.tell([
-                checks.check_precision(trainable, learning_rate=self.args.learning_rate, autocast=mixed),
-                checks.check_devices(
-                    visible=max(self.args.n_gpu, 1),
-                    processes=self.accelerator.num_processes,
-                    placed=(getattr(self.model, "hf_device_map", None) or {}).values(),
-                ),
-                checks.check_dense_masks(
-                    implementation, packed=self.layout.kind == "tree", row_tokens=self.layout.row_tokens
-                ),
-            ])  # fmt: skip
-        self.check_data()
-
-    def check_step(self, batches: Sequence[Batch], tokens: float, sequences: float, alarms: float = 0.0) -> None:
-        """Count what an optimiser step holds, and end a run whose latest steps held no trained token.
-
-        Online, steps whose completions are all masked are part of learning: the checks of rewards, lengths and gradients
-        tell of those that never end.
-
-        Args:
-            batches: Of this rank.
-            tokens: That carry loss, over all ranks.
-            sequences: Over all ranks.
-            alarms: Ranks with something to tell of their own batches (`alarm`).
-        """
-        with self.preflight.looking("log_step", ("PT-T003",)):
-            found = parallel.all_gather_objects(self._lengths_found, self.accelerator) if alarms else []
-            self.tell(found[:1])
-        if self._steps == 0:
-            self.check_first_batch(batches)
-        if self._steps == 0 and self.record is not None and self.state.global_step == 0:
-            self.record.add_data(lambda: describe_batches(batches, self.processing_class))
-        self._trained = (*self._trained, tokens)[-checks.EMPTY_STEPS :]
-        if not self.zero_gradient_is_normal:
-            with self.preflight.looking("log_step", ("PT-T001",)):
-                self.tell([checks.check_trained_tokens([int(count) for count in self._trained])])
-        real = sum(batch.num_tokens for batch in batches)
-        computed = sum(batch.input_ids.numel() for batch in batches)
-        share = 1 - real / computed if computed else 0.0
-        self.log_metrics_now({  # type: ignore[attr-defined]
-            "documents": mean(sequences),
-            "trained_tokens": mean(tokens),
-            "padding_share": mean(share, weight=float(computed)),
-        })  # fmt: skip
-        self._tokens = (self._tokens[0] + real, self._tokens[1] + computed)
-        self._check_economy()
-
-    def alarm(self, batches: Sequence[Batch]) -> float:
-        """1 where a sequence of this rank is too long for the model, told once; it travels with the step's counts."""
-        longest = max((int(batch.position_ids.max()) + 1 for batch in batches if batch.position_ids.numel()), default=0)
-        config = getattr(self.model, "config", None)
-        text = None if config is None or self._told_lengths else config.get_text_config()
-        rotary = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
-        finding = checks.check_positions(longest, getattr(text, "max_position_embeddings", None), rotary=rotary)
-        self._told_lengths = self._told_lengths or finding is not None
-        self._lengths_found = [finding] if finding is not None else []
-        return float(len(self._lengths_found))
-
-    def _check_economy(self) -> None:
-        """Once, when a few steps have shown it: padding that is computed, and memory that lies idle."""
-        self._steps += 1
-        if self._steps != min(checks.ECONOMY_STEPS + 1, max(int(self.state.max_steps or 1), 1)):
-            return
-        peak, total = device_memory(self.args.device)
-        checkpointing = bool(getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing)
-        with self.preflight.looking("log_step", ("PT-T002", "PT-T004")):
-            self.tell([
-                checks.check_padding(*self._tokens),
-                checks.check_idle_memory(peak=peak, total=total, checkpointing=checkpointing, steps=self._steps - 1),
-            ])  # fmt: skip
-
-    def _check_first_step(self, model: nn.Module) -> None:
-        if self._first_step_checked or parallel.shards_parameters(self.accelerator) or not sum(self._trained):
-            return  # A step without a trained token has no gradient, rightly; the next one will tell.
-        self._first_step_checked = True
-        norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
-        if self.zero_gradient_is_normal:
-            norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
-        with self.preflight.looking("first_batch", ("PT-B001", "PT-B002", "PT-B003")):
-            self.tell([checks.check_first_gradients(norms)])
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip; a gradient that is not finite must not reach the weights, and three in a row end the run."""
-        norm = super()._clip_grad_norm(model)  # type: ignore[misc]
-        if norm is None or self.accelerator.mixed_precision == "fp16" or bool(torch.isfinite(torch.as_tensor(norm))):
-            self._bad_steps = 0
-            self._check_first_step(model)
-            return norm
-        self._bad_steps += 1
-        logger.warning(
-            "step %d: the gradient norm is %s, so this step is skipped (%d in a row).",
-            self.state.global_step + 1, norm, self._bad_steps,
-        )  # fmt: skip
-        if self._bad_steps == BAD_STEPS:
-            raise PosttrainError(
-                f"{BAD_STEPS} steps in a row had a gradient norm of {norm}. Lower learning_rate or max_grad_norm, try "
-                "bf16=False, and look at the rows of these steps; the last checkpoint is intact."
-            )
-        for parameter in model.parameters():
-            parameter.grad = None
-        return norm
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

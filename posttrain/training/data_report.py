@@ -6,12 +6,12 @@ import itertools
 import json
 import logging
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
 import transformers
@@ -28,10 +28,12 @@ from posttrain.types import Batch, Finding, Row
 __all__ = [
     "DataReport",
     "DataReportCallback",
-    "DataReportMixin",
     "describe_batches",
+    "describe_data",
+    "prompt_rows",
     "refuse_data",
     "template_findings",
+    "warnings_are_errors",
 ]
 
 logger = logging.getLogger(__name__)
@@ -103,89 +105,86 @@ class DataReport:
         return "\n".join(lines).replace("]][[", "")
 
 
-class DataReportMixin:
-    """Gives a trainer `data_report`, and makes warnings about data errors where ``strict_data`` says so."""
+@contextmanager
+def warnings_are_errors(strict: bool) -> Iterator[None]:
+    """With ``strict``, what is warned of while data is prepared is an error at the end.
 
-    args: Any
-    processing_class: Any
-    train_dataset: Any
-    rows: Any
-    beside_the_point: ClassVar[frozenset[str]] = frozenset()  # Codes that do not concern this method's rows.
-    _raw: Any = None
+    Raises:
+        DataError: Something was warned of; all of it is told.
+    """
+    told = _Listener()
+    package = logging.getLogger("posttrain")
+    package.addHandler(told)
+    try:
+        yield
+    finally:
+        package.removeHandler(told)
+    if strict and told.said:
+        refuse_data(told.said)
 
-    @contextmanager
-    def strict_about_data(self, strict: bool) -> Iterator[None]:
-        """With ``strict``, what is warned of while data is prepared is an error at the end.
 
-        Raises:
-            DataError: Something was warned of; all of it is told.
-        """
-        told = _Listener()
-        package = logging.getLogger("posttrain")
-        package.addHandler(told)
-        try:
-            yield
-        finally:
-            package.removeHandler(told)
-        if strict and told.said:
-            refuse_data(told.said)
+def describe_data(
+    raw: Any,
+    prepared: Any,
+    rows_of: Callable[[list[dict[str, Any]]], list[Row]],
+    tokenizer: Any,
+    args: Any,
+    *,
+    report: Any = None,
+    ignored_codes: frozenset[str] = frozenset(),
+    count: int = ROWS,
+) -> DataReport:
+    """What the training set looks like to the model, from a few rows spread over it; takes well under two seconds.
 
-    def data_report(self, rows: int = ROWS) -> DataReport:
-        """What the training set looks like to the model, from a few rows spread over it; takes well under two seconds.
+    Args:
+        raw: The training set as it was given.
+        prepared: As it is trained.
+        rows_of: Makes rows of prepared examples.
+        tokenizer: Of the run.
+        args: The trainer's config: ``max_length``, ``strict_data``.
+        report: What preparation counted (``rows_out``, ``dropped``), where it did.
+        ignored_codes: Codes of findings that do not concern these rows.
+        count: Rows to look at, at most.
 
-        Args:
-            rows: How many to look at, at most.
-
-        Raises:
-            DataError: ``strict_data`` is set and there is something to warn of.
-
-        >>> print(trainer.data_report())  # doctest: +SKIP
-        """
-        examples = _spread(self.train_dataset, rows)
-        made = self._rows_of(examples)
-        report = _describe(made, self.processing_class)
-        streams = isinstance(self._raw, datasets.IterableDataset) or not hasattr(self._raw, "__len__")
-        prepared = getattr(self, "reports", {}).get("train")
-        report.rows_in = None if streams else len(self._raw)
-        report.rows_out = None if streams else getattr(prepared, "rows_out", 0) or len(self.train_dataset)
-        report.dropped = dict(getattr(prepared, "dropped", {}))
-        limit = getattr(self.args, "max_length", None)
-        if examples and LENGTHS in examples[0] and limit:
-            report.packing_fill = statistics.fmean(len(example["input_ids"]) for example in examples) / limit
-        labels = [str(bool(example["label"])) for example in examples if isinstance(example.get("label"), bool | int)]
-        report.labels = {label: labels.count(label) for label in sorted(set(labels))}
-        found = check_rows(made, self.processing_class, limit=limit) if made else []
-        report.findings = [*template_findings(self._raw, self.processing_class), *found]
-        report.findings = [finding for finding in report.findings if finding.code not in self.beside_the_point]
-        worse = [f"{f.code}: {f.what} ({f.where}) {f.fix}" for f in report.findings if f.severity != "info"]
-        if worse and getattr(self.args, "strict_data", False):
-            refuse_data(worse)
-        return report
-
-    def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
-        try:
-            return self.rows(examples)
-        except NotImplementedError:  # Completions come later: prompts alone.
-            pass
-        if examples and "input_ids" in examples[0]:
-            return [Row(list(example["input_ids"]), [], []) for example in examples]
-        kwargs = getattr(self.args, "chat_template_kwargs", None) or {}
-        ids = tokenize_prompts(examples, self.processing_class, chat_template_kwargs=kwargs) if examples else []
-        return [Row(prompt, [], []) for prompt in ids]
+    Raises:
+        DataError: ``strict_data`` is set and there is something to warn of.
+    """
+    examples = _spread(prepared, count)
+    made = rows_of(examples)
+    found = _describe(made, tokenizer)
+    streams = isinstance(raw, datasets.IterableDataset) or not hasattr(raw, "__len__")
+    found.rows_in = None if streams else len(raw)
+    found.rows_out = None if streams else getattr(report, "rows_out", 0) or len(prepared)
+    found.dropped = dict(getattr(report, "dropped", {}))
+    limit = getattr(args, "max_length", None)
+    if examples and LENGTHS in examples[0] and limit:
+        found.packing_fill = statistics.fmean(len(example["input_ids"]) for example in examples) / limit
+    labels = [str(bool(example["label"])) for example in examples if isinstance(example.get("label"), bool | int)]
+    found.labels = {label: labels.count(label) for label in sorted(set(labels))}
+    findings = [*template_findings(raw, tokenizer), *(check_rows(made, tokenizer, limit=limit) if made else [])]
+    found.findings = [finding for finding in findings if finding.code not in ignored_codes]
+    worse = [f"{f.code}: {f.what} ({f.where}) {f.fix}" for f in found.findings if f.severity != "info"]
+    if worse and getattr(args, "strict_data", False):
+        refuse_data(worse)
+    return found
 
 
 class DataReportCallback(transformers.TrainerCallback):
-    """Logs the trainer's `data_report` when training begins, and keeps it as ``data_report.json`` in the run's folder."""
+    """Logs the data report when training begins, and keeps it as ``data_report.json`` in the run's folder.
 
-    def __init__(self, trainer: DataReportMixin) -> None:
-        self.trainer = trainer
+    Args:
+        report: Makes it; see `PostTrainer.data_report`.
+    """
+
+    def __init__(self, report: Callable[[], DataReport]) -> None:
+        self.report = report
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Main process alone; a report never stops a run, unless ``strict_data`` says that it must."""
-        if not state.is_world_process_zero or self.trainer.train_dataset is None:
+        if not state.is_world_process_zero:
             return
         try:
-            report = self.trainer.data_report()
+            report = self.report()
         except DataError:
             raise
         except Exception as error:
@@ -196,6 +195,15 @@ class DataReportCallback(transformers.TrainerCallback):
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(report.to_dict(), indent=2, ensure_ascii=False)
         (folder / "data_report.json").write_text(text + "\n", encoding="utf-8", errors="replace")
+
+
+def prompt_rows(examples: list[dict[str, Any]], tokenizer: Any, args: Any) -> list[Row]:
+    """Rows of prompts alone, for methods whose completions come later."""
+    if examples and "input_ids" in examples[0]:
+        return [Row(list(example["input_ids"]), [], []) for example in examples]
+    kwargs = getattr(args, "chat_template_kwargs", None) or {}
+    ids = tokenize_prompts(examples, tokenizer, chat_template_kwargs=kwargs) if examples else []
+    return [Row(prompt, [], []) for prompt in ids]
 
 
 class _Listener(logging.Handler):

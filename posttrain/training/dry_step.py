@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -22,10 +22,13 @@ from posttrain.models.activations import get_act_offloading_ctx_manager, keep_la
 from posttrain.models.device_memory import available_memory, in_use, peak_in_use, reset_peak
 from posttrain.models.forward import causal_lm, forward
 from posttrain.models.memory_estimate import optimizer_bytes
-from posttrain.training.passes import MemoryMixin, MemoryProfile
+from posttrain.training.passes import MemoryProfile, memory_limit
 from posttrain.types import Batch, Row
 
-__all__ = ["DryStep", "MemoryHealthMixin"]
+if TYPE_CHECKING:
+    from posttrain.training.trainer import PostTrainer
+
+__all__ = ["DryStep", "batch_sizes", "dry_step", "fit_memory", "longest_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,257 +52,238 @@ class DryStep:
     failed: bool = False
 
 
-class MemoryHealthMixin(MemoryMixin):
-    """The part of `PostTrainer` that tries whether the longest step fits, before one that counts is taken."""
+def fit_memory(trainer: PostTrainer) -> None:
+    """A batch size where ``per_device_train_batch_size='auto'`` asks for one; a dry step where ``dry_step`` does.
 
-    model: Any
-    train_dataset: Any
-    temperature: float
-    needs: frozenset[str]
-    largest_seen = (0, 0)  # Tokens of the largest pass, and of the longest sequence, that were trained.
-    longest_of_data = 0  # Tokens of the longest sequence of the training set, once it was looked for.
-
-    def check_step(self, batches: Sequence[Batch], *counts: float) -> None:
-        """As every trainer's; the largest pass and the longest sequence are remembered."""
-        widths = [
-            (batch.input_ids.numel(), int(batch.position_ids.max()) + 1) for batch in batches if batch.input_ids.numel()
-        ]
-        self.largest_seen = tuple(map(max, zip(*widths, self.largest_seen, strict=False)))  # type: ignore[assignment]
-        super().check_step(batches, *counts)  # type: ignore[misc]
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As every trainer's, once it is known what fits."""
-        self.fit_memory()
-        return super().train(*args, **kwargs)  # type: ignore[misc]
-
-    def fit_memory(self) -> None:
-        """A batch size where ``per_device_train_batch_size='auto'`` asks for one; a dry step where ``dry_step`` does.
-
-        On a GPU a dry step is the default: it costs a step's time and finds out at once what would end the run later. On a
-        CPU it is not: a step takes long there, and a system that runs out of memory ends the process instead of telling it.
-        While training, `MemoryProfile` looks.
-        """
-        if not any(isinstance(one, MemoryProfile) for one in self.callback_handler.callbacks):  # type: ignore[attr-defined]
-            self.add_callback(MemoryProfile(self))  # type: ignore[attr-defined]
-        if parallel.is_prepared_late(self.accelerator):
-            if getattr(self.args, "auto_batch_size", False):
-                raise ConfigError(
-                    "per_device_train_batch_size='auto' tries steps before the model is handed to FSDP or DeepSpeed, which "
-                    "cannot run it then. Set a number; posttrain estimate tells which."
-                )
-            return
-        if getattr(self.args, "auto_batch_size", False):
-            self._choose_batch_size()
-            return
-        wanted = getattr(self.args, "dry_step", None)
-        if wanted if wanted is not None else self.args.device.type == "cuda":
-            try:
-                step = self.dry_step()
-            except Exception as error:
-                if wanted or self.accelerator.num_processes > 1:
-                    raise
-                logger.warning(
-                    "the dry step could not be taken (%s: %s); training begins without.", type(error).__name__, error
-                )
-                return
-            self._check_dry(step)
-
-    # The dry step ------------------------------------------------------------------------------------------------
-
-    def dry_step(self, batch_size: int | None = None) -> DryStep:
-        """Forward and backward of the longest rows; no update, and nothing that stays.
-
-        Gradients, random numbers, metrics, dropout and the training mode are as they were, so that training after it is
-        the training it would have been.
-
-        Args:
-            batch_size: Rows; None: ``per_device_train_batch_size``.
-
-        >>> trainer.dry_step().needed / 2**30  # doctest: +SKIP
-        """
-        batch = self._largest_pass(batch_size or int(self.args.per_device_train_batch_size))
-        device, tokens = self.args.device, batch.input_ids.numel()
-        sizes = [(p.numel(), p.nbytes) for p in self.model.parameters() if p.requires_grad]
-        started = bool(getattr(getattr(self, "optimizer", None), "state", None))
-        later = 0 if started else optimizer_bytes(str(getattr(self.args.optim, "value", self.args.optim)), sizes)
-        failed, seconds = False, 0.0
-        with self._untouched():
-            reset_peak(device)
-            try:
-                for _ in range(2):  # The second one has gradients to add to.
-                    begin = time.perf_counter()
-                    self._dry_pass(batch)
-                    seconds = time.perf_counter() - begin
-            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                if not _is_memory(error):
-                    raise
-                failed = True
-            peak = peak_in_use(device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        return DryStep(peak, peak + later, tokens, seconds, failed)
-
-    def _dry_pass(self, batch: Batch) -> None:
-        model = self.model
-        offloading = get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
-        with offloading, self.compute_loss_context_manager():  # type: ignore[attr-defined]
-            settings: dict[str, Any] = {"temperature": self.temperature, "chunk_size": self.args.logits_chunk_size}
-            out = forward(model, batch.to(self.args.device), self.needs, **settings)
-            parts = [x.float().sum() for x in (out.logp, out.scores, out.values, out.logits) if x is not None]
-            loss = torch.stack([part for part in parts if part.requires_grad]).sum()
-        loss.backward()
-
-    @contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """Everything that a pass moves, as it was before."""
-        model = self.model
-        gradients = [(p, p.grad) for p in model.parameters()]
-        modes = [(module, module.training) for module in model.modules()]
-        states = random.getstate(), numpy.random.get_state()
-        layers = self._recompute()
+    On a GPU a dry step is the default: it costs a step's time and finds out at once what would end the run later. On a
+    CPU it is not: a step takes long there, and a system that runs out of memory ends the process instead of telling it.
+    While training, `MemoryProfile` looks.
+    """
+    if not any(isinstance(one, MemoryProfile) for one in trainer.callback_handler.callbacks):
+        trainer.add_callback(MemoryProfile(trainer))
+    if parallel.is_prepared_late(trainer.accelerator):
+        if getattr(trainer.args, "auto_batch_size", False):
+            raise ConfigError(
+                "per_device_train_batch_size='auto' tries steps before the model is handed to FSDP or DeepSpeed, which "
+                "cannot run it then. Set a number; posttrain estimate tells which."
+            )
+        return
+    if getattr(trainer.args, "auto_batch_size", False):
+        _choose_batch_size(trainer)
+        return
+    wanted = getattr(trainer.args, "dry_step", None)
+    if wanted if wanted is not None else trainer.args.device.type == "cuda":
         try:
-            with torch.random.fork_rng(devices=_devices(self.args.device), device_type=_kind(self.args.device)):
-                model.train()
-                for parameter, _ in gradients:
-                    parameter.grad = None
-                yield
-        finally:
-            for layer, on in layers:
-                layer.gradient_checkpointing = on
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for module, training in modes:
-                module.training = training
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
+            step = dry_step(trainer)
+        except Exception as error:
+            if wanted or trainer.accelerator.num_processes > 1:
+                raise
+            logger.warning(
+                "the dry step could not be taken (%s: %s); training begins without.", type(error).__name__, error
+            )
+            return
+        _check_dry(trainer, step)
 
-    def _recompute(self) -> list[tuple[Any, bool]]:
-        """Checkpointing as `transformers.Trainer` switches it on when training begins; what each layer had before."""
-        args, inner = self.args, causal_lm(self.model)
-        layers = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing")]
-        before = [(layer, bool(layer.gradient_checkpointing)) for layer in layers]
-        wanted = getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
-        if not wanted or any(on for _, on in before):
-            return before
-        options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
-        recompute_activations(inner, options)
-        if "every_n_layers" not in (options or {}):
-            keep_last_activations(self.model, args.kept_layers)
+
+def dry_step(trainer: PostTrainer, batch_size: int | None = None) -> DryStep:
+    """Forward and backward of the longest rows; no update, and nothing that stays.
+
+    Gradients, random numbers, metrics, dropout and the training mode are as they were, so that training after it is
+    the training it would have been.
+
+    Args:
+        trainer: Before or between steps.
+        batch_size: Rows; None: ``per_device_train_batch_size``.
+
+    >>> trainer.dry_step().needed / 2**30  # doctest: +SKIP
+    """
+    batch = largest_pass(trainer, batch_size or int(trainer.args.per_device_train_batch_size))
+    device, tokens = trainer.args.device, batch.input_ids.numel()
+    sizes = [(p.numel(), p.nbytes) for p in trainer.model.parameters() if p.requires_grad]
+    started = bool(getattr(getattr(trainer, "optimizer", None), "state", None))
+    later = 0 if started else optimizer_bytes(str(getattr(trainer.args.optim, "value", trainer.args.optim)), sizes)
+    failed, seconds = False, 0.0
+    with _untouched(trainer):
+        reset_peak(device)
+        try:
+            for _ in range(2):  # The second one has gradients to add to.
+                begin = time.perf_counter()
+                _dry_pass(trainer, batch)
+                seconds = time.perf_counter() - begin
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not _is_memory(error):
+                raise
+            failed = True
+        peak = peak_in_use(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return DryStep(peak, peak + later, tokens, seconds, failed)
+
+
+def _dry_pass(trainer: PostTrainer, batch: Batch) -> None:
+    model = trainer.model
+    offloading = get_act_offloading_ctx_manager(model, enabled=trainer.args.activation_offloading)
+    with offloading, trainer.compute_loss_context_manager():
+        settings: dict[str, Any] = {"temperature": trainer.temperature, "chunk_size": trainer.args.logits_chunk_size}
+        out = forward(model, batch.to(trainer.args.device), trainer.needs, **settings)
+        parts = [x.float().sum() for x in (out.logp, out.scores, out.values, out.logits) if x is not None]
+        loss = torch.stack([part for part in parts if part.requires_grad]).sum()
+    loss.backward()
+
+
+@contextmanager
+def _untouched(trainer: PostTrainer) -> Iterator[None]:
+    """Everything that a pass moves, as it was before."""
+    model = trainer.model
+    gradients = [(p, p.grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    states = random.getstate(), numpy.random.get_state()
+    layers = _recompute(trainer)
+    try:
+        with torch.random.fork_rng(devices=_devices(trainer.args.device), device_type=_kind(trainer.args.device)):
+            model.train()
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+    finally:
+        for layer, on in layers:
+            layer.gradient_checkpointing = on
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+def _recompute(trainer: PostTrainer) -> list[tuple[Any, bool]]:
+    """Checkpointing as `transformers.Trainer` switches it on when training begins; what each layer had before."""
+    args, inner = trainer.args, causal_lm(trainer.model)
+    layers = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing")]
+    before = [(layer, bool(layer.gradient_checkpointing)) for layer in layers]
+    wanted = getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
+    if not wanted or any(on for _, on in before):
         return before
+    options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
+    recompute_activations(inner, options)
+    if "every_n_layers" not in (options or {}):
+        keep_last_activations(trainer.model, args.kept_layers)
+    return before
 
-    def _check_dry(self, step: DryStep) -> None:
-        has = available_memory(self.args.device, self._memory_limit())
-        divisible = not self.together and self.accelerator.num_processes == 1
-        worst = max(parallel.all_gather_objects([(step.needed, step.failed)], self.accelerator))
-        with self.preflight.looking("first_batch", ("PT-M003",)):  # type: ignore[attr-defined]
-            self.tell([  # type: ignore[attr-defined]
-                checks.check_dry_step(
-                    worst[0], has.free, tokens=step.tokens, where=has.where, failed=step.failed or worst[1], divisible=divisible
-                )
-            ])  # fmt: skip
-        logger.info(
-            "dry step: %d tokens in %.1f s, at most %s with the optimizer's states, of %s",
-            step.tokens, step.seconds, checks.gib(step.needed), checks.gib(has.free),
-        )  # fmt: skip
 
-    def _memory_limit(self) -> int | None:
-        limit = getattr(self.args, "memory_limit_gib", None)
-        return None if limit is None else int(limit * 2**30)
+def _check_dry(trainer: PostTrainer, step: DryStep) -> None:
+    has = available_memory(trainer.args.device, memory_limit(trainer.args))
+    divisible = not trainer.together and trainer.accelerator.num_processes == 1
+    worst = max(parallel.all_gather_objects([(step.needed, step.failed)], trainer.accelerator))
+    with trainer.checks.preflight.looking("first_batch", ("PT-M003",)):
+        trainer.checks.tell([
+            checks.check_dry_step(
+                worst[0], has.free, tokens=step.tokens, where=has.where, failed=step.failed or worst[1], divisible=divisible
+            )
+        ])  # fmt: skip
+    logger.info(
+        "dry step: %d tokens in %.1f s, at most %s with the optimizer's states, of %s",
+        step.tokens, step.seconds, checks.gib(step.needed), checks.gib(has.free),
+    )  # fmt: skip
 
-    # Rows at their longest ---------------------------------------------------------------------------------------
 
-    def _largest_pass(self, batch_size: int) -> Batch:
-        rows = self.longest_rows(batch_size)
-        batches = collate(
-            rows, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.whole_rows, together=self.together
+def largest_pass(trainer: PostTrainer, batch_size: int) -> Batch:
+    rows = longest_rows(trainer, batch_size)
+    batches = collate(
+        rows,
+        pad_token_id=trainer.pad_token_id,
+        layout=trainer.layout,
+        whole_rows=trainer.whole_rows,
+        together=trainer.together,
+    )
+    return max(batches, key=lambda batch: (batch.input_ids.numel(), int(batch.loss_mask.sum())))
+
+
+def longest_rows(trainer: PostTrainer, batch_size: int) -> list[Row]:
+    """The longest micro-batch that the data can give.
+
+    Given answers: the longest rows of the training set. Sampled ones: as many completions of the longest prompt as
+    a micro-batch has, each of ``max_completion_length`` random tokens.
+    """
+    examples = longest_examples(trainer.train_dataset, batch_size)
+    try:
+        rows = trainer.rows(examples)
+    except NotImplementedError:
+        prompts = trainer._rows_of(examples)
+        longest = max((row.prompt_ids for row in prompts), key=len, default=[0]) or [0]
+        doubled = int(trainer.args.train_batch_size) // max(int(trainer.args.per_device_train_batch_size), 1)
+        total = batch_size * max(doubled // max(trainer.args.n_gpu, 1), 1)
+        group = min(int(getattr(trainer.args, "num_generations", 1) or 1), total)
+        counts = [group] * (total // group) + ([total % group] if total % group else [])
+        length = int(trainer.args.max_completion_length)
+        draw = random.Random(0)  # Of the prompt's own tokens: none stands for an image that is not there.
+        rows = [Row(longest, [draw.choices(longest, k=length) for _ in range(n)], [[1] * length] * n) for n in counts]
+    trainer.checks.longest_of_data = max(
+        len(row.prompt_ids) + max(map(len, row.completions), default=0) for row in rows
+    )
+    return rows
+
+
+def batch_sizes(args: Any) -> list[int]:
+    """Sizes that keep the effective batch, and the generation batch where there is one."""
+    whole = int(args.per_device_train_batch_size) * int(args.gradient_accumulation_steps)
+    sampled = int(args.per_device_train_batch_size) * int(getattr(args, "steps_per_generation", None) or 1)
+    online = getattr(args, "steps_per_generation", None) is not None
+    return [n for n in range(1, whole + 1) if whole % n == 0 and (not online or sampled % n == 0)]
+
+
+def _choose_batch_size(trainer: PostTrainer) -> None:
+    """Bisect over `batch_sizes` with dry steps at the longest lengths; all ranks take the smallest that any found."""
+    if trainer.together:
+        raise ConfigError(
+            "per_device_train_batch_size='auto' with a loss that compares the rows of a micro-batch: its size is part of "
+            "the loss. Set a number."
         )
-        return max(batches, key=lambda batch: (batch.input_ids.numel(), int(batch.loss_mask.sum())))
+    has = available_memory(trainer.args.device, memory_limit(trainer.args))
+    found = _Bisection(trainer, int(checks.MOST * has.free))
+    sizes = batch_sizes(trainer.args)
+    size = min(parallel.all_gather_objects([found.largest(sizes)], trainer.accelerator))
+    if size == 0:
+        raise ConfigError(
+            f"per_device_train_batch_size='auto': not even one row fits: a step at the longest lengths needs "
+            f"{checks.gib(found.least)}, and {has.where} has {checks.gib(has.free)} (of which {checks.MOST:.0%} are planned "
+            "with). Lower max_length or max_completion_length, train an adapter, or take optim='adafactor'."
+        )
+    _take_batch_size(trainer, size)
+    logger.warning(
+        "per_device_train_batch_size='auto': %d, with gradient_accumulation_steps=%d, of sizes %s; the longest step needs "
+        "%s of %s.",
+        size, trainer.args.gradient_accumulation_steps, sizes, checks.gib(found.needed(size)), checks.gib(has.free),
+    )  # fmt: skip
 
-    def longest_rows(self, batch_size: int) -> list[Row]:
-        """The longest micro-batch that the data can give.
 
-        Given answers: the longest rows of the training set. Sampled ones: as many completions of the longest prompt as
-        a micro-batch has, each of ``max_completion_length`` random tokens.
-        """
-        examples = longest_examples(self.train_dataset, batch_size)
-        try:
-            rows = self.rows(examples)  # type: ignore[attr-defined]
-        except NotImplementedError:
-            prompts = self._rows_of(examples)  # type: ignore[attr-defined]
-            longest = max((row.prompt_ids for row in prompts), key=len, default=[0]) or [0]
-            doubled = int(self.args.train_batch_size) // max(int(self.args.per_device_train_batch_size), 1)
-            total = batch_size * max(doubled // max(self.args.n_gpu, 1), 1)
-            group = min(int(getattr(self.args, "num_generations", 1) or 1), total)
-            counts = [group] * (total // group) + ([total % group] if total % group else [])
-            length = int(self.args.max_completion_length)
-            draw = random.Random(0)  # Of the prompt's own tokens: none stands for an image that is not there.
-            rows = [
-                Row(longest, [draw.choices(longest, k=length) for _ in range(n)], [[1] * length] * n) for n in counts
-            ]
-        self.longest_of_data = max(len(row.prompt_ids) + max(map(len, row.completions), default=0) for row in rows)
-        return rows
-
-    # per_device_train_batch_size="auto" --------------------------------------------------------------------------
-
-    def batch_sizes(self) -> list[int]:
-        """Sizes that keep the effective batch, and the generation batch where there is one."""
-        args = self.args
-        whole = int(args.per_device_train_batch_size) * int(args.gradient_accumulation_steps)
-        sampled = int(args.per_device_train_batch_size) * int(getattr(args, "steps_per_generation", None) or 1)
-        online = getattr(args, "steps_per_generation", None) is not None
-        return [n for n in range(1, whole + 1) if whole % n == 0 and (not online or sampled % n == 0)]
-
-    def _choose_batch_size(self) -> None:
-        """Bisect over `batch_sizes` with dry steps at the longest lengths; all ranks take the smallest that any found."""
-        if self.together:
-            raise ConfigError(
-                "per_device_train_batch_size='auto' with a loss that compares the rows of a micro-batch: its size is part of "
-                "the loss. Set a number."
-            )
-        has = available_memory(self.args.device, self._memory_limit())
-        found = _Bisection(self, int(checks.MOST * has.free))
-        sizes = self.batch_sizes()
-        size = min(parallel.all_gather_objects([found.largest(sizes)], self.accelerator))
-        if size == 0:
-            raise ConfigError(
-                f"per_device_train_batch_size='auto': not even one row fits: a step at the longest lengths needs "
-                f"{checks.gib(found.least)}, and {has.where} has {checks.gib(has.free)} (of which {checks.MOST:.0%} are planned "
-                "with). Lower max_length or max_completion_length, train an adapter, or take optim='adafactor'."
-            )
-        self._take_batch_size(size)
-        logger.warning(
-            "per_device_train_batch_size='auto': %d, with gradient_accumulation_steps=%d, of sizes %s; the longest step needs "
-            "%s of %s.",
-            size, self.args.gradient_accumulation_steps, sizes, checks.gib(found.needed(size)), checks.gib(has.free),
-        )  # fmt: skip
-
-    def _take_batch_size(self, size: int) -> None:
-        args = self.args
-        old = int(args.per_device_train_batch_size)
-        args.gradient_accumulation_steps = old * int(args.gradient_accumulation_steps) // size
-        if "steps_per_generation" in vars(args):
-            args.steps_per_generation = old * int(args.steps_per_generation) // size
-        args.per_device_train_batch_size = size
-        args.auto_batch_size = False  # Found: a second call of train() keeps it.
-        if hasattr(args, "micro_batch_size"):
-            args.micro_batch_size = size * args.world_size
-        self._train_batch_size = args.train_batch_size
-        self.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+def _take_batch_size(trainer: PostTrainer, size: int) -> None:
+    args = trainer.args
+    old = int(args.per_device_train_batch_size)
+    args.gradient_accumulation_steps = old * int(args.gradient_accumulation_steps) // size
+    if "steps_per_generation" in vars(args):
+        args.steps_per_generation = old * int(args.steps_per_generation) // size
+    args.per_device_train_batch_size = size
+    args.auto_batch_size = False  # Found: a second call of train() keeps it.
+    if hasattr(args, "micro_batch_size"):
+        args.micro_batch_size = size * args.world_size
+    trainer._train_batch_size = args.train_batch_size
+    trainer.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
 
 
 class _Bisection:
     """Dry steps by size; sizes whose largest pass is equal are tried once."""
 
-    def __init__(self, trainer: MemoryHealthMixin, limit: int) -> None:
+    def __init__(self, trainer: PostTrainer, limit: int) -> None:
         self.trainer, self.limit = trainer, limit
         self.tried: dict[tuple[int, ...], DryStep] = {}
 
     def step(self, size: int) -> DryStep:
         """Of this size, or of another with the same pass."""
-        batch = self.trainer._largest_pass(size)
+        batch = largest_pass(self.trainer, size)
         shape = (*batch.input_ids.shape, int(batch.loss_mask.sum()))
         if shape not in self.tried:
-            self.tried[shape] = self._predicted(shape) or self.trainer.dry_step(size)
+            self.tried[shape] = self._predicted(shape) or dry_step(self.trainer, size)
         return self.tried[shape]
 
     def _predicted(self, shape: tuple[int, ...]) -> DryStep | None:

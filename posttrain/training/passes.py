@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from posttrain.checks import memory as checks
 from posttrain.checks.registry import codes_of
-from posttrain.data.forest import halves
 from posttrain.errors import ModelError
 from posttrain.metrics import MetricBuffer, mean, total
 from posttrain.models import parallel
@@ -21,8 +21,9 @@ from posttrain.models.memory_estimate import compute_flops_per_token, compute_mf
 from posttrain.types import Batch
 
 __all__ = [
-    "MemoryMixin",
     "MemoryProfile",
+    "PassRunner",
+    "memory_limit",
 ]
 
 logger = logging.getLogger(__name__)
@@ -31,60 +32,74 @@ logger = logging.getLogger(__name__)
 MOST_HALVINGS = 3  # Of one pass; what does not fit in an eighth will not fit in a sixteenth.
 
 
-class MemoryMixin:
-    """The part of `PostTrainer` that runs one forward and backward pass, in halves where the device has no room for it.
+class PassRunner:
+    """Runs one forward and backward pass, in halves where the device has no room for it.
 
     The loss is a sum over completions divided by counts of the whole optimiser step, so that two halves add up to the
     gradient of the whole. A backward pass that broke off has left part of its gradient behind: then all passes of the
     step are run again. With several processes the error is passed on: the others would wait for this one.
+
+    Args:
+        loss: ``(model, batch) -> Tensor``, the scalar to call backward on; the batch is on any device.
+        backward: Called with that scalar.
+        halves: ``batch -> [batch, ...]``, one element where it cannot be divided.
+        buffers: Metrics by mode; those of a pass that failed are dropped from ``train``.
+        shards: Whether gradients are sharded over processes, so that a broken backward pass cannot be undone.
     """
 
-    accelerator: Any
-    args: Any
-    buffers: dict[str, MetricBuffer]
-    layout: Any
-    pad_token_id: int
-    router_coefficient: float
-    state: Any
-    together: bool
-    whole_rows: bool
-    _most_tokens: int | None = None  # Of a pass, padding included; found out by running out of memory.
-    _done: tuple[tuple[Batch, float], ...] = ()
-    _done_step = -1
+    def __init__(
+        self,
+        loss: Callable[[nn.Module, Batch], Tensor],
+        backward: Callable[[Tensor], None],
+        halves: Callable[[Batch], list[Batch]],
+        buffers: dict[str, MetricBuffer],
+        *,
+        shards: bool,
+    ) -> None:
+        self.loss, self.backward, self.halves, self.buffers, self.shards = loss, backward, halves, buffers, shards
+        # Tokens of a pass, padding included; known once memory has run out.
+        self.most_tokens: int | None = None
+        self.step = -1
+        self._done: tuple[tuple[Batch, float], ...] = ()
 
-    def one_pass(self, model: nn.Module, batch: Batch, weight: float = 1.0, *, halvings: int = 0) -> Tensor:
-        """Forward and backward of one batch; its loss times ``weight``."""
-        if self._done_step != self.state.global_step:
-            self._done, self._done_step = (), self.state.global_step
-        if self._most_tokens is not None and batch.input_ids.numel() > self._most_tokens:
-            parts = self._halves(batch)
+    def run(self, model: nn.Module, batch: Batch, weight: float = 1.0, *, step: int, halvings: int = 0) -> Tensor:
+        """Forward and backward of one batch; returns its loss times ``weight``, detached.
+
+        Args:
+            model: Whose gradients are added to.
+            batch: One pass.
+            weight: 0 for a pass that only keeps collectives equal over ranks.
+            step: The optimiser step that the pass belongs to.
+            halvings: How often the pass has been divided already.
+
+        Raises:
+            torch.OutOfMemoryError: The pass does not fit, not even in an eighth.
+        """
+        if self.step != step:
+            self._done, self.step = (), step
+        if self.most_tokens is not None and batch.input_ids.numel() > self.most_tokens:
+            parts = self.halves(batch)
             if len(parts) > 1:
                 return self._parts(model, parts, weight, halvings)
         loss, problem = self._attempt(model, batch, weight)
         if problem is None:
             self._done = (*self._done, (batch, weight))
             return loss
-        parts = self._halves(batch) if halvings < MOST_HALVINGS else [batch]
+        parts = self.halves(batch) if halvings < MOST_HALVINGS else [batch]
         if len(parts) == 1:
             raise problem
         size = batch.input_ids.numel()
-        self._most_tokens = max(1, size // 2)
+        self.most_tokens = max(1, size // 2)
         logger.warning(
             "out of memory in a pass of %d tokens (step %d): it is divided, and later passes hold at most %d. The gradient does "
-            "not change. To do without: lower max_row_tokens, per_device_train_batch_size or max_completion_length.",
-            size, self.state.global_step + 1, self._most_tokens,
+            "not change. Fix: lower max_row_tokens, per_device_train_batch_size or max_completion_length.",
+            size, step + 1, self.most_tokens,
         )  # fmt: skip
-        self.log_metrics_now({"memory/halvings": total(1.0)})  # type: ignore[attr-defined]
+        self.buffers["train"].add({"memory/halvings": total(1.0)})
         return self._parts(model, parts, weight, halvings + 1)
 
     def _parts(self, model: nn.Module, parts: list[Batch], weight: float, halvings: int) -> Tensor:
-        return torch.stack([self.one_pass(model, part, weight, halvings=halvings) for part in parts]).sum()
-
-    def _halves(self, batch: Batch) -> list[Batch]:
-        """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""
-        if self.together or self.router_coefficient or self.accelerator.num_processes > 1:
-            return [batch]
-        return halves(batch, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.whole_rows)
+        return torch.stack([self.run(model, part, weight, step=self.step, halvings=halvings) for part in parts]).sum()
 
     def _attempt(
         self, model: nn.Module, batch: Batch, weight: float
@@ -93,13 +108,13 @@ class MemoryMixin:
         metrics, self.buffers["train"] = self.buffers["train"], MetricBuffer()
         began, problem, loss = False, None, torch.zeros(())
         try:
-            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
-                loss = self.compute_loss(model, batch.to(self.args.device)) * weight  # type: ignore[attr-defined]
+            loss = self.loss(model, batch) * weight
             began = True
-            self.accelerator.backward(loss)
+            self.backward(loss)
             metrics.add(self.buffers["train"]._items)
         except torch.OutOfMemoryError as error:
-            problem = error.with_traceback(None)  # Its frames hold the activations.
+            # The frames of the traceback hold the activations.
+            problem = error.with_traceback(None)
         finally:
             self.buffers["train"] = metrics
         if problem is None:
@@ -107,19 +122,19 @@ class MemoryMixin:
         del loss
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if began and not parallel.shards_parameters(self.accelerator):
+        if began and not self.shards:
             self._again(model)
         return None, problem
 
     def _again(self, model: nn.Module) -> None:
-        """The gradients of this step's earlier passes, which a broken backward pass has mixed with part of its own."""
+        """Recompute the gradients of this step's earlier passes, which a broken backward pass has changed."""
         for parameter in model.parameters():
             parameter.grad = None
         metrics, self.buffers["train"] = self.buffers["train"], MetricBuffer()
         done, self._done = self._done, ()
         try:
             for batch, weight in done:
-                self.one_pass(model, batch, weight)
+                self.run(model, batch, weight, step=self.step)
         finally:
             self.buffers["train"] = metrics
 
@@ -150,7 +165,7 @@ class MemoryProfile(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Look, where it is time."""
-        tokens = getattr(self.trainer, "_tokens", (0, 0))
+        tokens = self.trainer.checks.tokens_seen
         if self._begun is None:
             self._begun = (time.perf_counter(), *tokens)
             return
@@ -168,15 +183,15 @@ class MemoryProfile(transformers.TrainerCallback):
         imbalance = max(work) * len(work) / max(sum(work), 1)
         seen = self._profile(step, rate, 1 - real / max(computed, 1), imbalance)
         trainer.log_metrics_now({name: mean(value) for name, value in _logged(seen).items()})
-        with trainer.preflight.looking("log_step", codes_of("M", "log_step")):
-            trainer.tell(checks.check_profile(seen))
+        with trainer.checks.preflight.looking("log_step", codes_of("M", "log_step")):
+            trainer.checks.tell(checks.check_profile(seen))
 
     def _profile(self, step: int, rate: float, padding: float, imbalance: float) -> checks.Profile:
         trainer, args = self.trainer, self.trainer.args
         device, peak = args.device, peak_in_use(args.device)
-        has = available_memory(device, trainer._memory_limit())
+        has = available_memory(device, memory_limit(args))
         gpu = device.type == "cuda"
-        largest = trainer.largest_seen
+        largest = trainer.checks.largest_seen
         return checks.Profile(
             step=step,
             peak=peak,
@@ -188,7 +203,7 @@ class MemoryProfile(transformers.TrainerCallback):
             pass_tokens=largest[0],
             row_tokens=trainer.layout.row_tokens,
             standing=_standing(trainer),
-            longest=trainer.longest_of_data,
+            longest=trainer.checks.longest_of_data,
             longest_seen=largest[1],
             tokens_per_second=rate,
             mfu=_mfu(trainer, rate, largest[1]) if gpu else None,
@@ -240,3 +255,9 @@ def _mfu(trainer: Any, rate: float, length: int) -> float | None:
     except ModelError:
         return None
     return compute_mfu(each, rate, trainer.accelerator.num_processes, peak)
+
+
+def memory_limit(args: Any) -> int | None:
+    """Bytes that ``memory_limit_gib`` allows; None: what the device has."""
+    limit = getattr(args, "memory_limit_gib", None)
+    return None if limit is None else int(limit * 2**30)

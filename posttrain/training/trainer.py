@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import datasets
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer_utils import set_seed
+from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_utils import EvalLoopOutput, set_seed
 
-from posttrain.data.forest import Layout, collate
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from posttrain.checks.registry import Preflight
+from posttrain.data.forest import Layout, collate, halves
+from posttrain.data.samplers import Deal, with_lengths
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.activations import (
     KeepHostMemory,
     KeepLastActivations,
-    check_offloading,
     get_act_offloading_ctx_manager,
     gradients_first,
 )
-from posttrain.models.attention import padded_layout, probe_head, probe_layout
-from posttrain.models.forward import causal_lm, forward, install_token_head, learns_prompts, noisy_embeddings
+from posttrain.models.forward import causal_lm, forward, noisy_embeddings
 from posttrain.models.load import (
     changes_vocabulary,
     create_model_from_path,
@@ -40,30 +42,49 @@ from posttrain.models.load import (
     prepare_tokenizer,
     resolve_pad_token,
     router_coefficient,
-    train_new_tokens,
-    train_score_head,
-    wrap_with_peft,
 )
 from posttrain.models.parallel import main_process_first
-from posttrain.models.reference import disable_dropout_in_model
+from posttrain.report.card import create_model_card
 from posttrain.report.progress import GracefulInterrupt
-from posttrain.report.record import RunRecordCallback, check_writable
+from posttrain.report.record import RunRecordCallback
 from posttrain.rollouts.server.replies import remove_orphans
-from posttrain.training.checkpoint import CheckpointMixin
-from posttrain.training.checks import HealthMixin
+from posttrain.training.checkpoint import (
+    STATE_FILE,
+    Checkpointer,
+    MachineChecks,
+    checkpoint_bytes,
+    export_callbacks,
+    special_token_findings,
+)
+from posttrain.training.checks import Checks, log_codes
 from posttrain.training.config import PostTrainingConfig
-from posttrain.training.data_report import DataReportCallback
-from posttrain.training.dry_step import MemoryHealthMixin
-from posttrain.training.evaluation import EvaluationMixin
-from posttrain.training.hooks import check_hooks
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.training.construct import (
+    check_arguments,
+    choose_layout,
+    loading_options,
+    prepared_model,
+    warn_of_unused,
+)
+from posttrain.training.data_report import (
+    ROWS,
+    DataReport,
+    DataReportCallback,
+    describe_data,
+    prompt_rows,
+    warnings_are_errors,
+)
+from posttrain.training.dry_step import DryStep, dry_step, fit_memory
+from posttrain.training.evaluation import Evaluation, evaluation_loader, loss_sums, predicted_rows, weighed_loss
+from posttrain.training.hooks import check_hooks, user_override
+from posttrain.training.passes import PassRunner
+from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
 __all__ = ["PostTrainer", "PostTrainingConfig"]
 
 logger = logging.getLogger(__name__)
 
 
-class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMixin, transformers.Trainer):
+class PostTrainer(transformers.Trainer):
     """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
 
     A subclass gives ``objective(outputs, batch) -> LossTerms`` and the rows (`rows`); ``needs`` names what the forward
@@ -84,6 +105,16 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
     _window_start: float | None = None
     together = False  # Whether it compares all rows of a micro-batch, which must then be one forward pass.
+    beside_the_point: ClassVar[frozenset[str]] = frozenset()  # Codes that do not concern this method's rows.
+    signs_of: ClassVar[str] = ""  # Letters of the codes that `signs` looks for,
+    looked_apart: ClassVar[tuple[str, ...]] = ()  # but for these, which have a moment of their own.
+    zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
+    answers_per_row = 1  # Sequences of a row of the dataset.
+    no_rows: Any = ()  # What an evaluation batch without rows is collated to.
+    _tokens_checked = False
+    _in_loop = False
+    _reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
+    _eval_rounds = 0
 
     def __init__(
         self,
@@ -100,7 +131,8 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         model_id = model if isinstance(model, str) else get_config_model_id(causal_lm(model).config)
         args = self.config_class(f"{Path(model_id).name or 'model'}-{self._suffix}") if args is None else args
         check_hooks(self, trainer_kwargs.get("compute_loss_func"))
-        self._check_arguments(model, args, train_dataset, trainer_kwargs.pop("data_collator", None))
+        self.user_collator = trainer_kwargs.pop("data_collator", None)
+        check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
         self.processing_class = processing_class or load_tokenizer(
@@ -111,8 +143,20 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         if changes_vocabulary(args):
             model = self._clone_vocabulary(self._load(model, args, init, quantization_config))
         prepare_tokenizer(self.processing_class, args)
-        train_dataset = self.check_config(model, train_dataset, eval_dataset, peft_config)
-        with main_process_first(), self.strict_about_data(args.strict_data):
+        self.checks = Checks(
+            args,
+            trainer=type(self).__name__.removesuffix("Trainer").lower(),
+            ignored_codes=self.beside_the_point,
+            log_codes=log_codes(self.signs_of, self.looked_apart),
+            zero_gradient_is_normal=self.zero_gradient_is_normal,
+            fills_prompts=getattr(self, "environments", None) is not None,
+        )
+        self.checks.log_checks.append(self.signs)
+        self._raw = train_dataset
+        parts = {"trainer": self, "rewards": getattr(self, "rewards", None)}
+        self.checks.knows(tokenizer=self.processing_class, parts=parts)
+        train_dataset = self.checks.config(model, train_dataset, eval_dataset, peft_config)
+        with main_process_first(), warnings_are_errors(args.strict_data):
             train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
         model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
@@ -130,10 +174,22 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
+        self.passes = PassRunner(
+            lambda model, batch: self._loss_of_pass(model, batch),
+            lambda loss: self.accelerator.backward(loss),
+            self._halves,
+            self.buffers,
+            shards=parallel.shards_parameters(self.accelerator),
+        )
+        self.checks.knows(model=self.model)
         self.check_start()
         self.record, self.interrupt = RunRecordCallback(args, self.processing_class), GracefulInterrupt()
-        own = (self.interrupt, self.record, DataReportCallback(self), KeepLastActivations(), KeepHostMemory())
-        for callback in own:
+        self.checkpoints = Checkpointer(
+            args, self.accelerator, self.record.lock, lambda: checkpoint_bytes(self.model, args)
+        )
+        self.checks.record = self.record
+        reports = (self.record, DataReportCallback(lambda: self.data_report()))
+        for callback in (self.interrupt, *reports, KeepLastActivations(), KeepHostMemory(), self.checks):
             self.add_callback(callback)
 
     # What a subclass gives ---------------------------------------------------------------------------------------
@@ -151,6 +207,16 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         prepared = self.prepare(train, "train", training=True)
         return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
 
+    def prepare_evaluation(self, dataset: Any) -> Any:
+        """One raw evaluation set, or several by name, as the loop needs them; prepared ones come back equal."""
+        if isinstance(dataset, dict):
+            return {name: self.prepare(one, name) for name, one in dataset.items()}
+        return self.prepare(dataset, "eval")
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """One raw dataset as the collator needs it."""
+        return dataset
+
     @property
     def temperature(self) -> float:
         """What the logits are divided by before any log-prob."""
@@ -158,51 +224,12 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
 
     # Construction ------------------------------------------------------------------------------------------------
 
-    def _check_arguments(self, model: Any, args: PostTrainingConfig, train_dataset: Any, collator: Any) -> None:
-        from posttrain.models.load import check_model_source
-
-        self.user_collator = collator
-        if not isinstance(args, transformers.TrainingArguments):
-            raise ArgumentTypeError(f"args must be a {self.config_class.__name__}, not {type(args).__name__}.")
-        known = (datasets.Dataset, datasets.IterableDataset)
-        if self.user_collator is not None and not self.takes_collator:
-            raise ConfigError(
-                f"{type(self).__name__} makes its own batches of tokenised rows, and data_collator={self.user_collator!r:.80} "
-                "has no place there. Leave it out; pad_to_multiple_of and max_row_tokens shape batches."
-            )
-        if train_dataset is None:
-            raise DataError(f"{type(self).__name__} needs train_dataset, and it is None.")
-        if not isinstance(train_dataset, known):
-            hint = " Pass one split of it: dataset['train']." if isinstance(train_dataset, dict) else ""
-            raise ArgumentTypeError(
-                f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}.{hint}"
-            )
-        if isinstance(train_dataset, datasets.IterableDataset):
-            if args.max_steps <= 0:
-                raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
-            if args.accelerator_config.dispatch_batches:
-                logger.warning(
-                    "dispatch_batches=True with a streaming train_dataset is set to False: ranks read alone."
-                )
-            args.accelerator_config.dispatch_batches = False
-        check_offloading(args)
-        check_writable(args.output_dir)
-        check_model_source(model, generative=self.generative)
-
     def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         if not isinstance(model, str):
             given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-            for name in [name for name, value in given.items() if value and not self.added_tokens]:
-                logger.warning("%s is ignored: the model was given as an object, already loaded.", name)
+            warn_of_unused(given if not self.added_tokens else {})
             return model
-        if quantization_config is not None and init.get("quantization_config") is not None:
-            raise ConfigError(
-                "quantization_config is given both as an argument and in model_init_kwargs. Give it once."
-            )
-        if quantization_config is not None:
-            init["quantization_config"] = quantization_config
-        init.setdefault("trust_remote_code", args.trust_remote_code)
-        return self.load_model(model, **init)
+        return self.load_model(model, **loading_options(args, init, quantization_config))
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
         """The model behind a string."""
@@ -219,27 +246,12 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         mirror_eos(self.processing_class, model, args)
         self.pad_token_id = resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None
-        if args.disable_dropout:
-            disable_dropout_in_model(model)
-        peft_config = train_new_tokens(peft_config, model, self.added_tokens)
-        if not self.generative:
-            peft_config = train_score_head(peft_config, model)
-        model = wrap_with_peft(model, peft_config, activation_checkpointing=_checkpointing(args))
-        install_token_head(model)
-        return model
+        return prepared_model(model, args, peft_config, added_tokens=self.added_tokens, generative=self.generative)
 
     def _choose_layout(self) -> Layout:
-        probe_head(self.model)
-        layout = padded_layout(self.model) if self._needs_padded_rows() else probe_layout(self.model)
-        if self.args.max_row_tokens is not None:
-            layout = replace(layout, row_tokens=self.args.max_row_tokens)
-        multiple = getattr(self.args, "pad_to_multiple_of", None)
-        return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
-
-    def _needs_padded_rows(self) -> bool:
-        """Virtual tokens and user functions on logits want one sequence a row."""
+        # User functions on logits want one sequence a row.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
-        return learns_prompts(self.model) or any(function is not None for function in wanted)
+        return choose_layout(self.model, self.args, padded=any(function is not None for function in wanted))
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
@@ -255,22 +267,11 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         self._signature_columns = self._signature_columns or []
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return super()._get_train_sampler(
-            self._measured(self.train_dataset if train_dataset is None else train_dataset)
-        )
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        return super()._get_train_sampler(with_lengths(dataset, self.args))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return super()._get_eval_sampler(self._measured(eval_dataset))
-
-    def _measured(self, dataset: Any) -> Any:
-        """For samplers that want rows of like length: with the lengths, where there is no column ``input_ids`` to tell them."""
-        name, wanted = self.args.length_column_name, ("group_by_length", "batch_rebalance")
-        known = getattr(dataset, "column_names", None) or ()
-        if self.args.train_sampling_strategy not in wanted or {name, "input_ids"} & set(known):
-            return dataset
-        columns = [dataset[column][:] for column in known if column.endswith("_ids")]
-        lengths = [sum(len(ids or ()) for ids in row) for row in zip(*columns, strict=True)]
-        return dataset.add_column(name, lengths) if lengths else dataset
+        return super()._get_eval_sampler(with_lengths(eval_dataset, self.args))
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         return dataset  # Rows are read by name; what is not read costs nothing.
@@ -278,23 +279,93 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
     def _get_collator_with_removed_columns(self, data_collator: Callable, description: str | None = None) -> Callable:
         return data_collator
 
+    # Checks and reports ------------------------------------------------------------------------------------------
+
+    def check_start(self) -> None:
+        """The model and its layout, then the rows; a method adds what it needs to begin."""
+        if self.args.strict_data and self.train_dataset is not None:
+            self.data_report()
+        self.checks.start(self.model, self.layout, self.accelerator.mixed_precision)
+        self.check_data()
+
+    def check_data(self) -> None:
+        """A sample of the rows that will be trained; a method adds its own."""
+        self.checks.data(self._raw, self.eval_dataset, self._rows_of, self.train_dataset)
+
+    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+        """What the line that was just logged says about the run; a method adds its own."""
+        return ()
+
+    @property
+    def preflight(self) -> Preflight:
+        """What was looked for in this run, and what was found."""
+        return self.checks.preflight
+
+    def tell(self, findings: Iterable[Finding | None]) -> None:
+        """Report findings that every rank has; an error among them ends the run."""
+        self.checks.tell(findings)
+
+    def tell_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
+        """Let the main process look and report to every rank; all ranks must call this."""
+        self.checks.tell_from_main(look)
+
+    def data_report(self, rows: int = ROWS) -> DataReport:
+        """What the training set looks like to the model, from at most ``rows`` rows spread over it.
+
+        Raises:
+            DataError: ``strict_data`` is set and there is something to warn of.
+
+        >>> print(trainer.data_report())  # doctest: +SKIP
+        """
+        known = {"report": getattr(self, "reports", {}).get("train"), "ignored_codes": self.beside_the_point}
+        options: dict[str, Any] = {**known, "count": rows}
+        return describe_data(self._raw, self.train_dataset, self._rows_of, self.processing_class, self.args, **options)
+
+    def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
+        try:
+            return self.rows(examples)
+        except NotImplementedError:  # Completions come later: prompts alone.
+            return prompt_rows(examples, self.processing_class, self.args)
+
+    def dry_step(self, batch_size: int | None = None) -> DryStep:
+        """Forward and backward of the longest rows, see `posttrain.training.dry_step.dry_step`."""
+        return dry_step(self, batch_size)
+
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Train; Ctrl-C or SIGTERM finishes the step, saves a checkpoint and returns; ``trainer.interrupt.requested`` says so."""
-        if isinstance(resume_from_checkpoint, str):
-            self.args.resume_from_checkpoint = resume_from_checkpoint  # Callbacks find their own state by it.
+        fit_memory(self)
+        resume = self.checkpoints.resolve(resume_from_checkpoint)
+        if resume is not None:
+            self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
+        parallel.run_and_share(lambda: self._check_machine(resumed=resume is not None), self.accelerator)
+        if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
+            # Nothing is clipped; but at 0 no norm is taken, and NaN reaches the weights.
+            self.args.max_grad_norm = math.inf
         remove_orphans()  # Weights in shared memory, of runs that were killed.
         self.interrupt.install(self.accelerator)
         # transformers' own hook would take the width of a row for the length of each document in it.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         try:
             with noisy_embeddings(self.model, alpha):
-                return super().train(resume_from_checkpoint, **kwargs)
+                return super().train(resume, **kwargs)
         finally:
             self.neftune_noise_alpha = alpha
             self.interrupt.restore()
             for callback in self.callback_handler.callbacks:
                 if hasattr(callback, "stop"):
                     callback.stop()
+
+    def _check_machine(self, *, resumed: bool) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        machine = MachineChecks(self.model, self.args, shards=parallel.shards_parameters(self.accelerator))
+        self.record.lock.acquire()
+        try:
+            with self.preflight.looking("config", machine.codes):
+                self.tell(machine.findings(self.checkpoints.run, resumed=resumed))
+        except Exception:
+            self.record.lock.release()
+            raise
 
     # One optimiser step ------------------------------------------------------------------------------------------
 
@@ -327,10 +398,10 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         sequences = sum(batch.num_sequences for batch in batches)
         seen = sum(batch.num_sequence_tokens for batch in batches)
         named = self.named_counts(batches)
-        counts = [tokens, sequences, seen, len(batches), self.alarm(batches), *named.values()]
+        counts = [tokens, sequences, seen, len(batches), self.checks.has_overlong_sequence(batches), *named.values()]
         tokens, sequences, seen, passes, alarms, *rest = parallel.all_reduce_sum(counts, self.accelerator)
         self.count_tokens_seen(seen)
-        self.check_step(batches, tokens, sequences, alarms)
+        self.log_metrics_now(self.checks.step(batches, tokens, sequences, alarms, self.state))
         totals = dict(zip(named, rest, strict=True))
         return Denominators(tokens, sequences, passes, self.accelerator.num_processes, totals)
 
@@ -353,8 +424,27 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
                 batch = inputs[min(index, len(inputs) - 1)]
                 idle = index >= len(inputs)  # Only to keep collectives equal over ranks.
                 with offloading, parallel.no_sync(model, last=index == passes - 1):
-                    total = total + self.one_pass(model, batch, 0.0 if idle else 1.0)
+                    total = total + self.passes.run(model, batch, 0.0 if idle else 1.0, step=self.state.global_step)
         return total
+
+    def _loss_of_pass(self, model: nn.Module, batch: Batch) -> Tensor:
+        with self.compute_loss_context_manager():
+            return self.compute_loss(model, batch.to(self.args.device))
+
+    def _halves(self, batch: Batch) -> list[Batch]:
+        """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""
+        if self.together or self.router_coefficient or self.accelerator.num_processes > 1:
+            return [batch]
+        return halves(batch, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.whole_rows)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
+        norm = super()._clip_grad_norm(model)
+        scaled, sharded = self.accelerator.mixed_precision == "fp16", parallel.shards_parameters(self.accelerator)
+        if not self.checks.gradient(norm, model, scaled=scaled, sharded=sharded, step=self.state.global_step + 1):
+            for parameter in model.parameters():
+                parameter.grad = None
+        return norm
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -410,7 +500,66 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
         if self._window_start is not None:
             self.log_metrics_now({"step_time": mean(time.perf_counter() - self._window_start)})
             self._window_start = None
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._in_loop = True
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        finally:
+            self._in_loop = False
+        self.checkpoints.complete(self.state)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any
+    ) -> None:
+        """Write ``<output_dir>/README.md``: what the model is, how it was trained, how it is used."""
+        create_model_card(self, model_name, dataset_name, tags)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is checked, once."""
+        if not self._tokens_checked:
+            self._tokens_checked = True
+            with self.preflight.looking("config", ("PT-K101", "PT-K102", "PT-K103")):
+                self.tell(special_token_findings(self.model, self.processing_class))
+        super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.create_model_card()
+        if trial is None and self.hp_search_backend is None:
+            self.store_flos()
+        final = self.checkpoints.save(self._write_checkpoint, Path(self._get_output_dir(trial=trial)), self.state)
+        if not self._in_loop:
+            self.checkpoints.complete(self.state)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
+
+    def _write_checkpoint(self, part: Path) -> None:
+        """Everything of a checkpoint, before it is moved to its place."""
+        self.save_model(str(part), _internal_call=True)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(str(part))
+            self._save_scaler(str(part))
+            self._save_rng_state(str(part))
+        if self.args.should_save:
+            export_callbacks((*self.callback_handler.callbacks, self.control), self.state)
+            self.state.save_to_json(str(part / "trainer_state.json"))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        name = f"{self.accelerator.process_index}_{STATE_FILE}"
+        Path(output_dir, name).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        path = Path(checkpoint or "", f"{self.accelerator.process_index}_{STATE_FILE}")
+        if checkpoint is not None and path.is_file():
+            self.load_saved_state(json.loads(path.read_text(encoding="utf-8")))
+
+    def state_to_save(self) -> dict[str, Any]:
+        """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
+        return {"counters": self.counters}
+
+    def load_saved_state(self, state: dict[str, Any]) -> None:
+        """Undo `state_to_save`."""
+        self.counters = state["counters"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""
@@ -419,6 +568,144 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
             logs.update(self._reduced("train"))
             logs["num_tokens"] = self.counters["num_tokens"]
         super().log(logs, start_time)
+
+    # Evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As `transformers.Trainer.evaluate`; a raw dataset is prepared first, a string names one given at construction."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.prepare_evaluation(eval_dataset)
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers.Trainer.predict`; a raw dataset is prepared first, and full logits want one sequence a row."""
+        layout = self.layout
+        self.layout = Layout("padded", row_tokens=layout.row_tokens)
+        try:
+            output = super().predict(self.prepare_evaluation(test_dataset), *args, **kwargs)
+        finally:
+            self.layout = layout
+        self.count_rounds(output.metrics)
+        return output
+
+    def count_rounds(self, metrics: dict[str, float]) -> None:
+        """Steps a second by the batches there were: transformers divides rows of the dataset by rows of a batch."""
+        for name in metrics:
+            if name.endswith("_steps_per_second") and not name.startswith("train_"):
+                seconds = metrics[name.replace("_steps_per_second", "_runtime")]
+                metrics[name] = round(self._eval_rounds / max(seconds, 1e-9), 3)
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        """As the parent's for training; for evaluation see `evaluation_loader`."""
+        if is_training:
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
+        place = {"world": self.accelerator.num_processes, "rank": self.accelerator.process_index}
+        deal = Deal(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
+        sized = not isinstance(dataset, IterableDataset)
+        sampler = sampler_fn(dataset) if sized and sampler_fn is not None else None
+        loader = evaluation_loader(dataset, self.args, deal, partial(self._collated, self.data_collator), sampler)
+        if dataloader_key is not None and self.args.dataloader_persistent_workers:  # Where the parent looks for it.
+            vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader
+        return loader
+
+    def _collated(self, collator: Callable[[list[Any]], Any], rows: list[Any]) -> Any:
+        return collator(rows) if rows else self.no_rows
+
+    @property
+    def eval_group(self) -> int:
+        """Consecutive rows of an evaluation batch that are compared with each other."""
+        return 1
+
+    def eval_batches(self, inputs: Any) -> list[Batch]:
+        """Batches of one evaluation micro-batch, which may be empty; online trainers generate here."""
+        return list(inputs)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
+        run = Evaluation(
+            self.args,
+            self.accelerator,
+            self._model_to_evaluate(),
+            batches=self.eval_batches,
+            counts=self.named_counts,
+            sums=self._sums_of_pass,
+            idle=self._idle_pass,
+            spare=self.spare_batch,
+            predictions=self.predictions,
+            compute_metrics=self.compute_metrics,
+            keeps_predictions=description == "Prediction",
+        )
+        metrics = {f"{metric_key_prefix}_loss": run.run(dataloader)}
+        self._eval_rounds = run.rounds
+        for name, value in self._reduced("eval").items():
+            metrics[f"{metric_key_prefix}_{name}"] = value
+        # Trained so far: evaluation adds none.
+        metrics[f"{metric_key_prefix}_num_tokens"] = self.counters["num_tokens"]
+        predictions, labels, own = run.results()
+        for name, value in own.items():
+            metrics[name if name.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{name}"] = value
+        rows = run.num_rows(dataloader, self.answers_per_row)
+        return EvalLoopOutput(predictions, labels, metrics, num_samples=rows)
+
+    def _model_to_evaluate(self) -> nn.Module:
+        model = self.model_wrapped if parallel.shards_parameters(self.accelerator) else self.model
+        model.eval()
+        if self.accelerator.mixed_precision != "no" and model is self.model and not hasattr(model, "_original_forward"):
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        return model
+
+    def spare_batch(self) -> Batch:
+        """One token after another: what a rank without rows runs where a forward pass is a collective."""
+        token = int(self.pad_token_id)
+        rows = [Row([token], [[token]], [[1]])]
+        return collate(rows, pad_token_id=token, layout=self.layout)[0].to(self.args.device)
+
+    def _idle_pass(self, model: nn.Module, batch: Batch) -> None:
+        with self.compute_loss_context_manager():
+            forward(model, batch, self.needs, chunk_size=self.args.logits_chunk_size)
+
+    def _sums_of_pass(self, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
+        """Sums of an evaluation pass by what they will be divided by; a user's own loss adds its count."""
+        with self.compute_loss_context_manager():
+            if self.own_loss:
+                return self._own_loss(model, batch, counts)
+            terms, _ = self.terms(model, batch)
+            self.buffers["eval"].add(terms.metrics)
+            return loss_sums(terms)
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the user's code says what the loss is: a subclass's ``compute_loss``, or ``compute_loss_func``."""
+        return self.compute_loss_func is not None or user_override(self, "compute_loss") is not None
+
+    def _own_loss(self, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
+        """The user's loss, the pass taken as an optimiser step of its own; weighed by what that loss is a mean over."""
+        before, self._reduced_by = self.denominators, "token" if self.compute_loss_func is not None else None
+        self.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, self.named_counts([batch]))
+        try:
+            return weighed_loss(float(self.compute_loss(model, batch)), self._reduced_by, counts)
+        finally:
+            self.denominators = before
+
+    def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
+        """One (logits, labels) a row, in the order of the dataset; ``preprocess_logits_for_metrics`` makes them small."""
+        with self.compute_loss_context_manager():
+            return predicted_rows(model, batches, self.preprocess_logits_for_metrics)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Six per parameter and token, as the forward and backward of a dense transformer cost."""
@@ -440,7 +727,3 @@ class PostTrainer(MemoryHealthMixin, HealthMixin, CheckpointMixin, EvaluationMix
                 yield model
         finally:
             model.train(training)
-
-
-def _checkpointing(args: transformers.TrainingArguments) -> bool:
-    return bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)

@@ -34,9 +34,9 @@ def test_groups_without_variance_are_no_reason_to_stop(tiny_tokenizer, tmp_path)
 def test_t9_three_steps_without_a_trained_token_end_the_run(tiny_tokenizer, tmp_path):
     trainer = sft(tmp_path, tiny_tokenizer)
     for tokens in (5, 0, 0):
-        trainer.check_step([], tokens, 4)
+        trainer.checks.step([], tokens, 4, 0, trainer.state)
     with pytest.raises(ConfigError, match="PT-T001: 3 steps in a row"):
-        trainer.check_step([], 0, 4)
+        trainer.checks.step([], 0, 4, 0, trainer.state)
 
 
 def test_t51_padding_is_logged_and_told_where_rows_must_be_padded(tiny_tokenizer, tmp_path, caplog):

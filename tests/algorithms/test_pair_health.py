@@ -60,7 +60,7 @@ def test_sound_pairs_met_three_times_say_nothing(tiny_tokenizer, tmp_path):
         tmp_path, tiny_tokenizer, data=pairs(100), max_steps=-1, num_train_epochs=3, learning_rate=3e-4, beta=0.1
     )
     trainer.train()
-    assert len(trainer.sight.margins) == 100 and findings(tmp_path, "PT-P008") == []
+    assert len(trainer.pairs.sight.margins) == 100 and findings(tmp_path, "PT-P008") == []
     assert suspects(tmp_path) == []
     checks = {row["code"]: row for row in json.loads((tmp_path / "preflight.json").read_text())["checks"]}
     assert checks["PT-P008"]["outcome"] == "nothing found"

@@ -1,0 +1,120 @@
+"""What happens before a trainer trains: arguments are checked, the model is loaded, prepared and laid out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import datasets
+import transformers
+
+from posttrain.data.forest import Layout
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from posttrain.models.activations import check_offloading
+from posttrain.models.attention import padded_layout, probe_head, probe_layout
+from posttrain.models.forward import install_token_head, learns_prompts
+from posttrain.models.load import check_model_source, train_new_tokens, train_score_head, wrap_with_peft
+from posttrain.models.reference import disable_dropout_in_model
+from posttrain.report.record import check_writable
+
+__all__ = ["check_arguments", "choose_layout", "loading_options", "prepared_model", "warn_of_unused"]
+
+logger = logging.getLogger(__name__)
+
+
+def check_arguments(trainer: type, model: Any, args: Any, train_dataset: Any, collator: Any) -> None:
+    """Refuse what cannot be trained before anything is loaded.
+
+    Args:
+        trainer: The trainer's class: its ``config_class``, ``takes_collator`` and ``generative``.
+        model: As it was given.
+        args: As it was given.
+        train_dataset: As it was given.
+        collator: The user's ``data_collator``.
+
+    Raises:
+        ArgumentTypeError: ``args`` or ``train_dataset`` is of another type.
+        ConfigError: A collator that has no place, a stream without ``max_steps``.
+        DataError: There is no training set.
+    """
+    name: str = trainer.__name__
+    if not isinstance(args, transformers.TrainingArguments):
+        raise ArgumentTypeError(f"args must be a {trainer.config_class.__name__}, not {type(args).__name__}.")  # type: ignore[attr-defined]
+    if collator is not None and not trainer.takes_collator:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"{name} makes its own batches of tokenised rows, and data_collator={collator!r:.80} "
+            "has no place there. Leave it out; pad_to_multiple_of and max_row_tokens shape batches."
+        )
+    if train_dataset is None:
+        raise DataError(f"{name} needs train_dataset, and it is None.")
+    if not isinstance(train_dataset, datasets.Dataset | datasets.IterableDataset):
+        hint = " Pass one split of it: dataset['train']." if isinstance(train_dataset, dict) else ""
+        raise ArgumentTypeError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}.{hint}")
+    if isinstance(train_dataset, datasets.IterableDataset):
+        if args.max_steps <= 0:
+            raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
+        if args.accelerator_config.dispatch_batches:
+            logger.warning("dispatch_batches=True with a streaming train_dataset is set to False: ranks read alone.")
+        args.accelerator_config.dispatch_batches = False
+    check_offloading(args)
+    check_writable(args.output_dir)
+    check_model_source(model, generative=trainer.generative)  # type: ignore[attr-defined]
+
+
+def warn_of_unused(given: Mapping[str, Any]) -> None:
+    """Warn of options for loading where the model was given as an object."""
+    for name in [name for name, value in given.items() if value]:
+        logger.warning("%s is ignored: the model was given as an object, already loaded.", name)
+
+
+def loading_options(args: Any, init: dict[str, Any], quantization_config: Any) -> dict[str, Any]:
+    """Keywords for ``from_pretrained``.
+
+    Raises:
+        ConfigError: ``quantization_config`` is given twice.
+    """
+    if quantization_config is not None and init.get("quantization_config") is not None:
+        raise ConfigError("quantization_config is given both as an argument and in model_init_kwargs. Give it once.")
+    if quantization_config is not None:
+        init["quantization_config"] = quantization_config
+    init.setdefault("trust_remote_code", args.trust_remote_code)
+    return init
+
+
+def prepared_model(model: Any, args: Any, peft_config: Any, *, added_tokens: Sequence[int], generative: bool) -> Any:
+    """The model with its adapter, without dropout where that is asked for, and with a head for chosen tokens.
+
+    Args:
+        model: As it was loaded.
+        args: The trainer's config.
+        peft_config: Of a new adapter, or None.
+        added_tokens: New rows of the vocabulary, which are trained beside an adapter.
+        generative: Whether it has a language-model head; else its score head is trained.
+    """
+    if args.disable_dropout:
+        disable_dropout_in_model(model)
+    peft_config = train_new_tokens(peft_config, model, list(added_tokens))
+    if not generative:
+        peft_config = train_score_head(peft_config, model)
+    checkpointing = bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
+    model = wrap_with_peft(model, peft_config, activation_checkpointing=checkpointing)
+    install_token_head(model)
+    return model
+
+
+def choose_layout(model: Any, args: Any, *, padded: bool) -> Layout:
+    """How rows are laid out for this model: trees where a probe shows that they are exact, else one sequence a row.
+
+    Args:
+        model: Ready to run.
+        args: ``max_row_tokens``, ``pad_to_multiple_of``.
+        padded: Whether something wants one sequence a row; virtual tokens do in any case.
+    """
+    probe_head(model)
+    layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model)
+    if args.max_row_tokens is not None:
+        layout = replace(layout, row_tokens=args.max_row_tokens)
+    multiple = getattr(args, "pad_to_multiple_of", None)
+    return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
