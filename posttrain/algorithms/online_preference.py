@@ -481,8 +481,8 @@ class OnlinePreferenceTrainer(OnlineTrainer):
 
     # Logs --------------------------------------------------------------------------------------------------------
 
-    def _reduced(self, mode: str) -> dict[str, float]:
-        metrics = super()._reduced(mode)
+    def reduced_metrics(self, mode: str) -> dict[str, float]:
+        metrics = super().reduced_metrics(mode)
         if mode == "train" and metrics.get("ties", 0.0) > TIES_MOST and not self._ties_told:
             self._ties_told = True
             logger.warning(

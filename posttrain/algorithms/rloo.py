@@ -223,8 +223,8 @@ class RLOOTrainer(OnlineTrainer):
             batch = replace(batch, old_logp=None)
         return rloo_objective(outputs, batch, self.args)
 
-    def _reduced(self, mode: str) -> dict[str, float]:
-        metrics = super()._reduced(mode)
+    def reduced_metrics(self, mode: str) -> dict[str, float]:
+        metrics = super().reduced_metrics(mode)
         if mode == "train":
             self._watch_clipping(metrics.get("clip_ratio/region_mean", 0.0))
         return metrics

@@ -21,6 +21,7 @@ from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm
 from posttrain.report import checkpoints
+from posttrain.training.checks import Checks
 from posttrain.types import Finding
 
 __all__ = [
@@ -194,6 +195,16 @@ class MachineChecks:
         """What is looked for."""
         asked = {"PT-L001": True, "PT-L002": self.saves, "PT-L003": self.fills_gpu}
         return tuple(code for code, here in asked.items() if here)
+
+    def begin(self, checks: Checks, checkpointer: Checkpointer, *, resumed: bool) -> None:
+        """Take the run's folder and report what is found; the main process alone. The folder is free again on an error."""
+        checkpointer.lock.acquire()
+        try:
+            with checks.preflight.looking("config", self.codes):
+                checks.tell(self.findings(checkpointer.run, resumed=resumed))
+        except Exception:
+            checkpointer.lock.release()
+            raise
 
     def findings(self, run: str, *, resumed: bool) -> Iterable[Finding | None]:
         """What was found; folders that a killed run left half-written are removed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import transformers
@@ -18,8 +18,12 @@ from posttrain.models.forward import install_token_head, learns_prompts
 from posttrain.models.load import check_model_source, train_new_tokens, train_score_head, wrap_with_peft
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.report.record import check_writable
+from posttrain.training.checks import Checks, log_codes
 
-__all__ = ["check_arguments", "choose_layout", "loading_options", "prepared_model", "warn_of_unused"]
+if TYPE_CHECKING:
+    from posttrain.training.trainer import PostTrainer
+
+__all__ = ["check_arguments", "choose_layout", "loading_options", "make_checks", "prepared_model", "warn_of_unused"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,3 +122,24 @@ def choose_layout(model: Any, args: Any, *, padded: bool) -> Layout:
         layout = replace(layout, row_tokens=args.max_row_tokens)
     multiple = getattr(args, "pad_to_multiple_of", None)
     return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
+
+
+def make_checks(trainer: PostTrainer, args: Any) -> Checks:
+    """The checks of a run, before its model is there.
+
+    Args:
+        trainer: With its ``processing_class``; rewards and environments where the method has them.
+        args: The trainer's config.
+    """
+    checks = Checks(
+        args,
+        trainer=type(trainer).__name__.removesuffix("Trainer").lower(),
+        ignored_codes=trainer.beside_the_point,
+        log_codes=log_codes(trainer.signs_of, trainer.looked_apart),
+        zero_gradient_is_normal=trainer.zero_gradient_is_normal,
+        fills_prompts=getattr(trainer, "environments", None) is not None,
+    )
+    checks.log_checks.append(trainer.signs)
+    parts = {"trainer": trainer, "rewards": getattr(trainer, "rewards", None)}
+    checks.knows(tokenizer=trainer.processing_class, parts=parts)
+    return checks

@@ -5,21 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import EvalPrediction
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
 from posttrain.data.samplers import Deal, DealtBatches, DealtStream
 from posttrain.losses.reduce import REDUCTIONS, Denominators, reduce
 from posttrain.models import parallel
-from posttrain.models.forward import virtual_tokens
+from posttrain.models.forward import forward, virtual_tokens
 from posttrain.types import Batch, LossTerms
 
-__all__ = ["Evaluation", "evaluation_loader", "full_logits", "loss_sums", "predicted_rows", "weighed_loss"]
+if TYPE_CHECKING:
+    from posttrain.training.trainer import PostTrainer
+
+__all__ = ["Evaluation", "evaluate", "evaluation_loader", "full_logits", "predicted_rows"]
 
 IGNORED = -100
 OWN = "own"  # What the user's own loss is a mean over.
@@ -69,7 +72,7 @@ class _Tally:
         totals = parallel.all_reduce_sum([*self.sums.values(), *self.counts.values()], accelerator)
         sums = dict(zip(self.sums, totals, strict=False))
         counts = dict(zip(self.counts, totals[len(sums) :], strict=True))
-        return sum(value / max(counts[divisor(name, counts)], 1.0) for name, value in sums.items())
+        return sum(value / max(counts[_divisor(name, counts)], 1.0) for name, value in sums.items())
 
 
 class Evaluation:
@@ -162,7 +165,7 @@ class Evaluation:
             self.tally.counts[name] += value
         for name, value in sums.items():
             self.tally.sums[name] += value
-        loss = sum(value / max(counts[divisor(name, counts)], 1.0) for name, value in sums.items())
+        loss = sum(value / max(counts[_divisor(name, counts)], 1.0) for name, value in sums.items())
         seen.losses += [loss] * batch.num_sequences
 
     def _see(self, batches: list[Batch], seen: _Seen) -> None:
@@ -206,8 +209,79 @@ class Evaluation:
         return EvalPrediction(*(map(_tensors, shown) if as_tensors else shown))
 
 
+def evaluate(trainer: PostTrainer, dataloader: Any, prefix: str, *, predicts: bool) -> tuple[EvalLoopOutput, int]:
+    """Go over an evaluation set with a trainer's loss, metrics and predictions.
+
+    Args:
+        trainer: Whose model, objective and hooks are used.
+        dataloader: See `evaluation_loader`.
+        prefix: Of the names of metrics.
+        predicts: Whether predictions are wanted though nobody computes metrics.
+
+    Returns:
+        What `transformers.Trainer.evaluation_loop` returns, and the batches there were.
+    """
+    model = trainer.model_wrapped if parallel.shards_parameters(trainer.accelerator) else trainer.model
+    model.eval()
+    if (
+        trainer.accelerator.mixed_precision != "no"
+        and model is trainer.model
+        and not hasattr(model, "_original_forward")
+    ):
+        model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
+
+    def idle(model: nn.Module, batch: Batch) -> None:
+        with trainer.compute_loss_context_manager():
+            forward(model, batch, trainer.needs, chunk_size=trainer.args.logits_chunk_size)
+
+    def sums(model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
+        with trainer.compute_loss_context_manager():
+            if trainer.own_loss:
+                return _own_loss(trainer, model, batch, counts)
+            terms, _ = trainer.terms(model, batch)
+            trainer.buffers["eval"].add(terms.metrics)
+            return _loss_sums(terms)
+
+    run = Evaluation(
+        trainer.args,
+        trainer.accelerator,
+        model,
+        batches=trainer.eval_batches,
+        counts=trainer.named_counts,
+        sums=sums,
+        idle=idle,
+        spare=trainer.spare_batch,
+        predictions=trainer.predictions,
+        compute_metrics=trainer.compute_metrics,
+        keeps_predictions=predicts,
+    )
+    metrics = {f"{prefix}_loss": run.run(dataloader)}
+    for name, value in trainer.reduced_metrics("eval").items():
+        metrics[f"{prefix}_{name}"] = value
+    # Trained so far: evaluation adds none.
+    metrics[f"{prefix}_num_tokens"] = trainer.counters["num_tokens"]
+    predictions, labels, own = run.results()
+    for name, value in own.items():
+        metrics[name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"] = value
+    rows = run.num_rows(dataloader, trainer.answers_per_row)
+    return EvalLoopOutput(predictions, labels, metrics, num_samples=rows), run.rounds
+
+
+def _own_loss(trainer: PostTrainer, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
+    """The user's loss as a sum, the pass taken as an optimiser step; adds to ``counts`` what that loss is a mean over."""
+    before = trainer.denominators
+    trainer.reduced_by = "token" if trainer.compute_loss_func is not None else None
+    trainer.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, trainer.named_counts([batch]))
+    try:
+        loss = float(trainer.compute_loss(model, batch))
+    finally:
+        trainer.denominators = before
+    counts[OWN] = counts[_divisor(trainer.reduced_by or "sequence", counts)]
+    return {OWN: loss * counts[OWN]}
+
+
 def evaluation_loader(
-    dataset: Any, args: Any, deal: Deal, collate: Callable[[list[Any]], Any], sampler: Iterable[int] | None
+    dataset: Any, args: Any, deal: Deal, collate: Callable[[list[Any]], Any], sampler_fn: Callable[[Any], Any] | None
 ) -> DataLoader:
     """A loader that gives every row to one process, once.
 
@@ -218,7 +292,7 @@ def evaluation_loader(
         args: The trainer's config: workers.
         deal: Which rows are this process's.
         collate: Rows to what the loader yields; gets an empty list where this process has no row of a batch.
-        sampler: Order of a `Dataset`'s rows; None: as they come.
+        sampler_fn: Gives the order of a `Dataset`'s rows; None: as they come.
     """
     options: dict[str, Any] = {
         "collate_fn": collate,
@@ -229,6 +303,7 @@ def evaluation_loader(
     }
     if isinstance(dataset, IterableDataset):
         return DataLoader(DealtStream(dataset, deal), batch_size=None, **options)
+    sampler = sampler_fn(dataset) if sampler_fn is not None else None
     order = range(len(dataset)) if sampler is None else sampler
     return DataLoader(dataset, batch_sampler=DealtBatches(order, deal), **options)
 
@@ -255,13 +330,7 @@ def predicted_rows(
     return [(prediction, label) for _, prediction, label in sorted(found, key=lambda item: item[0])]
 
 
-def weighed_loss(loss: float, reduced_by: str | None, counts: dict[str, float]) -> dict[str, float]:
-    """A user's loss of one pass as a sum; adds to ``counts`` what it is a mean over."""
-    counts[OWN] = counts[divisor(reduced_by or "sequence", counts)]
-    return {OWN: loss * counts[OWN]}
-
-
-def loss_sums(terms: LossTerms) -> dict[str, float]:
+def _loss_sums(terms: LossTerms) -> dict[str, float]:
     """Sums of a pass by what they will be divided by."""
     sums: dict[str, float] = {}
     for part in [terms, *terms.extra]:
@@ -270,7 +339,7 @@ def loss_sums(terms: LossTerms) -> dict[str, float]:
     return sums
 
 
-def divisor(reduction: str, counts: Mapping[str, float]) -> str:
+def _divisor(reduction: str, counts: Mapping[str, float]) -> str:
     """The count that a reduction's sum is divided by."""
     if reduction == "local_token":
         return "pass"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, set_seed
 
 from posttrain.checks.registry import Preflight
@@ -25,46 +25,16 @@ from posttrain.data.forest import Layout, collate, halves
 from posttrain.data.samplers import Deal, with_lengths
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
-from posttrain.models import parallel
-from posttrain.models.activations import (
-    KeepHostMemory,
-    KeepLastActivations,
-    get_act_offloading_ctx_manager,
-    gradients_first,
-)
+from posttrain.models import activations, load, parallel
+from posttrain.models.clone import clone_chat_template
 from posttrain.models.forward import causal_lm, forward, noisy_embeddings
-from posttrain.models.load import (
-    changes_vocabulary,
-    create_model_from_path,
-    get_config_model_id,
-    load_tokenizer,
-    mirror_eos,
-    prepare_tokenizer,
-    resolve_pad_token,
-    router_coefficient,
-)
 from posttrain.models.parallel import main_process_first
 from posttrain.report.card import create_model_card
 from posttrain.report.progress import GracefulInterrupt
 from posttrain.report.record import RunRecordCallback
 from posttrain.rollouts.server.replies import remove_orphans
-from posttrain.training.checkpoint import (
-    STATE_FILE,
-    Checkpointer,
-    MachineChecks,
-    checkpoint_bytes,
-    export_callbacks,
-    special_token_findings,
-)
-from posttrain.training.checks import Checks, log_codes
+from posttrain.training import checkpoint, construct
 from posttrain.training.config import PostTrainingConfig
-from posttrain.training.construct import (
-    check_arguments,
-    choose_layout,
-    loading_options,
-    prepared_model,
-    warn_of_unused,
-)
 from posttrain.training.data_report import (
     ROWS,
     DataReport,
@@ -74,7 +44,7 @@ from posttrain.training.data_report import (
     warnings_are_errors,
 )
 from posttrain.training.dry_step import DryStep, dry_step, fit_memory
-from posttrain.training.evaluation import Evaluation, evaluation_loader, loss_sums, predicted_rows, weighed_loss
+from posttrain.training.evaluation import evaluate, evaluation_loader, predicted_rows
 from posttrain.training.hooks import check_hooks, user_override
 from posttrain.training.passes import PassRunner
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
@@ -113,7 +83,7 @@ class PostTrainer(transformers.Trainer):
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _tokens_checked = False
     _in_loop = False
-    _reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
+    reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
     _eval_rounds = 0
 
     def __init__(
@@ -128,40 +98,32 @@ class PostTrainer(transformers.Trainer):
         quantization_config: Any = None,
         **trainer_kwargs: Any,
     ) -> None:
-        model_id = model if isinstance(model, str) else get_config_model_id(causal_lm(model).config)
+        model_id = model if isinstance(model, str) else load.get_config_model_id(causal_lm(model).config)
         args = self.config_class(f"{Path(model_id).name or 'model'}-{self._suffix}") if args is None else args
         check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         self.user_collator = trainer_kwargs.pop("data_collator", None)
-        check_arguments(type(self), model, args, train_dataset, self.user_collator)
+        construct.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        self.processing_class = processing_class or load_tokenizer(
+        self.processing_class = processing_class or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
         self.args = args
         self.added_tokens: list[int] = []
-        if changes_vocabulary(args):
-            model = self._clone_vocabulary(self._load(model, args, init, quantization_config))
-        prepare_tokenizer(self.processing_class, args)
-        self.checks = Checks(
-            args,
-            trainer=type(self).__name__.removesuffix("Trainer").lower(),
-            ignored_codes=self.beside_the_point,
-            log_codes=log_codes(self.signs_of, self.looked_apart),
-            zero_gradient_is_normal=self.zero_gradient_is_normal,
-            fills_prompts=getattr(self, "environments", None) is not None,
-        )
-        self.checks.log_checks.append(self.signs)
-        self._raw = train_dataset
-        parts = {"trainer": self, "rewards": getattr(self, "rewards", None)}
-        self.checks.knows(tokenizer=self.processing_class, parts=parts)
+        if load.changes_vocabulary(args):
+            whole = self._load(model, args, init, quantization_config)
+            model, self.processing_class, self.added_tokens = clone_chat_template(
+                whole, self.processing_class, args.chat_template_path
+            )
+        load.prepare_tokenizer(self.processing_class, args)
+        self.checks, self._raw = construct.make_checks(self, args), train_dataset
         train_dataset = self.checks.config(model, train_dataset, eval_dataset, peft_config)
         with main_process_first(), warnings_are_errors(args.strict_data):
             train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
         model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self.counters: dict[str, float] = {"num_tokens": 0.0}
-        self.router_coefficient = router_coefficient(model, args)
+        self.router_coefficient = load.router_coefficient(model, args)
         super().__init__(
             model=model,
             args=args,
@@ -174,22 +136,22 @@ class PostTrainer(transformers.Trainer):
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
-        self.passes = PassRunner(
-            lambda model, batch: self._loss_of_pass(model, batch),
-            lambda loss: self.accelerator.backward(loss),
-            self._halves,
-            self.buffers,
-            shards=parallel.shards_parameters(self.accelerator),
-        )
         self.checks.knows(model=self.model)
         self.check_start()
+        self._make_components()
+
+    def _make_components(self) -> None:
+        args, shards = self.args, parallel.shards_parameters(self.accelerator)
+        # Looked up at every call: a user may replace them on the instance.
+        loss, backward = lambda *given: self._loss_of_pass(*given), lambda value: self.accelerator.backward(value)
+        self.passes = PassRunner(loss, backward, self._halves, self.buffers, shards=shards)
         self.record, self.interrupt = RunRecordCallback(args, self.processing_class), GracefulInterrupt()
-        self.checkpoints = Checkpointer(
-            args, self.accelerator, self.record.lock, lambda: checkpoint_bytes(self.model, args)
-        )
+        size = lambda: checkpoint.checkpoint_bytes(self.model, args)  # noqa: E731
+        self.checkpoints = checkpoint.Checkpointer(args, self.accelerator, self.record.lock, size)
         self.checks.record = self.record
+        memory = (activations.KeepLastActivations(), activations.KeepHostMemory())
         reports = (self.record, DataReportCallback(lambda: self.data_report()))
-        for callback in (self.interrupt, *reports, KeepLastActivations(), KeepHostMemory(), self.checks):
+        for callback in (self.interrupt, *reports, *memory, self.checks):
             self.add_callback(callback)
 
     # What a subclass gives ---------------------------------------------------------------------------------------
@@ -227,31 +189,26 @@ class PostTrainer(transformers.Trainer):
     def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         if not isinstance(model, str):
             given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-            warn_of_unused(given if not self.added_tokens else {})
+            construct.warn_of_unused(given if not self.added_tokens else {})
             return model
-        return self.load_model(model, **loading_options(args, init, quantization_config))
+        return self.load_model(model, **construct.loading_options(args, init, quantization_config))
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
         """The model behind a string."""
-        return create_model_from_path(model_id, **kwargs)
-
-    def _clone_vocabulary(self, model: Any) -> Any:
-        from posttrain.models.clone import clone_chat_template
-
-        source = self.args.chat_template_path  # type: ignore[attr-defined]
-        model, self.processing_class, self.added_tokens = clone_chat_template(model, self.processing_class, source)
-        return model
+        return load.create_model_from_path(model_id, **kwargs)
 
     def _prepare_model(self, model: Any, args: PostTrainingConfig, peft_config: Any) -> Any:
-        mirror_eos(self.processing_class, model, args)
-        self.pad_token_id = resolve_pad_token(self.processing_class, model)
+        load.mirror_eos(self.processing_class, model, args)
+        self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None
-        return prepared_model(model, args, peft_config, added_tokens=self.added_tokens, generative=self.generative)
+        return construct.prepared_model(
+            model, args, peft_config, added_tokens=self.added_tokens, generative=self.generative
+        )
 
     def _choose_layout(self) -> Layout:
         # User functions on logits want one sequence a row.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
-        return choose_layout(self.model, self.args, padded=any(function is not None for function in wanted))
+        return construct.choose_layout(self.model, self.args, padded=any(function is not None for function in wanted))
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
@@ -337,7 +294,11 @@ class PostTrainer(transformers.Trainer):
         resume = self.checkpoints.resolve(resume_from_checkpoint)
         if resume is not None:
             self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
-        parallel.run_and_share(lambda: self._check_machine(resumed=resume is not None), self.accelerator)
+        machine = checkpoint.MachineChecks(self.model, self.args, shards=parallel.shards_parameters(self.accelerator))
+        main, resumed = self.accelerator.is_main_process, resume is not None
+        parallel.run_and_share(
+            lambda: main and machine.begin(self.checks, self.checkpoints, resumed=resumed), self.accelerator
+        )
         if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
             # Nothing is clipped; but at 0 no norm is taken, and NaN reaches the weights.
             self.args.max_grad_norm = math.inf
@@ -354,18 +315,6 @@ class PostTrainer(transformers.Trainer):
             for callback in self.callback_handler.callbacks:
                 if hasattr(callback, "stop"):
                     callback.stop()
-
-    def _check_machine(self, *, resumed: bool) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        machine = MachineChecks(self.model, self.args, shards=parallel.shards_parameters(self.accelerator))
-        self.record.lock.acquire()
-        try:
-            with self.preflight.looking("config", machine.codes):
-                self.tell(machine.findings(self.checkpoints.run, resumed=resumed))
-        except Exception:
-            self.record.lock.release()
-            raise
 
     # One optimiser step ------------------------------------------------------------------------------------------
 
@@ -417,9 +366,9 @@ class PostTrainer(transformers.Trainer):
         """Forward and backward over the batches of one micro-batch; returns their summed loss."""
         model.train()
         total = torch.zeros((), device=self.args.device)
-        offloading = get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
+        offloading = activations.get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
         passes = parallel.equal_passes(len(inputs), self.accelerator)
-        with gradients_first(model, passes=passes):
+        with activations.gradients_first(model, passes=passes):
             for index in range(passes):
                 batch = inputs[min(index, len(inputs) - 1)]
                 idle = index >= len(inputs)  # Only to keep collectives equal over ranks.
@@ -462,7 +411,7 @@ class PostTrainer(transformers.Trainer):
         """
         terms, outputs = self.terms(model, inputs)
         self.buffers["train" if model.training else "eval"].add(terms.metrics)
-        self._reduced_by = terms.count or terms.reduction
+        self.reduced_by = terms.count or terms.reduction
         loss = reduce(terms, self.denominators)
         return (loss, outputs) if return_outputs else loss
 
@@ -487,7 +436,8 @@ class PostTrainer(transformers.Trainer):
         """The window's metrics with those that follow from others; training and evaluation both pass here."""
         return metrics
 
-    def _reduced(self, mode: str) -> dict[str, float]:
+    def reduced_metrics(self, mode: str) -> dict[str, float]:
+        """The metrics of the window since the last call, over all ranks."""
         gather = None
         if self.accelerator.num_processes > 1:
 
@@ -518,7 +468,7 @@ class PostTrainer(transformers.Trainer):
         if not self._tokens_checked:
             self._tokens_checked = True
             with self.preflight.looking("config", ("PT-K101", "PT-K102", "PT-K103")):
-                self.tell(special_token_findings(self.model, self.processing_class))
+                self.tell(checkpoint.special_token_findings(self.model, self.processing_class))
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -539,18 +489,18 @@ class PostTrainer(transformers.Trainer):
             self._save_scaler(str(part))
             self._save_rng_state(str(part))
         if self.args.should_save:
-            export_callbacks((*self.callback_handler.callbacks, self.control), self.state)
+            checkpoint.export_callbacks((*self.callback_handler.callbacks, self.control), self.state)
             self.state.save_to_json(str(part / "trainer_state.json"))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        name = f"{self.accelerator.process_index}_{STATE_FILE}"
+        name = f"{self.accelerator.process_index}_{checkpoint.STATE_FILE}"
         Path(output_dir, name).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        path = Path(checkpoint or "", f"{self.accelerator.process_index}_{STATE_FILE}")
-        if checkpoint is not None and path.is_file():
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        super()._load_optimizer_and_scheduler(folder)
+        path = Path(folder or "", f"{self.accelerator.process_index}_{checkpoint.STATE_FILE}")
+        if folder is not None and path.is_file():
             self.load_saved_state(json.loads(path.read_text(encoding="utf-8")))
 
     def state_to_save(self) -> dict[str, Any]:
@@ -565,7 +515,7 @@ class PostTrainer(transformers.Trainer):
         """Reduce this window's metrics over ranks, once, and pass everything on."""
         self.count_rounds(logs)
         if not any(key.startswith("eval_") for key in logs):
-            logs.update(self._reduced("train"))
+            logs.update(self.reduced_metrics("train"))
             logs["num_tokens"] = self.counters["num_tokens"]
         super().log(logs, start_time)
 
@@ -595,23 +545,16 @@ class PostTrainer(transformers.Trainer):
                 seconds = metrics[name.replace("_steps_per_second", "_runtime")]
                 metrics[name] = round(self._eval_rounds / max(seconds, 1e-9), 3)
 
-    def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Callable[[Any], Any] | None = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
-    ) -> DataLoader:
+    def _get_dataloader(  # The signature is transformers'.
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False, dataloader_key: str | None = None,
+    ) -> DataLoader:  # fmt: skip
         """As the parent's for training; for evaluation see `evaluation_loader`."""
         if is_training:
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
         place = {"world": self.accelerator.num_processes, "rank": self.accelerator.process_index}
         deal = Deal(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
-        sized = not isinstance(dataset, IterableDataset)
-        sampler = sampler_fn(dataset) if sized and sampler_fn is not None else None
-        loader = evaluation_loader(dataset, self.args, deal, partial(self._collated, self.data_collator), sampler)
+        loader = evaluation_loader(dataset, self.args, deal, partial(self._collated, self.data_collator), sampler_fn)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # Where the parent looks for it.
             vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
@@ -637,37 +580,8 @@ class PostTrainer(transformers.Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
-        run = Evaluation(
-            self.args,
-            self.accelerator,
-            self._model_to_evaluate(),
-            batches=self.eval_batches,
-            counts=self.named_counts,
-            sums=self._sums_of_pass,
-            idle=self._idle_pass,
-            spare=self.spare_batch,
-            predictions=self.predictions,
-            compute_metrics=self.compute_metrics,
-            keeps_predictions=description == "Prediction",
-        )
-        metrics = {f"{metric_key_prefix}_loss": run.run(dataloader)}
-        self._eval_rounds = run.rounds
-        for name, value in self._reduced("eval").items():
-            metrics[f"{metric_key_prefix}_{name}"] = value
-        # Trained so far: evaluation adds none.
-        metrics[f"{metric_key_prefix}_num_tokens"] = self.counters["num_tokens"]
-        predictions, labels, own = run.results()
-        for name, value in own.items():
-            metrics[name if name.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{name}"] = value
-        rows = run.num_rows(dataloader, self.answers_per_row)
-        return EvalLoopOutput(predictions, labels, metrics, num_samples=rows)
-
-    def _model_to_evaluate(self) -> nn.Module:
-        model = self.model_wrapped if parallel.shards_parameters(self.accelerator) else self.model
-        model.eval()
-        if self.accelerator.mixed_precision != "no" and model is self.model and not hasattr(model, "_original_forward"):
-            model = self.accelerator.prepare_model(model, evaluation_mode=True)
-        return model
+        output, self._eval_rounds = evaluate(self, dataloader, metric_key_prefix, predicts=description == "Prediction")
+        return output
 
     def spare_batch(self) -> Batch:
         """One token after another: what a rank without rows runs where a forward pass is a collective."""
@@ -675,32 +589,10 @@ class PostTrainer(transformers.Trainer):
         rows = [Row([token], [[token]], [[1]])]
         return collate(rows, pad_token_id=token, layout=self.layout)[0].to(self.args.device)
 
-    def _idle_pass(self, model: nn.Module, batch: Batch) -> None:
-        with self.compute_loss_context_manager():
-            forward(model, batch, self.needs, chunk_size=self.args.logits_chunk_size)
-
-    def _sums_of_pass(self, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
-        """Sums of an evaluation pass by what they will be divided by; a user's own loss adds its count."""
-        with self.compute_loss_context_manager():
-            if self.own_loss:
-                return self._own_loss(model, batch, counts)
-            terms, _ = self.terms(model, batch)
-            self.buffers["eval"].add(terms.metrics)
-            return loss_sums(terms)
-
     @property
     def own_loss(self) -> bool:
         """Whether the user's code says what the loss is: a subclass's ``compute_loss``, or ``compute_loss_func``."""
         return self.compute_loss_func is not None or user_override(self, "compute_loss") is not None
-
-    def _own_loss(self, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
-        """The user's loss, the pass taken as an optimiser step of its own; weighed by what that loss is a mean over."""
-        before, self._reduced_by = self.denominators, "token" if self.compute_loss_func is not None else None
-        self.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, self.named_counts([batch]))
-        try:
-            return weighed_loss(float(self.compute_loss(model, batch)), self._reduced_by, counts)
-        finally:
-            self.denominators = before
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
         """One (logits, labels) a row, in the order of the dataset; ``preprocess_logits_for_metrics`` makes them small."""
