@@ -227,7 +227,7 @@ def _undecoded(dataset: Any) -> Any:
     return dataset
 
 
-@probe("data", "PT-G001", "PT-G002", "PT-G003")
+@probe("data", "PT-G001", "PT-G002", "PT-G003", columns=("image", "images"))
 def images(context: Context) -> list[Finding | None]:
     """The first two thousand rows of a dataset with images; pixels of the 32 largest are read."""
     columns = getattr(context.train_dataset, "column_names", None) or ()

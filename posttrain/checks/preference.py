@@ -381,7 +381,7 @@ def check_references(name: str, column: str, golds: Sequence[Any], *, mode: str 
     )
 
 
-@probe("data", "PT-R030")
+@probe("data", "PT-R030", part="rewards")
 def references_of_rewards(context: Context) -> Iterable[Finding | None]:
     """The reference column of each reward function that says which one it reads."""
     rewards: Any = context.parts.get("rewards")

@@ -131,6 +131,14 @@ class Probe:
     moment: Moment
     codes: tuple[str, ...]
     function: Callable[[Context], Iterable[Finding | None]]
+    part: str | None = None
+    columns: tuple[str, ...] = ()
+
+    def concerns(self, context: Context) -> bool:
+        """Whether the run has the part, and the training set one of the columns, that the function is about."""
+        names = getattr(context.train_dataset, "column_names", None) or ()
+        has_part = self.part is None or context.parts.get(self.part) is not None
+        return has_part and (not self.columns or bool({*self.columns} & {*names}))
 
 
 REGISTRY: dict[str, Check] = {}
@@ -176,12 +184,16 @@ def finding(code: str, severity: Severity, what: str, where: str, why: str, fix:
     return Finding(code, severity, what, where, why, fix)
 
 
-def probe(moment: Moment, *codes: str) -> Callable[[Callable], Callable]:
+def probe(
+    moment: Moment, *codes: str, part: str | None = None, columns: tuple[str, ...] = ()
+) -> Callable[[Callable], Callable]:
     """Have a function called at a moment, by every trainer and by ``posttrain check``.
 
     Args:
         moment: ``config`` (before the model is loaded), ``data`` (the training set is prepared), ``first_batch``.
         codes: All that it may find.
+        part: Called only for runs with this part (`Context.parts`).
+        columns: Called only for training sets with one of these columns.
 
     >>> @probe("config", "PT-V001")  # doctest: +SKIP
     ... def versions(context: Context) -> Iterable[Finding]: ...
@@ -190,7 +202,7 @@ def probe(moment: Moment, *codes: str) -> Callable[[Callable], Callable]:
     def add(function: Callable[[Context], Iterable[Finding | None]]) -> Callable:
         check_choice("moment", moment, MOMENTS)
         name = f"{function.__module__.removeprefix('posttrain.checks.')}.{function.__name__}"
-        PROBES[name] = Probe(name, moment, codes, function)
+        PROBES[name] = Probe(name, moment, codes, function, part, columns)
         return function
 
     return add
@@ -432,7 +444,7 @@ class Preflight:
         """What all probes of a moment see; one that fails is noted and told, and stops nothing."""
         found: list[Finding] = []
         for probe in list(PROBES.values()) if self.active else ():
-            if probe.moment != moment:
+            if probe.moment != moment or not probe.concerns(context):
                 continue
             try:
                 with self.looking(moment, probe.codes):

@@ -320,7 +320,7 @@ def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[st
     return found
 
 
-@probe("data", "PT-R029")
+@probe("data", "PT-R029", part="rewards")
 def columns_of_rewards(context: Context) -> Iterable[Finding]:
     """What reward functions need, against the columns there are, where nothing else may add some."""
     rewards: Any = context.parts.get("rewards")

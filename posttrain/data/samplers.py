@@ -331,11 +331,10 @@ def _take(dataset: Any, count: int) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def with_lengths(dataset: Any, args: Any) -> Any:
-    """For samplers that want rows of like length: with the lengths, where no column ``input_ids`` tells them."""
-    name, wanted = args.length_column_name, ("group_by_length", "batch_rebalance")
+def with_lengths(dataset: Any, name: str) -> Any:
+    """For samplers that want rows of like length: with a column ``name`` of lengths, where no ``input_ids`` tells them."""
     known = getattr(dataset, "column_names", None) or ()
-    if args.train_sampling_strategy not in wanted or {name, "input_ids"} & set(known):
+    if {name, "input_ids"} & set(known):
         return dataset
     columns = [dataset[column][:] for column in known if column.endswith("_ids")]
     lengths = [sum(len(ids or ()) for ids in row) for row in zip(*columns, strict=True)]

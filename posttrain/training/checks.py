@@ -103,15 +103,16 @@ def usable_rows(dataset: Any, args: Any, *, main: bool, filled: bool = False) ->
         return dataset, _found(faults, doubts, looked)
     faults, doubts = _read(_plain_rows(dataset, columns, len(dataset) if drop else DEEP), columns, filled)
     scan = _pairs(dataset, columns)
+    pairs = scan.findings() if _is_pairs(columns) else []
     if not drop:
         faults = _empty_rows(dataset, columns) | faults
         _write_suspects(dataset, scan, args.output_dir, main)
-        return dataset, [*_found(faults, doubts, len(dataset)), *scan.findings()]
+        return dataset, [*_found(faults, doubts, len(dataset)), *pairs]
     bad = dict.fromkeys(scan.swapped, "a pair that appears both ways round") | doubts | faults
     _write(args.output_dir, "bad_rows.jsonl", _lines(dataset, bad, columns), main and bool(bad))
     _write_suspects(dataset, scan, args.output_dir, main)
     many = too_many(len(bad), len(dataset), most=args.bad_rows_max)
-    told = [*([many] if many else [bad_rows(bad, len(dataset), dropped=True)]), *scan.findings()]
+    told = [*([many] if many else [bad_rows(bad, len(dataset), dropped=True)]), *pairs]
     kept = dataset.select([index for index in range(len(dataset)) if index not in bad]) if bad else dataset
     return kept, [finding for finding in told if finding is not None]
 

@@ -225,10 +225,14 @@ class PostTrainer(transformers.Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        return super()._get_train_sampler(with_lengths(dataset, self.args))
+        return super()._get_train_sampler(self._measured(dataset))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return super()._get_eval_sampler(with_lengths(eval_dataset, self.args))
+        return super()._get_eval_sampler(self._measured(eval_dataset))
+
+    def _measured(self, dataset: Any) -> Any:
+        wanted = self.args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
+        return with_lengths(dataset, self.args.length_column_name) if wanted else dataset
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         return dataset  # Rows are read by name; what is not read costs nothing.
