@@ -177,9 +177,7 @@ def _draw(folder: str) -> list[Path]:
     from posttrain.report.watch import plot_curves
 
     drawn = [plot_curves(folder)] if is_available("matplotlib") else []
-    if is_available("plotly"):
-        drawn.append(write_page(read_runs([folder]), Path(folder, "report.html")))
-    return drawn
+    return [*drawn, write_page(read_runs([folder]), Path(folder, "report.html"))]
 
 
 def _show_folder(console: Any, folder: str, drawn: list[Path]) -> None:
