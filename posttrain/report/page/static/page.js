@@ -50,7 +50,7 @@
   // A scale from data to pixels with round ticks.
   function scale(low, high, from, to, log) {
     const f = log ? Math.log10 : (v) => v, a = f(low), span = f(high) - a || 1, ticks = [];
-    const raw = span / Math.max(2, Math.abs(to - from) / (from < to ? 90 : 45)), power = 10 ** Math.floor(Math.log10(raw));
+    const raw = span / Math.max(2, Math.abs(to - from) / (from < to ? 65 : 38)), power = 10 ** Math.floor(Math.log10(raw));
     const step = power * ([1, 2, 5].find((n) => n * power >= raw) || 10);
     for (let t = Math.ceil(a / step - 1e-9) * step; t <= a + span + step * 1e-9; t += step) ticks.push(log ? 10 ** t : Math.abs(t) < step / 1e6 ? 0 : t);
     return { place: (v) => from + (f(v) - a) / span * (to - from), value: (p) => a + (p - from) / (to - from) * span, ticks };
@@ -169,10 +169,6 @@
     for (const element of drawn) element.isConnected ? draw(element) : drawn.delete(element);
   }
 
-  const watcher = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting) { watcher.unobserve(entry.target); draw(entry.target); }
-  }, { rootMargin: "800px" });
-
   function controls() {
     const bind = (id, event, change) => $(id).addEventListener(event, (e) => { change(e.target); redraw(); });
     bind("#smooth", "input", (input) => { view.smooth = +input.value; input.nextElementSibling.textContent = input.value; });
@@ -182,7 +178,6 @@
     bind("#reset", "click", () => { view.range = null; });
     $(".controls").addEventListener("submit", (event) => event.preventDefault());
     addEventListener("resize", redraw);
-    addEventListener("beforeprint", () => $$("[data-panel]").forEach(draw));
     for (const box of $$("#runs input")) {
       const at = +box.dataset.run;
       box.addEventListener("change", () => { box.checked ? view.hidden.delete(at) : view.hidden.add(at); redraw(); });
@@ -233,7 +228,7 @@
     place.innerHTML = html;
     for (const item of $$("details", place)) if (open.has(item.dataset.keep)) item.open = open.get(item.dataset.keep);
     $$(".timeline input", place).forEach((input, at) => { if (sliders[at] != null) input.value = sliders[at]; });
-    for (const element of $$("[data-panel]", place)) watcher.observe(element);
+    $$("[data-panel]", place).forEach(draw);
   }
 
   async function refresh() {
@@ -255,6 +250,6 @@
   theme();
   controls();
   timelines();
-  for (const element of $$("[data-panel]")) watcher.observe(element);
+  $$("[data-panel]").forEach(draw);
   if (document.body.hasAttribute("data-live")) refresh();
 })();
