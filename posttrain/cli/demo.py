@@ -189,11 +189,6 @@ def _show_folder(console: Any, folder: str, drawn: list[Path]) -> None:
 def _show_drawn(console: Any, folder: str, drawn: list[Path]) -> None:
     for path in drawn:  # On a line of its own, whole, so that it can be clicked or copied.
         console.print(str(path), soft_wrap=True, highlight=False, markup=False)
-    if not any(path.name == "report.html" for path in drawn):
-        console.print(
-            f'The page of the run needs plotly: pip install "posttrain[demo]", then posttrain report {folder}',
-            markup=False,
-        )
 
 
 LIMIT = 12  # Tokens of an answer: enough to repeat the question, or to learn not to.

@@ -127,7 +127,7 @@ def test_sliders_boxes_and_menus_are_used_by_arrows_space_and_enter(page):
     page.wait(f"{lines_now} === {lines}")
     page.run("document.querySelector('#log').focus()")
     page.key(" ")
-    page.wait("document.querySelector('.canvas > svg[data-log=true]')")
+    page.wait("document.querySelector('.canvas > svg[data-log=true]') !== null")
     page.run("document.querySelector('#axis').focus()")
     page.key("ArrowDown")
     page.wait("document.querySelector('#axis').value === 'minutes'")

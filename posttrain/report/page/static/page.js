@@ -49,7 +49,7 @@
 
   // A scale from data to pixels with round ticks.
   function scale(low, high, from, to, log) {
-    const f = log ? Math.log10 : (v) => v, a = f(low), span = f(high) - a || 1, ticks = [];
+    const f = log ? Math.log10 : (v) => v, a = f(low), span = f(high) - a, ticks = [];
     const raw = span / Math.max(2, Math.abs(to - from) / (from < to ? 65 : 38)), power = 10 ** Math.floor(Math.log10(raw));
     const step = power * ([1, 2, 5].find((n) => n * power >= raw) || 10);
     for (let t = Math.ceil(a / step - 1e-9) * step; t <= a + span + step * 1e-9; t += step) ticks.push(log ? 10 ** t : Math.abs(t) < step / 1e6 ? 0 : t);
@@ -60,14 +60,15 @@
     let low = Infinity, high = -Infinity;
     for (const v of values) if (known(v)) { low = Math.min(low, v); high = Math.max(high, v); }
     if (low > high) return [0, 1];
-    const room = (high - low || Math.abs(high) || 1) * pad;
+    const size = Math.max(Math.abs(low), Math.abs(high)), flat = high - low <= 1e-9 * size; // Smoothing leaves dust on a constant.
+    const room = flat ? (size || 1) * 0.05 : (high - low) * pad;
     return [low - room, high + room];
   }
 
   function axes(lines, width) {
     const [x0, x1] = view.range || bounds(lines.flatMap((line) => line.xs), 0);
     const seen = lines.flatMap(({ trace, xs, ys }) => [...ys, ...trace.value].filter((_, i) => xs[i % xs.length] >= x0 && xs[i % xs.length] <= x1));
-    const positive = seen.every((v) => v === null || v > 0), log = view.log && positive;
+    const log = view.log && seen.some(known) && seen.every((v) => v === null || v > 0);
     let [y0, y1] = bounds(seen, log ? 0 : 0.06);
     if (log) { y0 *= 0.9; y1 *= 1.1; }
     const x = scale(x0, x1, MARGIN.left, width - MARGIN.right, false), y = scale(y0, y1, HEIGHT - MARGIN.bottom, MARGIN.top, log);
