@@ -1,356 +1,448 @@
-"""What can go wrong while a run generates and learns: rows of its log, or the rewards of a generation, in; findings out.
+"""What can go wrong while a run generates and learns: one table of rules, read while training and on the page of a run.
 
-Thresholds are starting values; those without a source were set here. A row of the log that speaks of ten steps counts as
-ten: windows are in optimiser steps, not in rows.
+A rule has a code, the metrics that it reads, a window in optimiser steps, a predicate and its texts. `check_online` applies
+the rules to the newest row of a log; `review` applies the same rules to every row of a whole log. A row of the log that
+speaks of ten steps counts as ten. Thresholds are starting values; those without a source were set here.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
+from posttrain.checks.registry import REGISTRY, Severity, register
 from posttrain.checks.training import History, check_lag, columns, ends, training_rows, window
-from posttrain.thresholds import CLIPPED_TOKENS, CUT, ENTROPY_LEFT, FLAT_SHARE, KL_GROWTH, KL_LARGE
 from posttrain.types import Finding
 
-__all__ = [
-    "check_correction",
-    "check_duplicates",
-    "check_entropy",
-    "check_gradients",
-    "check_kl",
-    "check_length_limit",
-    "check_length_trend",
-    "check_online",
-    "check_ratio",
-    "check_reward_columns",
-    "check_reward_scales",
-    "check_reward_signal",
-    "check_reward_time",
-    "check_stragglers",
-]
+__all__ = ["RULES", "Rule", "Verdict", "check_online", "review"]
 
-WINDOW = 10  # Optimiser steps that a state must last.
-TREND = 100  # Optimiser steps over which a length may grow.
-ZERO_GRADIENTS = 20
-CUT_AT_FIRST = 0.9  # Completions of the first generation that end at the length limit.
+FLAT_SHARE = 0.8  # Of the groups, without spread.
+KL_LARGE, KL_GROWTH = 0.5, 5.0  # Nats a token, and times what it was at first.
+CLIPPED_TOKENS = 0.3  # Of all.
+ENTROPY_LEFT = 0.1  # Of what the run began with.
+CUT = 0.5  # Of the completions, at the length limit.
+CUT_AT_FIRST = 0.9  # The same in the first generation.
 DUPLICATES = 0.8
 GROWTH = 1.5  # Of the mean length, while the reward moves by less than a tenth of its spread.
 RATIO_LARGE = 10.0
 DROWNS = 400.0  # Ratio of two variances: of 20 between the spreads.
 MASKED, MASKED_MOST, MISSING = 0.2, 0.9, 0.001  # Tokens without weight; tokens without a log-prob.
 REWARD_SHARE, GENERATION_SHARE, STRAGGLER = 0.3, 0.6, 3.0
+STALE, APART = 4.0, 0.1  # Updates; nats a token between trainer and engine.
+SPIKE = 10.0  # Times the median before it.
+LEAST = 6  # Rows below which a whole log says nothing.
+MOST_ROWS = 5000  # Rows of a whole log that are looked at.
 
 
-def check_reward_signal(history: History) -> Finding | None:
-    """Most groups without spread: solved (the reward is at its best), or out of reach."""
-    flat = window(history, "frac_reward_zero_std", WINDOW)
-    if flat is None or statistics.fmean(flat) <= FLAT_SHARE:
-        return None
-    share = f"{100 * statistics.fmean(flat):.0f} % of the groups of the last {WINDOW} steps have equal rewards"
-    rewards = [row["reward"] for row in training_rows(history) if "reward" in row]
-    recent = window(history, "reward", WINDOW) or [math.nan]
+@dataclass(frozen=True)
+class View:
+    """A log up to one row, as a rule sees it.
+
+    Attributes:
+        history: Rows with ``step``, oldest first.
+        name: The metric that the rule reads.
+        steps: Optimiser steps of the window.
+        generations_per_step: Less than 1 where a generation serves several optimiser steps.
+    """
+
+    history: History
+    name: str
+    steps: int
+    generations_per_step: float = 1.0
+
+    def values(self, name: str | None = None) -> list[float] | None:
+        """Values of a metric in the window; None where the log is shorter, or a row has no value."""
+        return window(self.history, name or self.name, self.steps)
+
+    def mean(self, name: str | None = None) -> float:
+        """Mean of a metric in the window; 0 where it has none."""
+        values = self.values(name)
+        return statistics.fmean(values) if values else 0.0
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a predicate saw: a sentence with its numbers; ``where`` and ``fix`` only where they are not the rule's."""
+
+    what: str
+    where: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One way in which a run goes wrong.
+
+    Attributes:
+        code: Of the register of checks, which has its name and title.
+        metrics: Those of them that a log has are read, each alone. Empty: the rule finds its metrics itself.
+        steps: The window, in optimiser steps.
+        holds: The predicate: yields what it sees in a `View`.
+        why: What comes of it.
+        fix: What to do.
+        severity: ``error`` stops a run, ``warning`` and ``info`` are logged.
+        live: Whether it is applied while a run trains; if not, another check does that, or only a whole curve shows it.
+        title: For the page; empty: that of the register.
+    """
+
+    code: str
+    metrics: tuple[str, ...]
+    steps: int
+    holds: Callable[[View], Iterable[Sign]]
+    why: str
+    fix: str
+    severity: Severity = "warning"
+    live: bool = True
+    title: str = ""
+
+    def findings(self, history: History, steps: int, generations_per_step: float = 1.0) -> Iterator[Finding]:
+        """What the rule finds at the newest row of a log."""
+        newest = next((row for row in reversed(history) if "loss" in row), {})
+        for name in [name for name in self.metrics if name in newest] if self.metrics else [""]:
+            for sign in self.holds(View(history, name, steps, generations_per_step)):
+                where, fix = sign.where or name, sign.fix or self.fix
+                yield Finding(self.code, self.severity, sign.what, where, self.why, fix)
+
+
+# Predicates ------------------------------------------------------------------------------------------------------
+
+
+def _flat(view: View) -> str | None:
+    share = view.mean()
+    return f"{100 * share:.0f} % of the groups of the last {view.steps} steps have equal rewards" if share > FLAT_SHARE else None
+
+
+def _best(view: View) -> float | None:
+    """The best reward of the run, where the latest rewards are there."""
+    rewards = [row["reward"] for row in training_rows(view.history) if "reward" in row]
+    recent = view.values("reward") or [math.nan]
     span = max(rewards, default=0.0) - min(rewards, default=0.0)
-    if span > 0 and ends(recent)[1] >= max(rewards) - 0.05 * span:
-        return Finding(
-            "PT-R001",
-            "warning",
-            f"{share}, at the best reward of the run ({max(rewards):g}).",
-            "frac_reward_zero_std",
-            "what is always right teaches nothing more: the steps cost time and the policy drifts.",
-            "stop here, add harder prompts, or leave out those that are solved.",
+    return max(rewards) if span > 0 and ends(recent)[1] >= max(rewards) - 0.05 * span else None
+
+
+def _solved(view: View) -> Iterator[Sign]:
+    flat = _flat(view)
+    if flat and (best := _best(view)) is not None:
+        yield Sign(f"{flat}, at the best reward of the run ({best:g}).")
+
+
+def _no_spread(view: View) -> Iterator[Sign]:
+    flat = _flat(view)
+    if flat and _best(view) is None:
+        yield Sign(f"{flat}.")
+
+
+def _length_grows(view: View) -> Iterator[Sign]:
+    lengths, rewards, spread = view.values(), view.values("reward"), view.values("reward_std")
+    if lengths is None or rewards is None or len(lengths) < 5:
+        return
+    (first, last), (before, after) = ends(lengths), ends(rewards)
+    scale = statistics.fmean(spread) if spread else abs(before)
+    if last > GROWTH * max(first, 1.0) and after - before < 0.1 * scale:
+        yield Sign(
+            f"the mean length grew from {first:.0f} to {last:.0f} tokens in {view.steps} steps, and the reward went from "
+            f"{before:.3g} to {after:.3g}."
         )
-    return Finding(
-        "PT-R002",
-        "warning",
-        f"{share}.",
-        "frac_reward_zero_std",
+
+
+def _kl_grows(view: View) -> Iterator[Sign]:
+    values = view.values()
+    if values is None or len(values) < 5:
+        return
+    first, last = ends(values)
+    if last > KL_LARGE and last > KL_GROWTH * first:
+        yield Sign(
+            f"the KL to the reference grew from {first:.3g} to {last:.3g} nats a token in {view.steps} steps."
+        )
+
+
+def _ratio(view: View) -> Iterator[Sign]:
+    largest = view.values()
+    if largest is not None and largest[-1] > RATIO_LARGE:
+        yield Sign(f"a token is {largest[-1]:.3g} times as likely as when it was sampled.")
+
+
+def _clipped(view: View) -> Iterator[Sign]:
+    if view.mean() > CLIPPED_TOKENS:
+        yield Sign(f"{100 * view.mean():.0f} % of the tokens of the last {view.steps} steps were clipped.")
+
+
+def _certain(view: View) -> Iterator[Sign]:
+    recent = view.values()
+    if recent is None:
+        return
+    rows = (row[view.name] for row in view.history if "loss" in row and "step" in row and view.name in row)
+    early = list(itertools.islice(rows, 2 * len(recent)))
+    if len(early) < 2 * len(recent):
+        return
+    first, last = statistics.fmean(early[: len(recent)]), statistics.fmean(recent)
+    if last < ENTROPY_LEFT * first:
+        yield Sign(f"the entropy fell from {first:.3g} to {last:.3g} nats a token.")
+
+
+def _cut(view: View) -> Iterator[Sign]:
+    share = view.mean()
+    if share <= CUT:
+        early = list(itertools.islice((row for row in view.history if "loss" in row and "step" in row), 2))
+        share = early[0].get(view.name, 0.0) if len(early) == 1 else 0.0
+        if share <= CUT_AT_FIRST:
+            return
+    yield Sign(f"{100 * share:.0f} % of the completions were cut at the length limit.")
+
+
+def _copies(view: View) -> Iterator[Sign]:
+    share = view.values()
+    if share is not None and share[-1] > DUPLICATES:
+        yield Sign(f"{100 * share[-1]:.0f} % of the completions repeat another one of their group.")
+
+
+def _masked(view: View) -> Iterator[Sign]:
+    share = view.mean()
+    if share > MASKED:
+        what = f"{100 * share:.0f} % of the tokens of the last {view.steps} steps have an importance weight of 0."
+        yield Sign(what, fix=f"stop this run; {MASKED_FIX}" if share > MASKED_MOST else "")
+
+
+def _missing(view: View) -> Iterator[Sign]:
+    missing = view.values()
+    if missing is not None and missing[-1] > MISSING:
+        yield Sign(f"the engine gave no log-prob for {100 * missing[-1]:.2g} % of the tokens.")
+
+
+def _no_gradient(view: View) -> Iterator[Sign]:
+    norms = view.values()
+    if norms is not None and not any(norms):
+        yield Sign(f"the gradient norm was 0 for {view.steps} steps.")
+
+
+def _drowns(view: View) -> Iterator[Sign]:
+    shares = {name: view.mean(f"rewards/{name}/variance_share") for name in columns(view.history, "variance_share")}
+    top = max(shares, key=lambda name: shares[name], default=None)
+    others = {name: share for name, share in shares.items() if name != top and share > 0}
+    if top is not None and others and shares[top] > DROWNS * max(others.values()):
+        yield Sign(
+            f"{100 * shares[top]:.3g} % of the rewards' variance is {top}'s; {', '.join(sorted(others))} count for nothing.",
+            f"rewards/{top}/variance_share",
+        )
+
+
+def _never_applies(view: View) -> Iterator[Sign]:
+    for name in columns(view.history, "applicable"):
+        applies = view.values(f"rewards/{name}/applicable")
+        if applies is not None and not any(applies):
+            what = f"{name} returned None for every row of the last {view.steps} steps."
+            yield Sign(what, f"rewards/{name}/applicable")
+
+
+def _constant(view: View) -> Iterator[Sign]:
+    names = columns(view.history, "applicable")
+    for name in names if len(names) > 1 else ():
+        spread, applies = view.values(f"rewards/{name}/std"), view.values(f"rewards/{name}/applicable")
+        if spread is not None and not any(spread) and (applies is None or any(applies)):
+            yield Sign(f"{name} gave one value to every row of the last {view.steps} steps.", f"rewards/{name}/std")
+
+
+def _nan_rewards(view: View) -> Iterator[Sign]:
+    for name in columns(view.history, "nan"):
+        where = f"rewards/{name}/nan"
+        yield Sign(f"{name} returned NaN for {training_rows(view.history)[-1][where]:.0f} rows.", where)
+
+
+def _slow_reward(view: View) -> Iterator[Sign]:
+    for name in columns(view.history, "seconds") if view.values("step_time") else ():
+        spent = view.mean(f"rewards/{name}/seconds")
+        share = spent * view.generations_per_step / max(view.mean("step_time"), 1e-9)
+        if share > REWARD_SHARE:
+            what = f"{100 * share:.0f} % of the step time is {name} ({spent:.2g} s a generation)."
+            yield Sign(what, f"rewards/{name}/seconds")
+
+
+def _stragglers(view: View) -> Iterator[Sign]:
+    needed = ("completions/max_length", "completions/mean_length", "rollouts/seconds", "step_time")
+    longest, mean, spent, steps = (view.values(name) for name in needed)
+    if longest is None or mean is None or spent is None or steps is None:
+        return
+    ratio = max(longest) / max(statistics.fmean(mean), 1.0)
+    share = statistics.fmean(spent) * view.generations_per_step / max(statistics.fmean(steps), 1e-9)
+    if ratio > STRAGGLER and share > GENERATION_SHARE:
+        yield Sign(
+            f"the longest completion is {ratio:.1f} times the mean, and generation is {100 * share:.0f} % of the step time.",
+            "completions/max_length",
+        )
+
+
+def _not_finite(view: View) -> Iterator[Sign]:
+    row = view.history[-1]
+    if not math.isfinite(row[view.name]):
+        yield Sign(f"{view.name} is {row[view.name]} at step {row['step']:.0f}.")
+
+
+def _sinking(view: View) -> Iterator[Sign]:
+    chosen, rejected = view.values("rewards/chosen"), view.values("rewards/rejected")
+    if chosen is None or rejected is None or len(chosen) < 3:
+        return
+    (first, last), (before, after) = ends(chosen), ends(rejected)
+    if last < first and after < before and last < -0.05:
+        yield Sign(f"chosen went from {first:.3g} to {last:.3g}, and rejected from {before:.3g} to {after:.3g}.")
+
+
+def _spikes(view: View) -> Iterator[Sign]:
+    norms = view.values()
+    usual = statistics.median(norms[:-1]) if norms is not None and len(norms) > 1 else 0.0
+    if norms is not None and usual > 0 and norms[-1] > SPIKE * usual:
+        yield Sign(f"the gradient norm was {norms[-1]:.3g}, {norms[-1] / usual:.0f} times the median before.")
+
+
+def _old(view: View) -> Iterator[Sign]:
+    if view.mean() > STALE:
+        yield Sign(f"rollouts were {view.mean():.3g} updates old.")
+
+
+def _apart(view: View) -> Iterator[Sign]:
+    if view.mean() > APART:
+        yield Sign(f"trainer and engine differ by {view.mean():.3g} nats a token.")
+
+
+register("PT-T005", "train-gradient-spikes", moment="log_step", title="steps with a far larger gradient than usual")
+register("PT-R032", "rollouts-old", moment="log_step", title="rollouts come from the weights of many updates ago")
+
+# The table -------------------------------------------------------------------------------------------------------
+
+MASKED_FIX = "set vllm_importance_sampling_mode='geometric' or 'token_truncate', or shorten completions."
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "PT-R001", ("frac_reward_zero_std",), 10, _solved,
+        "what is always right teaches nothing more: the steps cost time and the policy drifts.",
+        "stop here, add harder prompts, or leave out those that are solved.",
+    ),
+    Rule(
+        "PT-R002", ("frac_reward_zero_std",), 10, _no_spread,
         "completions of a group are compared with each other: equal rewards have advantage 0 and move nothing, but they fill "
         "the denominator (and a KL penalty still pulls).",
         "raise temperature or num_generations, take prompts the model solves sometimes, or give partial credit.",
-    )
-
-
-def check_length_trend(history: History) -> Finding | None:
-    """Texts that grow by half while the reward stands."""
-    lengths, rewards = (window(history, name, TREND) for name in ("completions/mean_length", "reward"))
-    spread = window(history, "reward_std", TREND)
-    if lengths is None or rewards is None or len(lengths) < 5:
-        return None
-    (first, last), (before, after) = ends(lengths), ends(rewards)
-    scale = statistics.fmean(spread) if spread else abs(before)
-    if last <= GROWTH * max(first, 1.0) or after - before >= 0.1 * scale:
-        return None
-    return Finding(
-        "PT-R003",
-        "warning",
-        f"the mean length grew from {first:.0f} to {last:.0f} tokens in {TREND} steps, and the reward went from {before:.3g} to "
-        f"{after:.3g}.",
-        "completions/mean_length",
+    ),
+    Rule(
+        "PT-R003", ("completions/mean_length",), 100, _length_grows,
         "a loss that divides by each completion's length punishes long wrong answers less, and rewards can be earned by length.",
         "use loss_type='dapo' or 'dr_grpo', look at rewards/length_corr, or add get_soft_overlong_punishment.",
-    )
-
-
-def check_kl(history: History) -> Finding | None:
-    """A policy that runs away from its reference."""
-    values = window(history, "kl", 5 * WINDOW)
-    if values is None or len(values) < 5:
-        return None
-    first, last = ends(values)
-    if last <= KL_LARGE or last <= KL_GROWTH * first:
-        return None
-    return Finding(
-        "PT-R004",
-        "warning",
-        f"the KL to the reference grew from {first:.3g} to {last:.3g} nats a token in {5 * WINDOW} steps.",
-        "kl",
+    ),
+    Rule(
+        "PT-R004", ("kl",), 50, _kl_grows,
         "the policy leaves the text it knows; rewards measured there are often wrong.",
         "raise beta, lower learning_rate, or go back to an earlier checkpoint.",
-    )
-
-
-def check_ratio(history: History) -> list[Finding]:
-    """Tokens far from the policy that sampled them, and a clip that throws much of the batch away."""
-    found = []
-    largest = window(history, "ratio/max", 1)
-    if largest is not None and largest[-1] > RATIO_LARGE:
-        found.append(
-            Finding(
-                "PT-R005",
-                "warning",
-                f"a token is {largest[-1]:.3g} times as likely as when it was sampled.",
-                "ratio/max",
-                "with a negative advantage nothing bounds such a token: one of them can undo the step.",
-                "set delta (2 to 4), lower learning_rate, num_iterations or steps_per_generation.",
-            )
-        )
-    for name in ("clip_ratio/region_mean", "cispo_clip_ratio"):
-        share = window(history, name, WINDOW)
-        if share is not None and statistics.fmean(share) > CLIPPED_TOKENS:
-            found.append(
-                Finding(
-                    "PT-R006",
-                    "warning",
-                    f"{100 * statistics.fmean(share):.0f} % of the tokens of the last {WINDOW} steps were clipped.",
-                    name,
-                    "clipped tokens have no gradient: the policy moves further in a window than the clip allows.",
-                    "lower learning_rate or num_iterations, generate more often (steps_per_generation), or widen epsilon.",
-                )
-            )
-    return found
-
-
-def check_entropy(history: History) -> Finding | None:
-    """A policy that has become certain of nearly every token."""
-    rows = [row["entropy"] for row in training_rows(history) if "entropy" in row]
-    recent = window(history, "entropy", WINDOW)
-    if recent is None or len(rows) < 2 * len(recent):
-        return None
-    first, last = statistics.fmean(rows[: len(recent)]), statistics.fmean(recent)
-    if last >= ENTROPY_LEFT * first:
-        return None
-    return Finding(
-        "PT-R007",
-        "warning",
-        f"the entropy fell from {first:.3g} to {last:.3g} nats a token.",
-        "entropy",
+    ),
+    Rule(
+        "PT-R007", ("entropy", "policy/entropy_avg", "objective/entropy"), 10, _certain,
         "completions of a group become equal: there is nothing left to compare, and no way back.",
         "raise epsilon_high or entropy_coef, use_adaptive_entropy=True, a higher temperature, or an earlier checkpoint.",
-    )
-
-
-def check_length_limit(history: History) -> Finding | None:
-    """Completions that end at the limit instead of by themselves."""
-    rows = training_rows(history)
-    name = "completions/clipped_ratio"
-    share = window(history, name, WINDOW)
-    cut = statistics.fmean(share) if share is not None else 0.0
-    if cut <= CUT:
-        cut = rows[0].get(name, 0.0) if len(rows) == 1 else 0.0
-        if cut <= CUT_AT_FIRST:
-            return None
-    return Finding(
-        "PT-R008",
-        "warning",
-        f"{100 * cut:.0f} % of the completions were cut at the length limit.",
-        name,
+    ),
+    Rule(
+        "PT-R008", ("completions/clipped_ratio",), 10, _cut,
         "an answer that never comes earns nothing, whatever stands before it.",
         "raise max_completion_length, ask for shorter answers, or check that the model's end token is among the stop tokens.",
-    )
-
-
-def check_duplicates(history: History) -> Finding | None:
-    """Groups whose completions are copies of each other."""
-    name = "completions/duplicate_ratio"
-    share = window(history, name, 1)
-    if share is None or share[-1] <= DUPLICATES:
-        return None
-    return Finding(
-        "PT-R009",
-        "warning",
-        f"{100 * share[-1]:.0f} % of the completions repeat another one of their group.",
-        name,
+    ),
+    Rule(
+        "PT-R009", ("completions/duplicate_ratio",), 1, _copies,
         "copies have equal rewards and no advantage, and cost as much as others.",
         "raise temperature, undo top_k, top_p or min_p, and check that the engine draws with a new seed for each completion.",
-    )
-
-
-def check_correction(history: History) -> Iterator[Finding]:
-    """A correction for another engine that throws tokens away, or log-probs that engine did not say."""
-    masked = window(history, "sampling/frac_masked", WINDOW)
-    share = statistics.fmean(masked) if masked else 0.0
-    if share > MASKED:
-        fix = "set vllm_importance_sampling_mode='geometric' or 'token_truncate', or shorten completions."
-        yield Finding(
-            "PT-R010",
-            "warning",
-            f"{100 * share:.0f} % of the tokens of the last {WINDOW} steps have an importance weight of 0.",
-            "sampling/frac_masked",
-            "the bound is on the product over a whole completion: a gap of 0.012 a token is beyond 3 after 100 tokens, so long "
-            "completions are left out by their length alone.",
-            f"stop this run; {fix}" if share > MASKED_MOST else fix,
-        )
-    missing = window(history, "sampling/nan_logprobs", 1)
-    if missing is not None and missing[-1] > MISSING:
-        yield Finding(
-            "PT-R011",
-            "error",
-            f"the engine gave no log-prob for {100 * missing[-1]:.2g} % of the tokens.",
-            "sampling/nan_logprobs",
-            "these tokens are trained by nobody, and the others with weights that may be wrong.",
-            "look at what the engine or rollout_func returns in logprobs, or turn off vllm_importance_sampling_correction.",
-        )
-
-
-def check_gradients(history: History) -> Finding | None:
-    """Steps that move nothing."""
-    norms = window(history, "grad_norm", ZERO_GRADIENTS)
-    if norms is None or any(norms):
-        return None
-    return Finding(
-        "PT-R012",
-        "warning",
-        f"the gradient norm was 0 for {ZERO_GRADIENTS} steps.",
-        "grad_norm",
+    ),
+    Rule(
+        "PT-R012", ("grad_norm",), 20, _no_gradient,
         "a loss of 0 is normal here (the ratio is 1), a gradient of 0 is not: nothing is learned.",
         "look at frac_reward_zero_std and completions/masked_ratio, and at what is frozen.",
-    )
-
-
-def check_reward_scales(history: History) -> Finding | None:
-    """One reward that decides everything because its numbers are larger."""
-    names = columns(history, "variance_share")
-    shares = {name: window(history, f"rewards/{name}/variance_share", WINDOW) for name in names}
-    means = {name: statistics.fmean(values) for name, values in shares.items() if values}
-    top = max(means, key=lambda name: means[name], default=None)
-    others = {name: share for name, share in means.items() if name != top and share > 0}
-    if top is None or not others or means[top] <= DROWNS * max(others.values()):
-        return None
-    return Finding(
-        "PT-R013",
-        "warning",
-        f"{100 * means[top]:.3g} % of the rewards' variance is {top}'s; {', '.join(sorted(others))} count for nothing.",
-        f"rewards/{top}/variance_share",
+    ),
+    Rule(
+        "PT-R013", (), 10, _drowns,
         "rewards are summed: the one with the larger numbers decides every advantage.",
         "set reward_weights, a reward_transform ('rank', 'zscore', 'log1p'), or "
         "multi_objective_aggregation='normalize_then_sum'.",
-    )
-
-
-def check_reward_columns(history: History) -> list[Finding]:
-    """Functions that never apply, never vary, or return NaN."""
-    found = []
-    names = columns(history, "applicable")
-    for name in names:
-        applies = window(history, f"rewards/{name}/applicable", WINDOW)
-        spread = window(history, f"rewards/{name}/std", 2 * WINDOW)
-        if applies is not None and not any(applies):
-            found.append(
-                Finding(
-                    "PT-R014",
-                    "warning",
-                    f"{name} returned None for every row of the last {WINDOW} steps.",
-                    f"rewards/{name}/applicable",
-                    "it takes part in nothing, silently: usually a value it looks for never occurs in a column.",
-                    "compare the column's values with those in the function, or leave the function out.",
-                )
-            )
-        elif len(names) > 1 and spread is not None and not any(spread):
-            found.append(
-                Finding(
-                    "PT-R015",
-                    "info",
-                    f"{name} gave one value to every row of the last {2 * WINDOW} steps.",
-                    f"rewards/{name}/std",
-                    "a constant cancels in every group: it teaches nothing (any more).",
-                    "leave it out where it costs time, or check what it reads.",
-                )
-            )
-    for name in columns(history, "nan"):
-        found.append(
-            Finding(
-                "PT-R016",
-                "warning",
-                f"{name} returned NaN for {training_rows(history)[-1][f'rewards/{name}/nan']:.0f} rows.",
-                f"rewards/{name}/nan",
-                "they are treated as None (does not apply); a division by zero is rarely meant so.",
-                "return None on purpose, or a number.",
-            )
-        )
-    return found
-
-
-def check_reward_time(history: History, generations_per_step: float) -> list[Finding]:
-    """Reward functions that the whole run waits for.
-
-    Args:
-        history: Rows of the log.
-        generations_per_step: Generations of one optimiser step (less than 1 where a generation serves several).
-    """
-    steps = window(history, "step_time", WINDOW)
-    if steps is None:
-        return []
-    found = []
-    for name in columns(history, "seconds"):
-        spent = window(history, f"rewards/{name}/seconds", WINDOW)
-        share = statistics.fmean(spent) * generations_per_step / max(statistics.fmean(steps), 1e-9) if spent else 0.0
-        if share > REWARD_SHARE:
-            found.append(
-                Finding(
-                    "PT-R017",
-                    "warning",
-                    f"{100 * share:.0f} % of the step time is {name} ({statistics.fmean(spent or [0.0]):.2g} s a generation).",
-                    f"rewards/{name}/seconds",
-                    "the model waits meanwhile.",
-                    "make it `async def` where it waits for something, mark it with posttrain.rewards.parallel, or use "
-                    "posttrain.rewards.pooled where it computes.",
-                )
-            )
-    return found
-
-
-def check_stragglers(history: History, generations_per_step: float) -> Finding | None:
-    """A few long completions that the others wait for."""
-    longest, mean, spent, steps = (
-        window(history, name, WINDOW)
-        for name in ("completions/max_length", "completions/mean_length", "rollouts/seconds", "step_time")
-    )
-    if longest is None or mean is None or spent is None or steps is None:
-        return None
-    ratio = max(longest) / max(statistics.fmean(mean), 1.0)
-    share = statistics.fmean(spent) * generations_per_step / max(statistics.fmean(steps), 1e-9)
-    if ratio <= STRAGGLER or share <= GENERATION_SHARE:
-        return None
-    return Finding(
-        "PT-R018",
-        "info",
-        f"the longest completion is {ratio:.1f} times the mean, and generation is {100 * share:.0f} % of the step time.",
-        "completions/max_length",
+    ),
+    Rule(
+        "PT-R005", ("ratio/max",), 1, _ratio,
+        "with a negative advantage nothing bounds such a token: one of them can undo the step.",
+        "set delta (2 to 4), lower learning_rate, num_iterations or steps_per_generation.",
+    ),
+    Rule(
+        "PT-R006", ("clip_ratio/region_mean", "cispo_clip_ratio", "policy/clipfrac_avg"), 10, _clipped,
+        "clipped tokens have no gradient: the policy moves further in a window than the clip allows.",
+        "lower learning_rate or num_iterations, generate more often (steps_per_generation), or widen epsilon.",
+    ),
+    Rule(
+        "PT-R010", ("sampling/frac_masked",), 10, _masked,
+        "the bound is on the product over a whole completion: a gap of 0.012 a token is beyond 3 after 100 tokens, so long "
+        "completions are left out by their length alone.",
+        MASKED_FIX,
+    ),
+    Rule(
+        "PT-R011", ("sampling/nan_logprobs",), 1, _missing,
+        "these tokens are trained by nobody, and the others with weights that may be wrong.",
+        "look at what the engine or rollout_func returns in logprobs, or turn off vllm_importance_sampling_correction.",
+        severity="error",
+    ),
+    Rule(
+        "PT-R014", (), 10, _never_applies,
+        "it takes part in nothing, silently: usually a value it looks for never occurs in a column.",
+        "compare the column's values with those in the function, or leave the function out.",
+    ),
+    Rule(
+        "PT-R015", (), 20, _constant,
+        "a constant cancels in every group: it teaches nothing (any more).",
+        "leave it out where it costs time, or check what it reads.",
+        severity="info",
+    ),
+    Rule(
+        "PT-R016", (), 1, _nan_rewards,
+        "they are treated as None (does not apply); a division by zero is rarely meant so.",
+        "return None on purpose, or a number.",
+    ),
+    Rule(
+        "PT-R017", (), 10, _slow_reward,
+        "the model waits meanwhile.",
+        "make it `async def` where it waits for something, mark it with posttrain.rewards.parallel, or use "
+        "posttrain.rewards.pooled where it computes.",
+    ),
+    Rule(
+        "PT-R018", (), 10, _stragglers,
         "an engine with fixed batches waits for the longest completion of each.",
         "use rollout_engine='native' (a finished completion frees its place), or lower max_completion_length.",
-    )
+        severity="info",
+    ),
+    Rule(
+        "PT-B002", ("loss", "grad_norm"), 1, _not_finite,
+        "a gap in the curve is NaN or infinity: one skipped step is harmless, several in a row end a run.",
+        "lower learning_rate, try bf16 instead of fp16, look at the rows of these steps.",
+        live=False, title="loss or gradient is not a number",
+    ),
+    Rule(
+        "PT-P003", ("rewards/chosen",), 20, _sinking,
+        "the margin grows because rejected answers sink faster: good answers become unlikely too.",
+        "lower learning_rate or raise beta; add 'sft' to loss_type; train on the chosen answers first; compare pairs that "
+        "differ in few tokens.",
+        live=False,
+    ),
+    Rule(
+        "PT-T005", ("grad_norm",), 25, _spikes,
+        "single steps with ten times the usual gradient norm: clipping bounds them, and they still point somewhere else.",
+        "look at the rows of these steps (very long, broken or mislabelled ones); a longer warm-up; a lower max_grad_norm.",
+        live=False,
+    ),
+    Rule(
+        "PT-R032", ("staleness/mean_updates",), 10, _old,
+        "completions come from the weights of many updates ago: importance weights throw more and more of them away.",
+        "lower steps_per_generation, num_iterations or max_staleness.",
+        live=False,
+    ),
+    Rule(
+        "PT-R024", ("sampling/sampling_logp_difference/mean",), 10, _apart,
+        "the engine's log-probs part from the trainer's: weights that never arrived look like this.",
+        "check that weight syncs succeed; correct with importance sampling.",
+        live=False, title="the engine's log-probs part from the trainer's",
+    ),
+)  # fmt: skip
 
 
 def check_online(history: History, *, generations_per_step: float = 1.0) -> Iterator[Finding]:
@@ -358,24 +450,66 @@ def check_online(history: History, *, generations_per_step: float = 1.0) -> Iter
 
     Args:
         history: Rows with ``step``, oldest first; evaluation rows are passed over.
-        generations_per_step: Generations of one optimiser step.
+        generations_per_step: Generations of one optimiser step (less than 1 where a generation serves several).
     """
-    single: tuple[Callable[[History], Finding | None], ...] = (
-        check_reward_signal,
-        check_length_trend,
-        check_kl,
-        check_entropy,
-        check_length_limit,
-        check_duplicates,
-        check_gradients,
-        check_reward_scales,
-    )
-    yield from (finding for check in single if (finding := check(history)) is not None)
-    yield from check_ratio(history)
-    yield from check_correction(history)
+    for rule in RULES:
+        if rule.live:
+            yield from rule.findings(history, rule.steps, generations_per_step)
     yield from check_lag(history)
-    yield from check_reward_columns(history)
-    yield from check_reward_time(history, generations_per_step)
-    stragglers = check_stragglers(history, generations_per_step)
-    if stragglers is not None:
-        yield stragglers
+
+
+# A whole log -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One rule and a whole log.
+
+    Attributes:
+        rule: The rule.
+        status: ``seen``, ``clear``, or ``unknown`` where the log has too little to tell.
+        evidence: What was seen the last time; "" unless seen.
+        spans: Steps ``(first, last)`` of the rows at which the rule holds, oldest first.
+    """
+
+    rule: Rule
+    status: str
+    evidence: str = ""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """What is wrong when the rule holds."""
+        return self.rule.title or REGISTRY[self.rule.code].title
+
+
+def review(history: History) -> list[Verdict]:
+    """Apply every rule with named metrics to every row of a log; rules that hold somewhere come first.
+
+    A window is at most a quarter of the log, so that short runs are judged too.
+
+    Args:
+        history: Rows with ``step``, oldest first.
+    """
+    rows = training_rows(history)
+    verdicts = [_verdict(rule, rows) for rule in RULES if rule.metrics]
+    return sorted(verdicts, key=lambda verdict: ("seen", "clear", "unknown").index(verdict.status))
+
+
+def _verdict(rule: Rule, rows: History) -> Verdict:
+    known = sum(any(name in row for name in rule.metrics) for row in rows)
+    if known < LEAST:
+        return Verdict(rule, "unknown")
+    total = int(rows[-1]["step"])
+    steps = min(rule.steps, max(LEAST * math.ceil(total / len(rows)), total // 4))
+    spans: list[tuple[int, int]] = []
+    evidence, before = "", -1
+    places = range(0, len(rows), math.ceil(len(rows) / MOST_ROWS))
+    for number, at in enumerate(places):
+        found = next(rule.findings(rows[: at + 1], steps), None) if at else None
+        if found is None:
+            continue
+        step = int(rows[at]["step"])
+        spans = [*spans[:-1], (spans[-1][0], step)] if before == number - 1 and spans else [*spans, (step, step)]
+        evidence, before = found.what, number
+    return Verdict(rule, "seen" if spans else "clear", evidence, spans)

@@ -355,15 +355,18 @@ def window(history: History, name: str, steps: int) -> list[float] | None:
     >>> window(rows, "kl", 5), window(rows, "kl", 10), window(rows, "kl", 11)
     ([2.0], [1.0, 2.0], None)
     """
-    rows = training_rows(history)
     values: list[float] = []
-    for index in range(len(rows) - 1, -1, -1):
-        if name not in rows[index]:
-            return None
-        values.append(rows[index][name])
-        if rows[-1]["step"] - (rows[index - 1]["step"] if index else 0) >= steps:
+    newest = None
+    for row in reversed(history):
+        if "loss" not in row or "step" not in row:
+            continue
+        newest = row["step"] if newest is None else newest
+        if newest - row["step"] >= steps:
             return values[::-1]
-    return None
+        if name not in row:
+            return None
+        values.append(row[name])
+    return values[::-1] if newest is not None and newest >= steps else None
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:

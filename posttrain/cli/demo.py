@@ -177,9 +177,7 @@ def _draw(folder: str) -> list[Path]:
     from posttrain.report.watch import plot_curves
 
     drawn = [plot_curves(folder)] if is_available("matplotlib") else []
-    if is_available("plotly"):
-        drawn.append(write_page(read_runs([folder]), Path(folder, "report.html")))
-    return drawn
+    return [*drawn, write_page(read_runs([folder]), Path(folder, "report.html"))]
 
 
 def _show_folder(console: Any, folder: str, drawn: list[Path]) -> None:
@@ -191,11 +189,6 @@ def _show_folder(console: Any, folder: str, drawn: list[Path]) -> None:
 def _show_drawn(console: Any, folder: str, drawn: list[Path]) -> None:
     for path in drawn:  # On a line of its own, whole, so that it can be clicked or copied.
         console.print(str(path), soft_wrap=True, highlight=False, markup=False)
-    if not any(path.name == "report.html" for path in drawn):
-        console.print(
-            f'The page of the run needs plotly: pip install "posttrain[demo]", then posttrain report {folder}',
-            markup=False,
-        )
 
 
 LIMIT = 12  # Tokens of an answer: enough to repeat the question, or to learn not to.

@@ -17,7 +17,6 @@ def run(argv: list[str]) -> int:
 
     Raises:
         DataError: A folder that holds no record.
-        MissingDependencyError: plotly is not installed.
     """
     arguments = _parser().parse_args(argv)
     from posttrain.report.page import read_runs, write_page

@@ -10,8 +10,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypedDict
 
-import datasets
-
 from posttrain.errors import ArgumentTypeError, DataError
 
 __all__ = [
@@ -227,6 +225,7 @@ def describe_dataset(dataset: Any) -> DatasetDescription:
         DataError: The set is empty, no type fits its columns, or a row's form differs from the others', with its number.
 
     >>> import datasets
+    >>> import datasets
     >>> rows = datasets.Dataset.from_dict({"prompt": ["2+2="], "completion": [" 4"]})
     >>> describe_dataset(rows)["type"], describe_dataset(rows)["format"]
     ('prompt-completion', 'standard')
@@ -288,6 +287,8 @@ def first_row(dataset: Any, name: str, *, images: bool = False) -> dict[str, Any
         ArgumentTypeError: It is no dataset.
         DataError: It is empty, has a transform attached, or has images, which are not trained on.
     """
+    import datasets
+
     if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
         hint = " Make one of a list of rows with datasets.Dataset.from_list(rows)." if isinstance(dataset, list) else ""
         raise ArgumentTypeError(f"the {name} dataset must be a datasets.Dataset, not {type(dataset).__name__}.{hint}")
@@ -487,6 +488,8 @@ def unpair_preference_dataset(dataset: Any, *, interleave: bool = True, **map_kw
     if missing or taken:
         what = f"has no column {missing}" if missing else f"already has {taken}, which would be overwritten"
         raise DataError(f"the dataset cannot be unpaired: it {what}. Its columns are {columns}.")
+    import datasets
+
     if isinstance(dataset, datasets.IterableDataset):
         map_kwargs = {k: v for k, v in map_kwargs.items() if k not in ("num_proc", "desc")}
     return dataset.map(
@@ -515,6 +518,8 @@ def extract_and_unpair(dataset: Any, num_proc: int | None = None) -> Any:
     """Pairs with or without a prompt column, or whose answers repeat it, as single judged answers; others as they are."""
     if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
+    import datasets
+
     extra = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
     return unpair_preference_dataset(dataset.map(_extracted, **extra), **extra)
 

@@ -18,7 +18,6 @@ EXTRAS = {
     "liger_kernel": "liger",
     "math_verify": "math",
     "matplotlib": "plots",
-    "plotly": "report",
     "pydantic": "serve",
     "ray": "ray",
     "reasoning_gym": "reasoning-gym",

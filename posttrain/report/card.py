@@ -25,34 +25,8 @@ HUB = "https://huggingface.co"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 PURPOSE = "the model card"
 
-GENERATE_CHAT = """from transformers import pipeline
-
-generator = pipeline("text-generation", model="{model}")
-messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
-print(generator(messages, max_new_tokens=128, return_full_text=False)[0]["generated_text"])"""
-
-GENERATE = """from transformers import pipeline
-
-generator = pipeline("text-generation", model="{model}")
-print(generator("The sky is blue because", max_new_tokens=128, return_full_text=False)[0]["generated_text"])"""
-
-SCORE = """from transformers import pipeline
-
-scorer = pipeline("text-classification", model="{model}", function_to_apply="none")
-print(scorer("The sky is blue because air scatters short waves the most.")[0]["score"])"""
-
-SCORE_STEPS = """from transformers import pipeline
-
-scorer = pipeline("token-classification", model="{model}")
-for step in scorer("Two and two is four.\\nFour and one is five.\\n"):
-    print(step["word"], step["entity"], step["score"])"""
-
-# Task -> the code of its quick start, with conversations and without.
-QUICK_STARTS = {
-    "text-generation": (GENERATE_CHAT, GENERATE),
-    "text-classification": (SCORE, SCORE),
-    "token-classification": (SCORE_STEPS, SCORE_STEPS),
-}
+TEMPLATE = Path(__file__).parent / "templates" / "card.md.jinja"
+TASKS_SHOWN = ("text-generation", "text-classification", "token-classification")  # Those with a quick start.
 # End of a model class's name -> its task; everything else generates.
 TASKS = {"ForSequenceClassification": "text-classification", "ForTokenClassification": "token-classification"}
 
@@ -100,7 +74,7 @@ def generate_model_card(
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    check_choice("task", task, QUICK_STARTS)
+    check_choice("task", task, TASKS_SHOWN)
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
     given = [tags] if isinstance(tags, str) else list(tags or [])
     metadata = ModelCardData(
@@ -111,23 +85,20 @@ def generate_model_card(
         pipeline_tag=task,
         tags=list(dict.fromkeys(["generated_from_trainer", *given])),
     )
-    runs = {"Weights & Biases": wandb_url, "Trackio": trackio_url, "Comet": comet_url}
-    parts = [
-        f"# {model_name}",
-        _origin(model_name, trainer_name, base_model, datasets),
-        "## Quick start",
-        "```python\n" + QUICK_STARTS[task][0 if chat else 1].format(model=hub_model_id or model_name) + "\n```",
-        "## Training",
-        _method(trainer_name, paper_title, paper_id),
-        *(f"- [{name} run]({url})" for name, url in runs.items() if url),
-        "### Versions",
-        "\n".join(f"- {name}: {version}" for name, version in _versions().items()),
-        "## Citation",
-        *([f"{trainer_name}:", _bibtex(trainer_citation)] if trainer_citation else []),
-        "posttrain:",
-        _bibtex(_own_citation()),
-    ]
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+    return ModelCard.from_template(
+        metadata,
+        template_path=str(TEMPLATE),
+        hub=HUB,
+        trained_on=[(name, _is_hub_id(name)) for name in datasets],
+        trainer_name=trainer_name,
+        model=hub_model_id or model_name,
+        chat=chat,
+        paper_title=paper_title,
+        paper_id=paper_id,
+        runs={"Weights & Biases": wandb_url, "Trackio": trackio_url, "Comet": comet_url},
+        versions=_versions(),
+        citation=trainer_citation,
+    )
 
 
 def create_model_card(
@@ -224,22 +195,6 @@ def _trackio_url(args: Any) -> str | None:
     return f"{HUB}/spaces/{space}" if space else None
 
 
-# Text ------------------------------------------------------------------------------------------------------------
-
-
-def _origin(model_name: str, trainer_name: str, base_model: str | None, datasets: list[str]) -> str:
-    start = f" from [{base_model}]({HUB}/{base_model})" if base_model else ""
-    data = ", ".join(f"[{n}]({HUB}/datasets/{n})" if _is_hub_id(n) else f"`{n}`" for n in datasets)
-    return f"{model_name} was trained{start}{' on ' + data if data else ''} with {trainer_name}, using the library posttrain."
-
-
-def _method(trainer_name: str, paper_title: str | None, paper_id: str | None) -> str:
-    if not paper_title:
-        return f"Method: {trainer_name}."
-    title = f"[{paper_title}]({HUB}/papers/{paper_id})" if paper_id else paper_title
-    return f"Method: {trainer_name}, introduced in {title}."
-
-
 def _versions() -> dict[str, str]:
     import datasets
     import tokenizers
@@ -250,19 +205,3 @@ def _versions() -> dict[str, str]:
 
     packages = (posttrain, transformers, torch, datasets, tokenizers)
     return {package.__name__: str(package.__version__) for package in packages}
-
-
-def _bibtex(entry: str) -> str:
-    return f"```bibtex\n{entry.strip()}\n```"
-
-
-def _own_citation() -> str:
-    import posttrain
-
-    return (
-        "@software{posttrain,\n"
-        "  title = {{posttrain: post-training of transformer language models}},\n"
-        f"  version = {{{posttrain.__version__}}},\n"
-        "  license = {Apache-2.0}\n"
-        "}"
-    )

@@ -161,13 +161,13 @@ def _findings(run: Run) -> list[RenderableType]:
 
 
 def _completion(run: Run) -> list[RenderableType]:
-    sample = run.samples.latest
+    sample = run.latest
     if sample is None:
         return []
     lines = visible(sample.completion).splitlines() or ["(empty)"]
     more = [f"... {len(lines) - LINES} more lines"] if len(lines) > LINES else []
     advantage = "" if sample.advantage is None else f", advantage {sample.advantage:+.3g}"
-    title = Text(f"best completion of step {run.samples.moments[-1][0]}{advantage}")
+    title = Text(f"best completion of step {run.samples[-1][0]}{advantage}")
     text = "\n".join([*lines[:LINES], *more])
     return [Panel(Text(text[:2000]), title=title, title_align="left", border_style="dim")]
 

@@ -128,7 +128,7 @@ def test_what_is_installed_here_fits_and_is_checked_within_fifty_milliseconds(tm
 
 def test_the_check_imports_none_of_the_packages_it_asks_about():
     code = (
-        "import sys; from posttrain.checks import versions; versions.verdict(); "
+        "import sys; from posttrain.checks import machine as versions; versions.verdict(); "
         "heavy = {'torch', 'transformers', 'vllm', 'deepspeed', 'wandb', 'peft', 'accelerate', 'datasets'} & set(sys.modules); "
         "sys.exit(', '.join(heavy) or None)"
     )

@@ -14,7 +14,8 @@ def hold(folder: Path) -> None:
     """Have the folder, and live on."""
     from posttrain.report.lock import FolderLock
 
-    FolderLock(folder).acquire()
+    lock = FolderLock(folder)
+    lock.acquire()
     time.sleep(120)
 
 

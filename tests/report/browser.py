@@ -83,6 +83,25 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
 
+    def hover(self, selector: str, mark: str) -> None:
+        """Move the pointer over an element, to where another one stands horizontally."""
+        place = self.run(
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center', behavior: 'instant'}});"
+            f" const m = document.querySelector({json.dumps(mark)}).getBoundingClientRect(), b = e.getBoundingClientRect();"
+            " return [m.x + m.width / 2, b.y + b.height / 2]; })()"
+        )
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
+
+    def drag(self, selector: str, start: float, end: float) -> None:
+        """Drag across an element, between two shares of its width."""
+        x, y, width = self.run(
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center', behavior: 'instant'}});"
+            " const b = e.getBoundingClientRect(); return [b.x, b.y + b.height / 2, b.width]; })()"
+        )
+        for kind, at, held in (("mousePressed", start, 1), ("mouseMoved", end, 1), ("mouseReleased", end, 0)):
+            place = {"x": x + at * width, "y": y, "button": "left", "buttons": held, "clickCount": 1}
+            self.send("Input.dispatchMouseEvent", type=kind, **place)
+
     def picture(self, path: Path) -> None:
         """Photograph what the window shows."""
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))

@@ -65,7 +65,7 @@ def test_of_processes_that_race_for_a_folder_exactly_one_gets_it(tmp_path, stale
     if stale:  # All see the lock of a dead process at once, the moment at which a take-over can be done twice.
         dead = subprocess.Popen([sys.executable, "-c", ""])
         dead.wait()
-        owner = json.loads(FolderLock(folder)._me()) | {"pid": dead.pid, "born": None, "run": "dead"}
+        owner = json.loads(FolderLock(folder)._me()) | {"pid": dead.pid, "run": "dead"}
         (folder / NAME).write_text(json.dumps(owner))
     results = [tmp_path / f"result-{i}" for i in range(4)]
     processes = [start("race", folder, result, begin) for result in results]
@@ -92,29 +92,6 @@ def test_of_processes_that_race_for_a_folder_exactly_one_gets_it(tmp_path, stale
         for process in processes:
             process.kill()
             process.wait()
-
-
-def test_a_container_of_the_same_name_holds_the_folder_for_three_minutes_of_silence(tmp_path):
-    owner = json.loads(FolderLock(tmp_path)._me()) | {"pid": 2**22 - 1, "space": "pid:[1]"}
-    (tmp_path / NAME).write_text(json.dumps(owner))
-    with pytest.raises(ConfigError, match="in use"):
-        FolderLock(tmp_path).check()
-    long_ago = time.time() - 181
-    os.utime(tmp_path / NAME, (long_ago, long_ago))
-    FolderLock(tmp_path).check()
-
-
-def test_a_held_folder_gives_signs_of_life_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr("posttrain.report.lock.BEAT", 0.01)
-    lock = FolderLock(tmp_path)
-    lock.acquire()
-    os.utime(lock.path, (1, 1))
-    until = time.monotonic() + 20
-    while lock.path.stat().st_mtime < 100:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    lock.release()
-    assert not lock.path.exists()
 
 
 def test_a_run_that_lost_its_folder_stops_before_it_writes(tmp_path, tiny_tokenizer):

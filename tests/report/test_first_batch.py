@@ -43,6 +43,6 @@ def test_one_group_of_each_generation_keeps_its_tokens_log_probs(tiny_model, tin
     reward = lambda completions, **_: [float(len(set(text))) for text in completions]  # noqa: E731
     GRPOTrainer(tiny_model, reward, config, train_dataset=data, processing_class=tiny_tokenizer).train()
     samples = read_run(tmp_path).samples
-    shaded = [s for _, groups in samples.moments for group in groups for s in group if s.logps]
+    shaded = [s for _, groups in samples for group in groups for s in group if s.logps]
     assert len(shaded) == 4
     assert all(len(s.tokens) == len(s.logps) > 0 for s in shaded)

@@ -8,16 +8,13 @@ import subprocess
 
 import pytest
 
+from posttrain.checks.online import RULES, check_online, review
 from posttrain.cli.main import main
 from posttrain.errors import ConfigError, DataError
 from posttrain.report.page import read_run, read_runs, render
 from posttrain.report.page.build import content
 from posttrain.report.page.panels import panels_of
-from posttrain.report.page.pathologies import PATHOLOGIES, diagnose
-from posttrain.report.page.run import Series
 from tests.report.page_runs import EVIL, break_record, dpo_record, grpo_record
-
-pytest.importorskip("plotly")
 
 
 class Reader(html.parser.HTMLParser):
@@ -37,12 +34,21 @@ def without_scripts(page):
     return re.sub(r"<script>.*?</script>", "", page, flags=re.S)
 
 
-def verdicts(run):
-    return {verdict.key: verdict for verdict in diagnose(run.series)}
+def verdicts(rows):
+    return {verdict.rule.code: verdict for verdict in review(rows)}
 
 
-def curve(values, first=1):
-    return Series(list(range(first, first + len(values))), list(values), [0.0] * len(values))
+def seen(rows):
+    return {code for code, verdict in verdicts(rows).items() if verdict.status == "seen"}
+
+
+def log(**curves):
+    """Rows of a log; ``__`` stands for ``/``."""
+    length = len(next(iter(curves.values())))
+    return [
+        {"loss": 0.1, "step": i + 1.0} | {name.replace("__", "/"): values[i] for name, values in curves.items()}
+        for i in range(length)
+    ]
 
 
 # Reading -------------------------------------------------------------------------------------------------------
@@ -53,8 +59,8 @@ def test_a_record_is_read_whole(tmp_path):
     assert (run.step, run.max_steps, run.state, run.notes) == (40, 40, "stopped", [])
     assert run.series["reward"].values[-1] == 1.0
     assert [(mark.step, mark.finding.code) for mark in run.marks] == [(25, "PT-R004")]
-    assert [run.samples.moments[0][0], run.samples.moments[-1][0]] == [1, 40]
-    assert run.samples.latest.advantage == 0.7
+    assert [run.samples[0][0], run.samples[-1][0]] == [1, 40]
+    assert run.latest.advantage == 0.7
     assert "<dt>loss</dt><dd>nan</dd>" in content([run])["sections"]["overview"]  # An older number must not hide it.
 
 
@@ -95,54 +101,60 @@ def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path):
 
 def test_illnesses_are_seen_where_they_are_and_nowhere_else(tmp_path):
     sick, well = (read_run(grpo_record(tmp_path / n, sick=n == "sick")) for n in ("sick", "well"))
-    found = verdicts(sick)
-    assert {key for key, verdict in found.items() if verdict.status == "seen"} == {
-        "not-finite",
-        "reward-spread",
-        "kl-runaway",
-    }
-    (span,) = found["reward-spread"].spans
-    assert 20 < span[0] <= 26 and span[1] == 40
-    assert found["not-finite"].spans == [(40, 40)]
-    assert found["both-sinking"].status == "unknown"
-    assert {verdict.status for verdict in verdicts(well).values()} == {"clear", "unknown"}
+    found = verdicts(sick.rows)
+    assert seen(sick.rows) == {"PT-B002", "PT-R001", "PT-R004"}
+    (span,) = found["PT-R001"].spans
+    assert 20 < span[0] <= 30 and span[1] == 40
+    assert found["PT-B002"].spans == [(40, 40)]
+    assert found["PT-P003"].status == "unknown"
+    assert {verdict.status for verdict in verdicts(well.rows).values()} == {"clear", "unknown"}
 
 
 def test_both_dpo_rewards_sinking_is_told_from_a_healthy_margin(tmp_path):
-    assert verdicts(read_run(dpo_record(tmp_path / "a")))["both-sinking"].status == "seen"
-    healthy = {
-        "rewards/chosen": curve([0.1 * i for i in range(30)]),
-        "rewards/rejected": curve([-0.1 * i for i in range(30)]),
-    }
-    assert {v.status for v in diagnose(healthy) if v.key == "both-sinking"} == {"clear"}
+    assert "PT-P003" in seen(read_run(dpo_record(tmp_path / "a")).rows)
+    healthy = log(rewards__chosen=[0.1 * i for i in range(30)], rewards__rejected=[-0.1 * i for i in range(30)])
+    assert verdicts(healthy)["PT-P003"].status == "clear"
 
 
 @pytest.mark.parametrize(
-    ("key", "curves"),
+    ("code", "curves"),
     [
-        ("length-creep", {"completions/mean_length": [20.0 + 5 * i for i in range(40)], "reward": [0.5] * 40, "reward_std": [0.2] * 40}),
-        ("clip-share", {"clip_ratio/region_mean": [0.1] * 10 + [0.6] * 10}),
-        ("stale-rollouts", {"staleness/mean_updates": [0.0] * 10 + [9.0] * 10}),
-        ("stale-rollouts", {"sampling/sampling_logp_difference/mean": [0.5] * 20}),
-        ("entropy", {"entropy": [2.0] * 10 + [0.01] * 20}),
-        ("cut", {"completions/clipped_ratio": [0.9] * 10}),
-        ("spikes", {"grad_norm": [1.0] * 20 + [50.0] + [1.0] * 5}),
+        ("PT-R002", {"frac_reward_zero_std": [0.1] * 10 + [0.9] * 10, "reward": [0.0] * 20}),
+        ("PT-R003", {"completions__mean_length": [20.0 + 5 * i for i in range(40)], "reward": [0.5] * 40, "reward_std": [0.2] * 40}),
+        ("PT-R005", {"ratio__max": [1.1] * 19 + [50.0]}),
+        ("PT-R006", {"clip_ratio__region_mean": [0.1] * 10 + [0.6] * 10}),
+        ("PT-R032", {"staleness__mean_updates": [0.0] * 10 + [9.0] * 10}),
+        ("PT-R024", {"sampling__sampling_logp_difference__mean": [0.5] * 20}),
+        ("PT-R007", {"entropy": [2.0] * 10 + [0.01] * 20}),
+        ("PT-R008", {"completions__clipped_ratio": [0.9] * 10}),
+        ("PT-R009", {"completions__duplicate_ratio": [0.9] * 10}),
+        ("PT-R010", {"sampling__frac_masked": [0.5] * 20}),
+        ("PT-R011", {"sampling__nan_logprobs": [0.0] * 10 + [0.5]}),
+        ("PT-R012", {"grad_norm": [1.0] * 20 + [0.0] * 20}),
+        ("PT-T005", {"grad_norm": [1.0] * 20 + [50.0] + [1.0] * 5}),
     ],
 )  # fmt: skip
-def test_every_illness_can_be_seen(key, curves):
-    found = {v.key: v for v in diagnose({name: curve(values) for name, values in curves.items()})}
-    assert found[key].status == "seen"
-    assert found[key].spans and found[key].evidence
+def test_every_illness_can_be_seen_alone(code, curves):
+    rows = log(**curves)
+    assert seen(rows) == {code}
+    assert verdicts(rows)[code].spans and verdicts(rows)[code].evidence
+
+
+def test_what_the_page_sees_is_what_the_check_says_while_training():
+    """One table of rules: at a window that fits into the log, both see the same rows and say the same."""
+    rows = log(clip_ratio__region_mean=[0.1] * 30 + [0.6] * 10 + [0.1] * 20)
+    told = [(row["step"], list(check_online(rows[: at + 1]))) for at, row in enumerate(rows)]
+    told = [(step, findings) for step, findings in told if findings]
+    verdict = verdicts(rows)["PT-R006"]
+    assert verdict.spans == [(told[0][0], told[-1][0])]
+    assert verdict.evidence == told[-1][1][0].what
 
 
 def test_a_growing_length_that_pays_is_no_creep_and_short_runs_say_nothing():
-    grows = {
-        "completions/mean_length": curve([20.0 + 5 * i for i in range(40)]),
-        "reward": curve([i / 10 for i in range(40)]),
-    }
-    assert {v.key: v.status for v in diagnose(grows)}["length-creep"] == "clear"
-    assert {v.status for v in diagnose({"kl": curve([0.0, 9.0])})} == {"unknown"}
-    assert len({verdict.key for verdict, _ in PATHOLOGIES}) == len(PATHOLOGIES)
+    grows = log(completions__mean_length=[20.0 + 5 * i for i in range(40)], reward=[i / 10 for i in range(40)])
+    assert verdicts(grows)["PT-R003"].status == "clear"
+    assert {verdict.status for verdict in review(log(kl=[0.0, 9.0]))} == {"unknown"}
+    assert len({rule.code for rule in RULES}) == len(RULES)
 
 
 # The page ------------------------------------------------------------------------------------------------------
@@ -189,7 +201,7 @@ def test_two_runs_are_compared_by_settings_and_final_values(tmp_path):
 def test_the_command_writes_beside_the_run_and_says_where(tmp_path, capsys):
     grpo_record(tmp_path / "a", steps=3)
     assert main(["report", str(tmp_path / "a")]) == 0
-    assert (tmp_path / "a" / "report.html").stat().st_size > 1e6
+    assert (tmp_path / "a" / "report.html").stat().st_size < 1.5e6
     assert "report.html" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "none")]) == 1
     (tmp_path / "file").write_text("")
@@ -221,5 +233,5 @@ def test_a_browser_draws_every_panel_and_runs_nothing_of_the_record(tmp_path):
     document, console = browse(page, tmp_path)
     assert "<title>ran</title>" not in document  # The policy lets no script run that is not ours, even in the markup.
     assert "window.pwned=1&gt;" in document and EVIL[:40] not in document
-    assert document.count('class="main-svg"') >= len(content([read_run(folder)])["data"]["panels"])
+    assert document.count("<svg width") >= len(content([read_run(folder)])["data"]["panels"])
     assert all("Content Security Policy" in line for line in console), console

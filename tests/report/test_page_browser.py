@@ -6,7 +6,6 @@ from posttrain.report.page import read_runs, render
 from tests.report.browser import CHROMIUM, browser
 from tests.report.page_runs import dpo_record, grpo_record
 
-pytest.importorskip("plotly")
 pytest.importorskip("websockets")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 
@@ -30,10 +29,7 @@ def fresh(page, **how):
     page.open(page.url, **how)
     page.run("localStorage.clear()")
     page.open(page.url, **how)
-    page.run(
-        "document.querySelector('#curves').scrollIntoView({behavior: 'instant'})"
-    )  # Plots are drawn when they come near.
-    page.wait("document.querySelectorAll('.main-svg').length > 0")
+    page.wait("document.querySelectorAll('.canvas > svg').length > 0")
     page.run("window.scrollTo({top: 0, behavior: 'instant'})")
 
 
@@ -120,27 +116,25 @@ def test_the_skip_link_and_the_navigation_work_by_enter(page):
 
 def test_sliders_boxes_and_menus_are_used_by_arrows_space_and_enter(page):
     fresh(page)
-    first = "document.querySelector('#curves .canvas')"
+    lines_now = "document.querySelector('#curves .canvas > svg').querySelectorAll('.line').length"
     page.run("document.querySelector('#smooth').focus()")
-    lines = page.run(f"{first}.data.length")
+    lines = page.run(lines_now)
     for _ in range(3):
         page.key("ArrowRight")
     assert page.run("document.querySelector('#smooth').value") == "0.15"
-    page.wait(f"{first}.data.length > {lines}")  # The raw curve stays, pale, beside the smooth one.
+    page.wait(f"{lines_now} > {lines}")  # The raw curve stays, pale, beside the smooth one.
     page.key("Home")
-    page.wait(f"{first}.data.length === {lines}")
+    page.wait(f"{lines_now} === {lines}")
     page.run("document.querySelector('#log').focus()")
     page.key(" ")
-    page.wait("[...document.querySelectorAll('.canvas')].some(e => e.layout && e.layout.yaxis.type === 'log')")
+    page.wait("document.querySelector('.canvas > svg[data-log=true]') !== null")
     page.run("document.querySelector('#axis').focus()")
     page.key("ArrowDown")
     page.wait("document.querySelector('#axis').value === 'minutes'")
-    page.wait(f"{first}.layout.xaxis.ticksuffix === ' min'")
+    page.wait("document.querySelector('.canvas > svg').textContent.includes(' min')")
     page.run("document.querySelector('#marks').focus()")
     page.key(" ")
-    page.wait(
-        "[...document.querySelectorAll('.canvas')].filter(e => e.layout).every(e => e.layout.shapes.length === 0)"
-    )
+    page.wait("document.querySelectorAll('.canvas .shade, .canvas .mark').length === 0")
     page.run("document.querySelector('.timeline input').focus()")
     before = page.run("document.querySelector('.timeline output').textContent")
     page.key("ArrowLeft")
@@ -155,25 +149,26 @@ def test_sliders_boxes_and_menus_are_used_by_arrows_space_and_enter(page):
 
 def test_a_run_that_is_unticked_leaves_every_panel_and_zooming_is_shared(page):
     fresh(page)
-    traces = "document.querySelector('#curves .canvas').data.length"
+    traces = "document.querySelector('#curves .canvas > svg').querySelectorAll('.line').length"
     lines = page.run(traces)
     page.click("#runs input")
     page.wait(f"{traces} < {lines}")
     page.click("#runs input")
     page.wait(f"{traces} === {lines}")
-    page.run(
-        "Plotly.relayout(document.querySelector('#curves .canvas'), {'xaxis.range[0]': 5, 'xaxis.range[1]': 15}).then(() => true)"
-    )
-    shown = "[...document.querySelectorAll('.canvas')].filter(e => e.layout).map(e => e.layout.xaxis.range.map(Math.round).join())"
-    page.wait(f"new Set({shown}).size === 1 && {shown}[0] === '5,15'")
+    shown = "[...document.querySelectorAll('.canvas > svg')].map(e => e.dataset.range.split(',').map(x => Math.round(x)).join())"
+    whole = page.run(f"{shown}[0]")
+    page.drag("#curves .canvas > svg", 0.3, 0.6)
+    page.wait(f"new Set({shown}).size === 1 && {shown}[0] !== '{whole}'")
+    first, last = map(int, page.run(f"{shown}[0]").split(","))
+    assert 5 < first < last < 30
     page.click("#reset")
-    page.wait(f"!{shown}.includes('5,15')")
+    page.wait(f"{shown}[0] === '{whole}'")
     assert page.console == []
 
 
 def test_the_button_turns_light_and_dark_and_the_curves_follow(page):
     fresh(page)
-    colours = "[getComputedStyle(document.body).backgroundColor, document.querySelector('#curves .canvas').data[0].line.color]"
+    colours = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('#curves .line')).stroke]"
     light = page.run(colours)
     page.click("#theme")
     page.wait("document.documentElement.dataset.theme === 'dark'")
@@ -193,3 +188,14 @@ def test_what_a_finger_or_a_mouse_must_hit_is_large_enough(page, width):
         ".map(([b, e]) => `${e.tagName} ${e.id} ${b.width}x${b.height}`)"
     )
     assert small == []
+
+
+def test_the_pointer_shows_the_values_of_its_step_and_the_finding_that_stands_there(page):
+    fresh(page)
+    kl = "[...document.querySelectorAll('.plot')].find(e => e.textContent.includes('KL to the reference'))"
+    page.run(f"{kl}.querySelector('.canvas').id = 'kl'")
+    page.hover("#kl > svg", "#kl .mark")
+    page.wait("!document.querySelector('#kl .tip').hidden")
+    text = page.run("document.querySelector('#kl .tip').textContent")
+    assert "step 25" in text and "PT-R004" in text and "sick" in text
+    assert page.console == []

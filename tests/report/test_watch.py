@@ -87,7 +87,6 @@ def test_a_running_run_is_followed_until_it_ends(tmp_path):
 
 @pytest.fixture
 def server(tmp_path):
-    pytest.importorskip("plotly")
     served = serve([grpo_record(tmp_path / "a", steps=3)])
     thread = threading.Thread(target=served.serve_forever, daemon=True)
     thread.start()
@@ -128,7 +127,6 @@ def test_a_browser_that_has_the_page_gets_304_until_the_run_logs_again(server, t
 
 
 def test_the_page_is_rendered_again_only_when_the_record_changed_and_time_has_passed(tmp_path):
-    pytest.importorskip("plotly")
     page = LivePage([grpo_record(tmp_path / "a", steps=2)], least_seconds=0.3)
     for _ in range(3):
         page.answer("/")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.report.page.pathologies import Verdict
+from posttrain.checks.online import Verdict
 from posttrain.report.page.run import Run, Series
 
-__all__ = ["Panel", "figures", "panel_of", "panels_of", "thinned"]
+__all__ = ["Panel", "figures", "groups_of", "panel_of", "panels_of", "thinned"]
 
 MOST_POINTS = 1500  # Of one curve in the page.
 
@@ -75,12 +75,23 @@ OTHER = "More"
 
 @dataclass
 class Panel:
-    """A few metrics with one axis."""
+    """A few metrics with one axis.
+
+    Attributes:
+        key: Of its element.
+        group: Heading that it stands under.
+        title: With the unit.
+        metrics: Names.
+        signs: What may be wrong with them.
+        spoken: The curves in words, for those who do not see them.
+    """
 
     key: str
     group: str
     title: str
     metrics: list[str] = field(default_factory=list)
+    signs: list[str] = field(default_factory=list)
+    spoken: str = ""
 
 
 def panel_of(name: str) -> tuple[str, str]:
@@ -121,47 +132,62 @@ def _rank(name: str) -> int:
     return 1 if re.search(r"(^|[/_])(min|max|low|high)", name) else 0
 
 
-def figures(runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]) -> dict[str, Any]:
-    """What the page's script draws: panels, their curves, findings and shaded spans, as JSON.
+def groups_of(
+    panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]
+) -> dict[str, list[Panel]]:
+    """Panels under their headings, with what may be wrong and with their curves in words."""
+    seen = [verdict for found in verdicts for verdict in found if verdict.status == "seen"]
+    groups: dict[str, list[Panel]] = {}
+    for panel in sorted(panels, key=lambda panel: panel.group == OTHER):
+        panel.signs = list(dict.fromkeys(v.title for v in seen if set(v.rule.metrics) & set(panel.metrics)))
+        panel.spoken = "; ".join(_spoken(run, name) for name in panel.metrics for run in runs if name in run.series)
+        groups.setdefault(panel.group, []).append(panel)
+    return groups
+
+
+def _spoken(run: Run, name: str) -> str:
+    points = run.series[name].finite
+    if not points:
+        return f"{name} of {run.name}: no finite value"
+    first, last = points[0], points[-1]
+    return f"{name} of {run.name}: {first[1]:.4g} at step {first[0]}, {last[1]:.4g} at step {last[0]}"
+
+
+def figures(panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]) -> dict[str, Any]:
+    """What the page's script draws, as JSON: panels with their curves, findings and shaded spans.
 
     Args:
+        panels: See `panels_of`.
         runs: Their order is that of the colours.
         verdicts: Of each run.
     """
-    panels = panels_of(runs)
-    of_metric = {name: panel.key for panel in panels for name in panel.metrics}
+    of_metric = {name: panel for panel in panels for name in panel.metrics}
+    marks: dict[str, list[dict[str, Any]]] = {panel.key: [] for panel in panels}
+    spans: dict[str, list[dict[str, Any]]] = {panel.key: [] for panel in panels}
+    for at, run in enumerate(runs):
+        for mark in run.marks if panels else ():
+            found, key = mark.finding, of_metric.get(mark.finding.where, panels[0]).key
+            text = f"{found.code}: {found.what}"
+            marks[key].append({"run": at, "step": mark.step, "severity": found.severity, "text": text})
+        for verdict in verdicts[at]:
+            # Two metrics of one panel shade it once.
+            for key in {of_metric[name].key for name in verdict.rule.metrics if verdict.spans and name in of_metric}:
+                spans[key].append({"run": at, "text": verdict.title, "spans": verdict.spans})
     drawn = [
         {
             "key": panel.key,
             "title": panel.title,
             "traces": [
                 {"run": at, "metric": name, **_points(run, name)}
-                for at, run in enumerate(runs)
                 for name in panel.metrics
+                for at, run in enumerate(runs)
                 if name in run.series
             ],
-            "marks": [],
-            "spans": [],
+            "marks": marks[panel.key],
+            "spans": spans[panel.key],
         }
         for panel in panels
     ]
-    by_key = {panel["key"]: panel for panel in drawn}
-    fallback = drawn[0]["key"] if drawn else None
-    for at, run in enumerate(runs):
-        for mark in run.marks:
-            key = of_metric.get(mark.finding.where, fallback)
-            if key is not None:
-                text = f"{mark.finding.code}: {mark.finding.what}"
-                by_key[key]["marks"].append(
-                    {"run": at, "step": mark.step, "severity": mark.finding.severity, "text": text}
-                )
-        for verdict in verdicts[at]:
-            for name in verdict.metrics:
-                if verdict.spans and name in of_metric:
-                    spans = [[a, b] for a, b in verdict.spans]
-                    shade = {"run": at, "text": verdict.title, "spans": spans}
-                    if shade not in by_key[of_metric[name]]["spans"]:  # Two metrics of one panel shade it once.
-                        by_key[of_metric[name]]["spans"].append(shade)
     return {"runs": [{"name": run.name} for run in runs], "panels": drawn}
 
 

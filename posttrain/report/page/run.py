@@ -1,4 +1,4 @@
-"""The record of a run as it lies on the disk, read without ever failing on what a crash or a running trainer left."""
+"""The record of a run, read from its folder without ever failing on what a crash or a running trainer left."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, DataError
-from posttrain.report.lock import FolderLock
-from posttrain.report.page.samples import Samples, read_samples
+from posttrain.report.lock import NAME, FolderLock
+from posttrain.report.record import read_rows
 from posttrain.types import Finding
 
-__all__ = ["Mark", "Run", "Series", "read_run", "read_runs", "version"]
+__all__ = ["Mark", "Run", "Sample", "Series", "flat", "read_run", "read_runs", "version"]
 
 NOT_CURVES = {"step", "time", "epoch"}
 SUMMARY = "train_runtime"  # The line that a trainer logs last.
 FILES = ("manifest.json", "metrics.jsonl", "findings.jsonl", "preflight.json", "data.json", "completions.parquet")
+
+SEVERITIES = ("error", "warning", "info")
+SEQUENCES = 8  # Of the first batch.
+SHADED = 4000  # Tokens of a completion.
+STEPS = 16  # Moments shown, evenly spread, the first and the last among them.
+GROUPS = 2  # Prompts of a moment.
+MEMBERS = 4  # Completions of a prompt: the best, the worst, and what lies between.
+KNOWN = ("step", "prompt", "completion", "advantage", "tokens", "logps")
 
 
 @dataclass
@@ -48,10 +56,57 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A finding, and the optimiser step at which it was told."""
+    """A finding, and the optimiser step at which it was found."""
 
     step: int
     finding: Finding
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion.
+
+    Attributes:
+        prompt, completion: Texts.
+        advantage: None where the table has none.
+        scores: The table's other columns: rewards by function, and whatever functions logged.
+        tokens, logps: Text and log-probability (nats) of each token; empty where they were not recorded.
+    """
+
+    prompt: str
+    completion: str
+    advantage: float | None
+    scores: dict[str, Any]
+    tokens: list[str] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+
+    @property
+    def reward(self) -> float:
+        """Sum of the numeric columns that are rewards; what orders completions of one prompt."""
+        values = [v for v in self.scores.values() if isinstance(v, int | float) and not isinstance(v, bool)]
+        return sum(v for v in values if math.isfinite(v))
+
+    @property
+    def chips(self) -> list[tuple[str, str]]:
+        """Labels and their kinds: a number or a short text for each score."""
+        found = []
+        for name, value in self.scores.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found.append((f"{name} {value:.4g}", ""))
+            else:
+                text = "not scored" if value is None else str(value)
+                found.append((f"{name}: {text if len(text) <= 60 else text[:57] + '…'}", "faint"))
+        return found
+
+    @property
+    def shades(self) -> list[tuple[str, float, float | None]]:
+        """Tokens with their log-prob and how dark they are shaded (0 to 1); None where there is no log-prob."""
+        pairs = list(zip(self.tokens, self.logps, strict=True))[:SHADED]
+        depths = [min(max(-logp / 4, 0.0), 1.0) if math.isfinite(logp) else None for _, logp in pairs]
+        return [(token.replace("\n", "↵\n"), logp, d) for (token, logp), d in zip(pairs, depths, strict=True)]
+
+
+Moment = tuple[int, list[list[Sample]]]  # A step, and completions by prompt.
 
 
 @dataclass
@@ -60,12 +115,13 @@ class Run:
 
     Attributes:
         name: Unique among the runs shown together.
-        folder: Where it lies.
+        folder: Its output_dir.
         manifest: ``manifest.json``; empty when there is none.
         series: Metrics by name, in the order in which they first appeared.
         summary: The trainer's last line (``train_runtime`` and the like); empty while it runs.
         marks: Findings in the order of their steps.
-        samples: Completions over time.
+        samples: Completions of a few steps, in order: of each the prompts and completions that say most.
+        rows: Lines of ``metrics.jsonl``, numbers only.
         seen: ``data.json``, the first batch as the model saw it; empty when it was not recorded.
         state: ``running``, ``finished`` or ``stopped``.
         notes: What could not be read, in sentences.
@@ -77,7 +133,8 @@ class Run:
     series: dict[str, Series] = field(default_factory=dict)
     summary: dict[str, float] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
-    samples: Samples = field(default_factory=Samples)
+    samples: list[Moment] = field(default_factory=list)
+    rows: list[dict[str, float]] = field(default_factory=list)
     seen: dict[str, Any] = field(default_factory=dict)
     state: str = "stopped"
     notes: list[str] = field(default_factory=list)
@@ -99,9 +156,94 @@ class Run:
         config = self.manifest.get("config")
         return config if isinstance(config, dict) else {}
 
+    @property
+    def end(self) -> str:
+        """The state; a run without its last line that took all steps is finished."""
+        whole = self.max_steps is not None and self.step >= self.max_steps
+        return "finished" if self.state == "stopped" and whole else self.state
+
+    @property
+    def duration(self) -> str:
+        """Between the first and the last log, in words; "" where it is not known."""
+        times = [time for series in self.series.values() for time in series.times if math.isfinite(time)]
+        minutes = (max(times) - min(times)) / 60 if len(times) > 1 else 0.0
+        return "" if len(times) < 2 else f" · {minutes / 60:.1f} h" if minutes >= 90 else f" · {minutes:.1f} min"
+
+    @property
+    def kinds(self) -> list[list[Mark]]:
+        """Findings grouped by code and place, errors first."""
+        kinds: dict[tuple[str, str], list[Mark]] = {}
+        for mark in self.marks:
+            kinds.setdefault((mark.finding.code, mark.finding.where), []).append(mark)
+        return sorted(kinds.values(), key=lambda marks: SEVERITIES.index(marks[0].finding.severity))
+
+    @property
+    def latest(self) -> Sample | None:
+        """The best completion of the latest step that has any."""
+        return self.samples[-1][1][0][0] if self.samples else None
+
+    @property
+    def shaded(self) -> bool:
+        """Whether any completion has log-probs."""
+        return any(sample.logps for _, groups in self.samples for group in groups for sample in group)
+
+    @property
+    def command(self) -> str:
+        """The command line; "" where it was not recorded."""
+        command = self.manifest.get("command")
+        return " ".join(map(str, command)) if isinstance(command, list) else ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The trainer's settings with dotted names."""
+        return flat(self.config)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The rest of the manifest with dotted names."""
+        return flat({key: value for key, value in self.manifest.items() if key not in ("config", "command")})
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Counts of the first batch."""
+        facts = self.seen.get("facts")
+        return facts if isinstance(facts, dict) else {}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of the sequences of the first batch."""
+        lengths = self.seen.get("lengths")
+        return [n for n in lengths if isinstance(n, int)] if isinstance(lengths, list) else []
+
+    @property
+    def sequences(self) -> list[tuple[str, list[tuple[str, bool]]]]:
+        """Title and pieces ``(text, whether it is trained)`` of some sequences of the first batch."""
+        found = self.seen.get("sequences")
+        items = [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+        return [(str(item.get("title", "sequence")), _pieces(item)) for item in items[:SEQUENCES]]
+
     def last(self, name: str) -> float | None:
         """The latest value of a metric; NaN where that is what was logged."""
         return self.series[name].values[-1] if name in self.series else None
+
+
+def _pieces(item: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    pieces = item.get("pieces")
+    return [(str(p[0]), bool(p[1])) for p in pieces if isinstance(p, list) and len(p) == 2] if isinstance(pieces, list) else []
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested mappings with dotted names.
+
+    >>> flat({"a": {"b": 1}, "c": []})
+    {'a.b': 1, 'c': []}
+    """
+    if not isinstance(value, Mapping) or not value:
+        return {name: value} if name else {}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= flat(inner, f"{name}.{key}" if name else str(key))
+    return found
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
@@ -150,13 +292,12 @@ def read_run(folder: str | Path) -> Run:
 def version(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Names, sizes and times of the files that a page is made of: equal as long as nothing new was written."""
     found = []
-    for name in (*FILES, "completions", ".posttrain.lock"):
+    for name in (*FILES, "completions", NAME):
         try:
             stat = os.stat(folder / name)
         except OSError:
             continue
-        # A lock's time is its owner's sign of life: whether there is one is all that shows.
-        found.append((name, stat.st_size, 0 if name.startswith(".") else stat.st_mtime_ns))
+        found.append((name, stat.st_size, stat.st_mtime_ns))
     return tuple(found)
 
 
@@ -229,6 +370,7 @@ def _read_metrics(run: Run) -> None:
         if SUMMARY in numbers:
             run.summary = {k: v for k, v in numbers.items() if k not in NOT_CURVES}
             continue
+        run.rows.append(numbers)
         for name, value in numbers.items():
             if name not in NOT_CURVES:
                 run.series.setdefault(name, Series()).add(int(step), value, numbers.get("time", math.nan))
@@ -244,7 +386,7 @@ def _read_findings(run: Run) -> None:
         if not isinstance(row, Mapping) or "code" not in row:
             continue
         text = {name: str(row.get(name, "")) for name in names}
-        if text["severity"] not in ("info", "warning", "error"):
+        if text["severity"] not in SEVERITIES:
             text["severity"] = "warning"
         step = number(row.get("step", 0)) or 0.0
         mark = Mark(int(step) if math.isfinite(step) else 0, Finding(**text))  # type: ignore[arg-type]
@@ -259,6 +401,93 @@ def _state(run: Run) -> str:
         FolderLock(run.folder).check()
     except ConfigError:
         return "running"
-    except OSError:
-        pass
+    except OSError:  # A reader who may not write there cannot ask for the lock.
+        return "running" if (run.folder / NAME).exists() else "finished" if run.summary else "stopped"
     return "finished" if run.summary else "stopped"
+
+
+# Completions -----------------------------------------------------------------------------------------------------
+
+
+def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
+    """Some of a run's completions; a file that cannot be read is a note.
+
+    Args:
+        folder: Of the run.
+        notes: Takes what could not be read.
+    """
+    parts = sorted((folder / "completions").glob("completions_*.parquet"), key=_number)
+    if not parts and (folder / "completions.parquet").is_file():
+        parts = [folder / "completions.parquet"]
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    for part in _spread(parts, STEPS):
+        try:
+            rows = read_rows(part)
+        except Exception as error:  # A file of any kind of brokenness must not hide the others.
+            notes.append(f"{part.name} cannot be read: {type(error).__name__}.")
+            continue
+        for row in rows:
+            step = row.get("step")
+            by_step.setdefault(int(step) if isinstance(step, int | float) else _number(part), []).append(row)
+    steps = _spread(sorted(by_step), STEPS)
+    return [(step, _groups([_sample(row) for row in by_step[step]])) for step in steps]
+
+
+def _number(path: Path) -> int:
+    ending = path.stem.rsplit("_", 1)[-1]
+    return int(ending) if ending.isdigit() else 0
+
+
+def _spread(items: Sequence[Any], most: int) -> list[Any]:
+    """Up to ``most`` items, evenly spread, the ends among them.
+
+    >>> _spread([1, 2, 3, 4, 5], 3)
+    [1, 3, 5]
+    """
+    if len(items) <= most:
+        return list(items)
+    return [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    tokens, logps = row.get("tokens"), row.get("logps")
+    whole = isinstance(tokens, list) and isinstance(logps, list) and len(tokens) == len(logps)
+    advantage = row.get("advantage")
+    return Sample(
+        prompt=_text(row.get("prompt")),
+        completion=_text(row.get("completion")),
+        advantage=float(advantage) if isinstance(advantage, int | float) else None,
+        scores={key: value for key, value in row.items() if key not in KNOWN},
+        tokens=[str(token) for token in tokens] if whole and tokens else [],
+        logps=[math.nan if value is None else float(value) for value in logps] if whole and logps else [],
+    )
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _groups(samples: list[Sample]) -> list[list[Sample]]:
+    """Prompts with the widest spread of rewards first: there the run learns; each with its best and worst completions."""
+    by_prompt: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt, []).append(sample)
+    groups = [sorted(group, key=_rank, reverse=True) for group in by_prompt.values()]
+    groups.sort(key=lambda group: _rank(group[0]) - _rank(group[-1]), reverse=True)
+    return [_members(group) for group in groups[:GROUPS]]
+
+
+def _members(group: list[Sample]) -> list[Sample]:
+    """The best, the worst, what lies between, and one with shading where any has it."""
+    chosen = _spread(group, MEMBERS)
+    if not any(sample.logps for sample in chosen):
+        shaded = next((sample for sample in group if sample.logps), None)
+        if shaded is not None:
+            chosen[len(chosen) // 2] = shaded
+            chosen.sort(key=_rank, reverse=True)
+    return chosen
+
+
+def _rank(sample: Sample) -> float:
+    value = sample.advantage
+    return value if value is not None and math.isfinite(value) else sample.reward

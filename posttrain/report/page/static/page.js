@@ -5,13 +5,19 @@
   let page = JSON.parse($("#page-data").textContent);
   const view = { smooth: 0, axis: "step", log: false, marks: true, hidden: new Set(), range: null };
   const drawn = new Set();
-  const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
+  const DASHES = ["", "7 4", "2 3", "7 3 2 3", "12 4"];
+  const MARGIN = { left: 52, right: 12, top: 8, bottom: 24 }, HEIGHT = 220;
 
-  // Labels of plotly understand a few tags: what the record says must stay text there too.
-  const plain = (value) => String(value).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const wrapped = (value, width = 56) => plain(value).replace(new RegExp(`(.{${width}}\\S*) `, "g"), "$1<br>");
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const alpha = (hex, share) => hex + Math.round(share * 255).toString(16).padStart(2, "0");
+  // What the record says stays text: nothing of it is ever read as markup.
+  const plain = (value) => String(value).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
+  const known = (value) => value !== null && Number.isFinite(value);
+
+  function short(value) {
+    const size = Math.abs(value);
+    if (size >= 1e15 || (size > 0 && size < 1e-3)) return value.toExponential(2).replace(/\.?0+e/, "e");
+    if (size >= 1e4) return value.toLocaleString("en", { notation: "compact", maximumFractionDigits: 2 });
+    return String(+value.toPrecision(4));
+  }
 
   function smoothed(values) {
     if (!view.smooth) return values;
@@ -24,134 +30,159 @@
     });
   }
 
-  // A finding stands on the curve of its run, at the point nearest to its step.
-  function nearest(trace, step) {
-    let best = 0;
-    trace.step.forEach((s, i) => { if (trace.value[i] !== null && (trace.value[best] === null || Math.abs(s - step) < Math.abs(trace.step[best] - step))) best = i; });
+  function nearest(xs, x, usable = () => true) {
+    let best = -1;
+    xs.forEach((at, i) => { if (known(at) && usable(i) && (best < 0 || Math.abs(at - x) < Math.abs(xs[best] - x))) best = i; });
     return best;
   }
 
+  // Curves of a panel: colours are runs where there are several, else metrics; dashes are the other of the two.
   function curves(panel) {
-    const metrics = [...new Set(panel.traces.map((trace) => trace.metric))];
-    const several = page.runs.length > 1, traces = [];
-    for (const trace of panel.traces) {
-      if (view.hidden.has(trace.run)) continue;
-      const at = metrics.indexOf(trace.metric), name = several ? page.runs[trace.run].name : trace.metric;
-      const tint = colour(`--c${(several ? trace.run : at) % 8}`);
-      const label = several && metrics.length > 1 ? `${name} · ${trace.metric}` : name;
-      const base = { x: trace[view.axis], name: plain(label), type: "scatter", connectgaps: false, showlegend: !several && metrics.length > 1 };
-      const few = trace.step.length < 40, line = { color: tint, width: 1.9, dash: several ? DASHES[at % 5] : trace.metric.startsWith("eval_") ? "dot" : "solid" };
-      if (view.smooth) traces.push({ ...base, y: trace.value, mode: "lines", line: { ...line, color: alpha(tint, 0.28), width: 1 }, hoverinfo: "skip", showlegend: false });
-      traces.push({ ...base, y: smoothed(trace.value), mode: few ? "lines+markers" : "lines", line, marker: { size: trace.step.length < 3 ? 8 : 4, color: tint }, hovertemplate: "%{y:.5~g}" });
-    }
-    if (several && metrics.length > 1) metrics.forEach((metric, at) => traces.push({ // Colours are runs; dashes need a key of their own.
-      x: [null], y: [null], name: plain(metric), type: "scatter", mode: "lines", line: { color: colour("--soft"), width: 1.9, dash: DASHES[at % 5] }, hoverinfo: "skip", showlegend: true,
-    }));
-    return traces;
+    const metrics = [...new Set(panel.traces.map((trace) => trace.metric))], several = page.runs.length > 1;
+    return panel.traces.filter((trace) => !view.hidden.has(trace.run)).map((trace) => {
+      const at = metrics.indexOf(trace.metric), name = page.runs[trace.run].name;
+      const label = !several ? trace.metric : metrics.length > 1 ? `${name} · ${trace.metric}` : name;
+      const dash = several ? DASHES[at % 5] : trace.metric.startsWith("eval_") ? DASHES[2] : "";
+      return { trace, label, dash, colour: `var(--c${(several ? trace.run : at) % 8})`, xs: trace[view.axis], ys: smoothed(trace.value) };
+    });
   }
 
-  function marks(panel) {
-    const x = [], y = [], text = [], tint = [];
-    for (const mark of view.marks ? panel.marks : []) {
-      const trace = panel.traces.find((item) => item.run === mark.run);
-      if (!trace || view.hidden.has(mark.run)) continue;
-      const at = nearest(trace, mark.step);
-      if (trace.value[at] === null) continue;
-      x.push(view.axis === "step" ? mark.step : trace[view.axis][at]); y.push(trace.value[at]);
-      text.push(`step ${mark.step}: ${wrapped(mark.text)}`);
-      tint.push(colour({ error: "--bad", warning: "--warn" }[mark.severity] || "--info"));
-    }
-    if (!x.length) return [];
-    const marker = { symbol: "diamond", size: 11, color: tint, line: { color: colour("--back"), width: 1.5 } };
-    return [{ x, y, text, mode: "markers", type: "scatter", name: "finding", marker, hovertemplate: "%{text}<extra></extra>", showlegend: false }];
+  // A scale from data to pixels with round ticks.
+  function scale(low, high, from, to, log) {
+    const f = log ? Math.log10 : (v) => v, a = f(low), span = f(high) - a, ticks = [];
+    const raw = span / Math.max(2, Math.abs(to - from) / (from < to ? 65 : 38)), power = 10 ** Math.floor(Math.log10(raw));
+    const step = power * ([1, 2, 5].find((n) => n * power >= raw) || 10);
+    for (let t = Math.ceil(a / step - 1e-9) * step; t <= a + span + step * 1e-9; t += step) ticks.push(log ? 10 ** t : Math.abs(t) < step / 1e6 ? 0 : t);
+    return { place: (v) => from + (f(v) - a) / span * (to - from), value: (p) => a + (p - from) / (to - from) * span, ticks };
   }
 
-  function shapes(panel) {
-    const found = [];
-    for (const item of view.marks ? panel.spans : []) {
-      const trace = panel.traces.find((other) => other.run === item.run);
-      if (!trace || view.hidden.has(item.run)) continue;
-      const place = (step) => view.axis === "step" ? step : trace[view.axis][nearest(trace, step)];
-      for (const [first, last] of item.spans) {
-        const x0 = place(first), x1 = place(last);
-        found.push({ type: "rect", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1, fillcolor: colour("--shade"), line: { width: x0 === x1 ? 2 : 0, color: colour("--shade") }, layer: "below" });
+  function bounds(values, pad) {
+    let low = Infinity, high = -Infinity;
+    for (const v of values) if (known(v)) { low = Math.min(low, v); high = Math.max(high, v); }
+    if (low > high) return [0, 1];
+    const size = Math.max(Math.abs(low), Math.abs(high)), flat = high - low <= 1e-9 * size; // Smoothing leaves dust on a constant.
+    const room = flat ? (size || 1) * 0.05 : (high - low) * pad;
+    return [low - room, high + room];
+  }
+
+  function axes(lines, width) {
+    const [x0, x1] = view.range || bounds(lines.flatMap((line) => line.xs), 0);
+    const seen = lines.flatMap(({ trace, xs, ys }) => [...ys, ...trace.value].filter((_, i) => xs[i % xs.length] >= x0 && xs[i % xs.length] <= x1));
+    const log = view.log && seen.some(known) && seen.every((v) => v === null || v > 0);
+    let [y0, y1] = bounds(seen, log ? 0 : 0.06);
+    if (log) { y0 *= 0.9; y1 *= 1.1; }
+    const x = scale(x0, x1, MARGIN.left, width - MARGIN.right, false), y = scale(y0, y1, HEIGHT - MARGIN.bottom, MARGIN.top, log);
+    return { x, y, log, range: [x0, x1] };
+  }
+
+  function path(xs, ys, { x, y }) {
+    let pen = "M";
+    return xs.map((at, i) => {
+      if (!known(at) || !known(ys[i])) { pen = "M"; return ""; } // A value that is no number is a gap.
+      const point = `${pen}${x.place(at).toFixed(1)} ${y.place(ys[i]).toFixed(1)}`;
+      pen = "L";
+      return point;
+    }).join("");
+  }
+
+  function signs(panel, lines, { x, y }) {
+    if (!view.marks) return "";
+    const parts = [], place = (trace, step) => x.place(view.axis === "step" ? step : trace.minutes[nearest(trace.step, step)]);
+    for (const item of panel.spans) {
+      const line = lines.find(({ trace }) => trace.run === item.run);
+      for (const [first, last] of line ? item.spans : []) {
+        const left = place(line.trace, first), wide = Math.max(2, place(line.trace, last) - left);
+        parts.push(`<rect class="shade" x="${left}" y="${MARGIN.top}" width="${wide}" height="${HEIGHT - MARGIN.top - MARGIN.bottom}"/>`);
       }
     }
-    for (const mark of view.marks ? panel.marks : []) {
-      const trace = panel.traces.find((item) => item.run === mark.run);
-      if (!trace || view.hidden.has(mark.run)) continue;
-      const at = view.axis === "step" ? mark.step : trace[view.axis][nearest(trace, mark.step)];
-      found.push({ type: "line", xref: "x", yref: "paper", x0: at, x1: at, y0: 0, y1: 1, line: { width: 1, dash: "dot", color: colour("--warn") }, layer: "below" });
+    for (const mark of panel.marks) {
+      const line = lines.find(({ trace }) => trace.run === mark.run);
+      const at = line ? nearest(line.trace.step, mark.step, (i) => line.ys[i] !== null) : -1;
+      if (at < 0) continue;
+      const left = place(line.trace, mark.step), top = y.place(line.ys[at]);
+      parts.push(`<path class="mark ${mark.severity}" d="M${left} ${MARGIN.top}V${HEIGHT - MARGIN.bottom}"/>`);
+      parts.push(`<path class="gem ${mark.severity}" d="M${left - 6} ${top}l6 -6l6 6l-6 6z"/>`);
     }
-    return found;
+    return parts.join("");
   }
-
-  const largest = (panel) => panel.largest ??= panel.traces.reduce((most, trace) => trace.value.reduce((m, v) => Math.max(m, Math.abs(v ?? 0)), most), 0);
-
-  function layout(panel, traces) {
-    const axis = { gridcolor: colour("--grid"), linecolor: colour("--line"), zeroline: false, automargin: true, tickfont: { size: 11 } };
-    const positive = panel.traces.every((trace) => trace.value.every((value) => value === null || value > 0));
-    return {
-      margin: { l: 46, r: 12, t: 8, b: 30 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: "system-ui, sans-serif", size: 12, color: colour("--soft") }, hovermode: "x unified", dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-      hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--text") }, namelength: 48 },
-      xaxis: { ...axis, ...(view.range ? { range: view.range.slice(), autorange: false } : { autorange: true }), hoverformat: ",.4~g", ticksuffix: view.axis === "minutes" ? " min" : "" },
-      yaxis: { ...axis, type: view.log && positive ? "log" : "linear", tickformat: largest(panel) > 0 && largest(panel) < 0.002 ? ".2~e" : largest(panel) >= 10000 ? ".3~s" : "~g", nticks: 6 },
-      legend: { orientation: "h", y: -0.16, yanchor: "top", x: 0, font: { size: 11 } },
-      showlegend: traces.some((trace) => trace.showlegend), shapes: shapes(panel),
-    };
-  }
-
-  const options = { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset+autosize" };
 
   function draw(element) {
-    const panel = page.panels.find((item) => item.key === element.dataset.panel);
-    if (!panel) return;
-    const traces = [...curves(panel), ...marks(panel)];
-    const first = !drawn.has(element);
+    const panel = page.panels.find((item) => item.key === element.dataset.panel), width = element.clientWidth;
+    if (!panel || !width) return;
     drawn.add(element);
-    Plotly.react(element, traces, layout(panel, traces), options);
-    if (first) element.on("plotly_relayout", (change) => follow(element, change));
+    const lines = curves(panel), frame = axes(lines, width), { x, y } = frame, unit = view.axis === "minutes" ? " min" : "";
+    const bottom = HEIGHT - MARGIN.bottom, clip = `clip-${panel.key}`;
+    const grid = [
+      ...y.ticks.map((t) => `<path class="grid" d="M${MARGIN.left} ${y.place(t)}H${width - MARGIN.right}"/><text x="${MARGIN.left - 6}" y="${y.place(t) + 4}" text-anchor="end">${short(t)}</text>`),
+      ...x.ticks.map((t) => `<text x="${x.place(t)}" y="${bottom + 16}" text-anchor="middle">${short(t)}${unit}</text>`),
+    ].join("");
+    const shown = lines.map((line) => {
+      const style = `style="stroke:${line.colour}" stroke-dasharray="${line.dash}"`, few = line.xs.length < 40;
+      const pale = view.smooth ? `<path class="line pale" ${style} d="${path(line.xs, line.trace.value, frame)}"/>` : "";
+      const dots = few ? line.xs.map((at, i) => (known(at) && known(line.ys[i]) ? `<circle cx="${x.place(at)}" cy="${y.place(line.ys[i])}" r="2.2" style="fill:${line.colour}"/>` : "")).join("") : "";
+      return `${pale}<path class="line" ${style} d="${path(line.xs, line.ys, frame)}"/>${dots}`;
+    }).join("");
+    element.innerHTML = `<svg width="${width}" height="${HEIGHT}" aria-hidden="true" data-log="${frame.log}" data-range="${frame.range}">`
+      + `<clipPath id="${clip}"><rect x="${MARGIN.left - 3}" y="0" width="${width - MARGIN.left - MARGIN.right + 6}" height="${HEIGHT}"/></clipPath>`
+      + `${grid}<path class="axis" d="M${MARGIN.left} ${bottom}H${width - MARGIN.right}"/><g clip-path="url(#${clip})">${signs(panel, lines, frame)}${shown}</g>`
+      + `<path class="cursor"/><rect class="brush" y="${MARGIN.top}" height="${bottom - MARGIN.top}"/></svg><div class="tip" hidden></div>${legend(panel, lines)}`;
+    pointer(element, panel, lines, frame);
   }
 
-  let following = false;
-  function follow(element, change) { // All panels show the same stretch of the run.
-    if (following) return;
-    if ("xaxis.range[0]" in change) view.range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
-    else if (change["xaxis.autorange"]) view.range = null;
-    else return;
-    redraw(element);
+  function legend(panel, lines) {
+    if (new Set(panel.traces.map((trace) => trace.metric)).size < 2) return "";
+    const key = ({ label, colour, dash }) => `<span><svg width="22" height="8" aria-hidden="true"><path class="line" style="stroke:${colour}" stroke-dasharray="${dash}" d="M0 4H22"/></svg>${plain(label)}</span>`;
+    return `<div class="legend">${lines.map(key).join("")}</div>`;
   }
 
-  function redraw(except) {
-    following = true;
-    for (const element of drawn) {
-      if (!element.isConnected) drawn.delete(element);
-      else if (element !== except) draw(element);
-    }
-    following = false;
+  // Values under the pointer; dragging chooses a stretch of the run, for all panels; a double click shows the whole run.
+  function pointer(element, panel, lines, { x }) {
+    const svg = $("svg", element), tip = $(".tip", element), cursor = $(".cursor", element), brush = $(".brush", element);
+    const left = (event) => event.clientX - svg.getBoundingClientRect().left;
+    const hide = () => { tip.hidden = true; cursor.setAttribute("d", ""); };
+    let begin = null;
+    svg.onpointermove = (event) => {
+      const at = left(event), value = x.value(at), step = (line) => line.trace.step[nearest(line.xs, value)];
+      if (begin !== null) { brush.setAttribute("x", Math.min(begin, at)); brush.setAttribute("width", Math.abs(at - begin)); }
+      const rows = lines.map((line) => { const i = nearest(line.xs, value, (j) => line.ys[j] !== null); return i < 0 ? "" : `<div><i class="dot" style="--run:${line.colour}"></i>${plain(line.label)} <b>${short(line.ys[i])}</b></div>`; });
+      if (!lines.length) return;
+      const here = step(lines[0]), told = view.marks ? panel.marks.filter((mark) => mark.step === here) : [];
+      const texts = told.map((mark) => `<div class="${mark.severity}"><b class="tone">${plain(mark.severity)}</b> ${plain(mark.text)}</div>`);
+      tip.innerHTML = `<div class="soft">step ${here}</div>${rows.join("")}${texts.join("")}`;
+      tip.hidden = false;
+      tip.style.left = `${Math.max(0, Math.min(at + 12, svg.clientWidth - tip.offsetWidth))}px`;
+      cursor.setAttribute("d", `M${at} ${MARGIN.top}V${HEIGHT - MARGIN.bottom}`);
+    };
+    svg.onpointerleave = hide;
+    svg.onpointerdown = (event) => { if (event.pointerType === "mouse") { begin = left(event); svg.setPointerCapture(event.pointerId); } };
+    svg.onpointerup = (event) => {
+      const from = begin, to = left(event);
+      begin = null;
+      brush.setAttribute("width", 0);
+      if (from === null || Math.abs(to - from) < 8) return;
+      view.range = [x.value(Math.min(from, to)), x.value(Math.max(from, to))];
+      redraw();
+    };
+    svg.ondblclick = () => { view.range = null; redraw(); };
   }
 
-  const watcher = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting) { watcher.unobserve(entry.target); draw(entry.target); }
-  }, { rootMargin: "800px" });
+  function redraw() {
+    for (const element of drawn) element.isConnected ? draw(element) : drawn.delete(element);
+  }
 
   function controls() {
-    const bind = (id, event, change) => $(id) && $(id).addEventListener(event, (e) => { change(e.target); redraw(); });
+    const bind = (id, event, change) => $(id).addEventListener(event, (e) => { change(e.target); redraw(); });
     bind("#smooth", "input", (input) => { view.smooth = +input.value; input.nextElementSibling.textContent = input.value; });
     bind("#axis", "change", (input) => { view.axis = input.value; view.range = null; });
     bind("#log", "change", (input) => { view.log = input.checked; });
     bind("#marks", "change", (input) => { view.marks = input.checked; });
     bind("#reset", "click", () => { view.range = null; });
     $(".controls").addEventListener("submit", (event) => event.preventDefault());
-    if (page.runs.length < 2) return;
-    page.runs.forEach((run, at) => {
-      const label = document.createElement("label"), box = document.createElement("input"), dot = document.createElement("i");
-      box.type = "checkbox"; box.checked = true; dot.className = "dot"; dot.style.setProperty("--run", `var(--c${at % 8})`); dot.style.marginRight = "0";
+    addEventListener("resize", redraw);
+    for (const box of $$("#runs input")) {
+      const at = +box.dataset.run;
       box.addEventListener("change", () => { box.checked ? view.hidden.delete(at) : view.hidden.add(at); redraw(); });
-      label.append(box, dot, document.createTextNode(run.name));
-      $("#runs").append(label);
-    });
+    }
   }
 
   function timelines() {
@@ -172,15 +203,12 @@
 
   function theme() {
     const root = document.documentElement, system = matchMedia("(prefers-color-scheme: dark)");
-    const remembered = (() => { try { return localStorage.getItem("posttrain-theme"); } catch { return null; } })();
-    if (remembered) root.dataset.theme = remembered;
+    try { const remembered = localStorage.getItem("posttrain-theme"); if (remembered) root.dataset.theme = remembered; } catch { /* A file may not be allowed to remember. */ }
     $("#theme").addEventListener("click", () => {
       const dark = root.dataset.theme ? root.dataset.theme === "dark" : system.matches;
       root.dataset.theme = dark ? "light" : "dark";
-      try { localStorage.setItem("posttrain-theme", root.dataset.theme); } catch { /* A file may not be allowed to remember. */ }
-      redraw();
+      try { localStorage.setItem("posttrain-theme", root.dataset.theme); } catch { /* As above. */ }
     });
-    system.addEventListener("change", () => redraw());
   }
 
   // Live: sections that changed are put in place of their old selves; what was open stays open.
@@ -201,7 +229,7 @@
     place.innerHTML = html;
     for (const item of $$("details", place)) if (open.has(item.dataset.keep)) item.open = open.get(item.dataset.keep);
     $$(".timeline input", place).forEach((input, at) => { if (sliders[at] != null) input.value = sliders[at]; });
-    for (const element of $$("[data-panel]", place)) watcher.observe(element);
+    $$("[data-panel]", place).forEach(draw);
   }
 
   async function refresh() {
@@ -217,12 +245,12 @@
       page = news.data;
       redraw();
       said.textContent = "live";
-    } catch { said.textContent = "the server is gone: this is what it said last"; } finally { setTimeout(refresh, 4000); }
+    } catch { said.textContent = "the server is gone: this is the last state it sent"; } finally { setTimeout(refresh, 4000); }
   }
 
   theme();
   controls();
   timelines();
-  for (const element of $$("[data-panel]")) watcher.observe(element);
+  $$("[data-panel]").forEach(draw);
   if (document.body.hasAttribute("data-live")) refresh();
 })();
