@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import ConfigError, RewardError
+from posttrain.errors import ConfigError, MissingDependencyError, RewardError
 from posttrain.metrics import Metric, mean
 from posttrain.rewards.call import (
     OURS,
@@ -330,7 +330,7 @@ class RewardRunner:
             raise
         if later:
             for k, (outcome, spent) in zip(later, run_all(list(later.values()), self.timeout), strict=True):
-                if isinstance(outcome, RewardError):
+                if isinstance(outcome, RewardError | MissingDependencyError):
                     raise outcome
                 if isinstance(outcome, BaseException):
                     raise call.failure(self.names[k], outcome, self.timeout) from outcome
