@@ -37,7 +37,6 @@ __all__ = [
     "parallel",
     "run_all",
     "scores_tensor",
-    "share_out",
 ]
 
 
@@ -395,36 +394,6 @@ def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine, **kwargs:
     if parent in _OWNERS:
         _OWNERS[task] = _OWNERS[parent]
     return task
-
-
-W = TypeVar("W")
-
-
-def share_out(workers: Sequence[W], count: int, do: Callable[[W, int], None]) -> None:
-    """Call ``do(worker, index)`` for every index below ``count``, each worker on a thread of its own.
-
-    Raises:
-        BaseException: The first that any of them raised; the others stop after what they are doing.
-    """
-    todo = iter(range(count))  # Drawing from it is one step of the interpreter: no two threads get one index.
-    errors: list[BaseException] = []
-
-    def serve(worker: W) -> None:
-        try:
-            for index in todo:
-                if errors:
-                    return
-                do(worker, index)
-        except BaseException as error:  # Carried over to the caller's thread.
-            errors.append(error)
-
-    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers[:count]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 class EnvironmentReward:
