@@ -176,9 +176,6 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
     )
 
 
-register(
-    "PT-R023", "answers-by-spelling", moment="log_step", title="a reward compares answers by their spelling", page="d"
-)
 register("PT-R027", "reward-scales-apart", moment="log_step", title="one reward is larger than all others", page="j")
 register(
     "PT-R029",

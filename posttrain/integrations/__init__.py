@@ -17,6 +17,7 @@ EXTRAS = {
     "fastapi": "serve",
     "liger_kernel": "liger",
     "math_verify": "math",
+    "pebble": "rewards",
     "matplotlib": "plots",
     "pydantic": "serve",
     "ray": "ray",

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from torch import Tensor
 from posttrain.errors import MissingDependencyError, RewardError, did_you_mean
 from posttrain.given import scalar
 from posttrain.metrics import Metric, mean, total
-
-if TYPE_CHECKING:
-    pass  # self-import dropped
 
 __all__ = [
     "OURS",
@@ -40,14 +37,12 @@ __all__ = [
     "parallel",
     "run_all",
     "scores_tensor",
-    "share_out",
 ]
 
 
 RESERVED = ("prompt", "completion", "completion_ids")
 OURS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
-OUR_FRAMES = ("posttrain.rewards.call", "posttrain.rewards.runner", "asyncio.tasks", "concurrent.futures.thread")
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -82,7 +77,6 @@ class RewardCall:
     extra: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     logged: dict[str, list[float]] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
-    _given: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def check_inputs(self) -> None:
         """Refuse columns that do not hold one value a row, or that are called as what every function is about."""
@@ -148,9 +142,7 @@ class RewardCall:
 
     def run(self, name: str, function: Callable, timeout: float | None = None) -> Any:
         """Call one function; what comes back may still have to be awaited."""
-        arguments = self.accepted(name, function, self.arguments(name))
-        self._given[name] = arguments
-        call = functools.partial(function, **arguments)
+        call = functools.partial(function, **self.accepted(name, function, self.arguments(name)))
         try:
             return call() if timeout is None else _within(timeout, call)
         except (MissingDependencyError, KeyboardInterrupt, SystemExit):
@@ -159,7 +151,7 @@ class RewardCall:
             raise self.failure(name, error, timeout) from error
 
     def failure(self, name: str, error: BaseException, timeout: float | None = None) -> RewardError:
-        """The error that tells which function failed, on which row, and why."""
+        """The error that names the function, and why it failed."""
         if timeout is not None and isinstance(error, TimeoutError) and not str(error):
             return RewardError(
                 f"reward function {name!r} did not answer within reward_timeout={timeout} s for {len(self.prompts)} "
@@ -167,41 +159,13 @@ class RewardCall:
             )
         if isinstance(error, RewardError):  # Says already what is wrong and what to do.
             return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} (first prompt: {self._first()}).")
-        row = self._guilty_row(name, error)
-        at = (
-            f" at row {row} (prompt: {head(self.prompts[row])})"
-            if row is not None
-            else f" (first prompt: {self._first()})"
-        )
         return RewardError(
-            f"reward function {name!r} raised {type(error).__name__}: {error}{at}. A reward must give a number, or "
-            "None for 'does not apply', whatever the model writes."
+            f"reward function {name!r} raised {type(error).__name__}: {error} (first prompt: {self._first()}). Fix: return a "
+            "number, or None for 'does not apply', whatever the model writes."
         )
 
     def _first(self) -> str:
         return head(self.prompts[0]) if self.prompts else "none"
-
-    def _guilty_row(self, name: str, error: BaseException) -> int | None:
-        """The row a function was at when it raised, told by the loop variables of its frames.
-
-        Rows whose completion (or prompt) stands in a frame are candidates; other columns' values narrow them. Equal
-        texts may be one object: then the first of them, since a loop reaches it first.
-        """
-        given = self._given.get(name, {})
-        sources = [given.get(key, []) for key in ("completions", "prompts", *self.columns)]
-        frame = error.__traceback__
-        while frame is not None:
-            candidates: set[int] = set()
-            ours = frame.tb_frame.f_globals.get("__name__") in OUR_FRAMES
-            held = [] if ours else [v for v in frame.tb_frame.f_locals.values() if isinstance(v, str | list | dict)]
-            for source in sources:
-                rows = {i for i, item in enumerate(source) if any(value is item for value in held)}
-                if rows and len(rows) < max(len(source), 2):
-                    candidates = (candidates & rows or candidates) if candidates else rows
-            if candidates:
-                return min(candidates)
-            frame = frame.tb_next
-        return None
 
     def check(self, name: str, result: Any) -> list[float]:
         """As many numbers as rows, NaN for None.
@@ -430,36 +394,6 @@ def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine, **kwargs:
     if parent in _OWNERS:
         _OWNERS[task] = _OWNERS[parent]
     return task
-
-
-W = TypeVar("W")
-
-
-def share_out(workers: Sequence[W], count: int, do: Callable[[W, int], None]) -> None:
-    """Call ``do(worker, index)`` for every index below ``count``, each worker on a thread of its own.
-
-    Raises:
-        BaseException: The first that any of them raised; the others stop after what they are doing.
-    """
-    todo = iter(range(count))  # Drawing from it is one step of the interpreter: no two threads get one index.
-    errors: list[BaseException] = []
-
-    def serve(worker: W) -> None:
-        try:
-            for index in todo:
-                if errors:
-                    return
-                do(worker, index)
-        except BaseException as error:  # Carried over to the caller's thread.
-            errors.append(error)
-
-    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers[:count]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 class EnvironmentReward:

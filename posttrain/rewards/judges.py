@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import math
 import os
 import random
-import time
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -18,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import ArgumentTypeError, ConfigError, MissingDependencyError, RewardError
+from posttrain.rewards.remote import post_json
 
 __all__ = [
     "AllTrueJudge",
@@ -34,18 +31,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)  # Busy, starting or overloaded; any other refusal is for good.
-LONGEST_WAIT = 60.0  # Seconds, whatever a server asks for.
-
-
-class _Busy(Exception):
-    """Worth another try; ``after`` is what the server asked to wait, in seconds."""
-
-    def __init__(self, what: str, after: float | None = None) -> None:
-        super().__init__(what)
-        self.after = after
 
 
 @dataclass
@@ -108,65 +93,23 @@ class ChatClient:
     def ask(self, messages: list[dict[str, str]], **options: Any) -> dict[str, Any]:
         """The first choice of one answer; see `ask_all`."""
         body = {"model": self.model, "messages": messages, **options}
-        payload = json.dumps({key: value for key, value in body.items() if value is not None}).encode()
-        started, pause = time.monotonic(), self.backoff
-        for attempt in range(self.retries + 1):
-            try:
-                return self._choice(self._send(payload))
-            except _Busy as busy:
-                if attempt == self.retries:
-                    raise RewardError(
-                        f"the judge at {self.url} did not answer in {attempt + 1} attempts over "
-                        f"{time.monotonic() - started:.1f} s (model {self.model!r}, timeout {self.timeout:g} s): {busy}. Is the "
-                        "server running and reachable? Start it, check base_url, or raise timeout and retries."
-                    ) from busy
-                delay = busy.after if busy.after is not None else pause * random.uniform(0.5, 1.0)
-                logger.info("judge at %s: %s; next attempt in %.1f s", self.url, busy, delay)
-                time.sleep(min(delay, LONGEST_WAIT))
-                pause *= 2
-        raise AssertionError("unreachable")
-
-    def _send(self, payload: bytes) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(self.url, payload, headers, method="POST")
+        response = post_json(
+            self.url,
+            {key: value for key, value in body.items() if value is not None},
+            who=f"judge ({self.model})",
+            timeout=self.timeout,
+            retries=self.retries,
+            backoff=self.backoff,
+            api_key=self.api_key,
+        )
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                return response.read()
-        except urllib.error.HTTPError as error:
-            said = error.read(400).decode(errors="replace").strip()
-            what = f"HTTP {error.code} {error.reason}: {said[:200]}"
-            if error.code in RETRIED:
-                raise _Busy(what, _seconds(error.headers.get("Retry-After"))) from error
-            hint = " Check the API key." if error.code in (401, 403) else " Check base_url and the model's name."
+            choice = response.json()["choices"][0]
+            return choice | {"message": dict(choice["message"])}
+        except (ValueError, KeyError, IndexError, TypeError) as error:
             raise RewardError(
-                f"the judge at {self.url} refused the request (model {self.model!r}): {what}.{hint}"
+                f"the judge at {self.url} answered {response.content[:200]!r}, which is no chat completion. Fix: let base_url be "
+                "that of an OpenAI-compatible server, with its version (.../v1)."
             ) from error
-        except TimeoutError as error:
-            raise _Busy(f"no answer within {self.timeout:g} s") from error
-        except urllib.error.URLError as error:
-            raise _Busy(str(error.reason)) from error
-        except (ConnectionError, OSError) as error:
-            raise _Busy(f"{type(error).__name__}: {error}") from error
-
-    def _choice(self, answer: bytes) -> dict[str, Any]:
-        try:
-            choice = json.loads(answer)["choices"][0]
-            assert isinstance(choice["message"], dict)
-        except (ValueError, KeyError, IndexError, TypeError, AssertionError) as error:
-            raise RewardError(
-                f"the judge at {self.url} answered something that is no chat completion: {answer[:200]!r}. Is base_url that of "
-                "an OpenAI-compatible server, with its version (.../v1)?"
-            ) from error
-        return choice
-
-
-def _seconds(header: str | None) -> float | None:
-    try:
-        return max(0.0, float(header)) if header is not None else None
-    except ValueError:
-        return None  # A date; our own pause will do.
 
 
 NO_VERDICT = -1

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 from posttrain.errors import ConfigError, RewardError, check_choice
 from posttrain.integrations import is_available
+from posttrain.integrations.math_verify import (
+    SECONDS,
+    TIMED_OUT,
+    compare_formulas,
+    need_math_verify,
+    parse_golds,
+)
 from posttrain.rewards.format import completion_text, text_with_reasoning
-from posttrain.rewards.numbers import parse_number, same_number
-from posttrain.rewards.symbolic import SECONDS, TIMED_OUT, compare, need_math_verify, parse_golds
 
 __all__ = [
-    "Disagreement",
     "StringMatchReward",
     "accuracy_reward",
     "answer_box",
     "answers_match",
-    "audit_answers",
     "bare",
     "boxed",
     "normalize_answer",
     "reasoning_accuracy_reward",
-    "said_answer",
     "string_match_reward",
 ]
 
@@ -54,7 +55,73 @@ IDENTIFIER = re.compile(
 )
 LISTED = re.compile(r"[\s$]*(?:,|,?\s*and|,?\s*or)[\s$]*")  # Between two boxes: a list of answers.
 FORMULA = re.compile(r"[\\^_=+*/(){}\[\]]|\d")
+# Words are not formulas: math-verify would read them as products (yes = sey) or drop them (5 km = 5).
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 LONGEST_FORMULA = 1000  # Characters; an answer beyond is prose.
+
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+DECIMAL = re.compile(
+    rf"(?P<mantissa>{DIGITS})(?:\s*(?:e|(?:[x*×·]|\\times|\\cdot)\s*10\s*\^)\s*\{{?(?P<power>[+-]?\d+)\}}?)?", re.I
+)
+RATIO = re.compile(rf"(?:(?P<whole>\d+)\s+)?(?P<top>{DIGITS})\s*/\s*(?P<bottom>{DIGITS})")
+LATEX_RATIO = re.compile(r"(?P<whole>\d+)?\s*\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(-?\d+)\}|(\d))")
+THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|\{,\}|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+# Beyond these a "number" is an attack on the arithmetic.
+LONGEST_NUMBER, HIGHEST_POWER = 400, 400
+CLOSE = Fraction(1, 10**6)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number as written: its exact value before a percent sign is applied, and whether there is one."""
+
+    value: Fraction
+    percent: bool = False
+
+
+def parse_number(text: str) -> Number | None:
+    r"""Read a text that is one number and nothing else; None when it is not.
+
+    >>> parse_number("1,000.5").value, parse_number("-1 1/2").value, parse_number(r"\frac{3}{4}").value
+    (Fraction(2001, 2), Fraction(-3, 2), Fraction(3, 4))
+    >>> parse_number("50%"), parse_number("5 apples")
+    (Number(value=Fraction(50, 1), percent=True), None)
+    """
+    if len(text) > LONGEST_NUMBER:
+        return None
+    body = text.strip().replace("−", "-").replace("–", "-")
+    body, percent = (body.rstrip("%").rstrip("\\ "), True) if body.endswith("%") else (body, False)
+    sign = -1 if body.startswith("-") else 1
+    body = body.removeprefix("-").removeprefix("+").lstrip()
+    value = _value(body)
+    return None if value is None else Number(sign * value, percent)
+
+
+def _value(text: str) -> Fraction | None:
+    if found := DECIMAL.fullmatch(THIN_SPACE.sub(",", text)):
+        power = int(found["power"] or 0)
+        mantissa = Fraction(found["mantissa"].replace(",", ""))
+        return mantissa * Fraction(10) ** power if abs(power) <= HIGHEST_POWER else None
+    if found := RATIO.fullmatch(text):
+        top, bottom = (Fraction(found[side].replace(",", "")) for side in ("top", "bottom"))
+    elif found := LATEX_RATIO.fullmatch(text):
+        top, bottom = Fraction(found[2] or found[3]), Fraction(found[4] or found[5])
+    else:
+        return None
+    return int(found["whole"] or 0) + top / bottom if bottom else None
+
+
+def _same_number(said: Number, gold: Number, percent: bool) -> bool:
+    """Equal within ``max(1e-6, 1e-6 |gold|)``; ``50%`` is also ``0.5`` if the reference has the sign, or with ``percent``."""
+    if _close(said.value, gold.value):
+        return True
+    if gold.percent and not said.percent:
+        return _close(said.value, gold.value / 100)
+    return percent and said.percent and not gold.percent and _close(said.value / 100, gold.value)
+
+
+def _close(a: Fraction, b: Fraction) -> bool:
+    return abs(a - b) <= max(CLOSE, abs(b) * CLOSE)
 
 
 def boxed(text: str) -> str | None:
@@ -112,11 +179,11 @@ def _is_identifier(text: str) -> bool:
 def normalize_answer(text: Any) -> str:
     r"""One spelling for equal answers, for use in exact-match rewards.
 
-    Numbers become their shortest exact form (a unit is dropped, a percent sign kept), identifiers stay as they are,
-    other text loses its case and doubled spaces.
+    Numbers become their shortest exact form (a percent sign is kept), identifiers stay as they are, other text loses its
+    case and doubled spaces.
 
-    >>> [normalize_answer(t) for t in ("42.0", r"\boxed{1,000}", "forty-two", "1/3", "0.50", "007", "Yes.", "50 %")]
-    ['42', '1000', '42', '1/3', '0.5', '007', 'yes', '50%']
+    >>> [normalize_answer(t) for t in ("42.0", r"\boxed{1,000}", "1/3", "0.50", "007", "Yes.", "50 %")]
+    ['42', '1000', '1/3', '0.5', '007', 'yes', '50%']
     """
     plain = bare(text)
     if _is_identifier(plain):
@@ -139,8 +206,8 @@ def answers_match(pred: Any, gold: Any, mode: Mode = "auto") -> bool | None:
     r"""Whether an answer equals the reference.
 
     ``auto`` compares identifiers exactly, numbers by value (``|a - b| <= max(1e-6, 1e-6 |b|)``), formulas symbolically
-    where math-verify is installed, and the rest as text without case. ``50%`` is ``0.5`` only when the reference has
-    the percent sign, or in mode ``percent``.
+    where math-verify is installed (``posttrain[math]``), and the rest as text without case. ``50%`` is ``0.5`` only when
+    the reference has the percent sign, or in mode ``percent``. Units and number words are text.
 
     Args:
         pred: The answer; None or empty matches nothing.
@@ -153,7 +220,7 @@ def answers_match(pred: Any, gold: Any, mode: Mode = "auto") -> bool | None:
     Raises:
         ConfigError: An unknown mode.
 
-    >>> answers_match("forty-two", "42"), answers_match("1,000", "1000.0"), answers_match("7", "007")
+    >>> answers_match("42.0", "42"), answers_match("1,000", "1000.0"), answers_match("7", "007")
     (True, True, False)
     >>> answers_match("x", "") is None
     True
@@ -172,19 +239,20 @@ def answers_match(pred: Any, gold: Any, mode: Mode = "auto") -> bool | None:
         return said == reference
     given = parse_number(said) if number is not None else None
     if number is not None and given is not None:
-        return same_number(given, number, percent=mode == "percent")
+        return _same_number(given, number, mode == "percent")
     if mode in ("number", "percent"):
         return False
     return normalize_answer(said) == normalize_answer(reference) or (mode == "auto" and _symbolically(said, reference))
 
 
 def _symbolically(said: str, gold: str) -> bool:
-    """Formulas that math-verify can compare; words are not formulas (it reads them as products: yes = sey)."""
-    if max(len(said), len(gold)) > LONGEST_FORMULA or not (FORMULA.search(said) and FORMULA.search(gold)):
+    """Formulas that math-verify can compare, where it is installed."""
+    for text in (said, gold):
+        if len(text) > LONGEST_FORMULA or not FORMULA.search(text) or WORD.search(text):
+            return False
+    if not (is_available("math_verify") and is_available("pebble")):
         return False
-    if not is_available("math_verify"):
-        return False
-    return compare([(f"${gold}$", f"\\boxed{{{said}}}")])[0].equal
+    return compare_formulas([(f"${gold}$", f"\\boxed{{{said}}}")])[0][1]
 
 
 class StringMatchReward:
@@ -196,7 +264,7 @@ class StringMatchReward:
             last ``\boxed{}`` (unless it continues a list: "1 or 2" is no answer), or else the whole text.
         mode: See `answers_match`.
 
-    Against the reference ``42``: ``\boxed{42.0}`` 1, ``forty-two`` 1, ``It is 42`` 0, ``\boxed{42} or \boxed{41}`` 0;
+    Against the reference ``42``: ``\boxed{42.0}`` 1, ``42.0`` 1, ``It is 42`` 0, ``\boxed{42} or \boxed{41}`` 0;
     an empty reference gives None.
     """
 
@@ -269,7 +337,7 @@ def accuracy_reward(
     Returns:
         1.0, 0.0, or None where the reference cannot be read. Against ``42``: ``\boxed{42.0}`` and ``The final answer is
         $42$`` 1, ``The answer is 42.`` 0 (1 when lenient), ``\boxed{41} or \boxed{42}`` 0 (a set). Against ``0.5``:
-        ``\boxed{50\%}`` and ``\boxed{1/2}`` 1. Against ``forty two``: ``\boxed{42}`` 1, ``\boxed{24}`` 0.
+        ``\boxed{50\%}`` and ``\boxed{1/2}`` 1. Against ``yes``: ``\boxed{Yes}`` 1, ``\boxed{no}`` 0.
 
     Raises:
         MissingDependencyError: math-verify is not installed.
@@ -345,13 +413,13 @@ def _judge(
     rewards: list[float | None] = [None] * len(texts)
     shown, answers = [UNPARSEABLE] * len(texts), [SKIPPED] * len(texts)
     formulas = [i for i, gold in enumerate(golds) if parsed.get(gold)]
-    verdicts = compare([(golds[i], texts[i]) for i in formulas], lenient=lenient)
-    for i, verdict in zip(formulas, verdicts, strict=True):
+    verdicts = compare_formulas([(golds[i], texts[i]) for i in formulas], lenient=lenient)
+    for i, (answer, equal) in zip(formulas, verdicts, strict=True):
         # The very text of the reference is right, also where the strict reading of answers refuses it (\frac13).
         inside = answer_box(texts[i])
         same = inside is not None and bool(golds[i]) and inside.strip() == golds[i]
-        rewards[i], shown[i] = float(verdict.equal or same), str(parsed[golds[i]])
-        answers[i] = verdict.answer if verdict.answer is not None else UNPARSEABLE
+        rewards[i], shown[i] = float(equal or same), str(parsed[golds[i]])
+        answers[i] = answer if answer is not None else UNPARSEABLE
     for i, gold in enumerate(golds):
         if gold and rewards[i] is None:
             _judge_words(i, texts[i], gold, lenient, (rewards, shown, answers))
@@ -363,7 +431,7 @@ def _is_words(gold: str) -> bool:
 
 
 def _judge_words(i: int, text: str, gold: str, lenient: bool, into: tuple[list, list, list]) -> None:
-    """A reference that is no formula: a word, a number in words."""
+    """A reference that is no formula: a word."""
     rewards, shown, answers = into
     said = answer_box(text)
     if said is None and lenient:
@@ -419,112 +487,3 @@ def _log(log_extra: Callable[[str, list], None] | None, solution: Sequence[Any],
         log_extra("solution", list(solution))
         log_extra("gold_parsed", golds)
         log_extra("answer_parsed", answers)
-
-
-REFERENCES = ("answer", "solution", "ground_truth", "target")
-SAMPLES = 64
-SHORT = 60  # Characters of a completion that may be nothing but an answer.
-ANNOUNCED = re.compile(r"(?:answer\s*(?:is|:)|<answer>|####)\s*(.+?)\s*(?:</answer>|\.?\s*$)", re.I | re.M)
-ENOUGH = 2  # One odd row is an accident.
-
-
-@dataclass(frozen=True, slots=True)
-class Disagreement:
-    """How often a reward function and `answers_match` judge an answer differently.
-
-    Attributes:
-        column: Reference column that was compared with.
-        judged: Rows that both could judge.
-        missed: (answer, reference) pairs that are equal and were given nothing.
-        given: Pairs that are unequal and were given as much as a right answer.
-    """
-
-    column: str
-    judged: int
-    missed: list[tuple[str, str]]
-    given: list[tuple[str, str]]
-
-    @property
-    def share(self) -> float:
-        """Rows judged differently, of those judged."""
-        return (len(self.missed) + len(self.given)) / max(self.judged, 1)
-
-    def describe(self, name: str) -> str | None:
-        """A sentence when there are enough of them, with three examples."""
-        kind = "0" if len(self.missed) >= len(self.given) else "a right answer's reward"
-        pairs, relation = (self.missed, "look equal to") if kind == "0" else (self.given, "differ from")
-        if len(pairs) < ENOUGH:
-            return None
-        examples = ", ".join(f"{said!r} vs {gold!r}" for said, gold in dict.fromkeys(pairs[:3]))
-        return (
-            f"{name} scored {kind} for {len(pairs)} of {self.judged} answers that {relation} the reference in "
-            f"{self.column!r}, e.g. {examples}. Use posttrain.rewards.answers_match."
-        )
-
-
-def said_answer(completion: Any) -> str | None:
-    r"""The answer in a completion: the last box, what is announced as one, or a text so short that it is one.
-
-    >>> said_answer(r"so \boxed{42}"), said_answer("The answer is 7."), said_answer("42.0")
-    ('42', '7', '42.0')
-    """
-    text = completion_text(completion).rpartition("</think>")[2].strip()
-    box = answer_box(text)
-    if box is not None:
-        return box
-    announced = ANNOUNCED.findall(text)
-    if announced:
-        return announced[-1].strip()
-    return text if text and len(text) <= SHORT and "\n" not in text else None
-
-
-def audit_answers(
-    function: Callable, scores: Sequence[float], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
-) -> Disagreement | None:
-    """Compare zero and non-zero scores with `answers_match`; None where the function is not of that kind.
-
-    Only a function that names a reference column and gives exactly two values, one of them 0, is a judge of answers: a
-    format bonus or a penalty is not.
-
-    Args:
-        function: The reward function.
-        scores: n numbers, NaN where it did not apply.
-        completions: n strings or lists of messages.
-        columns: Dataset columns, n values each.
-    """
-    column = next((name for name in REFERENCES if name in columns and _reads(function, name)), None)
-    values = {score for score in scores if score == score}
-    if column is None or not values <= {0.0, max(values, default=0.0)} or max(values, default=0.0) < 0:
-        return None
-    judged, missed, given, known = 0, [], [], False
-    for score, completion, gold in list(zip(scores, completions, columns[column], strict=True))[:SAMPLES]:
-        said = said_answer(completion)
-        equal = None if said is None or score != score else answers_match(said, gold)
-        if equal is None:
-            continue
-        judged += 1
-        pair = (str(said)[:40], str(gold)[:40])
-        known |= bool(equal) and score > 0
-        if equal and score == 0:
-            missed.append(pair)
-        elif not equal and score > 0 and _comparable(gold):
-            given.append(pair)
-    # Where no right answer got it, the one value may be what a wrong one gets for its form.
-    return Disagreement(column, judged, missed, given if known else []) if judged else None
-
-
-def _comparable(gold: Any) -> bool:
-    """A reference so short that it is the answer itself and not its derivation."""
-    return len(normalize_answer(gold)) <= SHORT
-
-
-def _reads(function: Callable, column: str) -> bool:
-    """Whether a column is a parameter of the function, or a word in its code."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    try:
-        named = column in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        named = False
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return named or (code is not None and column in code.co_consts)

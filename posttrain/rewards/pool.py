@@ -6,28 +6,25 @@ not inside native code. A killed process is always gone.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib
 import inspect
 import multiprocessing
 import os
 import pickle
-import threading
-import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from posttrain.errors import ConfigError, RewardError
-from posttrain.rewards.call import share_out
+from posttrain.integrations import require
 
 __all__ = ["PooledReward", "pooled"]
 
-START_SECONDS = 120.0  # For a process to import the module of the function on a busy machine.
-NOT_SENT = ("environments",)  # Live objects stay in the process that made them.
+# Live objects stay in the process that made them.
+NOT_SENT = ("environments",)
 GUARD = (
-    "its process ended while it imported the function. Put the function at the top level of a module, and the code that "
+    "its processes ended before they called the function. Fix: put the function at the top level of a module, and the code that "
     "trains under `if __name__ == '__main__':`, so that importing the file starts nothing"
 )
 
@@ -54,6 +51,7 @@ def pooled(
 
     Raises:
         ConfigError: A bound that is not positive.
+        MissingDependencyError: pebble is not installed.
 
     >>> @pooled(timeout=2.0, on_timeout=0.0)  # doctest: +SKIP
     ... def proved(completions, theorem, **kwargs):
@@ -92,14 +90,14 @@ class PooledReward:
         self.__wrapped__ = function
         self.__signature__ = _signature(function)
         self.timed_out = 0
+        self._pebble: Any = require("pebble", "a pooled reward")
         self._count = workers or max(1, min(8, os.cpu_count() or 1))
-        self._workers: list[_Worker] = []
+        self._pool: Any = None
         self._owner = os.getpid()
-        self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
         settings = {"on_timeout": self.on_timeout, "memory_mb": self.memory_mb}
-        return _rebuild, (_Reference(self.function), self.timeout, self._count, settings)
+        return _rebuild, (_sendable(self.function), self.timeout, self._count, settings)
 
     def __call__(
         self,
@@ -115,8 +113,13 @@ class PooledReward:
         columns = {k: v for k, v in columns.items() if k not in NOT_SENT}
         n = len(next(columns[name] for name in ("completions", "completion_ids", "prompts") if name in columns))
         rows = [{k: [v[i]] if _per_row(v, n) else v for k, v in columns.items()} for i in range(n)]
-        with self._lock:
-            replies = self._run(rows)
+        pool = self._started()
+        futures = [pool.schedule(_answer, args=(row,), timeout=self.timeout) for row in rows]
+        try:
+            replies = [self._reply(future, row) for row, future in enumerate(futures)]
+        finally:
+            for future in futures:
+                future.cancel()
         late = sum(reply is None for reply in replies)
         self.timed_out += late
         if log_metric is not None:
@@ -124,32 +127,35 @@ class PooledReward:
         self._log(replies, log_extra, log_metric)
         return [self.on_timeout if reply is None else reply["result"] for reply in replies]
 
-    def _run(self, rows: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        if self._owner != os.getpid():  # A forked child has no processes of its parent's.
-            self._workers, self._owner = [], os.getpid()
-        if not self._workers:
-            self._workers = [_Worker(self) for _ in range(self._count)]
-            atexit.register(self.close)
-        replies: list[dict[str, Any] | None] = [None] * len(rows)
+    def _started(self) -> Any:
+        """The pool; a new one where the last was closed or broke, and in a forked child, which has none of its parent's."""
+        if self._pool is None or self._owner != os.getpid() or not self._pool.active:
+            # A fork would copy threads' locks and the GPU's context.
+            context, given = multiprocessing.get_context("spawn"), (_sendable(self.function), self.memory_mb)
+            self._pool = self._pebble.ProcessPool(self._count, initializer=_start, initargs=given, context=context)
+            self._owner = os.getpid()
+        return self._pool
 
-        def judge(worker: _Worker, index: int) -> None:
-            replies[index] = self._judged(worker.ask(rows[index], self.timeout), index)
-
-        share_out(self._workers, len(rows), judge)
-        return replies
-
-    def _judged(self, reply: dict[str, Any] | None, row: int) -> dict[str, Any] | None:
-        if reply is not None and "error" in reply:
-            raise RewardError(f"{self.__name__}, row {row}: {reply['error']}.")
-        if reply is not None:
-            result = reply["result"]
-            if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 1:
-                raise RewardError(
-                    f"{self.__name__}, row {row}: a pooled function is called with one row at a time and "
-                    f"must return a list of one reward; it returned {result!r:.200}."
-                )
-            reply["result"] = result[0]
-        return reply
+    def _reply(self, future: Any, row: int) -> dict[str, Any] | None:
+        """What came of one row; None where it took too long."""
+        try:
+            reply = future.result()
+        except TimeoutError:
+            return None
+        except BrokenProcessPool as error:
+            raise RewardError(f"pooled reward {self.__name__!r}: {GUARD}.") from error
+        except self._pebble.ProcessExpired as error:
+            why = f"its process died (exit status {error.exitcode}): out of memory, or a crash in native code"
+            raise RewardError(f"{self.__name__}, row {row}: {why}.") from error
+        except Exception as error:
+            raise RewardError(f"{self.__name__}, row {row}: {type(error).__name__}: {error}.") from error
+        result = reply["result"]
+        if not isinstance(result, list | tuple) or len(result) != 1:
+            raise RewardError(
+                f"{self.__name__}, row {row}: a pooled function is called with one row at a time and must return a list of "
+                f"one reward; it returned {result!r:.200}."
+            )
+        return reply | {"result": result[0]}
 
     def _log(self, replies: list[dict[str, Any] | None], log_extra: Any, log_metric: Any) -> None:
         """What the function logged in its process, row by row."""
@@ -162,10 +168,10 @@ class PooledReward:
 
     def close(self) -> None:
         """Kill all processes; the next call starts new ones."""
-        if self._owner == os.getpid():
-            for worker in self._workers:
-                worker.kill()
-        self._workers = []
+        if self._pool is not None and self._owner == os.getpid():
+            self._pool.stop()
+            self._pool.join()
+        self._pool = None
 
 
 def _signature(function: Callable) -> inspect.Signature:
@@ -178,130 +184,55 @@ def _signature(function: Callable) -> inspect.Signature:
     return inspect.Signature(ordered)
 
 
-class _Reference:
-    """A function, picklable also where its name now means the `PooledReward` around it."""
-
-    def __init__(self, function: Callable) -> None:
-        self.function = function
-
-    def __reduce__(self) -> Any:
-        module, name = getattr(self.function, "__module__", ""), getattr(self.function, "__qualname__", "")
-        with contextlib.suppress(Exception):
-            found = _find(module, name)
-            if found is self.function:
-                return _find_inner, (module, name)
-        with contextlib.suppress(Exception):
-            pickle.dumps(self.function)
-            return _same, (self.function,)
-        raise ConfigError(
-            f"pooled reward {name or self.function!r} cannot be sent to another process. Define it at the top level of a "
-            "module (not in a notebook cell, a lambda or inside a function)."
-        )
+def _sendable(function: Callable) -> Any:
+    """Module and name of a function, as its name now means the `PooledReward` around it; a callable object as it is."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    with contextlib.suppress(Exception):
+        if _find((module, name)) is function:
+            return module, name
+    with contextlib.suppress(Exception):
+        pickle.dumps(function)
+        return function
+    raise ConfigError(
+        f"pooled reward {name or function!r} cannot be sent to another process. Define it at the top level of a module (not in "
+        "a notebook cell, a lambda or inside a function)."
+    )
 
 
-def _same(function: Callable) -> Callable:
-    return function
-
-
-def _find(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
+def _find(sent: Any) -> Callable:
+    """Undo `_sendable`."""
+    if not isinstance(sent, tuple):
+        return sent
+    found: Any = importlib.import_module(sent[0])
+    for part in sent[1].split("."):
         found = getattr(found, part)
     return found.function if isinstance(found, PooledReward) else found
 
 
-def _find_inner(module: str, name: str) -> _Reference:
-    return _Reference(_find(module, name))
-
-
-def _rebuild(inner: Any, timeout: float, workers: int, settings: dict[str, Any]) -> PooledReward:
-    return PooledReward(getattr(inner, "function", inner), timeout, workers, **settings)
+def _rebuild(sent: Any, timeout: float, workers: int, settings: dict[str, Any]) -> PooledReward:
+    return PooledReward(_find(sent), timeout, workers, **settings)
 
 
 def _per_row(value: Any, n: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == n
 
 
-class _Worker:
-    """One process; started when first asked, and again after it was killed."""
-
-    def __init__(self, reward: PooledReward) -> None:
-        self.reward = reward
-        self.process: Any = None
-        self.pipe: Connection | None = None
-
-    def ask(self, row: dict[str, Any], timeout: float) -> dict[str, Any] | None:
-        """The reply; None when it did not come in time."""
-        if self.process is None or not self.process.is_alive():
-            self.start()
-        pipe = self.pipe
-        assert pipe is not None
-        try:
-            pipe.send(row)
-            if pipe.poll(timeout):
-                return pipe.recv()
-        except (EOFError, OSError):
-            process = self.process
-            process.join(5)
-            code = process.exitcode
-            self.kill()
-            return {"error": f"its process died (exit status {code}): out of memory, or a crash in native code"}
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            return {"error": f"a column cannot be sent to another process: {error}"}
-        self.kill()
-        return None
-
-    def start(self) -> None:
-        """Start the process and wait until it has the function."""
-        context = multiprocessing.get_context("spawn")  # A fork would copy threads' locks and the GPU's context.
-        ours, theirs = context.Pipe()
-        arguments = (theirs, _Reference(self.reward.function), self.reward.memory_mb)
-        process = context.Process(target=_serve, args=arguments, daemon=True, name="reward")
-        process.start()
-        theirs.close()
-        self.process, self.pipe = process, ours
-        deadline = time.monotonic() + START_SECONDS
-        ready = False
-        with contextlib.suppress(EOFError, OSError):
-            ready = self.pipe.poll(max(deadline - time.monotonic(), 0.0)) and bool(self.pipe.recv())
-        if not ready:
-            self.kill()
-            raise RewardError(f"pooled reward {self.reward.__name__!r}: {GUARD}.")
-
-    def kill(self) -> None:
-        """End the process, whatever it is doing."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.join(5)
-        if self.pipe is not None:
-            self.pipe.close()
-        self.process = self.pipe = None
+# In a pool's process: the function that it runs.
+_functions: list[Callable] = []
 
 
-def _serve(pipe: Connection, inner: Any, memory_mb: int | None) -> None:
-    """The process: one row in, one reply out, until the other side closes."""
-    function = getattr(inner, "function", inner)
+def _start(sent: Any, memory_mb: int | None) -> None:
+    """In each process, before its first row's clock runs."""
+    _functions.append(_find(sent))
     if memory_mb is not None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 2**20, memory_mb * 2**20))
-    pipe.send(True)
-    while True:
-        try:
-            row = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            reply = _answer(function, row)
-        except BaseException as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        try:
-            pipe.send(reply)
-        except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
-            pipe.send({"error": f"its result cannot be sent back: {error}"})
 
 
-def _answer(function: Callable, row: dict[str, Any]) -> dict[str, Any]:
+def _answer(row: dict[str, Any]) -> dict[str, Any]:
+    """One row's result, and what the function logged."""
+    function = _functions[-1]
     extra: dict[str, Any] = {}
     metrics: list[tuple[str, float]] = []
     row["log_extra"] = lambda name, values: extra.__setitem__(name, values[0])
@@ -309,7 +240,10 @@ def _answer(function: Callable, row: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         row = {p.name: row[p.name] for p in parameters if p.name in row}
-    result = function(**row)
+    try:
+        result = function(**row)
+    except TimeoutError as error:  # Its own, which is not that of the pool.
+        raise RewardError(f"TimeoutError: {error}") from error
     if hasattr(result, "tolist"):
         result = result.tolist()
-    return {"result": list(result), "extra": extra, "metrics": metrics}
+    return {"result": result, "extra": extra, "metrics": metrics}

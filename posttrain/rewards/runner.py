@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import ConfigError, RewardError
+from posttrain.errors import ConfigError, MissingDependencyError, RewardError
 from posttrain.metrics import Metric, mean
 from posttrain.rewards.call import (
     OURS,
@@ -30,7 +30,6 @@ from posttrain.rewards.call import (
     run_all,
     scores_tensor,
 )
-from posttrain.rewards.math import audit_answers
 from posttrain.rewards.transform import (
     REPORTED,
     count_rewards,
@@ -105,7 +104,6 @@ def as_callable(function: Any, tokenizer: Any, options: dict[str, Any]) -> Calla
 
 
 MANY, PATIENCE = 0.5, 5  # Share of unscored rows, and generations in a row, after which a run has no usable reward.
-AUDITED, AUDIT_EVERY = 3, 100  # The first batches, and then every so many, whose verdicts are compared with ours.
 TWICE = 4  # Rows scored a second time.
 
 
@@ -199,7 +197,6 @@ class RewardRunner:
         self._tables = self._calls = self._reports = 0
         self._mostly_unscored = 0
         self._said: dict[str, int] = {}
-        self.disagreements: dict[str, str] | None = None  # Whoever tells what the audit of answers finds gives a dict.
 
     def start(self, device: torch.device | str) -> None:
         """Place reward models on the trainer's device and show what they say of three texts, and all weights.
@@ -259,27 +256,12 @@ class RewardRunner:
         values = [call.check(name, result) for name, result in zip(self.names, results, strict=True)]
         for name, spent in seconds.items():
             call.metrics[f"rewards/{name}/seconds"] = mean(spent)
-        if not strict:
-            self._check_verdicts(call, values)
+        if not strict and self.score_twice and self._calls == 0 and "environments" not in always:
+            self._score_again(call, values)
+        self._calls += not strict
         table = RewardTable(scores_tensor(values, len(prompts)), list(self.names), self.weights)
         table.extra_columns, table.metrics, table.seconds = call.extra_columns(self.names), call.all_metrics(), seconds
         return self.finish(table, groups=_neighbours(prompts), prompts=prompts, columns=kept) if judge else table
-
-    def _check_verdicts(self, call: RewardCall, values: list[list[float]]) -> None:
-        """Compare with our own reading of the answers, now and then; and the first batch with itself."""
-        self._calls += 1
-        if self._calls <= AUDITED or self._calls % AUDIT_EVERY == 0:
-            for name, function, scores in zip(self.names, self.functions, values, strict=True):
-                found = audit_answers(function, scores, call.completions, call.columns)
-                if found is not None:
-                    call.metrics[f"rewards/{name}/format_disagreement"] = mean(found.share, weight=found.judged)
-                    said = found.describe(name)
-                    if said and self.disagreements is not None:
-                        self.disagreements[name] = said
-                    elif said:
-                        self._warn(f"format {name}", "%s", said)
-        if self.score_twice and self._calls == 1 and "environments" not in call.always:
-            self._score_again(call, values)
 
     def rows_again(self, count: int) -> list[int]:
         """Which of ``count`` rows are scored a second time."""
@@ -330,7 +312,7 @@ class RewardRunner:
             raise
         if later:
             for k, (outcome, spent) in zip(later, run_all(list(later.values()), self.timeout), strict=True):
-                if isinstance(outcome, RewardError):
+                if isinstance(outcome, RewardError | MissingDependencyError):
                     raise outcome
                 if isinstance(outcome, BaseException):
                     raise call.failure(self.names[k], outcome, self.timeout) from outcome

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.checks import online as log_checks
 from posttrain.checks import rewards as reward_checks
-from posttrain.checks.registry import Preflight, describe, finding
+from posttrain.checks.registry import Preflight, describe
 from posttrain.checks.rewards import RunningReward, check_reward_ranges
 from posttrain.errors import RewardError
 from posttrain.losses.advantages import MOST
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-GENERATION_CODES = ("PT-R019", "PT-R020", "PT-R023", "PT-R027")  # Looked for in every generation's rewards.
+GENERATION_CODES = ("PT-R019", "PT-R020", "PT-R027")  # Looked for in every generation's rewards.
 
 
 class OnlineHealthMixin:
@@ -56,21 +56,11 @@ class OnlineHealthMixin:
         """As every trainer's; reward models are placed and tried."""
         super().check_start()  # type: ignore[misc]
         self.rewards.start(self.args.device)
-        self.rewards.disagreements = {}
         longest = getattr(self.args, "max_completion_length", None)
         for function in self.rewards.functions:
             if isinstance(function, SoftOverlongPunishment) and longest is not None:
                 with self.preflight.looking("config", ("PT-R021",)):
                     self.tell([reward_checks.check_overlong(function.limit, function.cache, longest)])
-
-    def _disagreements(self) -> Iterable[Finding]:
-        """Reward functions that judge this generation's answers by their spelling."""
-        for name, said in (self.rewards.disagreements or {}).items():
-            why = "a right answer in another spelling earns nothing, or a wrong one is paid: the model learns the spelling."
-            yield finding(
-                "PT-R023", "warning", said, f"rewards/{name}", why, "compare with posttrain.rewards.answers_match."
-            )
-        self.rewards.disagreements = {}
 
     @property
     def generations_per_step(self) -> float:
@@ -124,7 +114,7 @@ class OnlineHealthMixin:
         self.preflight.notes["rewards"] = {name: running.to_dict() for name, running in self.running.items()}
         scaled = str(getattr(self.args, "scale_rewards", "none")) != "none"
         with self.preflight.looking("log_step", GENERATION_CODES):
-            self.tell([check_reward_ranges(self.running, weights), *self._disagreements()])
+            self.tell([check_reward_ranges(self.running, weights)])
             self.tell(reward_checks.check_reward_values(columns, scaled=scaled))
         self._tell_signal(totals, advantages)
 

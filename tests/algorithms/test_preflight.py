@@ -103,32 +103,6 @@ def test_c_a_policy_that_left_its_sampler_behind_is_told(tiny_tokenizer, tmp_pat
     assert "PT-R024: policy mismatch KL" in caplog.text and "learning_rate" in caplog.text
 
 
-def test_d_a_reward_that_compares_spelling_is_told(tiny_tokenizer, tmp_path):
-    said = ["42.0", "forty-two", "42", "7"]
-    data = datasets.Dataset.from_list([{"prompt": f"{i}?", "answer": "42"} for i in range(16)])
-
-    def spelled(completions, answer, **_):
-        return [float(said[i % 4] == gold) for i, gold in enumerate(answer)]
-
-    trainer = grpo(tmp_path, tiny_tokenizer, rewards=spelled, data=data, max_steps=1)
-    trainer.rewards.disagreements = {}
-    runner = trainer.rewards
-
-    def scored(**kwargs):
-        kwargs["completions"] = [said[i % 4] for i in range(len(kwargs["completions"]))]
-        return type(runner).__call__(runner, **kwargs)
-
-    trainer.rewards = type(
-        "Scored", (), {"__call__": lambda self, **k: scored(**k), "__getattr__": lambda self, n: getattr(runner, n)}
-    )()
-    trainer.train()
-    (finding,) = [line for line in lines(tmp_path / "findings.jsonl") if line["code"] == "PT-R023"]
-    assert (
-        "spelled scored 0 for 4 of 8 answers that look equal" in finding["what"] and "'42.0' vs '42'" in finding["what"]
-    )
-    assert "answers_match" in finding["fix"]
-
-
 def test_f_swapped_pairs_are_told_listed_and_dropped_where_that_is_asked(tiny_tokenizer, tmp_path, caplog):
     rows = list(pairs(30))
     swapped = rows[4] | {"chosen": rows[4]["rejected"], "rejected": rows[4]["chosen"]}

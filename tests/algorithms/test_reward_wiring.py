@@ -76,15 +76,6 @@ def test_determinism_is_checked_when_asked_for(tiny_tokenizer, tmp_path, caplog)
     assert "for the same completion (4 of 4 rows differ)" in caplog.text
 
 
-def test_pairs_are_audited_where_a_reference_stands_in_the_data(tiny_tokenizer, tmp_path):
-    def exact(completions, answer, **_):
-        return [float(c[0]["content"] == str(a)) for c, a in zip(completions, answer, strict=True)]
-
-    trainer = grpo(tmp_path, tiny_tokenizer, rewards=exact, max_steps=1)
-    trainer.train()
-    assert trainer.state.log_history[0]["rewards/exact/format_disagreement"] == 0.0
-
-
 def test_a_dataset_column_called_trainer_state_is_no_reason_to_refuse_a_run(tmp_path, tiny_tokenizer, caplog):
     states = []
 

@@ -148,7 +148,6 @@ class Stub(RLOOTrainer):
     def __init__(self, args, group):
         self.args, self.metrics, self.reference, self.size = args, {}, object() if args.beta else None, group
         self.accelerator = type("A", (), {"num_processes": 1})()
-        self.rewards = type("R", (), {"disagreements": {}})()
 
     def group_size(self, mode):
         return self.size

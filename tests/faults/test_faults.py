@@ -10,7 +10,7 @@ from tests.faults.table import END, FAULTS, HEALTHY, PAGE
 FAST = (
     "wrong column name", "half of the conversations empty", "eos never trained", "ids of another tokenizer",
     "more tokens than embedding rows", "20 % of the pairs flipped", "reward of the wrong length", "infinite reward",
-    "'42.0' is not '42'", "scores of a 2048 game", "frozen model", "NaN gradient", "stale log-probs of the reference",
+    "scores of a 2048 game", "frozen model", "NaN gradient", "stale log-probs of the reference",
     "disk fills up at a checkpoint", "checkpoint cut after it was written", "checkpoints of another run in the folder",
     "transformers too old",
 )  # fmt: skip

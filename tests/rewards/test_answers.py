@@ -6,13 +6,17 @@ from fractions import Fraction
 import pytest
 
 from posttrain.errors import ConfigError
-from posttrain.rewards.math import answer_box, answers_match, boxed, normalize_answer, string_match_reward
-from posttrain.rewards.numbers import parse_number
+from posttrain.rewards.math import (
+    answer_box,
+    answers_match,
+    boxed,
+    normalize_answer,
+    parse_number,
+    string_match_reward,
+)
 
 EQUAL = [
     ("42", "42.0"),
-    ("forty-two", "42"),
-    ("Forty two", "42"),
     ("1,000", "1000"),
     ("1 000", "1000"),
     (r"1{,}000", "1000"),
@@ -24,13 +28,8 @@ EQUAL = [
     (r"$\boxed{42}$.", "42"),
     (r"\dfrac{1}{2}", "0.5"),
     ("**42**", "42"),
-    ("minus three", "-3"),
     ("−3", "-3"),
-    ("two thirds", "2/3"),
     ("0.6666667", "2/3"),
-    ("5 cm", "5"),
-    ("5 centimeters", "5 cm"),
-    ("$5", "5 dollars"),
     ("50%", "50%"),
     ("50 %", "50"),
     ("0.5", "50%"),
@@ -42,8 +41,6 @@ EQUAL = [
     (r"\boxed{A12}", "A12"),
     ("2024-01-05", "2024-01-05"),
     (r"\left( 1, 2 \right)", "(1,2)"),
-    ("a hundred", "100"),
-    ("half", "1/2"),
     ("1000000.5", "1000000"),  # Within a millionth of the reference.
 ]
 DIFFERENT = [
@@ -53,14 +50,11 @@ DIFFERENT = [
     ("50%", "0.5"),
     ("0.5%", "50%"),
     ("5 km", "5 m"),
-    ("5 min", "5 m"),
     ("", "42"),
     (None, "42"),
     ("sey", "yes"),
     ("1000002", "1000000"),
-    ("forty three", "42"),
     ("12,34", "1234"),
-    ("one twenty", "120"),
     # What names something must not be computed with.
     ("2018", "2024-01-05"),
     ("-679", "555-1234"),
@@ -68,7 +62,8 @@ DIFFERENT = [
     # Two answers are not one.
     (r"\boxed{1} or \boxed{2}", "2"),
     ("third", "1/3"),
-    ("zero hundred", "100"),
+    ("5 km", "5"),
+    ("forty-two", "42"),
 ]
 
 
@@ -96,7 +91,7 @@ def test_modes_decide_what_counts():
     assert answers_match("7", "007", mode="number") is True
     assert answers_match("many", "7", mode="number") is False
     assert answers_match("7", "many", mode="number") is None
-    assert answers_match("forty-two", "42", mode="text") is True  # Normalised text, which spells numbers one way.
+    assert answers_match("42.0", "42", mode="text") is True  # Normalised text, which spells numbers one way.
     with pytest.raises(ConfigError, match="did you mean 'number'"):
         answers_match("1", "1", mode="numbr")
 
@@ -108,7 +103,7 @@ def test_formulas_are_compared_symbolically_where_the_package_is_there():
 
 
 def test_one_number_has_one_normal_form():
-    texts = ["42", "42.0", "forty-two", r"\boxed{42}", "42."]
+    texts = ["42", "42.0", r"\boxed{42}", "42."]
     assert {normalize_answer(t) for t in texts} == {"42"}
     assert normalize_answer("1/3") == "1/3"
     assert normalize_answer("-0.05") == "-0.05"
@@ -121,13 +116,6 @@ def test_one_number_has_one_normal_form():
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("two million three hundred and four", 2_000_304),
-        ("one hundred and twenty-one thousand", 121_000),
-        ("three point one four", Fraction(314, 100)),
-        ("one and three quarters", Fraction(7, 4)),
-        ("a half", Fraction(1, 2)),
-        ("twelve hundred", 1200),
-        ("minus two thirds", Fraction(-2, 3)),
         (r"2\frac{1}{4}", Fraction(9, 4)),
         (r"\frac{-1}{4}", Fraction(-1, 4)),
         (".5", Fraction(1, 2)),
@@ -138,7 +126,7 @@ def test_numbers_are_read_exactly(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1/0", "two three", "and", "thousand million", "point", "1e9999", "9" * 500, "3 apples", "1.2.3"]
+    "text", ["", "1/0", "and", "point", "1e9999", "9" * 500, "3 apples", "1.2.3", "--1", "1,00", "%"]
 )
 def test_what_is_no_number_is_not_read_as_one(text):
     assert parse_number(text) is None

@@ -1,52 +1,73 @@
-"""Code is judged in sandboxes, and what it might do to the machine is tried here, each thing once."""
+"""Code is judged in sandboxes: what it might do to the machine is tried in bubblewrap, each thing once."""
 
+import json
 import os
+import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from posttrain.errors import ConfigError, RewardError
+from posttrain.errors import ConfigError, MissingDependencyError, RewardError
 from posttrain.rewards import code
 from posttrain.rewards.code import (
     CaseResult,
     CodeTestsReward,
-    Limits,
     code_block,
     get_code_tests_reward,
     read_tests,
     run_tests,
 )
+from posttrain.rewards.runner import RewardRunner
+from posttrain.rewards.sandbox import Bubblewrap, Limits, Outcome, SandboxService, open_sandbox
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sandboxes are tested on Linux")
-QUICK = Limits(timeout=2.0, memory_mb=512, file_mb=1, processes=8)
-PATIENT = Limits(
-    timeout=60.0, memory_mb=512, file_mb=1, processes=8
-)  # For code that ends by itself, on a busy machine.
+QUICK = Limits(timeout=0.7, memory_mb=512, file_mb=1, processes=8)
+# For code that ends by itself, on a busy machine.
+PATIENT = Limits(timeout=60.0, memory_mb=512, file_mb=1, processes=8)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _possible():
+def _why_not():
     try:
-        run_tests("pass", [{"code": "pass"}], QUICK)
-    except RewardError as error:
-        pytest.skip(f"no sandbox here: {error}")
+        open_sandbox("bubblewrap")
+    except (MissingDependencyError, RewardError) as error:
+        return f"no bubblewrap here: {error}"
+    return ""
+
+
+WHY_NOT = _why_not()
+in_bubblewrap = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    """No sandbox is taken for tried because another test tried it."""
+    monkeypatch.setenv("no_proxy", "*")
+    open_sandbox.cache_clear()
 
 
 def one(source, test="pass", limits=PATIENT, **options):
     return run_tests(source, read_tests(test), limits, **options)[0]
 
 
+def wrote(source, **options):
+    """What a program prints."""
+    return Bubblewrap(**options).run(source, "", PATIENT).output
+
+
+@in_bubblewrap
 def test_right_code_passes_and_wrong_code_tells_why():
     tests = ["assert f(2) == 4", "assert f(3) == 6, 'three'", "assert g(1)"]
-    results = run_tests("def f(x): return x * x", read_tests(tests), QUICK)
+    results = run_tests("def f(x): return x * x", read_tests(tests), PATIENT)
     assert [r.passed for r in results] == [True, False, False]
     assert [r.reason for r in results] == ["", "AssertionError: three", "NameError: name 'g' is not defined"]
     assert one("def f(:").reason.startswith("SyntaxError")
-    assert len(run_tests("x = 1", read_tests(["assert x == 2", "pass"]), QUICK, stop=True)) == 1
+    assert len(run_tests("x = 1", read_tests(["assert x == 2", "pass"]), PATIENT, stop=True)) == 1
 
 
+@in_bubblewrap
 def test_programs_read_their_input_and_their_output_is_compared_by_lines():
     source = "n = int(input())\nfor i in range(n):\n    print(i, end=' \\n')"
     assert one(source, {"input": "2", "output": "0\n1\n"}).passed
@@ -55,6 +76,13 @@ def test_programs_read_their_input_and_their_output_is_compared_by_lines():
     assert not one("import sys\nprint(7)\nsys.exit(1)", {"input": "", "output": "7"}).passed
 
 
+@in_bubblewrap
+@pytest.mark.parametrize("read", ["input()", "open(0).read()", "__import__('sys').stdin.read()"])
+def test_a_program_may_read_its_input_in_every_way(read):
+    assert one(f"print({read}.strip() * 2)", {"input": "ab\n", "output": "abab"}).passed
+
+
+@in_bubblewrap
 @pytest.mark.parametrize("leave", ["import os; os._exit(0)", "raise SystemExit", "import sys; sys.exit(0)"])
 def test_leaving_early_passes_nothing(leave):
     result = one(leave, "assert False")
@@ -62,9 +90,8 @@ def test_leaving_early_passes_nothing(leave):
     assert result.reason
 
 
-@pytest.mark.parametrize(
-    "source", ["while True: pass", "import time; time.sleep(60)", "import signal\nsignal.alarm = 0\nwhile True: pass"]
-)
+@in_bubblewrap
+@pytest.mark.parametrize("source", ["while True: pass", "import time; time.sleep(60)"])
 def test_endless_code_is_killed_in_time(source):
     began = time.monotonic()
     result = one(source, limits=QUICK)
@@ -73,35 +100,17 @@ def test_endless_code_is_killed_in_time(source):
     assert time.monotonic() - began < 20
 
 
-def test_a_memory_hog_fails_alone():
+@in_bubblewrap
+def test_memory_files_and_output_are_bounded():
     assert one("x = bytearray(2 ** 31)").reason.startswith("MemoryError")
-    assert one("x = []\nwhile True: x.append(bytearray(1 << 20))", limits=QUICK).reason.startswith(
-        ("MemoryError", "killed", "timed")
-    )
-
-
-def test_huge_output_and_huge_files_are_bounded():
-    result = one("while True: print('x' * 10000)", {"input": "", "output": "x"}, limits=QUICK)
-    assert not result.passed
-    assert "File too large" in result.reason or result.reason.startswith("killed")
     assert "File too large" in one("open('big', 'wb').write(b'x' * (2 << 20))").reason
+    many = "import itertools\nfor i in itertools.count():\n    open(str(i), 'wb').write(b'x' * 1000000)"
+    assert "No space left" in one(many).reason
+    assert not one("while True: print('x' * 10000)", {"input": "", "output": "x"}, limits=QUICK).passed
 
 
-def test_many_files_are_noticed():
-    source = "import itertools\nfor i in itertools.count():\n    open(str(i), 'wb').write(b'x' * 1000000)"
-    result = run_tests(source, [{"code": "pass"}], Limits(timeout=5.0, file_mb=1))[0]
-    assert result.reason.startswith("killed: its folder held more than 4 MiB")
-
-
-def test_a_fork_bomb_meets_its_limit_and_nothing_outlives_it():
-    source = "import os, time\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        time.sleep(0.01)"
-    began = time.monotonic()
-    assert not one(source, limits=QUICK).passed
-    assert time.monotonic() - began < 30
-    assert one("x = 1", "assert x == 1").passed  # The machine is still there.
-
-
-def test_a_child_that_leaves_its_session_does_not_outlive_the_test(tmp_path):
+@in_bubblewrap
+def test_a_child_that_leaves_its_session_does_not_outlive_the_test():
     word = f"sleep-{os.getpid()}-{time.monotonic_ns()}"
     source = (
         "import os, time, sys\n"
@@ -120,53 +129,42 @@ def test_a_child_that_leaves_its_session_does_not_outlive_the_test(tmp_path):
     assert left == []
 
 
-def test_writing_outside_the_folder_is_refused(tmp_path):
+@in_bubblewrap
+def test_files_of_the_machine_cannot_be_written_and_those_of_the_user_not_even_be_seen(tmp_path):
     target = tmp_path / "theirs"
     target.write_text("mine")
     os.chmod(tmp_path, 0o777)
     os.chmod(target, 0o666)
     for source in (
-        f"open({str(target)!r}, 'w').write('x')",
-        f"import os; os.remove({str(target)!r})",
+        f"open({str(target)!r}).read()",
         f"open({str(tmp_path / 'new')!r}, 'w')",
-        f"import os; os.rename({str(target)!r}, 'stolen')",
-        "open('/dev/shm/posttrain-test', 'w')",
+        "open('/etc/passwd').read()",
     ):
-        assert one(source).reason.startswith(("PermissionError", "OSError", "FileNotFoundError")), source
-    assert target.read_text() == "mine"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"]
+        assert one(source).reason.startswith("FileNotFoundError"), source
+    for folder in ("/", "/usr", os.path.dirname(os.__file__)):
+        assert "Read-only file system" in one(f"open({folder + '/new'!r}, 'w')").reason
+    assert (target.read_text(), sorted(p.name for p in tmp_path.iterdir())) == ("mine", ["theirs"])
     assert one("open('own', 'w').write('x')\nassert open('own').read() == 'x'").passed
 
 
-def test_each_test_begins_with_an_empty_folder_which_is_gone_afterwards():
-    assert one("import os\nprint(os.getcwd(), os.listdir('.'))", {"input": "", "output": "x"}).reason.count("[]") == 1
-    where = one("import os\nprint(os.getcwd())", {"input": "", "output": "x"}).reason.split("'")[1].strip("\\n")
-    assert "posttrain-code-" in where
-    assert not Path(where).exists()
+@in_bubblewrap
+def test_each_test_begins_with_an_empty_folder():
+    tests = read_tests(["import os\nassert os.listdir('.') == []\nopen('left', 'w').write('x')"] * 2)
+    assert [r.passed for r in run_tests("", tests, PATIENT)] == [True, True]
 
 
-def test_a_link_in_the_folder_is_deleted_and_not_followed(tmp_path):
-    (tmp_path / "precious").write_text("here")
-    os.chmod(tmp_path, 0o777)
-    one(f"import os\nos.symlink({str(tmp_path)!r}, 'link')")
-    assert (tmp_path / "precious").read_text() == "here"
-
-
-def test_our_environment_and_our_rights_stay_outside(monkeypatch):
+@in_bubblewrap
+def test_our_environment_and_our_processes_stay_outside(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    assert one("import os", "assert 'SECRET_TOKEN' not in os.environ").passed
-    source = f"open('/proc/{os.getpid()}/environ', 'rb').read()"
-    if os.geteuid() == 0:
-        assert "PermissionError" in one(source).reason
-        assert one("import os", "assert os.getuid() != 0 and os.getgroups() == []").passed
+    source = "import os, glob\nprint(dict(os.environ))\nfor path in glob.glob('/proc/[0-9]*/environ'): print(open(path).read())"
+    shown = wrote(source)
+    assert "PATH" in shown and "SECRET_TOKEN" not in shown
+    processes = json.loads(wrote("import os, json; print(json.dumps([p for p in os.listdir('/proc') if p.isdigit()]))"))
+    assert set(processes) <= {"1", "2", "3"}
+    assert one("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "assert False").passed is False
 
 
-def test_the_parent_cannot_be_killed():
-    assert "ProcessLookupError" in one(f"import os, signal; os.kill({os.getpid()}, 0)").reason or (
-        "PermissionError" in one(f"import os, signal; os.kill({os.getpid()}, 0)").reason
-    )
-
-
+@in_bubblewrap
 def test_the_network_is_out_of_reach_unless_it_is_left_on():
     import socket
 
@@ -174,42 +172,120 @@ def test_the_network_is_out_of_reach_unless_it_is_left_on():
         server.bind(("127.0.0.1", 0))
         server.listen()
         source = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2)"
-        assert one(source).reason.startswith("OSError")
+        assert one(source).reason.startswith(("OSError", "ConnectionRefusedError"))
         assert one(source, network=True).passed
 
 
-def test_a_system_that_cannot_cut_off_the_network_says_so(monkeypatch):
-    monkeypatch.setattr(code, "_ask", lambda *a: ({"error": "network", "why": "no"}, "", "", ""))
-    with pytest.raises(RewardError, match=r"cannot cut judged code off from the network: no.*network=True"):
+# Which sandbox --------------------------------------------------------------------------------------------------------
+
+
+def script(path, text):
+    """A program that stands for one which this machine may not have."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_without_a_sandbox_no_code_is_run_and_the_error_names_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for reward, program in ((CodeTestsReward(), "bwrap"), (CodeTestsReward(sandbox="container:docker run"), "docker")):
+        with pytest.raises(MissingDependencyError) as error:
+            RewardRunner(reward).dry_run([{"prompt": "p", "tests": TESTS}], conversational=False)
+        assert error.value.name == program
+        assert "Fix: " in str(error.value)
+
+
+def test_a_bubblewrap_that_may_not_create_namespaces_is_an_error(monkeypatch, tmp_path):
+    script(tmp_path / "bwrap", "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RewardError, match=r"No permissions to create new namespace.*Fix: "):
         one("pass")
 
 
-def test_code_that_kills_its_keeper_has_not_passed():
-    assert not one("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "assert False").passed
+@pytest.mark.parametrize("name", ["bubblewrp", "container:", "docker run", "ftp://host", "http:host", ""])
+def test_an_unknown_sandbox_is_refused_when_the_reward_is_made(name):
+    with pytest.raises(ConfigError):
+        CodeTestsReward(sandbox=name)
 
 
-def test_a_folder_that_is_not_a_sandboxs_own_is_never_deleted(tmp_path, caplog):
-    (tmp_path / "file").write_text("x")
-    code._remove(str(tmp_path))
-    assert (tmp_path / "file").exists()
-    assert "is left behind" in caplog.text
+def test_only_bubblewrap_can_be_told_to_leave_the_network_on():
+    with pytest.raises(ConfigError, match="network"):
+        CodeTestsReward(sandbox="container:docker run", network=True)
 
 
-def test_a_folder_with_something_mounted_is_not_deleted(monkeypatch, tmp_path, caplog):
-    import tempfile
+def test_a_container_is_a_command_line(tmp_path):
+    """The stand-in for docker starts on this machine what it is given."""
+    where = script(tmp_path / "engine", 'test "$1 $2" = "run -i" || exit 125; shift 2; exec "$@"')
+    name = f"container:{where} run -i"
+    source = "def f(x): return x * x"
+    results = run_tests(source, read_tests(["assert f(2) == 4", "assert f(3) == 6"]), PATIENT, sandbox=name)
+    assert results == [CaseResult(True), CaseResult(False, "AssertionError")]
+    assert one("print(int(input()) + 1)", {"input": "1", "output": "2"}, sandbox=name).passed
+    assert not one("import time; time.sleep(60)", limits=QUICK, sandbox=name).passed
+    with pytest.raises(RewardError, match="exit status 125"):
+        one("pass", sandbox=f"container:{where} start")
+    silent = script(tmp_path / "silent", 'exec 0</dev/null; shift; exec "$@"')
+    with pytest.raises(RewardError, match=r"pass stdin on"):
+        one("pass", sandbox=f"container:{silent} run")
 
-    work = tempfile.mkdtemp(prefix=code.PREFIX)
-    lines = f"1 2 3:4 / {work}/inside rw - proc proc rw\n"
-    real = Path.read_text
-    monkeypatch.setattr(
-        Path, "read_text", lambda self, *a, **k: lines if self.name == "mountinfo" else real(self, *a, **k)
-    )
-    code._remove(work)
-    assert os.path.isdir(work)
-    assert "is left behind" in caplog.text
-    monkeypatch.undo()
-    code._remove(work)
-    assert not os.path.exists(work)
+
+class Service:
+    """SandboxFusion's ``/run_code``, as far as it is used."""
+
+    def __init__(self, answer=None):
+        self.requests, self.answer, outer = [], answer, self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append((self.path, request))
+                body = outer.answer or outer.run(request)
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def run(self, request):
+        command = [sys.executable, "-I", "-c", request["code"]]
+        done = subprocess.run(command, input=request["stdin"], capture_output=True, text=True, timeout=60)
+        result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+        return {"status": "Success" if done.returncode == 0 else "Failed", "message": "", "run_result": result}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+def test_a_service_runs_the_code_and_ours_judges():
+    with Service() as service:
+        tests = read_tests(["assert f(2) == 4", "assert f(3) == 6, 'three'"])
+        results = run_tests("def f(x): return x * x", tests, QUICK, sandbox=service.url)
+        assert results == [CaseResult(True), CaseResult(False, "AssertionError: three")]
+        assert one("print(input() * 2)", {"input": "a", "output": "aa"}, sandbox=f"{service.url}/run_code").passed
+        assert {path for path, _ in service.requests} == {"/run_code"}
+        request = service.requests[-1][1]
+        assert (request["language"], request["stdin"], request["run_timeout"]) == ("python", "a", 120.0)
+
+
+def test_what_a_service_answers_is_read():
+    late = {"status": "TimeLimitExceeded", "return_code": None, "stdout": "a", "stderr": ""}
+    with Service({"status": "Failed", "message": "", "run_result": late}) as service:
+        assert SandboxService(service.url).run("x", "", QUICK) == Outcome(None, "a", "")
+        service.answer = {"status": "SandboxError", "message": "no disk", "run_result": None}
+        with pytest.raises(RewardError, match="no disk"):
+            SandboxService(service.url).run("x", "", QUICK)
+        service.answer = {"hello": 1}
+        with pytest.raises(RewardError, match="no result"):
+            one("pass", sandbox=service.url)
 
 
 # The reward -----------------------------------------------------------------------------------------------------------
@@ -219,21 +295,21 @@ FOUR = "Let me see.\n```python\ndef f(x): return 4\n```"
 TESTS = ["assert f(2) == 4", "assert f(3) == 6"]
 
 
+@in_bubblewrap
 def test_the_reward_is_all_or_nothing_or_the_share():
     texts = [DOUBLE, FOUR, "I cannot.", DOUBLE]
     logged = {}
-    reward = get_code_tests_reward(limits=QUICK)
+    reward = get_code_tests_reward(limits=PATIENT)
     columns = {"tests": [TESTS, TESTS, TESTS, None]}
     assert reward(completions=texts, log_extra=logged.__setitem__, **columns) == [1.0, 0.0, 0.0, None]
     assert logged["tests_passed"] == ["2/2", "1/2", "0/2", "0/0"]
     assert logged["first_failure"][1:3] == ["AssertionError", "no code block"]
-    assert get_code_tests_reward(partial=True, limits=QUICK)(completions=texts, **columns) == [1.0, 0.5, 0.0, None]
+    assert get_code_tests_reward(partial=True, limits=PATIENT)(completions=texts, **columns) == [1.0, 0.5, 0.0, None]
 
 
+@in_bubblewrap
 def test_it_keeps_the_contract_of_rewards():
-    from posttrain.rewards.runner import RewardRunner
-
-    table = RewardRunner(get_code_tests_reward("checks", limits=QUICK))(
+    table = RewardRunner(get_code_tests_reward("checks", limits=PATIENT))(
         prompts=["p", "p"],
         completions=[[{"role": "assistant", "content": DOUBLE}], [{"role": "assistant", "content": FOUR}]],
         completion_ids=[[1], [2]],
@@ -245,6 +321,7 @@ def test_it_keeps_the_contract_of_rewards():
 
 def test_equal_completions_are_judged_once(monkeypatch):
     calls = []
+    monkeypatch.setattr(code, "open_sandbox", lambda *a: None)
     monkeypatch.setattr(code, "run_tests", lambda *a, **k: calls.append(a[0]) or [CaseResult(True)] * 2)
     assert CodeTestsReward()(completions=[DOUBLE] * 4, tests=[TESTS] * 4) == [1.0] * 4
     assert len(calls) == 1

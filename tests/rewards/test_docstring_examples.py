@@ -8,20 +8,15 @@ import importlib
 import pytest
 
 MODULES = [
-    "algorithms.a2po.values",
-    "algorithms.dynamic_sampling",
-    "checks.references",
+    "checks.preference",
     "losses.ppo",
     "models.value_head",
-    "rewards.answers",
-    "rewards.audit",
-    "rewards.base",
-    "rewards.code_text",
-    "rewards.concurrency",
-    "rewards.environments",
+    "rewards.call",
+    "rewards.code",
+    "rewards.format",
     "rewards.judges",
-    "rewards.numbers",
-    "rewards.shares",
+    "rewards.math",
+    "rewards.runner",
     "rewards.transform",
 ]
 

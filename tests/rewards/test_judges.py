@@ -162,7 +162,7 @@ def test_the_server_says_how_long_to_wait(server):
 
 def test_pauses_grow(server, monkeypatch):
     pauses = []
-    monkeypatch.setattr("posttrain.rewards.judges.time.sleep", pauses.append)
+    monkeypatch.setattr("posttrain.rewards.remote.time.sleep", pauses.append)
     server.answer = lambda text, number: (500, {}, "broken")
     with pytest.raises(RewardError, match=r"4 attempts"):
         judge_of(server, retries=3, backoff=1.0).judge(["q"], [["a", "b"]])
@@ -192,7 +192,7 @@ def test_a_server_that_hangs_is_given_up(server):
 
 def test_a_refusal_is_not_repeated_and_keeps_the_key_secret(server):
     server.answer = lambda text, number: (401, {}, '{"error": "invalid key"}')
-    with pytest.raises(RewardError, match=r"refused .*HTTP 401 .*invalid key.*Check the API key") as error:
+    with pytest.raises(RewardError, match=r"refused .*HTTP 401 .*invalid key.*check the API key") as error:
         judge_of(server, api_key="sk-secret").judge(["q"], [["a", "b"]])
     assert len(server.requests) == 1
     assert server.headers[0]["Authorization"] == "Bearer sk-secret"

@@ -2,18 +2,24 @@
 
 import functools
 import importlib.util
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError
-from posttrain.rewards import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward, symbolic
+from posttrain.integrations import math_verify
+from posttrain.rewards import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 from posttrain.rewards import math as math_rewards
 
 needs_math = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="the extra [math] (math-verify) is not installed"
+    any(importlib.util.find_spec(name) is None for name in ("math_verify", "pebble")),
+    reason="the extra [math] (math-verify, pebble) is not installed",
 )
 BOMB = r"\boxed{" + "9" + "^{9" * 9 + "}" * 9 + "}"
 
@@ -66,10 +72,8 @@ def test_accuracy_table(completion, solution, reward):
         (r"\{1,2\}", r"\boxed{\{2,1\}}", r"\boxed{\{1,3\}}"),
         (r"\frac13", r"\boxed{\frac{1}{3}}", r"\boxed{\frac{1}{4}}"),
         (r"\frac13", r"\boxed{\frac13}", r"\boxed{3}"),
-        ("forty two", r"\boxed{42}", r"\boxed{24}"),
-        ("forty two", r"\boxed{forty-two}", r"\boxed{two forty}"),
+        ("forty two", r"\boxed{Forty two}", r"\boxed{two forty}"),
         ("yes", r"\boxed{\text{yes}}", r"\boxed{no} or \boxed{yes}"),
-        ("forty-two", r"\boxed{42.0}", r"\boxed{forty}"),
         ("x-y", r"\boxed{-y+x}", r"\boxed{y-x}"),
         (r"\frac13", r"\boxed{\frac13}", r"\boxed{3} or \boxed{\frac13}"),
         ("New York", r"so \boxed{\text{new york}}.", "New York"),
@@ -122,34 +126,27 @@ def test_r28_an_expression_that_hangs_is_killed_and_the_rest_still_judged(monkey
     assert time.perf_counter() - started < 30  # Five for the expression; processes start slowly on a busy machine.
     assert rewards == [1.0, 0.0, 1.0]
     assert "1 of 3 answers of this batch were not compared within 5 s and count as wrong" in caplog.text
-    # Several in one batch: patience runs out.
-    monkeypatch.setattr(symbolic, "SECONDS", 1.0)
-    monkeypatch.setattr(symbolic, "HURRY", 0.2)
-    assert accuracy_reward([BOMB + str(i) for i in range(6)] + [r"\boxed{2}"], ["7"] * 6 + ["2"])[-1] == 1.0
+    monkeypatch.setattr(math_verify, "SECONDS", 0.5)
+    assert accuracy_reward([BOMB + str(i) for i in range(2)] + [r"\boxed{2}"], ["7"] * 2 + ["2"])[-1] == 1.0
 
 
 @needs_math
-def test_a_reference_that_hangs_is_not_scored(monkeypatch):
-    monkeypatch.setattr(symbolic, "SECONDS", 1.0)
-    pool = symbolic.Pool(1)
-    monkeypatch.setattr(symbolic, "_pool", lambda pid: pool)
-    monkeypatch.setattr(pool, "run", lambda groups: [[None] * len(g) for g in groups])
-    assert symbolic.parse_golds(["1", "2"]) == {"1": None, "2": None}
-    assert symbolic.compare([("1", "2")]) == [symbolic.Verdict("[timed out]", False)]
+def test_what_takes_too_long_is_given_up_and_such_a_reference_is_not_scored(monkeypatch):
+    monkeypatch.setattr(math_verify, "SECONDS", 0.3)
+    assert math_verify._each(time.sleep, [(30,), (0,)]) == [math_verify.TIMED_OUT, None]
+    monkeypatch.setattr(math_verify, "_each", lambda function, calls: [math_verify.TIMED_OUT, "2"])
+    assert math_verify.parse_golds(["1", "2"]) == {"1": None, "2": "2"}
 
 
 @needs_math
-def test_each_distinct_reference_is_parsed_once_a_batch(monkeypatch):
-    asked = []
-    run = symbolic.Pool.run
-
-    def spy(self, groups):
-        asked.append([[request["gold"] for request in group] for group in groups])
-        return run(self, groups)
-
-    monkeypatch.setattr(symbolic.Pool, "run", spy)
-    accuracy_reward([r"\boxed{1}"] * 4, ["1", "2", "1", "1"])
-    assert asked == [[["1"], ["2"]], [["1", "1", "1"], ["2"]]]
+def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "print('begins', flush=True)\nfrom posttrain.integrations.math_verify import parse_golds\n"
+        "print(parse_golds(['1'])['1'])\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["begins", "1"], done.stderr
 
 
 @needs_math
@@ -168,13 +165,16 @@ def test_r28_it_works_in_other_threads_and_several_at_once():
 
 
 @needs_math
-def test_a_worker_that_was_ended_from_outside_is_replaced():
-    pool = symbolic.Pool(1)
-    assert pool.run([[{"gold": "1"}]]) == [[{"gold": "1"}]]
-    pool.workers[0]._process.kill()
-    pool.workers[0]._process.wait()
-    assert pool.run([[{"gold": "2"}]]) == [[{"gold": "2"}]]
-    pool.close()
+def test_processes_that_were_ended_from_outside_are_replaced():
+    assert math_verify.parse_golds(["1"]) == {"1": "1"}
+    pool = math_verify._pool(os.getpid())
+    for child in psutil.Process().children():
+        if "spawn_main" in " ".join(child.cmdline()):
+            child.kill()
+    deadline = time.monotonic() + 10
+    while pool.active and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert math_verify.parse_golds(["2"]) == {"2": "2"}
 
 
 @needs_math
@@ -234,9 +234,8 @@ def test_r23_answers_that_are_never_readable_are_explained_after_three_batches(c
     assert "reasoning_accuracy_reward may be what you want" in caplog.text
 
 
+@needs_math
 def test_r17_columns_of_different_length_are_refused_not_zipped():
-    if importlib.util.find_spec("math_verify") is None:
-        pytest.skip("the extra [math] (math-verify) is not installed")
     with pytest.raises(RewardError, match="2 completions and 1 solutions"):
         accuracy_reward(["a", "b"], ["1"])
 
@@ -245,8 +244,7 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
     def missing(name, purpose):
         raise MissingDependencyError(f"{purpose} needs {name}")
 
-    monkeypatch.setattr(symbolic, "is_available", lambda name: False)
-    monkeypatch.setattr(symbolic, "require", missing)
+    monkeypatch.setattr(math_verify, "require", missing)
     calls = [
         accuracy_reward,
         reasoning_accuracy_reward,

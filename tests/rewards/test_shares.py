@@ -1,6 +1,5 @@
-"""What each reward contributes, and whether it reads answers as we do."""
+"""What each reward contributes, and whether it says the same twice."""
 
-import functools
 import logging
 import math
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError, RewardError
-from posttrain.rewards.math import audit_answers, said_answer
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rewards.transform import correlation, describe_shares, length_correlation, variance_shares
 
@@ -87,83 +85,6 @@ def test_r31_the_table_of_weights_is_shown_at_the_start(caplog):
     assert runner.described in caplog.text
 
 
-# Audit ----------------------------------------------------------------------------------------------------------------
-
-
-def spelled(completions, answer, **_):
-    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
-
-
-def generous(completions, **kwargs):
-    return [1.0 for _ in kwargs["answer"]]
-
-
-def test_r22_a_function_that_compares_spellings_is_told(caplog):
-    runner = RewardRunner(spelled)
-    answers = ["42.0", "forty-two", "1,000", "42", r"\boxed{42}"]
-    table = run(runner, answers, answer=["42", "42", "1000", "42", "7"])
-    assert "spelled scored 0 for 3 of 5 answers that look equal to the reference in 'answer', e.g. '42.0' vs '42'" in (
-        caplog.text
-    )
-    metric = table.metrics["rewards/spelled/format_disagreement"]
-    assert (float(metric.value), float(metric.weight)) == (3.0, 5.0)
-    caplog.clear()
-    run(runner, answers, answer=["42", "42", "1000", "42", "7"])
-    assert "look equal" not in caplog.text  # Not again before the hundredth time.
-
-
-def test_rewards_for_wrong_answers_are_told_too(caplog):
-    run(RewardRunner(generous), ["1", "2", "3"], answer=["1", "7", "9"])
-    assert "generous scored a right answer's reward for 2 of 3 answers that differ from the reference" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda completions, **_: [0.0 for _ in completions],  # Reads no reference.
-        functools.partial(lambda completions, scale, answer: [scale * len(c) for c in completions], scale=0.5),
-        lambda completions, answer: [-1.0 if i else 0.0 for i, _ in enumerate(completions)],  # A penalty.
-    ],
-)
-def test_what_is_no_judge_of_answers_is_not_audited(function, caplog):
-    run(RewardRunner(function), ["42.0", "4200", "forty-two"], answer=["42", "42", "42"])
-    assert "look equal" not in caplog.text
-    assert "differ from" not in caplog.text
-
-
-def test_the_audit_runs_on_the_first_three_batches_and_every_hundredth(monkeypatch):
-    from posttrain.rewards import runner as base
-
-    calls = []
-    monkeypatch.setattr(base, "audit_answers", lambda *a: calls.append(runner._calls))
-    runner = RewardRunner(spelled)
-    for _ in range(205):
-        run(runner, ["1", "2"], answer=["1", "1"])
-    assert calls == [1, 2, 3, 100, 200]
-
-
-def test_answers_are_found_where_people_put_them():
-    cases = {
-        "I think the answer is 42.": "42",
-        "<think>\\boxed{1}</think>Answer: yes": "yes",
-        "so <answer> 3/4 </answer>": "3/4",
-        "He has 5 + 67.\n#### 72": "72",
-        "x" * 61: None,
-        "": None,
-    }
-    for text, said in cases.items():
-        assert said_answer(text) == said, text
-
-
-def test_a_row_that_does_not_apply_is_not_judged():
-    def some(completions, target):
-        return []
-
-    found = audit_answers(some, [NAN, 1.0, 0.0], ["1", "2", "3"], {"target": ["1", "2", "4"]})
-    assert (found.judged, found.missed, found.given, found.share) == (2, [], [], 0.0)
-    assert audit_answers(some, [NAN, NAN], ["1", "2"], {"target": ["1", "2"]}) is None
-
-
 # The same rows twice --------------------------------------------------------------------------------------------------
 
 
@@ -233,13 +154,3 @@ def test_an_environment_may_be_the_only_reward_and_its_error_names_it():
         runner(prompts=["p"] * 2, completions=["a"] * 2, completion_ids=[[1]] * 2, environments=[Game(), Game(None)])
     with pytest.raises(ConfigError, match="reward_funcs is empty"):
         RewardRunner(None, environments=[object()])
-
-
-def test_a_reward_of_form_in_a_batch_without_a_right_answer_is_not_taken_for_that_of_one():
-    def right(completions, answer, **_):
-        return [1.0 if text == a else 0.2 * text.isdigit() for text, a in zip(completions, answer, strict=True)]
-
-    said, gold = ["18", "9", "so", "7"], ["2", "1", "3", "4"]
-    found = audit_answers(right, right(said, gold), said, {"answer": gold})
-    assert found.given == []
-    assert found.describe("right") is None
