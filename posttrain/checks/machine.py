@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import platform
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from posttrain.checks.registry import Context, Severity, finding, probe, register
@@ -20,8 +22,8 @@ from posttrain.types import Finding
 
 __all__ = [
     "FEATURES",
-    "REQUIREMENTS",
-    "Requirement",
+    "NEEDS",
+    "Need",
     "base_version",
     "check_binaries",
     "check_disk_space",
@@ -185,30 +187,37 @@ def ports_of_servers(context: Context) -> list[Finding]:
 
 
 @dataclass(frozen=True, slots=True)
-class Requirement:
-    """One line of the table.
+class Need:
+    """One package that a feature needs.
 
     Attributes:
-        package: Its name on the package index.
+        package: What works, as pip reads it: ``vllm>=0.17.0``.
         feature: What needs it, a key of `FEATURES`.
-        minimum: Least version that works; None: any.
         tested: Latest version that was tried; None: none is known to be too new.
-        excluded: First and last version of ranges that do not work, with the reason.
-        reason: What the minimum is for.
+        broken: Versions that do not work, as specifiers: ``>=5.0.0,<=5.5.3``; empty: none.
+        reason: What the least version is for, or what is broken.
     """
 
     package: str
     feature: str
-    minimum: str | None = None
     tested: str | None = None
-    excluded: tuple[tuple[str, str, str], ...] = ()
+    broken: str = ""
     reason: str = ""
+
+    @property
+    def requirement(self) -> Requirement:
+        """The package with its specifiers."""
+        return Requirement(self.package)
+
+    @property
+    def name(self) -> str:
+        """Of the package."""
+        return self.requirement.name
 
 
 # Feature -> how a config asks for it, as the subject of a sentence.
 FEATURES = {
     "core": "posttrain",
-    "peft": "peft_config",
     "liger": "use_liger_kernel=True",
     "bitsandbytes": "an 8-bit or 4-bit model or optimiser",
     "deepspeed": "deepspeed",
@@ -230,45 +239,40 @@ FEATURES = {
     "tensorboard": "report_to='tensorboard'",
 }
 
-REQUIREMENTS = (
-    # The core: what the package metadata asks for, again, because an environment may have changed since it was installed.
-    Requirement("torch", "core", "2.9"),
-    Requirement(
-        "transformers", "core", "5.17", reason="the batch functions of its Trainer that this package builds on"
-    ),
-    Requirement("accelerate", "core", "1.12"),
-    Requirement("datasets", "core", "4.7", reason="columns of JSON values of mixed types"),
-    Requirement("peft", "peft", "0.18"),
-    Requirement("liger-kernel", "liger", "0.8.0", "0.8.0", reason="the chunked losses changed their arguments with it"),
-    Requirement("bitsandbytes", "bitsandbytes"),
-    Requirement("deepspeed", "deepspeed", "0.14.4"),
-    Requirement("transformers", "deepspeed", excluded=(("5.1.0", "5.1.0", "it does not start under any ZeRO stage"),)),
-    Requirement(
+# What posttrain itself needs stands in its own metadata; these are needs of features.
+NEEDS = (
+    Need("liger-kernel>=0.8.0", "liger", "0.8.0", reason="the chunked losses changed their arguments with it"),
+    Need("bitsandbytes", "bitsandbytes"),
+    Need("deepspeed>=0.14.4", "deepspeed"),
+    Need("transformers", "deepspeed", broken="==5.1.0", reason="it does not start under any ZeRO stage"),
+    Need(
         "transformers",
         "deepspeed-zero3-generation",
-        excluded=(("5.0.0", "5.5.3", "generation under ZeRO-3 waits for ever"),),
+        broken=">=5.0.0,<=5.5.3",
+        reason="generation under ZeRO-3 waits for ever",
     ),
-    Requirement("deepspeed", "sequence-parallel", "0.18.1"),
-    Requirement("accelerate", "sequence-parallel", "1.12"),
-    Requirement("accelerate", "context-parallel", "1.11"),
-    Requirement("accelerate", "fsdp2", "1.7"),
-    Requirement(
+    Need("deepspeed>=0.18.1", "sequence-parallel"),
+    Need("accelerate>=1.12", "sequence-parallel"),
+    Need("accelerate>=1.11", "context-parallel"),
+    Need("accelerate>=1.7", "fsdp2"),
+    Need(
         "transformers",
         "fsdp2-ram-efficient",
-        excluded=(("5.4.0", "5.5.99", "weights of all ranks but the first become NaN"),),
+        broken=">=5.4.0,<5.6",
+        reason="weights of all ranks but the first become NaN",
     ),
-    Requirement("vllm", "vllm", "0.17.0", "0.25.1"),
-    Requirement("vllm", "vllm-sleep", "0.10.2", reason="sleep level 2"),
-    Requirement("vllm", "vllm-worker", "0.17.1", reason="the worker extension that receives weights"),
-    Requirement("vllm", "vllm-async", "0.22", reason="weight transfer while requests are under way"),
-    Requirement("aiohttp", "async-http", "3.13.3"),
-    Requirement("transformers", "paged", "5.8", reason="continuous batching with log-probs"),
-    Requirement("jmespath", "environments"),
-    Requirement("transformers", "environments", "5.2", reason="templates with tool results"),
-    Requirement("flash-attn", "flash-attention-2"),
-    Requirement("wandb", "wandb"),
-    Requirement("trackio", "trackio"),
-    Requirement("tensorboard", "tensorboard"),
+    Need("vllm>=0.17.0", "vllm", "0.25.1"),
+    Need("vllm>=0.10.2", "vllm-sleep", reason="sleep level 2"),
+    Need("vllm>=0.17.1", "vllm-worker", reason="the worker extension that receives weights"),
+    Need("vllm>=0.22", "vllm-async", reason="weight transfer while requests are under way"),
+    Need("aiohttp>=3.13.3", "async-http"),
+    Need("transformers>=5.8", "paged", reason="continuous batching with log-probs"),
+    Need("jmespath", "environments"),
+    Need("transformers>=5.2", "environments", reason="templates with tool results"),
+    Need("flash-attn", "flash-attention-2"),
+    Need("wandb", "wandb"),
+    Need("trackio", "trackio"),
+    Need("tensorboard", "tensorboard"),
 )
 
 
@@ -284,18 +288,29 @@ def installed_version(package: str) -> str | None:
     return None
 
 
-@functools.cache
-def required_version(package: str, needs: str) -> str | None:
-    """The one version of ``needs`` that ``package`` was built for (``==``); None where it does not say."""
+def requirements_of(package: str) -> list[Requirement]:
+    """What a package's metadata asks for on this machine, extras aside; empty where it is not installed."""
     try:
         lines = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
-        return None
-    for line in lines:
-        match = re.match(rf"{re.escape(needs)}\s*\(?==\s*([^\s;,)]+)", line)
-        if match:
-            return match[1]
-    return None
+        return []
+    found = [Requirement(line) for line in lines]
+    return [one for one in found if one.marker is None or "extra" not in str(one.marker)]
+
+
+@functools.cache
+def required_version(package: str, needs: str) -> str | None:
+    """The one version of ``needs`` that ``package`` was built for (``==``); None where it does not say."""
+    exact = [
+        s.version for one in requirements_of(package) if one.name == needs for s in one.specifier if s.operator == "=="
+    ]
+    return exact[0] if exact else None
+
+
+@functools.cache
+def needs_of_core() -> tuple[Need, ...]:
+    """What posttrain's own metadata asks for: an environment may have changed since it was installed."""
+    return tuple(Need(f"{one.name}{one.specifier}", "core") for one in requirements_of("posttrain") if one.specifier)
 
 
 def base_version(text: str) -> Version:
@@ -310,12 +325,10 @@ def base_version(text: str) -> Version:
         return Version("0")
 
 
-def of_features(features: Mapping[str, bool]) -> list[Requirement]:
-    """The lines that matter for the features that are on."""
-    return [requirement for requirement in REQUIREMENTS if features.get(requirement.feature)]
+def of_features(features: Mapping[str, bool]) -> list[Need]:
+    """The needs of the features that are on."""
+    return [need for need in (*needs_of_core(), *NEEDS) if features.get(need.feature)]
 
-
-PYTHON = (3, 11)  # `requires-python` of this package.
 
 register(
     "PT-V001", "package-missing", moment="config", title="a package that the config needs is not installed", page="m"
@@ -329,12 +342,11 @@ register("PT-V006", "python-too-old", moment="config", title="an interpreter tha
 SMALL_BITS = ("8bit", "4bit", "bnb", "paged_")
 
 
-def features_in_use(args: Any, *, peft: bool = False, parts: Mapping[str, Any] | None = None) -> dict[str, bool]:
+def features_in_use(args: Any, *, parts: Mapping[str, Any] | None = None) -> dict[str, bool]:
     """Keys of `FEATURES`, and whether a config asks for them.
 
     Args:
         args: A trainer's config.
-        peft: Whether an adapter is trained.
         parts: What else the trainer was given, by argument name.
     """
     init = getattr(args, "model_init_kwargs", None)
@@ -348,7 +360,6 @@ def features_in_use(args: Any, *, peft: bool = False, parts: Mapping[str, Any] |
     optimiser = str(getattr(getattr(args, "optim", ""), "value", getattr(args, "optim", "")))
     return {
         "core": True,
-        "peft": peft,
         "liger": bool(getattr(args, "use_liger_kernel", False)),
         "bitsandbytes": any(part in optimiser for part in SMALL_BITS) or "quantization_config" in init,
         "deepspeed": deepspeed,
@@ -389,66 +400,57 @@ def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | N
         installed: Versions by package name; None asks the packages' metadata.
     """
     found = []
-    for line in of_features(features):
-        version = installed_version(line.package) if installed is None else installed.get(line.package)
-        finding_of_line = _missing(line) if version is None else _compared(line, version)
-        if finding_of_line is not None:
-            found.append(finding_of_line)
+    for need in of_features(features):
+        version = installed_version(need.name) if installed is None else installed.get(need.name)
+        told = _missing(need) if version is None else _compared(need, version)
+        if told is not None:
+            found.append(told)
     return found
 
 
-def _range(line: Requirement) -> str:
-    if line.minimum and line.tested:
-        return f"{line.package} {line.minimum}" + (f" to {line.tested}" if line.tested != line.minimum else "")
-    return f"{line.package} {line.minimum} or later" if line.minimum else line.package
+def _install(need: Need) -> str:
+    return f"pip install '{need.name}=={need.tested}'" if need.tested else f"pip install '{need.package}'"
 
 
-def _install(line: Requirement) -> str:
-    pinned = f"=={line.tested}" if line.tested else f">={line.minimum}" if line.minimum else ""
-    return f"pip install '{line.package}{pinned}'"
-
-
-def _missing(line: Requirement) -> Finding:
+def _missing(need: Need) -> Finding:
     return finding(
         "PT-V001",
         "error",
-        f"{FEATURES[line.feature]} needs {_range(line)}, which is not installed.",
-        line.package,
+        f"{FEATURES[need.feature]} needs {need.package}, which is not installed.",
+        need.name,
         "the run would stop where the package is first used, after data and model were loaded.",
-        f"{_install(line)}, or leave {FEATURES[line.feature]} out.",
+        f"{_install(need)}, or leave {FEATURES[need.feature]} out.",
     )
 
 
-def _compared(line: Requirement, version: str) -> Finding | None:
+def _compared(need: Need, version: str) -> Finding | None:
     have = base_version(version)
-    for first, last, reason in line.excluded:
-        if base_version(first) <= have <= base_version(last):
-            span = first if first == last else f"{first} to {last}"
-            return finding(
-                "PT-V004",
-                "error",
-                f"{FEATURES[line.feature]} does not work with {line.package} {span}; found {version}.",
-                line.package,
-                f"{reason}.",
-                f"pip install '{line.package}>{last}'.",
-            )
-    if line.minimum and have < base_version(line.minimum):
+    if need.broken and have in SpecifierSet(need.broken):
+        return finding(
+            "PT-V004",
+            "error",
+            f"{FEATURES[need.feature]} does not work with {need.name}{need.broken}; found {version}.",
+            need.name,
+            f"{need.reason}.",
+            f"pip install '{need.name}>{max(base_version(s.version) for s in SpecifierSet(need.broken))}'.",
+        )
+    if have not in need.requirement.specifier:
         return finding(
             "PT-V002",
             "error",
-            f"{FEATURES[line.feature]} needs {_range(line)}; found {version}.",
-            line.package,
-            f"older versions lack what it uses{f': {line.reason}' if line.reason else ''}.",
-            f"{_install(line)}. Set preflight='warn' to try anyway.",
+            f"{FEATURES[need.feature]} needs {need.package}; found {version}.",
+            need.name,
+            f"older versions lack what it uses{f': {need.reason}' if need.reason else ''}.",
+            f"{_install(need)}. Set preflight='warn' to try anyway.",
         )
-    if line.tested and have > base_version(line.tested):
+    if need.tested and have > base_version(need.tested):
         return finding(
             "PT-V003",
             "warning",
-            f"{FEATURES[line.feature]} was tested with {_range(line)}; found {version}.",
-            line.package,
+            f"{FEATURES[need.feature]} was tested with {need.package},<={need.tested}; found {version}.",
+            need.name,
             "a newer version may have changed names or results; a comparison of log-probs on the first batch is the proof.",
-            f"{_install(line)}, or compare a few steps with a version that was tested.",
+            f"{_install(need)}, or compare a few steps with a version that was tested.",
         )
     return None
 
@@ -518,19 +520,19 @@ def _cuda(version: str | None) -> int | None:
     return int(match[1]) if match else None
 
 
-def check_python(version: tuple[int, ...]) -> Finding | None:
-    """An interpreter older than what the package was written for.
+def check_python(version: str) -> Finding | None:
+    """An interpreter other than what the package's metadata asks for.
 
     Args:
-        version: Major and minor number first.
+        version: Of the interpreter: ``3.11.2``.
     """
-    if version[:2] >= PYTHON:
+    needed = importlib.metadata.metadata("posttrain").get("Requires-Python") or ""
+    if version in SpecifierSet(needed):
         return None
-    needed = ".".join(map(str, PYTHON))
     return finding(
         "PT-V006",
         "error",
-        f"posttrain needs Python {needed} or later; this is {'.'.join(map(str, version[:2]))}.",
+        f"posttrain needs Python {needed}; this is {version}.",
         "python",
         "it uses syntax and libraries that older ones lack.",
         f"make an environment with Python {needed}.",
@@ -540,9 +542,9 @@ def check_python(version: tuple[int, ...]) -> Finding | None:
 @probe("config", "PT-V001", "PT-V002", "PT-V003", "PT-V004", "PT-V005", "PT-V006")
 def versions(context: Context) -> Iterable[Finding | None]:
     """Versions of everything that the config asks for."""
-    features = features_in_use(context.args, peft=context.peft_config is not None, parts=context.parts)
+    features = features_in_use(context.args, parts=context.parts)
     return [
-        check_python(sys.version_info[:3]),
+        check_python(platform.python_version()),
         *check_versions(features),
         *check_binaries(
             features,

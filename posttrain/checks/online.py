@@ -112,7 +112,11 @@ class Rule:
 
 def _flat(view: View) -> str | None:
     share = view.mean()
-    return f"{100 * share:.0f} % of the groups of the last {view.steps} steps have equal rewards" if share > FLAT_SHARE else None
+    return (
+        f"{100 * share:.0f} % of the groups of the last {view.steps} steps have equal rewards"
+        if share > FLAT_SHARE
+        else None
+    )
 
 
 def _best(view: View) -> float | None:
@@ -154,9 +158,7 @@ def _kl_grows(view: View) -> Iterator[Sign]:
         return
     first, last = ends(values)
     if last > KL_LARGE and last > KL_GROWTH * first:
-        yield Sign(
-            f"the KL to the reference grew from {first:.3g} to {last:.3g} nats a token in {view.steps} steps."
-        )
+        yield Sign(f"the KL to the reference grew from {first:.3g} to {last:.3g} nats a token in {view.steps} steps.")
 
 
 def _ratio(view: View) -> Iterator[Sign]:

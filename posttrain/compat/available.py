@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from posttrain.checks.machine import REQUIREMENTS, base_version, installed_version
+from posttrain.checks.machine import NEEDS, base_version, installed_version
 from posttrain.integrations import is_available
 
 __all__ = [
@@ -111,10 +111,10 @@ def is_vllm_available(min_version: str | None = None) -> bool:
     if not is_available("vllm"):
         return False
     found = installed_version("vllm")
-    known = next(line for line in REQUIREMENTS if (line.package, line.feature) == ("vllm", "vllm"))
-    low, high = base_version(known.minimum or "0"), base_version(known.tested or "0")
-    if found is not None and not low <= base_version(found) <= high:
-        logger.warning("vllm %s is installed; %s to %s were tested.", found, known.minimum, known.tested)
+    known = next(need for need in NEEDS if need.feature == "vllm")
+    works = known.requirement.specifier & f"<={known.tested}"
+    if found is not None and base_version(found) not in works:
+        logger.warning("vllm %s is installed; vllm%s was tested.", found, works)
     return _at_least("vllm", min_version)
 
 

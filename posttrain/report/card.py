@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.errors import check_choice
 from posttrain.integrations import require
 from posttrain.models.load import get_config_model_id
+from posttrain.report.templates import TEMPLATES
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -25,7 +26,7 @@ HUB = "https://huggingface.co"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 PURPOSE = "the model card"
 
-TEMPLATE = Path(__file__).parent / "templates" / "card.md.jinja"
+TEMPLATE = TEMPLATES / "card.md.jinja"
 TASKS_SHOWN = ("text-generation", "text-classification", "token-classification")  # Those with a quick start.
 # End of a model class's name -> its task; everything else generates.
 TASKS = {"ForSequenceClassification": "text-classification", "ForTokenClassification": "token-classification"}

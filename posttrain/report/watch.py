@@ -18,8 +18,8 @@ from rich.text import Text
 
 from posttrain.errors import DataError
 from posttrain.integrations import require
-from posttrain.report.inspect.pieces import visible
 from posttrain.report.page.run import Run, read_run, version
+from posttrain.report.templates import visible
 
 __all__ = [
     "MAIN",

@@ -2,17 +2,22 @@
 
 import importlib.metadata
 import logging
+import platform
 import subprocess
 import sys
 import time
+import tomllib
 import types
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from posttrain import GRPOConfig, SFTConfig
 from posttrain.checks import machine as versions
 from posttrain.checks import registry as core
-from posttrain.checks.machine import FEATURES, REQUIREMENTS, base_version, required_version
+from posttrain.checks.machine import FEATURES, NEEDS, needs_of_core, required_version
 from posttrain.compat import available
 
 
@@ -27,14 +32,14 @@ def codes(*arguments, **installed):
 def test_below_the_minimum_is_an_error_with_both_versions_and_the_command():
     (finding,) = found("vllm", vllm="0.16.3")
     assert (finding.code, finding.severity) == ("PT-V002", "error")
-    assert finding.what == "use_vllm=True needs vllm 0.17.0 to 0.25.1; found 0.16.3."
+    assert finding.what == "use_vllm=True needs vllm>=0.17.0; found 0.16.3."
     assert finding.fix.startswith("pip install 'vllm==0.25.1'")
 
 
 def test_above_the_last_tested_version_is_a_warning_and_inside_the_range_is_silent():
     (finding,) = found("vllm", vllm="0.26.0")
     assert (finding.code, finding.severity) == ("PT-V003", "warning")
-    assert "tested with vllm 0.17.0 to 0.25.1; found 0.26.0" in finding.what
+    assert "tested with vllm>=0.17.0,<=0.25.1; found 0.26.0" in finding.what
     for inside in ("0.17.0", "0.22.1+cu129", "0.25.1", "0.25.1.dev3+g12"):
         assert found("vllm", vllm=inside) == []
     assert codes("liger", liger_kernel="0.8.1") == [("PT-V003", "warning")]
@@ -77,19 +82,27 @@ def test_a_package_that_is_not_there_is_told_before_anything_is_loaded():
         ("context-parallel", "accelerate", "1.11"),
         ("fsdp2", "accelerate", "1.7"),
         ("async-http", "aiohttp", "3.13.3"),
-        ("core", "datasets", "4.7"),
     ],
 )
 def test_the_table_holds_the_minima_of_the_specification(feature, package, minimum):
-    (line,) = [r for r in REQUIREMENTS if (r.feature, r.package) == (feature, package) and r.minimum]
-    assert line.minimum == minimum
+    (need,) = [n for n in NEEDS if (n.feature, n.name) == (feature, package) and n.requirement.specifier]
+    assert str(need.requirement.specifier) == f">={minimum}"
 
 
-def test_every_line_of_the_table_is_of_a_known_feature_and_reads_as_versions():
-    assert {line.feature for line in REQUIREMENTS} == set(FEATURES)
-    for line in REQUIREMENTS:
-        for text in [line.minimum, line.tested, *(v for first, last, _ in line.excluded for v in (first, last))]:
-            assert text is None or base_version(text) > base_version("0")
+def test_what_the_package_itself_needs_is_read_from_its_metadata():
+    written = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    wanted = {one.name: one.specifier for one in map(Requirement, written["dependencies"]) if one.specifier}
+    assert {need.name: need.requirement.specifier for need in needs_of_core()} == wanted
+    (finding,) = found("core", **{name.replace("-", "_"): "99" for name in wanted} | {"datasets": "4.6"})
+    assert (finding.code, finding.where) == ("PT-V002", "datasets")
+    assert versions.check_python("3.99.0") is None
+
+
+def test_every_need_is_of_a_known_feature_and_reads_as_specifiers():
+    assert {need.feature for need in (*NEEDS, *needs_of_core())} == set(FEATURES)
+    for need in NEEDS:
+        assert need.requirement.name and (not need.tested or need.tested in need.requirement.specifier)
+        assert not need.broken or (need.reason and SpecifierSet(need.broken))
 
 
 def test_features_are_read_from_configs(tmp_path):
@@ -108,9 +121,9 @@ def test_features_are_read_from_configs(tmp_path):
         model_init_kwargs={"attn_implementation": "flash_attention_2"},
         use_liger_kernel=True,
     )
-    on = {name for name, value in versions.features_in_use(args, peft=True).items() if value}
+    on = {name for name, value in versions.features_in_use(args).items() if value}
     assert on == {
-        "core", "peft", "vllm", "deepspeed", "deepspeed-zero3-generation", "fsdp2", "fsdp2-ram-efficient",
+        "core", "vllm", "deepspeed", "deepspeed-zero3-generation", "fsdp2", "fsdp2-ram-efficient",
         "bitsandbytes", "wandb", "sequence-parallel", "flash-attention-2", "liger",
     }  # fmt: skip
 
@@ -118,7 +131,7 @@ def test_features_are_read_from_configs(tmp_path):
 def test_what_is_installed_here_fits_and_is_checked_within_fifty_milliseconds(tmp_path):
     args = GRPOConfig(str(tmp_path), report_to="none", bf16=False)
     context = core.Context("grpo", args)
-    for cached in (versions.installed_version, versions.required_version):
+    for cached in (versions.installed_version, versions.required_version, versions.needs_of_core):
         cached.cache_clear()
     started = time.perf_counter()
     findings = [finding for finding in versions.versions(context) if finding is not None]
@@ -157,8 +170,8 @@ def test_a_vllm_built_for_another_torch_is_an_error_and_bitsandbytes_beside_it_a
 
 
 def test_an_old_interpreter_is_named():
-    assert versions.check_python((3, 10, 4)).what == "posttrain needs Python 3.11 or later; this is 3.10."
-    assert versions.check_python(sys.version_info[:3]) is None
+    assert versions.check_python("3.10.4").what == "posttrain needs Python >=3.11; this is 3.10.4."
+    assert versions.check_python(platform.python_version()) is None
 
 
 def test_availability_of_vllm_warns_outside_the_range_and_is_false_below_the_minimum_asked_for(monkeypatch, caplog):
@@ -166,7 +179,7 @@ def test_availability_of_vllm_warns_outside_the_range_and_is_false_below_the_min
     monkeypatch.setattr(available, "installed_version", lambda package: "0.26.0")
     with caplog.at_level(logging.WARNING):
         assert available.is_vllm_available()
-    assert "vllm 0.26.0 is installed; 0.17.0 to 0.25.1 were tested" in caplog.text
+    assert "vllm 0.26.0 is installed; vllm<=0.25.1,>=0.17.0 was tested" in caplog.text
     assert available.is_vllm_available("0.26") and not available.is_vllm_available("0.27")
     assert not available.is_deepspeed_available()
 

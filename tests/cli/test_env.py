@@ -26,7 +26,7 @@ def test_a_taken_port_and_a_package_that_does_not_fit_are_named(monkeypatch):
         assert env._ports() == f"{port} (rollout server) in use"
     assert env._ports() == f"{port} (rollout server) free"
     monkeypatch.setattr(versions, "installed_version", lambda name: "0.26.0" if name == "vllm" else None)
-    assert "\n  - PT-V003 (warning): use_vllm=True was tested with vllm 0.17.0 to 0.25.1" in env._compatibility()
+    assert "\n  - PT-V003 (warning): use_vllm=True was tested with vllm>=0.17.0,<=0.25.1" in env._compatibility()
 
 
 def test_the_commit_is_read_from_the_checkout_loose_or_packed(tmp_path, monkeypatch):

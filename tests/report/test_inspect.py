@@ -10,9 +10,8 @@ from rich.console import Console
 
 from posttrain.errors import DataError
 from posttrain.report.inspect import summarise, to_console, to_html
-from posttrain.report.inspect.html import MOST
-from posttrain.report.inspect.pieces import Piece, elide, pieces_of, visible
-from posttrain.report.inspect.summary import Bin
+from posttrain.report.inspect.render import MOST
+from posttrain.report.inspect.summary import Bin, Piece, elide, pieces_of, visible
 from posttrain.types import Finding, Row
 
 BOS, EOS = 1, 2
@@ -283,7 +282,7 @@ def test_the_page_is_made_for_light_and_dark(tiny_tokenizer):
     light, dark = style.split("@media (prefers-color-scheme: dark)")
     names = set(re.findall(r"(--[\w-]+):", light)) - {"--tone"}
     assert names == set(re.findall(r"(--[\w-]+):", dark.split("}")[0])), "a colour has no dark counterpart"
-    assert "color-scheme: light dark" in light
+    assert "color-scheme: light" in light and "color-scheme: dark" in dark
 
 
 def test_the_page_marks_exactly_the_trained_tokens_and_names_the_special_ones(tiny_tokenizer):

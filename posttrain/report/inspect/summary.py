@@ -1,4 +1,4 @@
-"""Rows to numbers and pieces of text: everything the two renderings show, computed once."""
+"""Rows to numbers and pieces of text: everything that the terminal and the HTML file show, computed once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,43 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.report.inspect.pieces import Piece, pieces_of
+from posttrain.report.templates import visible
 from posttrain.types import Finding, Row
 
-__all__ = ["Bin", "Shown", "SpecialToken", "Summary", "facts", "row_title", "summarise"]
+__all__ = [
+    "Bin",
+    "Piece",
+    "Shown",
+    "SpecialToken",
+    "Summary",
+    "elide",
+    "facts",
+    "pieces_of",
+    "row_title",
+    "summarise",
+    "visible",
+]
 
 BINS = 12
 TAIL = 3  # Lengths beyond this many times those of 99 in 100 rows would squeeze the others into one bin.
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that belongs to one token, or to the few that spell one character.
+
+    Attributes:
+        text: Decoded text.
+        ids: Its tokens.
+        trained: Whether the loss sees it.
+        role: What a special token is (``"eos, pad"``, or ``"special"``); "" for words.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    trained: bool
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -304,6 +333,56 @@ def _shown(
         bos=item.ids.count(tokenizer.bos_token_id),
         eos=item.ids.count(tokenizer.eos_token_id),
     )
+
+
+# Pieces of text ------------------------------------------------------------------------------------------------------
+
+
+def pieces_of(ids: list[int], trained: list[bool], tokenizer: Any, roles: dict[int, str]) -> Iterator[Piece]:
+    """Text token by token.
+
+    A token's text depends on the one before it (a leading space) and may be part of a character: what a token adds is the
+    difference of two decodings, and tokens are held back until their characters are whole.
+    """
+    size = len(tokenizer)
+    whole = [token in roles or not 0 <= token < size for token in ids]  # Tokens that stand for themselves.
+    before: list[int] = []
+    held: list[int] = []
+    for position, (token, flag) in enumerate(zip(ids, trained, strict=True)):
+        if whole[position]:
+            yield _named(token, flag, tokenizer, roles)
+            before = [token] if 0 <= token < size else []
+            continue
+        held.append(token)
+        text = tokenizer.decode(before + held, skip_special_tokens=False)
+        after = position + 1
+        last = after == len(ids) or whole[after] or bool(trained[after]) != bool(flag)
+        if last or not text.endswith("\ufffd"):
+            start = len(tokenizer.decode(before, skip_special_tokens=False))
+            yield Piece(text[start:], tuple(held), bool(flag))
+            before, held = held, []
+
+
+def _named(token: int, trained: bool, tokenizer: Any, roles: dict[int, str]) -> Piece:
+    if token in roles:
+        return Piece(str(tokenizer.convert_ids_to_tokens(token)), (token,), bool(trained), roles[token])
+    return Piece(f"[id {token}]", (token,), bool(trained), "not in the vocabulary")
+
+
+def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]]:
+    """Head, how many tokens are left out, tail; nothing is left out of up to ``most`` pieces.
+
+    The tail is the longer part of two: the end of a row is where things go wrong.
+
+    >>> elide([Piece(c, (0,), False) for c in "abcdef"], 3)[1]
+    3
+    """
+    if len(pieces) <= most:
+        return pieces, 0, []
+    head = most // 3
+    tail = most - head
+    hidden = pieces[head:-tail]
+    return pieces[:head], sum(len(piece.ids) for piece in hidden), pieces[-tail:]
 
 
 # Words that both renderings share ----------------------------------------------------------------------------------------

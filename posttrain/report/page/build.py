@@ -15,22 +15,19 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from posttrain.checks.online import Rule, Verdict, review
 from posttrain.errors import ConfigError
-from posttrain.report.inspect.pieces import visible
 from posttrain.report.page.panels import Panel, figures, groups_of, panels_of
 from posttrain.report.page.run import Run, flat
+from posttrain.report.templates import TEMPLATES, environment
 
 __all__ = ["content", "final", "render", "write_page"]
 
-HERE = Path(__file__).parent
 LONGEST = 4000  # Characters of a completion before its middle is left out.
 TAIL = 0.1  # Share of the latest points whose mean is the final value.
 ABSENT = "—"
@@ -108,16 +105,7 @@ def histogram(lengths: Sequence[int], bins: int = 10) -> list[tuple[str, int, in
     return [(span, count, round(100 * count / most)) for span, (_, count) in zip(spans, counts, strict=True)]
 
 
-@cache
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE / "templates"),
-        autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
-    )
-    environment.filters |= {f.__name__: f for f in (number, middle_out, shown, steps, histogram)}
-    environment.globals |= {"headline": HEADLINE}
-    return environment
+environment().filters.update({f.__name__: f for f in (number, middle_out, shown, steps, histogram)})
 
 
 # What stands in the sections -------------------------------------------------------------------------------------
@@ -159,9 +147,9 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     """What changes while a run goes on: ``sections``, HTML by name, and ``data``, what is drawn."""
     verdicts = [review(run.rows) for run in runs]
     panels = panels_of(runs)
-    make: Any = _environment().get_template("sections.html.jinja").module
+    make: Any = environment().get_template("sections.html.jinja").module
     sections = {
-        "overview": make.overview(runs),
+        "overview": make.overview(runs, HEADLINE),
         "findings": make.findings(runs),
         "pathologies": make.pathologies(runs, _cards(verdicts)),
         "curves": make.curves(groups_of(panels, runs, verdicts)),
@@ -199,7 +187,9 @@ def _finals(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, list[tupl
     rows = {}
     for name in (name for panel in panels for name in panel.metrics):
         values = [final(run, name) for run in runs]
-        cells = [(ABSENT if v is None else number(v), _change(values[0], v) if at else "") for at, v in enumerate(values)]
+        cells = [
+            (ABSENT if v is None else number(v), _change(values[0], v) if at else "") for at, v in enumerate(values)
+        ]
         if len(runs) == 1:
             points = [value for _, value in runs[0].series[name].finite]
             ends = (points[0], min(points), max(points)) if points else ()
@@ -227,21 +217,25 @@ def render(runs: Sequence[Run], *, live: bool = False) -> str:
         live: Whether the page asks the server it came from for news; else it may connect to nothing.
     """
     made = content(runs)
-    script = (HERE / "static" / "page.js").read_text(encoding="utf-8")
+    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _environment().get_template("page.html.jinja").render(
-        runs=runs,
-        live=live,
-        title=" · ".join(run.name for run in runs) or "no run",
-        titles=TITLES | ({"compare": "Comparison"} if len(runs) > 1 else {}),
-        sections={name: Markup(html) for name, html in made["sections"].items()},
-        data=Markup(_json(made["data"])),
-        script=Markup(script),
-        style=Markup((HERE / "static" / "page.css").read_text(encoding="utf-8")),
-        policy=Markup(
-            f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data: blob:; "
-            f"connect-src '{'self' if live else 'none'}'; base-uri 'none'; form-action 'none'"
-        ),
+    return (
+        environment()
+        .get_template("page.html.jinja")
+        .render(
+            runs=runs,
+            live=live,
+            title=" · ".join(run.name for run in runs) or "no run",
+            titles=TITLES | ({"compare": "Comparison"} if len(runs) > 1 else {}),
+            sections={name: Markup(html) for name, html in made["sections"].items()},
+            data=Markup(_json(made["data"])),
+            script=Markup(script),
+            style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
+            policy=Markup(
+                f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data: blob:; "
+                f"connect-src '{'self' if live else 'none'}'; base-uri 'none'; form-action 'none'"
+            ),
+        )
     )
 
 

@@ -229,7 +229,11 @@ class Run:
 
 def _pieces(item: Mapping[str, Any]) -> list[tuple[str, bool]]:
     pieces = item.get("pieces")
-    return [(str(p[0]), bool(p[1])) for p in pieces if isinstance(p, list) and len(p) == 2] if isinstance(pieces, list) else []
+    return (
+        [(str(p[0]), bool(p[1])) for p in pieces if isinstance(p, list) and len(p) == 2]
+        if isinstance(pieces, list)
+        else []
+    )
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A summary of rows on a terminal."""
+"""A summary of rows on a terminal, or as one HTML file without scripts that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.report.inspect.pieces import Piece, elide, visible
-from posttrain.report.inspect.summary import Shown, Summary, facts, row_title
+from posttrain.report.inspect.summary import Piece, Shown, Summary, elide, facts, row_title, visible
+from posttrain.report.templates import TEMPLATES, environment
 
-__all__ = ["to_console"]
+__all__ = ["to_console", "to_html"]
 
-MOST = 400  # Tokens of a row shown before its middle is left out: about a screen.
+SCREEN = 400  # Tokens of a row shown on a terminal before its middle is left out: about a screen.
+MOST = 2000  # The same in a file: some ten screens.
 BAR = 40
 STYLES = {  # (trained, special)
     (True, False): "bold green",
@@ -40,7 +41,7 @@ def to_console(summary: Summary, console: Console | None = None) -> None:
 
 
 def _row(shown: Shown, marked: bool) -> Panel:
-    head, hidden, tail = elide(shown.pieces, MOST)
+    head, hidden, tail = elide(shown.pieces, SCREEN)
     text = _text(head, marked)
     if hidden:
         text.append(f"\n... {hidden:,} tokens left out ...\n", style="italic dim")
@@ -114,3 +115,11 @@ def _findings(summary: Summary) -> Group:
         for label, value in (("where", finding.where), ("why", finding.why), ("fix", finding.fix)):
             parts.append(Text.assemble((f"  {label}: ", "dim"), visible(value)))
     return Group(*parts)
+
+
+def to_html(summary: Summary) -> str:
+    """The whole page."""
+    rows = [(row_title(shown), *elide(shown.pieces, MOST)) for shown in summary.shown]
+    style = (TEMPLATES / "page.css").read_text(encoding="utf-8")
+    template = environment().get_template("inspect.html.jinja")
+    return template.render(summary=summary, facts=facts(summary), rows=rows, style=style)
