@@ -19,8 +19,8 @@ from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, tell_own_checkpoint
 from posttrain.rewards.judges import BaseJudge, JudgeReward
-from posttrain.rewards.pairs import PairRewards, WholeTextReward
-from posttrain.rewards.runner import RewardTable
+from posttrain.rewards.model import WholeTextReward
+from posttrain.rewards.runner import PairRewards, RewardTable
 from posttrain.rollouts.batch import Generation
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig

@@ -144,7 +144,9 @@ class RewardCall:
         """Call one function; what comes back may still have to be awaited."""
         call = functools.partial(function, **self.accepted(name, function, self.arguments(name)))
         try:
-            return call() if timeout is None else _within(timeout, call)
+            return (
+                call() if timeout is None else _on_thread(call).result(timeout)
+            )  # A signal works on the main thread only.
         except (MissingDependencyError, KeyboardInterrupt, SystemExit):
             raise  # The first says already what to install.
         except BaseException as error:  # CancelledError and its kin are no Exception, and end this call alone.
@@ -240,25 +242,19 @@ def _copy(value: Any) -> Any:
     return [copy.copy(item) if isinstance(item, Mapping) else item for item in value]
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run on a thread of its own and stop waiting after ``seconds``: a signal would work on the main thread only."""
-    box: list[tuple[bool, Any]] = []
+def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
+    """What ``work`` returns, on a daemon thread of its own: one of a pool that hangs would keep the process from ending."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
 
-    def work() -> None:
+    def run() -> None:
         try:
-            box.append((True, call()))
-        except BaseException as error:  # Carried over to the caller's thread.
-            box.append((False, error))
+            future.set_result(work())
+        except BaseException as error:  # Carried over to the waiting thread.
+            future.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True, name="reward")
-    thread.start()
-    thread.join(seconds)
-    if not box:
-        raise TimeoutError
-    succeeded, outcome = box[0]
-    if not succeeded:
-        raise outcome
-    return outcome
+    threading.Thread(target=run, daemon=True, name="reward").start()
+    return future
 
 
 def scores_tensor(columns: list[list[float]], n: int) -> Tensor:
@@ -296,32 +292,8 @@ async def awaited(call: RewardCall, name: str, function: Callable) -> Any:
     """The result of one concurrent function."""
     bare = function.func if isinstance(function, functools.partial) else function
     if getattr(bare, "runs_in_thread", False):
-        return await _on_thread(lambda: call.run(name, function))
+        return await asyncio.wrap_future(_on_thread(lambda: call.run(name, function)))
     return await call.run(name, function)
-
-
-async def _on_thread(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns on a daemon thread of its own: one of a pool that hangs would keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def settle(outcome: Any, error: BaseException | None) -> None:
-        if future.done():
-            return  # Nobody waits any more.
-        if error is None:
-            future.set_result(outcome)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        try:
-            result = work(), None
-        except BaseException as error:  # Carried over to the waiting task.
-            result = None, error
-        loop.call_soon_threadsafe(settle, *result)
-
-    threading.Thread(target=run, daemon=True, name="reward").start()
-    return await future
 
 
 async def itself(awaitable: Awaitable) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from posttrain.data.chat import one_bos
 from posttrain.data.forest import collate
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import ModelError, RewardError
@@ -19,6 +20,7 @@ from posttrain.types import Row
 __all__ = [
     "ModelReward",
     "TokenReward",
+    "WholeTextReward",
     "refuse_alike",
 ]
 
@@ -212,6 +214,20 @@ def _load(model_id: str, init: dict[str, Any]) -> Any:
 
     check_model_source(model_id, generative=False)
     return AutoModelForSequenceClassification.from_pretrained(model_id, **(init | {"num_labels": 1}))
+
+
+class WholeTextReward(ModelReward):
+    """A reward model that reads plain text with the special tokens its tokenizer adds, as it was trained to.
+
+    A text that already begins with the bos token does not get a second one. Conversations are rendered by the template, as
+    `ModelReward` does.
+    """
+
+    def _ids(self, prompt: Any, completion: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            return super()._ids(prompt, completion)
+        ids = self.tokenizer(prompt + completion, verbose=False)["input_ids"]
+        return self._fitting(one_bos(ids, self.tokenizer.bos_token_id))
 
 
 class TokenReward:

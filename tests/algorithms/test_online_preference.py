@@ -14,7 +14,8 @@ from posttrain.data.forest import Layout, collate
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models.forward import sequence_logps
 from posttrain.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
-from posttrain.rewards.pairs import PairRewards, WholeTextReward
+from posttrain.rewards.model import WholeTextReward
+from posttrain.rewards.runner import PairRewards
 from posttrain.types import LossTerms, Request, Row
 from tests import test_docs as docs
 from tests.algorithms.helpers import SHORT, count_a, prompts, scripted, weights
