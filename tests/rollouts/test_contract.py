@@ -33,8 +33,6 @@ ENGINES = {
     "hf": lambda model: HFEngine(model, pad_token_id=0),
     "native": lambda model: NativeEngine(model, pad_token_id=0),
     "native-3-slots": lambda model: NativeEngine(model, pad_token_id=0, max_slots=3),
-    "native-graph": lambda model: NativeEngine(model, pad_token_id=0, decode="graph"),
-    "native-graph-3-slots": lambda model: NativeEngine(model, pad_token_id=0, max_slots=3, decode="graph"),
     "server": served,
     "paged": lambda model: PagedEngine(model, pad_token_id=0),
 }

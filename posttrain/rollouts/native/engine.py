@@ -20,8 +20,6 @@ from posttrain.models.heads import trunk
 from posttrain.rollouts.base import check_requests, check_rope, refuse_virtual_tokens
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
-from posttrain.rollouts.native.gpu import decoder_of
-from posttrain.rollouts.native.gpu_run import GraphRun
 from posttrain.rollouts.native.layers import (
     Packed,
     Products,
@@ -69,8 +67,6 @@ class NativeEngine:
         keep_bytes: Most memory that `keeping` may use.
         threads: Of products on a CPU; None is what torch was told, at most one a processor this process may use.
         folder: Where the prompts of a failed call are written; None writes nothing.
-        decode: ``graph`` captures the decoding step as a CUDA graph (uncaptured on a CPU), ``eager`` calls it; ``auto`` is
-            ``graph`` on a GPU and ``eager`` on a CPU.
         products: On a CPU. ``exact``: with the weights as they are, copied into the order that is read fastest for calls of
             many steps where a quarter of the free memory holds the copy. ``plain``: never copied. ``bfloat16``: with
             copies rounded to half the size, the trained weights untouched; log-probs differ by about 0.01 nats, so a
@@ -97,7 +93,6 @@ class NativeEngine:
         keep_bytes: int = KEEP_BYTES,
         threads: int | None = None,
         folder: str | Path | None = None,
-        decode: str = "auto",
         products: Products = "exact",
     ) -> None:
         refuse_virtual_tokens(model, "the native engine")
@@ -123,7 +118,6 @@ class NativeEngine:
         self._held: Packed | None = None
         self.products = self._resolved(products, device)
         self.in_process = self.products != "bfloat16" or next(self.inner.parameters()).dtype == torch.bfloat16
-        self.decoder = decoder_of(self, decode)
         self.version = 0
         self.interrupted = threading.Event()
         self._stream = torch.Generator().manual_seed(0)
@@ -141,12 +135,12 @@ class NativeEngine:
         self.interrupted.clear()
         if self.kept is not None:
             self._forget_old_weights()
-        run = (Run if self.decoder is None else GraphRun)(self, requests, sampling)
-        packed = self._packed() if isinstance(run, Run) else None
+        run = Run(self, requests, sampling)
+        packed = self._packed()
         plugged, quick = plugged_in(self.inner, run.store), quick_products(self.inner, packed)
-        fused = fused_layers(self.inner, (packed or Packed()) if isinstance(run, Run) else None)
+        fused = fused_layers(self.inner, packed or Packed())
         with evaluating(self.model), plugged, fused, quick, bound_threads(self.threads):
-            if isinstance(run, Run) and packed is not None:
+            if packed is not None:
                 run.read_from(packed)
             try:
                 return run.to_the_end()
@@ -244,8 +238,6 @@ class NativeEngine:
         """Free what is kept."""
         if self.kept is not None:
             self.kept.clear()
-        if self.decoder is not None:
-            self.decoder.release()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``(n, H)`` final hidden states to ``(n, V)`` logits, by the architecture's own rule."""
