@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from posttrain.errors import RolloutError
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.base import create_engine
+from posttrain.rollouts.factory import create_engine
 from posttrain.rollouts.native import probe
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.sampling import draw
