@@ -22,6 +22,11 @@ __all__ = ["choose_engine", "create_engine"]
 logger = logging.getLogger(__name__)
 
 NAMES = ("auto", "native", "native_bf16", "hf", "paged")
+# What "auto" cannot choose without a trainer's config.
+UNCONFIGURED = {
+    "vllm": "it would sample from a copy of the weights that nobody pushes to",
+    "paged": "it does not follow every sampling setting, and those of the calls are not known yet",
+}
 
 
 def choose_engine(model: nn.Module, refused: Mapping[str, str] | None = None) -> str:
@@ -60,17 +65,15 @@ def create_engine(
     pad_token_id: int,
     folder: str | None = None,
     cache: str | None = None,
-    refused: Mapping[str, str] | None = None,
 ) -> RolloutEngine:
     """Make an engine that samples with the weights of ``model`` itself.
 
     Args:
-        name: One of `NAMES`.
+        name: One of `NAMES`; ``auto`` is ``native`` or ``hf`` here (see `choose_engine` for trainers on a GPU).
         model: A causal language model.
         pad_token_id: Of the tokenizer.
         folder: Where the prompts of a failed call are written, by engines that do so.
         cache: transformers' ``cache_implementation``, which the engine ``hf`` alone has.
-        refused: For ``auto``: see `choose_engine`.
 
     Raises:
         ConfigError: An unknown name; ``native`` on a model for which it is not exact.
@@ -80,8 +83,7 @@ def create_engine(
             f"rollout_engine={name!r} is not known{did_you_mean(name, NAMES)}. Choose one of {', '.join(NAMES)}."
         )
     if name == "auto":
-        copy = {"vllm": "it would sample from a copy of the weights that nobody pushes to"}
-        name = choose_engine(model, dict(refused or {}) | copy)
+        name = choose_engine(model, UNCONFIGURED)
     engine = _made(name, model, pad_token_id, cache)
     engine.folder = None if folder is None else Path(folder)
     if cache is not None and name != "hf":

@@ -20,7 +20,7 @@ from posttrain.rollouts.factory import create_engine
 from posttrain.rollouts.server.engine import AWAY, ServerEngine
 from posttrain.rollouts.server.replies import derived_seed
 from posttrain.rollouts.workers.shared_weights import Weights
-from posttrain.training.online_config import VllmSyncFields
+from posttrain.training.online_config import VllmSyncFields, resolve_auto
 from posttrain.types import Request, Rollout, Row, Sampling
 
 __all__ = ["FarRolloutMixin"]
@@ -71,6 +71,7 @@ class FarRolloutMixin:
         if given is not None:
             return require_engine(given)
         bare = self.accelerator.unwrap_model(self.model)
+        resolve_auto(args, bare, self.processing_class)  # type: ignore[attr-defined]
         if not getattr(args, "use_vllm", False):
             return self.engine_on(bare)
         if args.vllm_mode == "server":
