@@ -47,6 +47,7 @@ class Capabilities:
         checkpoint_names: It takes weights under the names of checkpoints instead of those of the model's parameters.
         max_lora_rank: Largest rank of an adapter that can be pushed without the base weights; 0: none can.
         unsupported: Fields of `Sampling` that it refuses unless they are at their defaults (guides, stop strings, ...).
+        per_request_sampling: A request may bring a `Sampling` that differs from that of the call.
         context: Most tokens of prompt and completion; None: those of the model.
         dtype: Of its copy of the weights; None: unknown, or it has no copy.
     """
@@ -63,6 +64,7 @@ class Capabilities:
     checkpoint_names: bool = False
     max_lora_rank: int = 0
     unsupported: tuple[str, ...] = ()
+    per_request_sampling: bool = True
     context: int | None = None
     dtype: torch.dtype | None = None
 

@@ -128,7 +128,9 @@ class HFEngine(RolloutEngine):
     """
 
     name = "hf"
-    capabilities = Capabilities(in_process=True, shares_weights=True, unsupported=("guide", "top_logps"))
+    capabilities = Capabilities(
+        in_process=True, shares_weights=True, unsupported=("guide", "top_logps"), per_request_sampling=False
+    )
 
     def __init__(
         self, model: nn.Module, *, pad_token_id: int, tokenizer: Any = None, cache_implementation: str | None = None

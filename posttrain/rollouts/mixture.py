@@ -49,7 +49,7 @@ class MixtureEngine(RolloutEngine):
     """
 
     name = "mixture"
-    capabilities = Capabilities(in_process=True, unsupported=UNKNOWN)
+    capabilities = Capabilities(in_process=True, unsupported=UNKNOWN, per_request_sampling=False)
 
     def __init__(
         self,

@@ -102,7 +102,9 @@ class PagedEngine(RolloutEngine):
         self.settings = check_paged(settings)
         # Half precision may be sampled with flash attention, and another attention's log-probs are those of another engine.
         exact = causal_lm(model).dtype not in HALF
-        self.capabilities = Capabilities(in_process=True, shares_weights=exact, unsupported=UNKNOWN)
+        self.capabilities = Capabilities(
+            in_process=True, shares_weights=exact, unsupported=UNKNOWN, per_request_sampling=False
+        )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """See `RolloutEngine.generate`; a request's own settings may differ in ``max_new_tokens``, and in the seed, which is
