@@ -102,7 +102,7 @@ def profile(model: Any, rows: int, prompt: int, tokens: int, kind: str) -> dict[
     ids = torch.randint(100, 40_000, (max(1, rows // 8), prompt), generator=generator).tolist()
     requests = [Request(p, min(8, rows)) for p in ids]
     clock = Clock()
-    with engine.keeping():  # Copies of the weights that the first call makes serve the second.
+    with engine.prefix_cache():  # Copies of the weights that the first call makes serve the second.
         engine.generate(requests, Sampling(12, seed=0))
         with watched(model, clock):
             engine.generate(requests, Sampling(tokens, seed=0))

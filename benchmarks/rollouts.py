@@ -5,7 +5,7 @@ the longest completion is done, concatenates its cache at every step, repeats ke
 sort. At skewed lengths (log-normal, mean 40 % of the longest) it therefore computes about 2.5 times the tokens. Continuous
 batching computes each token once, but gathers pages at every step. vLLM shares prompts by its prefix cache.
 
-A GPU has a script of its own, rollouts_gpu.py. Here every engine has both cores; run it on a machine that does nothing else.
+Every engine has both cores; run it on a machine that does nothing else.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ _PUBLIC = {
     "Batch": "types",
     "CPOConfig": "algorithms.cpo",
     "CPOTrainer": "algorithms.cpo",
+    "Capabilities": "rollouts.base",
     "CheckpointError": "errors",
     "ComparedConfig": "algorithms.preference",
     "ConfigError": "errors",

@@ -91,10 +91,14 @@ class OnlinePreferenceConfig(OnlineConfig):
         for name in self.per_epoch:
             value = getattr(self, name)
             setattr(self, name, value[0] if isinstance(value, Sequence) and len(value) == 1 else value)
-        if self.use_vllm and self.in_process_because:
-            raise ConfigError(f"use_vllm=True cannot be used here: {self.in_process_because}. Leave it out.")
         super().__post_init__()
         self._check_pairs()
+
+    def check_vllm_settings(self) -> None:
+        """See `OnlineConfig.check_vllm_settings`."""
+        if self.in_process_because:
+            raise ConfigError(f"use_vllm=True cannot be used here: {self.in_process_because}. Leave it out.")
+        super().check_vllm_settings()
 
     def _check_pairs(self) -> None:
         check_choice("loss_type", self.loss_type, PAIR_LOSS_TYPES)

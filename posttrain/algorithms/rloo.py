@@ -51,8 +51,6 @@ class RLOOConfig(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_clip_range()
-        if self.use_vllm:
-            refuse_truncated(self)
         if self.use_liger_kernel:
             raise ConfigError("use_liger_kernel=True: RLOO has no such option. Leave it at False, or use GRPO.")
         if self.vllm_importance_sampling_mode.startswith("token"):
@@ -60,6 +58,11 @@ class RLOOConfig(OnlineConfig):
                 f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} weighs tokens, and RLOO's ratio is one of "
                 "whole sequences. Use 'sequence_mask', 'sequence_truncate' or 'geometric'."
             )
+
+    def check_vllm_settings(self) -> None:
+        """See `OnlineConfig.check_vllm_settings`."""
+        super().check_vllm_settings()
+        refuse_truncated(self)
 
     def _check_clip_range(self) -> None:
         given = self.reward_clip_range

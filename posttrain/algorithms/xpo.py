@@ -10,7 +10,7 @@ from torch import Tensor
 from posttrain.algorithms.online_preference import OnlinePreferenceConfig, OnlinePreferenceTrainer, pair_terms
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.types import Batch, ModelOutputs, Request, Rollout, Sampling
 
 __all__ = ["XPOConfig", "XPOTrainer"]
@@ -66,7 +66,8 @@ class XPOTrainer(OnlinePreferenceTrainer):
         super().__init__(*args, **kwargs)
         assert self.reference is not None
         model = self.reference.copy or self.accelerator.unwrap_model(self.model)
-        self.opponent = reference_engine or self.engine_on(model)
+        given = reference_engine
+        self.opponent = self.engine_on(model) if given is None else require_engine(given, "reference_engine")
 
     def sample_opponent(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """One completion a prompt from the reference: adapters off (or a frozen one on) where it is the same model."""

@@ -1,51 +1,153 @@
-"""What a rollout engine is, and how one is chosen."""
+"""`RolloutEngine`: what every rollout engine is and can do, and the checks of requests that engines share."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+import abc
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, RolloutError, did_you_mean
+from posttrain.errors import ConfigError, RolloutError
 from posttrain.models.attention import rope_limits
-from posttrain.models.heads import causal_lm, learns_prompts, unwrapped
+from posttrain.models.heads import learns_prompts, unwrapped
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = [
+    "Capabilities",
     "RolloutEngine",
     "check_followed",
     "check_requests",
     "check_rope",
-    "create_engine",
-    "keeping",
     "refuse_virtual_tokens",
+    "require_engine",
 ]
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a rollout engine can do and what it needs; trainers read nothing else to tell engines apart.
+
+    The defaults are those of an engine of which nothing is known: its log-probs are corrected for as a foreign engine's.
+
+    Attributes:
+        in_process: It runs in the trainer's process.
+        shares_weights: It samples with exactly the weights that are trained, so its log-probs need no correction.
+        needs_weight_sync: It holds a copy of the weights, and each new version must be pushed with `load_weights`.
+        main_process_only: The main process sends the requests of all processes, and pushes the weights.
+        has_logprobs: Its log-probs are real; `ScriptedEngine` returns placeholders.
+        logprobs_match_training: Its log-probs equal those of the training forward to 1e-4 nats (float32 throughout).
+        scores_sequences: `RolloutEngine.score` gives the log-probs of given sequences.
+        prefix_cache: `RolloutEngine.prefix_cache` keeps keys and values between calls.
+        sleeps: `RolloutEngine.sleep` gives device memory back until the next push or call.
+        checkpoint_names: It takes weights under the names of checkpoints instead of those of the model's parameters.
+        max_lora_rank: Largest rank of an adapter that can be pushed without the base weights; 0: none can.
+        unsupported: Fields of `Sampling` that it refuses unless they are at their defaults (guides, stop strings, ...).
+        per_request_sampling: A request may bring a `Sampling` that differs from that of the call.
+        context: Most tokens of prompt and completion; None: those of the model.
+        dtype: Of its copy of the weights; None: unknown, or it has no copy.
+    """
+
+    in_process: bool = False
+    shares_weights: bool = False
+    needs_weight_sync: bool = False
+    main_process_only: bool = False
+    has_logprobs: bool = True
+    logprobs_match_training: bool = False
+    scores_sequences: bool = False
+    prefix_cache: bool = False
+    sleeps: bool = False
+    checkpoint_names: bool = False
+    max_lora_rank: int = 0
+    unsupported: tuple[str, ...] = ()
+    per_request_sampling: bool = True
+    context: int | None = None
+    dtype: torch.dtype | None = None
 
 
-@runtime_checkable
-class RolloutEngine(Protocol):
-    """Samples completions. Every engine passes the same contract tests."""
+class RolloutEngine(abc.ABC):
+    """Samples completions. Every engine passes the same contract tests (tests/rollouts/test_contract.py).
 
-    name: str
+    A subclass defines `generate`, `load_weights` and `close`, and says in ``capabilities`` what else it can do. The methods
+    below them have a default for engines that have nothing to do there.
 
+    Attributes:
+        name: What messages and records call it.
+        capabilities: See `Capabilities`; a class attribute, or a property where it depends on the model or on servers.
+        version: Of the weights that were loaded last.
+        tokenizer: For stop strings and guides; a trainer sets it where it is None.
+        folder: Where the prompts of a failed call are written, by engines that do so; None writes nothing.
+    """
+
+    name: str = "custom"
+    capabilities: Capabilities = Capabilities()
+    version: int = 0
+    tokenizer: Any = None
+    folder: Path | None = None
+
+    @abc.abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """All completions of request 0, then of request 1, and so on."""
-        ...
 
+    @abc.abstractmethod
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights; engines that run on the trainer's own only note the version."""
-        ...
+        """Take new weights; engines that share the trainer's weights only note the version."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Free what the engine holds; it is not used again."""
-        ...
+
+    def prefix_cache(self) -> AbstractContextManager[None]:
+        """Inside, an engine that can keeps keys and values from one call to the next, for the turns of an episode."""
+        return nullcontext()
+
+    def interrupt(self) -> None:  # noqa: B027
+        """From another thread: end the running call early; unfinished completions get the finish reason ``abort``."""
+
+    def sleep(self) -> None:  # noqa: B027
+        """Give device memory back until the next push or call."""
+
+    def needs_weights(self) -> bool:
+        """Whether the version that was pushed last must be pushed again (a server restarted, weights slept away)."""
+        return False
+
+    def mark_stale(self) -> None:  # noqa: B027
+        """Treat the weights of every copy as outdated, so that the next push reaches all of them."""
+
+    @property
+    def has_initial_weights(self) -> bool:
+        """Whether every copy still has the weights it loaded at its start, so that an adapter alone can be pushed."""
+        return False
+
+    def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
+        """Log-probs of given tokens behind their prompts: by the name of each copy, one list a sequence."""
+        raise NotImplementedError(f"the engine {self.name!r} does not score given sequences.")
+
+
+def require_engine(given: Any, argument: str = "rollout_engine") -> RolloutEngine:
+    """Return a user's engine object if it is a `RolloutEngine`.
+
+    Args:
+        given: The object.
+        argument: The name of the argument that it came by.
+
+    Raises:
+        ConfigError: It is something else, also where it has methods of the same names.
+    """
+    if isinstance(given, RolloutEngine):
+        return given
+    methods = ("generate", "load_weights", "close")
+    missing = [name for name in methods if not callable(getattr(given, name, None))]
+    raise ConfigError(
+        f"{argument} is a {type(given).__name__}, which is no posttrain.RolloutEngine"
+        f"{f' and has no method {missing}' if missing else ''}: the trainer reads engine.capabilities to know whether log-probs "
+        "must be corrected and weights pushed. Fix: subclass posttrain.RolloutEngine (three methods: "
+        f"{', '.join(methods)})."
+    )
 
 
 def check_requests(
@@ -143,87 +245,3 @@ def check_followed(
                 )
         if replace(one, **{name: getattr(sampling, name) for name in own}) != sampling:
             raise ConfigError(f"{engine} samples all requests of a call alike, and one has settings of its own. {fix}.")
-
-
-def _native(model: nn.Module, **options: Any) -> RolloutEngine:
-    from posttrain.rollouts.native.engine import NativeEngine
-    from posttrain.rollouts.native.probe import native_is_exact
-
-    reason = native_is_exact(model)
-    if reason is not None:
-        raise ConfigError(
-            f"rollout_engine='native' does not say of {type(causal_lm(model)).__name__} what its own forward says: {reason}. "
-            "Fix: rollout_engine='hf', or 'auto', which chooses by this."
-        )
-    return NativeEngine(model, **options)
-
-
-def _native_bf16(model: nn.Module, **options: Any) -> RolloutEngine:
-    return _native(model, products="bfloat16", **options)
-
-
-def _hf(model: nn.Module, **options: Any) -> RolloutEngine:
-    from posttrain.rollouts.hf import HFEngine
-
-    return HFEngine(model, **options)
-
-
-def _paged(model: nn.Module, **options: Any) -> RolloutEngine:
-    from posttrain.rollouts.paged import PagedEngine
-
-    return PagedEngine(model, **options)
-
-
-def _auto(model: nn.Module, **options: Any) -> RolloutEngine:
-    from posttrain.rollouts.native.probe import native_is_exact
-
-    reason = native_is_exact(model)
-    if reason is None:
-        logger.info("rollout_engine='auto': native, in process on the trainer's own weights.")
-        return _native(model, **options)
-    logger.warning(
-        "rollout_engine='auto': hf (transformers generate), because the native engine is not exact here: %s.", reason
-    )
-    return _hf(model, **options)
-
-
-ENGINES: dict[str, Callable[..., RolloutEngine]] = {
-    "auto": _auto,
-    "native": _native,
-    "native_bf16": _native_bf16,
-    "hf": _hf,
-    "paged": _paged,
-}
-
-
-def create_engine(
-    name: str, model: nn.Module, *, pad_token_id: int, folder: str | None = None, cache: str | None = None
-) -> RolloutEngine:
-    """Make the engine called ``name`` on ``model``; it writes the prompts of a failed call to ``folder``, if it can.
-
-    ``cache`` is transformers' ``cache_implementation``, which the engine hf alone has.
-
-    Raises:
-        ConfigError: An unknown name.
-    """
-    if name not in ENGINES:
-        raise ConfigError(
-            f"rollout_engine={name!r} is not known{did_you_mean(name, ENGINES)}. Choose one of {', '.join(ENGINES)}."
-        )
-    engine: Any = ENGINES[name](model, pad_token_id=pad_token_id)
-    if folder is not None and hasattr(engine, "folder"):
-        engine.folder = Path(folder)
-    if cache is not None and hasattr(engine, "cache_implementation"):
-        engine.cache_implementation = cache
-    elif cache is not None:
-        logger.warning(
-            "cache_implementation=%r is ignored: rollout_engine=%r has a cache of its own; 'hf' reads it.",
-            cache,
-            engine.name,
-        )
-    return engine
-
-
-def keeping(engine: Any) -> AbstractContextManager[None]:
-    """Inside, an engine that can keeps keys and values from one call to the next, for the turns of an episode."""
-    return engine.keeping() if hasattr(engine, "keeping") else nullcontext()

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.models.load import resolve_pad_token
-from posttrain.rollouts.base import create_engine
+from posttrain.rollouts.factory import create_engine
 from posttrain.types import Request, Sampling
 
 __all__ = ["complete"]

@@ -15,16 +15,13 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from posttrain.errors import ConfigError
 from posttrain.models.attention import rope_limits
 from posttrain.models.heads import causal_lm, learns_prompts
-from posttrain.rollouts.base import check_followed, check_requests
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests
 from posttrain.rollouts.sampling import apply_rules, cuts, ends_with_string, has_rules, penalize_repetition, truncate
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["HFEngine", "evaluating", "pinned_config", "without_own_settings"]
 
 logger = logging.getLogger(__name__)
-
-# Fields of `Sampling` that this engine does not hand on.
-UNKNOWN = ("guide", "top_logps")
 
 
 @contextmanager
@@ -120,25 +117,29 @@ def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
     return GenerationConfig(**settings | drawn | further)
 
 
-class HFEngine:
+class HFEngine(RolloutEngine):
     """Left-pads all prompts of a call into one ``generate``, where padding changes nothing; see `_calls`.
 
     Args:
         model: A causal language model, the trainer's own.
         pad_token_id: Written to padding.
         tokenizer: For stop strings.
+        cache_implementation: Of transformers' ``GenerationConfig``; None is its default.
     """
 
     name = "hf"
-    in_process = True  # Samples with the weights that are trained: its log-probs need no correction.
+    capabilities = Capabilities(
+        in_process=True, shares_weights=True, unsupported=("guide", "top_logps"), per_request_sampling=False
+    )
 
-    def __init__(self, model: nn.Module, *, pad_token_id: int, tokenizer: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, pad_token_id: int, tokenizer: Any = None, cache_implementation: str | None = None
+    ) -> None:
         self.model: Any = model
         self.tokenizer = tokenizer
         self.pad_token_id = pad_token_id
-        self.version = 0
-        self._told = False
-        self.cache_implementation: str | None = None  # Of `GenerationConfig`; None is its default.
+        self.cache_implementation = cache_implementation
+        self._warned = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """See `RolloutEngine.generate`; a request may differ from the call in its seed, which is not read.
@@ -148,7 +149,7 @@ class HFEngine:
         """
         text = self.model.config.get_text_config()
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
-        check_followed(requests, sampling, "rollout_engine='hf'", UNKNOWN, own=("seed",))
+        check_followed(requests, sampling, "rollout_engine='hf'", self.capabilities.unsupported, own=("seed",))
         if sampling.stop_strings and self.tokenizer is None:
             raise ConfigError(
                 "Sampling.stop_strings are text. Fix: give the engine its tokenizer (HFEngine(tokenizer=...))."
@@ -172,8 +173,8 @@ class HFEngine:
         for i, request in enumerate(requests):
             size = len(request.prompt_ids)
             alone = switch is not None and size + sampling.max_new_tokens > switch
-            if switch is not None and alone and size <= switch and not self._told:
-                self._told = True
+            if switch is not None and alone and size <= switch and not self._warned:
+                self._warned = True
                 logger.warning(
                     "completions may cross %d tokens, where rope_type='longrope' changes the rotary frequencies: a token before "
                     "that is drawn with those of short sequences, and trained with those of long ones. Such requests are sampled "

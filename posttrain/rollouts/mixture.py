@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.forward import causal_lm, learns_prompts
-from posttrain.rollouts.base import check_followed, check_requests, check_rope
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, check_rope
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.sampling import sample
 from posttrain.types import Request, Rollout, Sampling
@@ -28,7 +28,7 @@ def _itself(model: nn.Module) -> Iterator[nn.Module]:
     yield model
 
 
-class MixtureEngine:
+class MixtureEngine(RolloutEngine):
     """Draws from ``softmax(c z_ref + (1 - c) z_policy)``: the policy at c = 0, the reference at c = 1.
 
     Both models read a token once: a prompt when it is prefilled, a completion token when it was drawn. A model whose share
@@ -49,6 +49,7 @@ class MixtureEngine:
     """
 
     name = "mixture"
+    capabilities = Capabilities(in_process=True, unsupported=UNKNOWN, per_request_sampling=False)
 
     def __init__(
         self,
@@ -69,7 +70,6 @@ class MixtureEngine:
         self.mixture_coef = mixture_coef
         device = next(model.parameters()).device
         self.max_rows = max_rows or (64 if device.type == "cpu" else 256)
-        self.version = 0
         self._stream = torch.Generator().manual_seed(0)
 
     @staticmethod

@@ -14,13 +14,20 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, did_you_mean
 from posttrain.models.heads import causal_lm
-from posttrain.rollouts.base import check_followed, check_requests, check_rope, refuse_virtual_tokens
+from posttrain.rollouts.base import (
+    Capabilities,
+    RolloutEngine,
+    check_followed,
+    check_requests,
+    check_rope,
+    refuse_virtual_tokens,
+)
 from posttrain.rollouts.hf import evaluating, pinned_config
 from posttrain.rollouts.native.probe import own_precision
 from posttrain.rollouts.sampling import cuts
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["PagedEngine", "check_paged"]
+__all__ = ["PagedEngine", "check_paged", "paged_refusal"]
 
 LEAST = "5.8"  # The first transformers whose continuous batching says log-probs and takes a config.
 MEMORY_SHARE = 0.5  # Of the free memory of a GPU, for keys and values; the rest is for training.
@@ -57,7 +64,17 @@ def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
     return dict(settings or {})
 
 
-class PagedEngine:
+def paged_refusal(model: nn.Module) -> str | None:
+    """None where transformers' continuous batching can sample from this model, else the reason why not."""
+    try:
+        check_paged(None)
+        refuse_virtual_tokens(model, "rollout_engine='paged'")
+    except (ConfigError, MissingDependencyError) as error:
+        return str(error)
+    return None
+
+
+class PagedEngine(RolloutEngine):
     """Continuous batching of transformers: requests join and leave a running batch, keys and values lie in pages.
 
     The weights stay as they are: they are neither copied nor cast, and float32 ones are sampled from in float32, also where
@@ -84,8 +101,10 @@ class PagedEngine:
         self.pad_token_id = pad_token_id
         self.settings = check_paged(settings)
         # Half precision may be sampled with flash attention, and another attention's log-probs are those of another engine.
-        self.in_process = causal_lm(model).dtype not in HALF
-        self.version = 0
+        exact = causal_lm(model).dtype not in HALF
+        self.capabilities = Capabilities(
+            in_process=True, shares_weights=exact, unsupported=UNKNOWN, per_request_sampling=False
+        )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """See `RolloutEngine.generate`; a request's own settings may differ in ``max_new_tokens``, and in the seed, which is

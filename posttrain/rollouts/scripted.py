@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["ScriptedEngine"]
 
 
-class ScriptedEngine:
+class ScriptedEngine(RolloutEngine):
     """Returns scripted completions, cut and finished as a real engine would.
 
     Args:
@@ -29,15 +30,14 @@ class ScriptedEngine:
     """
 
     name = "scripted"
-    in_process = True  # Samples with the weights that are trained: its log-probs need no correction.
-    tells_logp = False  # And are nobody's: no run is to compare them with its own.
+    # Its log-probs are placeholders: no run compares them with its own.
+    capabilities = Capabilities(in_process=True, shares_weights=True, has_logprobs=False)
 
     def __init__(
         self, script: Sequence[Sequence[int]] | Callable[[Sequence[int], int], Sequence[int]], logp: float = -1.0
     ):
         self.script, self.logp = script, logp
         self.requests: list[Request] = []
-        self.version = 0
         self._next = 0
 
     def _line(self, request: Request, index: int) -> list[int]:

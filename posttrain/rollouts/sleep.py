@@ -84,7 +84,7 @@ class Sleeper:
             self.engine.wake_up(["kv_cache"])
         self.state, self._without_cache = "awake", False
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Training wants the memory."""
         if self.level is None or self.state != "awake":
             return

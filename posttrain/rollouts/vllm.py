@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, RolloutError, WeightSyncError
+from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, WeightSyncError
 from posttrain.integrations import require
+from posttrain.models.heads import causal_lm
+from posttrain.rollouts.base import Capabilities, RolloutEngine, refuse_virtual_tokens
 from posttrain.rollouts.server.replies import check_each, derived_seed
 from posttrain.rollouts.server.weight_sync import SharedFile, buckets
 from posttrain.rollouts.sleep import Sleeper, choose_level
@@ -18,16 +20,25 @@ from posttrain.rollouts.vllm_worker import EXTENSION, reload
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["VLLMEngine", "as_rollout", "check_supported", "read_logps", "sampling_params", "sleep_available"]
+__all__ = [
+    "VLLMEngine",
+    "as_rollout",
+    "check_supported",
+    "read_logps",
+    "sampling_params",
+    "sleep_available",
+    "vllm_refusal",
+]
 
 BATCHED_TOKENS = 4096  # vLLM measures its memory with a batch of so many; its own default takes most of a shared GPU.
 SHARED_BYTES = 256 * 2**20  # Of one bucket on its way to workers in processes of their own.
 GUIDES = {"regex": "regex", "json": "json", "grammar": "grammar", "choices": "choice"}
 NAMES_SHOWN = 5
+UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that vLLM has no rule for.
 CPU_CACHE_GB = "4"  # Keys and values on a CPU, where vLLM would take most of the machine's memory.
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """Samples with an engine object of vLLM.
 
     Its log-probs are those of the distribution that was sampled from (``processed_logprobs``); where sampling is
@@ -46,19 +57,17 @@ class VLLMEngine:
     """
 
     name = "vllm"
-    in_process = False
-    holds_copy = True
-    collective = False
-    can_score = True
-    checkpoint_names = True
 
     def __init__(
         self, llm: Any, *, context: int | None, vocabulary: int, dtype: Any = None, sleep_level: int | None = None,
         ranks: int = 1,
     ) -> None:  # fmt: skip
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
+        self.capabilities = Capabilities(
+            in_process=True, needs_weight_sync=True, scores_sequences=True, prefix_cache=True, sleeps=sleep_level is not None,
+            checkpoint_names=True, unsupported=UNKNOWN, context=context, dtype=self.dtype,
+        )  # fmt: skip
         self.sleeper, self.ranks = Sleeper(llm, sleep_level), ranks
-        self.version = 0
 
     @classmethod
     def create(cls, model: str, *, sleep_level: int | None = None, **options: Any) -> VLLMEngine:
@@ -243,13 +252,29 @@ class VLLMEngine:
             lines.append([float(known[t][ids[t]].logprob) for t in range(begin, len(known))])
         return {"vllm": lines}
 
-    def rest(self) -> None:
-        """No generation until the next push or call: give memory back where sleep is on."""
-        self.sleeper.rest()
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`; only where the engine was made with a sleep level."""
+        self.sleeper.sleep()
 
     def close(self) -> None:
         """Free what vLLM holds."""
         self.llm = None
+
+
+def vllm_refusal(model: nn.Module) -> str | None:
+    """None where vLLM is installed and can sample from this model in the trainer's process, else the reason why not."""
+    try:
+        vllm = require("vllm", "rollouts by vLLM in this process")
+        refuse_virtual_tokens(model, "vLLM")
+        _quantisation(model)
+    except (ConfigError, MissingDependencyError) as error:
+        return str(error)
+    config = causal_lm(model).config
+    if not config.name_or_path:
+        return "the model has no folder or id from which vLLM could load its architecture"
+    if not set(config.architectures or ()) & set(vllm.ModelRegistry.get_supported_archs()):
+        return f"vLLM {vllm.__version__} does not have {' or '.join(config.architectures or ['its architecture'])}"
+    return None
 
 
 def _platform() -> Any:

@@ -279,7 +279,8 @@ class GenerationFields:
     rollout_engine: str = field(
         default="auto",
         metadata={
-            "help": "native (in process, on the trainer's weights), hf (transformers generate), or auto: native if exact."
+            "help": "native (in process, on the trainer's weights), hf (transformers generate), paged, vllm, or auto: native if "
+            "exact; on a GPU vllm, else paged, first."
         },
     )
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})

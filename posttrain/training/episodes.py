@@ -19,7 +19,6 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.rewards.call import EnvironmentReward
 from posttrain.rewards.runner import RewardRunner
-from posttrain.rollouts.base import keeping
 from posttrain.rollouts.batch import Generation, judged_completions
 from posttrain.rollouts.episodes.custom import custom_rollouts
 from posttrain.rollouts.episodes.driver import Batches, Episode, ToolLoop, share_prompts
@@ -208,7 +207,7 @@ class EpisodeMixin:
         prompts = tokenize_observed(rows, self.tool_tokenizer, chat_template_kwargs=kwargs)
         self.check_lengths(share_prompts(prompts), self.args.max_completion_length)  # type: ignore[attr-defined]
         episodes = [Episode(ids, box, e) for ids, box, e in zip(prompts, boxes, environments, strict=True)]
-        with keeping(self.engine):
+        with self.engine.prefix_cache():
             self._loop(kwargs).run(episodes, self.sampling(mode))  # type: ignore[attr-defined]
         for episode in episodes:
             if episode.tools.lost and pool is not None:

@@ -295,7 +295,7 @@ class OnlineTrainer(
     @property
     def engine_is_policy(self) -> bool:
         """Whether completions are sampled with the very weights that are trained, so that nothing is to be corrected."""
-        return getattr(self.engine, "in_process", False)
+        return self.engine.capabilities.shares_weights
 
     def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Forward and objective; and how far the engine is from this forward, which for the own engine is rounding."""
@@ -311,7 +311,7 @@ class OnlineTrainer(
     @property
     def engine_tells_logp(self) -> bool:
         """Whether what the engine says of its tokens is meant; a scripted one only says something."""
-        return getattr(self.engine, "tells_logp", True)
+        return self.engine.capabilities.has_logprobs
 
     @property
     def old_logp_is_engines(self) -> bool:
@@ -320,7 +320,7 @@ class OnlineTrainer(
         In half precision the two round differently (0.01 nats a token), and ratios would begin away from 1. What a function
         says that rolls out in the engine's place is not the engine's.
         """
-        exact = getattr(self.engine, "as_trained", False) and not (self.args.bf16 or self.args.fp16)
+        exact = self.engine.capabilities.logprobs_match_training and not (self.args.bf16 or self.args.fp16)
         return exact and self.engine_is_policy
 
     def needs_old_logp(self, mode: str) -> bool:

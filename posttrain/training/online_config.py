@@ -9,7 +9,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError, MissingDependencyError, check_choice
+from posttrain.rollouts.factory import choose_engine
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 from posttrain.training.config import (
     GenerationFields,
@@ -25,6 +26,7 @@ __all__ = [
     "OnlineConfig",
     "VllmSyncFields",
     "refuse_truncated",
+    "resolve_auto",
     "truncated_sampling",
 ]
 
@@ -117,6 +119,27 @@ def refuse_truncated(cfg: Any) -> None:
             "the trainer's log-probs are of the whole one, so every ratio is off by the mass that was cut. Turn the "
             "truncation or the correction off, or set allow_biased_is=True."
         )
+
+
+def resolve_auto(args: Any, model: Any, processor: Any) -> None:
+    """Replace ``rollout_engine="auto"`` by the engine that is chosen for this model on a GPU; elsewhere it is chosen when made.
+
+    Args:
+        args: A config with ``refused_engines``; vLLM is chosen as ``use_vllm=True`` with ``vllm_mode="colocate"`` would.
+        model: The policy.
+        processor: Its tokenizer, or a processor with images, from which continuous batching cannot generate.
+    """
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    if args.rollout_engine != "auto" or getattr(args, "use_vllm", False) or not on_gpu:
+        return
+    refused = args.refused_engines()
+    if hasattr(processor, "tokenizer"):
+        refused.setdefault("paged", "it generates from text alone, and a processor was given")
+    name = choose_engine(model, refused)
+    if name == "vllm":
+        args.use_vllm, args.vllm_mode = True, "colocate"
+    else:
+        args.rollout_engine = name
 
 
 ENGINES = ("auto", "native", "hf", "paged")
@@ -265,7 +288,6 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             raise ConfigError(
                 "auto_find_batch_size=True would break groups apart as it shrinks the batch. Turn it off."
             )
-        self._check_vllm_rules()
         refuse_cut_sequences(self, "completions of a group")
         do_sample = (self.generation_kwargs or {}).get("do_sample", True)
         if not do_sample:
@@ -278,9 +300,14 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
                 "completions repeat each other and their advantages vanish. Remove it; the config's seed makes runs repeat."
             )
 
-    def _check_vllm_rules(self) -> None:
+    def check_vllm_settings(self) -> None:
+        """Refuse settings with which vLLM, on a server or in process, cannot sample for this method.
+
+        Raises:
+            ConfigError: There is one.
+        """
         size = (self.generation_kwargs or {}).get("no_repeat_ngram_size")
-        if size and (self.use_vllm or self.rollout_engine == "vllm"):
+        if size:
             raise ConfigError(
                 f"generation_kwargs: no_repeat_ngram_size={size} with use_vllm=True: vLLM has no such rule. Fix: take it out, or "
                 "use rollout_engine='native'."
@@ -293,6 +320,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             # Two spellings of one choice; engines for other models (a reference that generates) stay in process.
             self.use_vllm, self.vllm_mode, self.rollout_engine = True, FAR_ENGINES[self.rollout_engine], "auto"
         self.check_far_engine()
+        if self.use_vllm:
+            self.check_vllm_settings()
         check_gathering(self)
         self._check_paged()
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
@@ -313,8 +342,10 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
                 other = f"use_vllm={self.use_vllm}, rollout_engine={self.rollout_engine!r}"
                 raise ConfigError(f"use_transformers_continuous_batching=True with {other}: choose one engine.")
             self.rollout_engine = "paged"
-        if self.rollout_engine != "paged":
-            return
+        if self.rollout_engine == "paged":
+            self._check_paged_settings()
+
+    def _check_paged_settings(self) -> None:
         from posttrain.rollouts.paged import check_paged
 
         check_paged(self.transformers_continuous_batching_config)  # type: ignore[arg-type]
@@ -330,6 +361,16 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
                     f"{name}={value} with transformers' continuous batching, which knows temperature, top_k and top_p alone and "
                     "would leave it out. Take it out, or use rollout_engine='native'."
                 )
+
+    def refused_engines(self) -> dict[str, str]:
+        """Engines that these settings rule out for ``rollout_engine="auto"``, with the reasons."""
+        found = {}
+        for name, check in {"vllm": self.check_vllm_settings, "paged": self._check_paged_settings}.items():
+            try:
+                check()
+            except (ConfigError, MissingDependencyError) as error:
+                found[name] = str(error)
+        return found
 
     def _resolve_batches(self) -> None:
         """The arithmetic of one generation: completions = per-device batch x processes x steps per generation."""

@@ -15,11 +15,12 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import sequence_logps
 from posttrain.models.merged import adapter_weights
-from posttrain.rollouts.base import RolloutEngine, create_engine
-from posttrain.rollouts.server.engine import AWAY
+from posttrain.rollouts.base import Capabilities, RolloutEngine, require_engine
+from posttrain.rollouts.factory import create_engine
+from posttrain.rollouts.server.engine import AWAY, ServerEngine
 from posttrain.rollouts.server.replies import derived_seed
 from posttrain.rollouts.workers.shared_weights import Weights
-from posttrain.training.online_config import VllmSyncFields
+from posttrain.training.online_config import VllmSyncFields, resolve_auto
 from posttrain.types import Request, Rollout, Row, Sampling
 
 __all__ = ["FarRolloutMixin"]
@@ -29,16 +30,19 @@ logger = logging.getLogger(__name__)
 Asked = tuple[Sequence[Request], Sampling]
 
 
-class _Follower:
-    """What the other processes have in place of the engine that the main process asks for all of them."""
+class _Follower(RolloutEngine):
+    """Stand-in for the engine on ranks above 0: rank 0 owns the HTTP client and sends the requests of all ranks."""
 
-    in_process = False
-    holds_copy = True
-    collective = True
+    def __init__(self, name: str, capabilities: Capabilities) -> None:
+        self.name, self.capabilities = name, capabilities
 
-    def __init__(self, name: str, facts: dict[str, Any]) -> None:
-        self.name = name
-        self.__dict__.update(facts)
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        """Rank 0 does this."""
+        raise AssertionError("rank 0 asks the servers for all ranks")
+
+    def load_weights(self, named_tensors: Any, version: int) -> None:
+        """Rank 0 does this."""
+        raise AssertionError("rank 0 pushes weights to the servers for all ranks")
 
     def close(self) -> None:
         """Nothing is held."""
@@ -65,8 +69,9 @@ class FarRolloutMixin:
         """The engine object that was given, or the one that the config names."""
         args = self.args
         if given is not None:
-            return given
+            return require_engine(given)
         bare = self.accelerator.unwrap_model(self.model)
+        resolve_auto(args, bare, self.processing_class)  # type: ignore[attr-defined]
         if not getattr(args, "use_vllm", False):
             return self.engine_on(bare)
         if args.vllm_mode == "server":
@@ -83,7 +88,7 @@ class FarRolloutMixin:
         """
         options = {"folder": self.args.output_dir, "cache": getattr(self.args, "cache_implementation", None)}
         engine: Any = create_engine(self.args.rollout_engine, model, pad_token_id=self.pad_token_id, **options)
-        if getattr(engine, "tokenizer", self) is None:
+        if engine.tokenizer is None:
             engine.tokenizer = self.processing_class  # type: ignore[attr-defined]
         if engine.name != "paged":
             return engine
@@ -96,8 +101,6 @@ class FarRolloutMixin:
         return engine
 
     def _server_engine(self) -> Any:
-        from posttrain.rollouts.server.engine import ServerEngine
-
         args = self.args
         urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
 
@@ -115,15 +118,14 @@ class FarRolloutMixin:
             )
 
         engine = parallel.run_and_share(connect, self.accelerator)
-        names = ("context", "dtype", "checkpoint_names", "can_score")
-        facts = [] if engine is None else [{name: getattr(engine, name) for name in names}]
+        facts = [] if engine is None else [engine.capabilities]
         shared = parallel.all_gather_objects(facts, self.accelerator)[0]
         return engine or _Follower("server", shared)
 
     @property
     def context(self) -> int | None:
         """Most tokens of prompt and completion, of the model and of the engine."""
-        limits = [super().context, getattr(getattr(self, "engine", None), "context", None)]  # type: ignore[misc]
+        limits = [super().context, self.engine.capabilities.context if "engine" in vars(self) else None]  # type: ignore[misc]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _far(self, name: str) -> Any:
@@ -132,7 +134,7 @@ class FarRolloutMixin:
 
     @property
     def _is_far(self) -> bool:
-        return getattr(self.engine, "holds_copy", False)
+        return self.engine.capabilities.needs_weight_sync
 
     def check_engine(self) -> None:
         """Compare what the engine says of itself with what this run needs, before anything is generated."""
@@ -148,7 +150,7 @@ class FarRolloutMixin:
             self.tell(parallel.all_gather_objects(list(found), self.accelerator))  # type: ignore[attr-defined]
 
     def _engine_findings(self, engine: Any) -> list[Any]:
-        if not self.accelerator.is_main_process or not hasattr(engine, "fleet"):
+        if not self.accelerator.is_main_process or not isinstance(engine, ServerEngine):
             return []
         needs = checks.needs_of(self.accelerator.unwrap_model(self.model), self.args)
         return [f for s in engine.fleet.live for f in checks.check_info(s.url, s.info, needs)] + [
@@ -167,7 +169,7 @@ class FarRolloutMixin:
         for tried in range(self._far("vllm_sync_retries") + 1):
             self.push_if_due()
             try:
-                if not engine.collective:
+                if not engine.capabilities.main_process_only:
                     return [engine.generate(requests, sampling) for requests, sampling in batches]
                 return self._ask_main(batches)
             except WeightSyncError as error:  # On every process: they share it.
@@ -193,15 +195,14 @@ class FarRolloutMixin:
     def rest_engine(self) -> None:
         """Training wants the memory: an engine that can sleeps until the next generation, tool turns and all, begins."""
         if self._is_far:
-            getattr(self.engine, "rest", bool)()
+            self.engine.sleep()
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def push_if_due(self) -> None:
         """Send the weights where they have moved since the last time, or where a server lacks them."""
         here = (self.state.global_step, self._moved())
-        wanting = getattr(self.engine, "needs_weights", bool)()
-        due = here != self._pushed_at or bool(wanting)
+        due = here != self._pushed_at or self.engine.needs_weights()
         if parallel.all_reduce_sum([float(due)], self.accelerator)[0] == 0:
             return
         if self._pushes == 0 and self.state.global_step > 0:
@@ -244,13 +245,13 @@ class FarRolloutMixin:
         adapter = self._adapter_alone()
         weights = Weights(
             self.model_wrapped,
-            dtype=engine.dtype,
-            checkpoint_names=engine.checkpoint_names and not adapter,
+            dtype=engine.capabilities.dtype,
+            checkpoint_names=engine.capabilities.checkpoint_names and not adapter,
             adapter_only=adapter,
         )
 
         def send() -> None:
-            if engine.collective and not self.accelerator.is_main_process:
+            if engine.capabilities.main_process_only and not self.accelerator.is_main_process:
                 for _ in weights if parallel.shards_parameters(self.accelerator) else ():
                     pass  # Where parameters are sharded, the main process cannot read them alone.
             else:
@@ -264,8 +265,8 @@ class FarRolloutMixin:
         if self._sends_adapter is None:
             choice, engine = self._far("vllm_lora_sync"), self.engine
             found = adapter_weights(self.model) if choice != "merge" and hasattr(self.model, "peft_config") else None
-            rank = engine.lora_rank() if hasattr(engine, "lora_rank") else 0
-            fits = found is not None and found[0]["r"] <= rank and (choice == "adapter" or engine.pristine)
+            known = choice == "adapter" or engine.has_initial_weights
+            fits = found is not None and found[0]["r"] <= engine.capabilities.max_lora_rank and known
             self._sends_adapter = any(parallel.all_gather_objects([fits], self.accelerator))
         return self._sends_adapter
 
@@ -275,7 +276,7 @@ class FarRolloutMixin:
         Raises:
             WeightSyncError: They differ still.
         """
-        if self.args.preflight == "off" or not self.engine.can_score:
+        if self.args.preflight == "off" or not self.engine.capabilities.scores_sequences:
             return
         with self.preflight.looking("first_batch", ("PT-S004",)):  # type: ignore[attr-defined]
             found = self._parity_finding()
@@ -283,7 +284,7 @@ class FarRolloutMixin:
                 self.tell([found])  # type: ignore[attr-defined]
                 return
         logger.warning("%s: %s Pushing once more.", found.code, found.what)
-        getattr(self.engine, "forget", bool)()
+        self.engine.mark_stale()
         self._pushes += 1
         self._push()
         found = self._parity_finding()
@@ -295,7 +296,8 @@ class FarRolloutMixin:
 
     def _negative_control(self) -> None:
         """Before the first push of a resumed run."""
-        if self.args.preflight == "off" or not self.engine.can_score or not self.engine.collective:
+        can = self.engine.capabilities
+        if self.args.preflight == "off" or not can.scores_sequences or not can.main_process_only:
             return
         with self.preflight.looking("first_batch", ("PT-S005",)):  # type: ignore[attr-defined]
             try:
@@ -313,10 +315,10 @@ class FarRolloutMixin:
             ours = [logp.float().cpu().tolist() for logp in sequence_logps(policy, rows)]
 
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(str(self.accelerator.mixed_precision))
-        kinds = {"dtype": self.engine.dtype, "computed": mixed or getattr(self.model, "dtype", "float32")}
+        kinds = {"dtype": self.engine.capabilities.dtype, "computed": mixed or getattr(self.model, "dtype", "float32")}
 
         def compare() -> Any:
-            if not self.accelerator.is_main_process and self.engine.collective:
+            if not self.accelerator.is_main_process and self.engine.capabilities.main_process_only:
                 return None
             found = [
                 checks.check_parity(where, ours, theirs, version=self._pushes, **kinds)

@@ -12,6 +12,7 @@ from posttrain.algorithms.a2po import A2POConfig, A2POTrainer, a2po_objective
 from posttrain.algorithms.a2po.trainer import ValueCache, model_hash, optimal_value, row_key
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.reduce import Denominators, reduce
+from posttrain.rollouts.base import Capabilities
 from tests.algorithms.helpers import losses, prompts, scripted, weights
 from tests.conftest import build_model
 from tests.losses.properties import Case, double, layouts, outputs, policy, toy_rows
@@ -317,7 +318,8 @@ def test_an_engine_with_weights_of_its_own_never_samples_values(tiny_tokenizer, 
         build_model(len(tiny_tokenizer)), odd, args, train_dataset=prompts(8), processing_class=tiny_tokenizer,
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), rollout_engine=far,
     )  # fmt: skip
-    far.holds_copy, far.generate = True, lambda *_: pytest.fail("the far engine was asked")
+    far.capabilities = Capabilities(needs_weight_sync=True)
+    far.generate = lambda *_: pytest.fail("the far engine was asked")
     rewards = trainer.estimate_values([trainer.train_dataset]).rewards
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():

@@ -3,6 +3,7 @@
 import pytest
 
 from posttrain import GRPOTrainer
+from posttrain.rollouts.base import Capabilities
 from posttrain.rollouts.native import probe
 from tests.algorithms import test_online_preference as pairs
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts
@@ -71,7 +72,8 @@ def test_log_probs_of_the_own_engine_are_not_computed_again(monkeypatch, tmp_pat
         logps = trainer.logps
         trainer.logps = lambda *args, logps=logps, passes=passes, **kw: passes.append(1) or logps(*args, **kw)
         if again:
-            monkeypatch.setattr(type(trainer.engine), "as_trained", False)
+            own = Capabilities(in_process=True, shares_weights=True)
+            monkeypatch.setattr(type(trainer.engine), "capabilities", own)
         trainer.train()
         found.append((len(passes), logged(trainer, "loss"), logged(trainer, "ratio/max")))
     (none, *ours), (some, *theirs) = found
@@ -92,7 +94,7 @@ def test_log_probs_of_a_rollout_function_are_never_the_old_ones(tmp_path, tiny_t
         grpo_args(tmp_path, num_iterations=2, vllm_importance_sampling_mode="token_truncate"),
         train_dataset=prompts(), processing_class=tiny_tokenizer, rollout_func=sampled,
     )  # fmt: skip
-    assert trainer.engine.as_trained
+    assert trainer.engine.capabilities.logprobs_match_training
     trainer.train()
     assert logged(trainer, MEAN)[0] > 1
 

@@ -33,7 +33,9 @@ PLAIN = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1}
 class Seeded(NativeEngine):
     """In process, with a seed of its own for every request, as the server engine draws them."""
 
-    in_process = False
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, shares_weights=False, logprobs_match_training=False)
 
     def generate(self, requests, sampling):
         own = [

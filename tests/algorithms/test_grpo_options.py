@@ -523,7 +523,7 @@ def test_a_ratio_of_a_sequence_counts_once(tmp_path):
 
 
 def test_scripted_engines_are_the_policy(tiny_tokenizer, tmp_path):
-    assert ScriptedEngine([[1]]).in_process
+    assert ScriptedEngine([[1]]).capabilities.shares_weights
     assert isinstance(grpo(tmp_path, tiny_tokenizer), GRPOTrainer)
     assert grpo(tmp_path, tiny_tokenizer).engine_is_policy
     assert not grpo(tmp_path, tiny_tokenizer, engine=Foreign(), rewards=count_a).engine_is_policy

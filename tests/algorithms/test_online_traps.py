@@ -171,7 +171,7 @@ def test_r34_a_ratio_cap_below_one_and_sequence_losses_by_token_are_refused(tmp_
 def test_r35_log_probs_are_at_the_temperature_that_was_sampled_at(tiny_tokenizer, tmp_path):
     """Our own engine taken for a foreign one: what it says of its tokens is what the trainer computes."""
     trainer = grpo(tmp_path, tiny_tokenizer, engine="native", max_steps=1, temperature=0.7)
-    trainer.engine.in_process = False
+    trainer.engine.shares_weights = False
     trainer.train()
     assert 0 < logs(trainer)[0]["sampling/sampling_logp_difference/mean"] < 0.02
 

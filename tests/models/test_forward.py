@@ -132,8 +132,8 @@ def test_the_probe_goes_by_the_weights_that_round_most():
     assert next(model.parameters()).dtype == torch.float32
     assert coarsest_dtype(model) == torch.bfloat16
     assert probe_layout(model).kind == "tree"
-    assert not NativeEngine(model, pad_token_id=0).as_trained
-    assert NativeEngine(model.float(), pad_token_id=0).as_trained
+    assert not NativeEngine(model, pad_token_id=0).capabilities.logprobs_match_training
+    assert NativeEngine(model.float(), pad_token_id=0).capabilities.logprobs_match_training
 
 
 def test_the_probe_sends_a_model_that_ignores_masks_to_padded_rows(caplog):

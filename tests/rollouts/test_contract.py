@@ -1,12 +1,14 @@
 """The engine contract: every engine passes this file."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from scipy.stats import chisquare
 
 from posttrain.errors import ConfigError, RolloutError
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.base import Capabilities, RolloutEngine, require_engine
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.paged import PagedEngine
@@ -33,11 +35,14 @@ ENGINES = {
     "hf": lambda model: HFEngine(model, pad_token_id=0),
     "native": lambda model: NativeEngine(model, pad_token_id=0),
     "native-3-slots": lambda model: NativeEngine(model, pad_token_id=0, max_slots=3),
-    "native-graph": lambda model: NativeEngine(model, pad_token_id=0, decode="graph"),
-    "native-graph-3-slots": lambda model: NativeEngine(model, pad_token_id=0, max_slots=3, decode="graph"),
     "server": served,
     "paged": lambda model: PagedEngine(model, pad_token_id=0),
 }
+# A value of every field of `Sampling` that an engine may refuse.
+SETTINGS = {
+    "guide": ("regex", "a"), "top_logps": 2, "min_new_tokens": 2, "stop_strings": ("a",), "logit_bias": ((3, 1.0),),
+    "no_repeat_ngram": 2, "min_p": 0.1, "repetition_penalty": 1.5,
+}  # fmt: skip
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
 
 
@@ -54,9 +59,60 @@ def requests(n=2):
     return [Request(p, n) for p in PROMPTS]
 
 
-def test_it_is_an_engine(engine):
-    assert isinstance(engine, RolloutEngine)
-    assert isinstance(ScriptedEngine([[1]]), RolloutEngine)
+def test_it_is_an_engine_and_its_capabilities_agree_with_each_other(engine):
+    can = engine.capabilities
+    assert require_engine(engine) is engine
+    assert require_engine(ScriptedEngine([[1]]))
+    assert can.shares_weights <= can.in_process
+    assert can.logprobs_match_training <= can.shares_weights
+    assert not (can.shares_weights and can.needs_weight_sync)
+    assert can.main_process_only <= can.needs_weight_sync
+    assert set(can.unsupported) <= {field.name for field in fields(Sampling)}
+
+
+def test_every_engine_has_the_methods_that_trainers_call(engine):
+    engine.interrupt()
+    engine.sleep()
+    with engine.prefix_cache():
+        assert len(engine.generate(requests(2), Sampling(4, seed=0))) == 6
+    assert not engine.needs_weights()
+    if engine.capabilities.scores_sequences:
+        assert all(len(line) == 2 for lines in engine.score([[5, 6, 7]], [1]).values() for line in lines)
+    else:
+        with pytest.raises(NotImplementedError, match=engine.name):
+            engine.score([[5, 6, 7]], [1])
+    engine.mark_stale()
+    assert engine.needs_weights() == engine.capabilities.needs_weight_sync
+
+
+def test_log_probs_are_those_of_the_training_forward_where_the_engine_says_so(engine):
+    if not engine.capabilities.logprobs_match_training:
+        return
+    rollouts = engine.generate(requests(2), Sampling(6, seed=1))
+    truth = sequence_logps(engine.model, [Row(r.prompt_ids, [r.token_ids], [[1] * 6]) for r in rollouts])
+    assert all(torch.allclose(torch.tensor(r.logp), t, atol=1e-4) for r, t in zip(rollouts, truth, strict=True))
+
+
+class Plain:
+    """An object that only looks like an engine."""
+
+    def generate(self, requests, sampling):
+        return []
+
+    def load_weights(self, named_tensors, version):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_an_object_that_only_looks_like_an_engine_is_refused_and_three_methods_make_one():
+    with pytest.raises(ConfigError, match=r"rollout_engine is a Plain.*Fix: subclass posttrain\.RolloutEngine"):
+        require_engine(Plain())
+    with pytest.raises(ConfigError, match=r"reference_engine is a object.*has no method \['generate'"):
+        require_engine(object(), "reference_engine")
+    mine = type("Mine", (Plain, RolloutEngine), {})()
+    assert require_engine(mine).capabilities == Capabilities()
 
 
 def test_rollouts_come_request_by_request_with_their_prompts(engine):
@@ -135,7 +191,7 @@ def test_greedy_equals_generate(engine):
     ],
 )
 def test_the_distribution_is_the_one_asked_for(engine, name, settings):
-    if engine.name == "paged" and "min_p" in settings:
+    if set(settings) & set(engine.capabilities.unsupported):
         with pytest.raises(ConfigError, match=r"min_p=0\.3.*native"):
             engine.generate(requests(1), Sampling(1, **settings))
         return
@@ -167,7 +223,7 @@ def test_the_distribution_is_the_one_asked_for(engine, name, settings):
 
 
 def test_repetition_penalty_makes_repeats_rarer(engine):
-    if engine.name == "paged":
+    if "repetition_penalty" in engine.capabilities.unsupported:
         with pytest.raises(ConfigError, match=r"repetition_penalty=20\.0"):
             engine.generate(requests(1), Sampling(1, repetition_penalty=20.0))
         return
@@ -197,7 +253,7 @@ def test_the_engine_works_after_an_exception(engine):
         engine.generate([Request([5, 6])], Sampling(600))
     with pytest.raises(RolloutError, match="token id 99, and the model has 37"):
         engine.generate([Request([99])], Sampling(2))
-    if getattr(engine, "holds_copy", False):
+    if engine.capabilities.needs_weight_sync:
         assert len(engine.generate(requests(2), Sampling(4, seed=0))) == 6
         return
     # A thread that generates ends of it, and takes the requests along.
@@ -225,13 +281,21 @@ def test_it_works_under_activation_checkpointing(engine):
 
 
 def test_settings_that_an_engine_would_leave_out_are_refused(engine):
-    if engine.name not in ("hf", "paged"):
-        return
-    rules = {"min_new_tokens": 2, "stop_strings": ("a",), "logit_bias": ((3, 1.0),), "no_repeat_ngram": 2}
-    refused = {"guide": ("regex", "a"), "top_logps": 2} | (rules if engine.name == "paged" else {})
-    for name, value in refused.items():
-        with pytest.raises(ConfigError, match=rf"{name}=.* would leave it out\. Use rollout_engine='native'"):
+    for name in engine.capabilities.unsupported:
+        value = SETTINGS[name]
+        with pytest.raises((ConfigError, RolloutError), match=rf"{name}="):
             engine.generate(requests(1), Sampling(2, **{name: value}))
+
+
+def test_a_request_with_sampling_of_its_own_is_followed_or_refused(engine):
+    own = [Request([5], sampling=Sampling(2, temperature=0.5))]
+    if engine.capabilities.per_request_sampling:
+        assert [len(r.token_ids) for r in engine.generate(own, Sampling(4))] == [2]
+        return
     with pytest.raises(ConfigError, match="settings of its own"):
-        engine.generate([Request([5], sampling=Sampling(2, temperature=0.5))], Sampling(2))
-    assert len(engine.generate([Request([5], sampling=Sampling(2, min_p=None, seed=3))], Sampling(2, seed=4))) == 1
+        engine.generate(own, Sampling(2))
+
+
+def test_a_seed_of_a_request_is_no_setting_of_its_own_for_engines_that_do_not_read_it(engine):
+    if engine.name in ("hf", "paged"):
+        assert len(engine.generate([Request([5], sampling=Sampling(2, seed=3))], Sampling(2, seed=4))) == 1

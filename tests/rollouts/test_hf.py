@@ -111,11 +111,7 @@ RULES = {
     "bias": {"logit_bias": {7: 100.0, 8: -5.0}, "no_repeat_ngram_size": 2},
     "strings": {"stop_strings": ["a", "e", "t", "n"]},
 }
-ENGINES_THAT_CAN = {
-    "hf": HFEngine,
-    "native": NativeEngine,
-    "native as on a GPU": lambda model, **options: NativeEngine(model, decode="graph", **options),
-}
+ENGINES_THAT_CAN = {"hf": HFEngine, "native": NativeEngine}
 
 
 def by_transformers(model, tokenizer, prompt, kwargs):

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from posttrain.errors import RolloutError
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.base import create_engine
-from posttrain.rollouts.native import probe
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.sampling import draw
 from posttrain.types import Request, Row, Sampling
@@ -77,14 +74,6 @@ def test_nan_weights_are_told_with_the_requests():
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(RolloutError, match=r"NaN logits.*Requests: \[0\]"):
         NativeEngine(model, pad_token_id=0).generate([Request([5, 6])], Sampling(2, seed=0))
-
-
-def test_auto_takes_native_where_it_is_exact_and_hf_elsewhere(caplog):
-    probe.VERDICTS.clear()
-    assert create_engine("auto", build_model(50), pad_token_id=0).name == "native"
-    config = CONFIG_MAPPING["mamba"](vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
-    assert create_engine("auto", AutoModelForCausalLM.from_config(config), pad_token_id=0).name == "hf"
-    assert "transformers generate" in caplog.text
 
 
 def test_under_bf16_autocast_logps_stay_near_the_forward():

@@ -31,7 +31,7 @@ RESULTS = [[9], [10, 11, 12], [13, 14], [15, 16, 17, 18, 19]]
 
 def two_turns(e: NativeEngine, *, keep: bool):
     sampling = Sampling(6, seed=1)
-    with e.keeping() if keep else contextlib.nullcontext():
+    with e.prefix_cache() if keep else contextlib.nullcontext():
         first = e.generate([Request([*SYSTEM, 5, 6], 2), Request([*SYSTEM, 7], 2)], sampling)
         second = e.generate(second_turn(first, RESULTS), sampling)
         return first, second, dict(e.counts)
@@ -67,7 +67,7 @@ def test_every_family_goes_on_from_what_is_kept_as_its_own_forward_does(name):
 
 def test_three_turns_reuse_all_that_was_said():
     e, asked = engine(), [Request([*SYSTEM, 5, 6], 3)]
-    with e.keeping():
+    with e.prefix_cache():
         for turn in range(3):
             rollouts = e.generate(asked, Sampling(5, seed=turn))
             agree(e.model, rollouts, atol=1e-5)
@@ -82,7 +82,7 @@ def test_other_weights_forget_everything(change):
 
     model = get_peft_model(build_model(50), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     e, requests = engine(model), [Request([*SYSTEM, 5]), Request([*SYSTEM, 6])]
-    with e.keeping():
+    with e.prefix_cache():
         e.generate(requests, Sampling(3, seed=0))
         e.generate(requests, Sampling(3, seed=0))
         assert e.counts["reused"] == 40
@@ -108,7 +108,7 @@ def test_nothing_is_kept_outside_and_nothing_afterwards():
     for _ in range(2):
         e.generate(requests, Sampling(3, seed=0))
         assert e.counts["reused"] == 0
-    with e.keeping(), e.keeping():
+    with e.prefix_cache(), e.prefix_cache():
         e.generate(requests, Sampling(3, seed=0))
         assert e.kept.bytes > 0
     assert e.kept is None

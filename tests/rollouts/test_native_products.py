@@ -111,7 +111,7 @@ def test_copies_follow_the_weights():
     """Two turns with an optimiser step between them: copies of the first are not read by the second."""
     model = build_model(50)
     engine = NativeEngine(model, pad_token_id=0)
-    with engine.keeping():
+    with engine.prefix_cache():
         for _ in range(2):
             rollouts = engine.generate([Request([5, 6, 7], 2)], Sampling(PACK_FROM + 8, seed=0))
             assert float(torch.cat(logp_gaps(model, rollouts)).max()) < 1e-4
@@ -128,13 +128,13 @@ def test_rounded_copies_leave_the_weights_alone_and_are_told_apart(monkeypatch):
     model = build_model(50)
     before = {name: p.clone() for name, p in model.named_parameters()}
     engine, rollouts = generate(model, products="bfloat16", count=32)
-    assert not engine.in_process
+    assert not engine.capabilities.shares_weights
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     gap = torch.cat(logp_gaps(model, rollouts))
     assert len(rollouts) == 64
     assert 0 < float(gap.mean()) <= 0.02
     exact, rollouts = generate(model, count=32)
-    assert exact.in_process
+    assert exact.capabilities.shares_weights
     assert float(torch.cat(logp_gaps(model, rollouts)).mean()) <= 1e-4
 
 

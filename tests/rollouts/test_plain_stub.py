@@ -46,7 +46,7 @@ def parity(engine):
     with torch.no_grad():
         ours = [logp.tolist() for logp in sequence_logps(engine.model, rows)]
     (theirs,) = engine.score(sequences, [1] * len(sequences)).values()
-    return check_parity("x", ours, theirs, dtype=engine.dtype, version=1)
+    return check_parity("x", ours, theirs, dtype=engine.capabilities.dtype, version=1)
 
 
 def test_the_client_fits_the_server(stub):

@@ -35,7 +35,7 @@ def model():
 @pytest.fixture
 def engine(good, model):
     made = ServerEngine(good, connection_timeout=30)
-    made.load_weights(Weights(model, checkpoint_names=made.checkpoint_names), 1)
+    made.load_weights(Weights(model, checkpoint_names=made.capabilities.checkpoint_names), 1)
     yield made
     made.close()
 
@@ -44,7 +44,9 @@ def gap(engine, policy, version):
     sequences = probe_sequences(49152, 64)
     (theirs,) = engine.score(sequences, [1] * 4).values()
     ours = real.truth(policy, [Rollout(s[:1], s[1:], [], "length") for s in sequences])
-    return check_parity("vllm", ours, theirs, dtype=engine.dtype, version=version), real.worst(ours, theirs)
+    return check_parity("vllm", ours, theirs, dtype=engine.capabilities.dtype, version=version), real.worst(
+        ours, theirs
+    )
 
 
 def test_it_is_known_as_vllm_and_says_what_it_serves(engine):

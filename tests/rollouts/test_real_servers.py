@@ -69,14 +69,14 @@ def test_rollouts_carry_the_version_of_the_weights(engine):
 def test_log_probs_of_both_sides_agree_after_a_push_and_not_before_it(engine, tmp_path):
     with torch.no_grad():
         engine.model.model.embed_tokens.weight.mul_(1.5)
-    sequences = probe_sequences(contract.VOCAB, engine.context)
+    sequences = probe_sequences(contract.VOCAB, engine.capabilities.context)
     rows = [Row(ids[:1], [ids[1:]], [[1] * (len(ids) - 1)]) for ids in sequences]
     ours = [logp.tolist() for logp in sequence_logps(engine.model, rows)]
     for version, holds in ((1, False), (2, True)):
         if version == 2:
             engine.load_weights(Weights(engine.model), 2)
         (theirs,) = engine.score(sequences, [1] * len(sequences)).values()
-        assert (check_parity("x", ours, theirs, dtype=engine.dtype, version=version) is None) == holds
+        assert (check_parity("x", ours, theirs, dtype=engine.capabilities.dtype, version=version) is None) == holds
     (server,) = engine.fleet.live
     needs = needs_of(engine.model, grpo_args(tmp_path, temperature=0.7))
     assert list(check_info(server.url, server.info, needs)) == []
@@ -86,7 +86,7 @@ def test_log_probs_of_both_sides_agree_after_a_push_and_not_before_it(engine, tm
 def test_an_adapter_pushed_alone_samples_as_the_merged_one(engine):
     engine.model = adapted(build_model(contract.VOCAB, seed=9))  # On the base that the server loaded.
     engine.load_weights(Weights(build_model(contract.VOCAB, seed=9)), 2)
-    assert engine.lora_rank() >= 4
+    assert engine.capabilities.max_lora_rank >= 4
     engine.load_weights(Weights(engine.model, adapter_only=True), 3)
     requests = [Request([5, 6, 7], 4)]
     alone = engine.generate(requests, Sampling(8, seed=1))

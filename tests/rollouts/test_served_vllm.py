@@ -38,7 +38,7 @@ def model():
 @pytest.fixture
 def engine(url, model):
     made = ServerEngine(url, connection_timeout=30, holder="test")
-    made.load_weights(Weights(model, checkpoint_names=made.checkpoint_names), 1)
+    made.load_weights(Weights(model, checkpoint_names=made.capabilities.checkpoint_names), 1)
     yield made
     made.close()
 
@@ -150,7 +150,9 @@ def _gap(engine, policy, version):
     sequences = probe_sequences(49152, 64)
     (theirs,) = engine.score(sequences, [1] * 4).values()
     ours = real.truth(policy, [_rollout(s) for s in sequences])
-    return check_parity("vllm", ours, theirs, dtype=engine.dtype, version=version), real.worst(ours, theirs)
+    return check_parity("vllm", ours, theirs, dtype=engine.capabilities.dtype, version=version), real.worst(
+        ours, theirs
+    )
 
 
 def test_weights_of_another_step_are_noticed_and_a_push_through_shared_memory_cures_it(engine, model):

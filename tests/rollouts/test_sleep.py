@@ -102,7 +102,7 @@ def test_trap_s1_generate_train_generate_uses_what_was_pushed_and_never_the_disk
     for value in (3, 4, 5):
         push(made, value)
         assert sampled(made) == sampled(made) == value
-        made.rest()
+        made.sleep()
     assert made.llm.calls.count("load") == 3
     if level == 2:
         assert made.llm.calls[:6] == ["load", "reset", "generate", "generate", "sleep2", "wakeweights"]
@@ -113,7 +113,7 @@ def test_from_the_deeper_sleep_only_a_push_leads_to_generation_and_from_the_othe
     light, deep = engine(1), engine(2)
     for made in (light, deep):
         push(made, 3)
-        made.rest()
+        made.sleep()
     assert sampled(light) == 3
     assert not light.needs_weights()
     assert deep.needs_weights()
@@ -131,10 +131,10 @@ def test_before_the_first_push_a_trainer_s_engine_does_not_generate():
 def test_resting_twice_sleeps_once_and_an_engine_without_a_level_never():
     made = engine(1)
     push(made, 3)
-    made.rest()
-    made.rest()
+    made.sleep()
+    made.sleep()
     assert made.llm.calls.count("sleep1") == 1
-    assert Sleeper(StubLLM(), None).rest() is None
+    assert Sleeper(StubLLM(), None).sleep() is None
     assert Sleeper(StubLLM(), None).state == "awake"
 
 

@@ -212,7 +212,7 @@ class ValueMixin:
 
         An engine object that was given, and has none, samples from the policy, which is the reference at first.
         """
-        engine, far = self.engine, getattr(self.engine, "holds_copy", False)
+        engine, far = self.engine, self.engine.capabilities.needs_weight_sync
         with self.inference() as policy, self.reference.active(policy):
             copy = self.reference.copy
             if far or (self._own_engine and copy is not None):

@@ -251,6 +251,10 @@ class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
         urls = self.vllm_server_base_url or DEFAULT_URL
         return [urls] if isinstance(urls, str) else list(urls)
 
+    def check_vllm_settings(self) -> None:
+        """See `OnlineConfig.check_vllm_settings`; the trainer's own engine only evaluates."""
+        raise ConfigError("use_vllm=True: the workers sample. Fix: worker_engine='server' with vLLM behind the URL.")
+
     @property
     def resolved_engine(self) -> str:
         """What workers generate with."""

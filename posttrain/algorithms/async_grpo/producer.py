@@ -109,7 +109,7 @@ class Producer:
         self._calls = concurrent.futures.ThreadPoolExecutor(min(workers, 256), thread_name_prefix="rollouts")
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._pending: set[concurrent.futures.Future] = set()
-        if hasattr(handle.engine, "interrupt") and not self.parallel:
+        if not self.parallel:
             threading.Thread(target=self._interrupter, daemon=True, name="interrupter").start()
 
     def refresh(self) -> None:
@@ -208,7 +208,7 @@ class Producer:
             cancelled = any(g.task.group_id in self.link.cancelled for g in list(self.active))
             long = time.perf_counter() - began > self.job.segment_s
             if long or cancelled or self.link.version > self.handle.version or self.link.stopping.is_set():
-                self.handle.engine.interrupt()  # type: ignore[attr-defined]
+                self.handle.engine.interrupt()
 
     # Several turns -----------------------------------------------------------------------------------------------
 

@@ -61,8 +61,6 @@ def check_combinations(cfg: GRPOConfig) -> None:
             "vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max, and both are None. Set one, e.g. "
             "vllm_importance_sampling_clip_max=2.0."
         )
-    if cfg.use_vllm:
-        check_correction(cfg)
 
 
 def _check_luspo(cfg: GRPOConfig) -> None:
@@ -249,6 +247,11 @@ class GRPOConfig(EpisodeFields, OnlineConfig):
         super().__post_init__()
         self._check_ranges()
         self._check_combinations()
+
+    def check_vllm_settings(self) -> None:
+        """See `OnlineConfig.check_vllm_settings`."""
+        super().check_vllm_settings()
+        check_correction(self)
 
     def _check_choices(self) -> None:
         check_choice("loss_type", self.loss_type, LOSS_TYPES)

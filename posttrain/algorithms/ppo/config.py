@@ -188,6 +188,11 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
         if self.auto_find_batch_size:
             raise ConfigError("auto_find_batch_size=True would change what a rollout batch is. Turn it off.")
 
+    def refused_engines(self) -> dict[str, str]:
+        """Engines that PPO rules out for ``rollout_engine="auto"``, with the reasons."""
+        foreign = "PPO does not correct log-probs of another attention or of a copy of the weights"
+        return {"vllm": foreign, "paged": foreign}
+
     def _check_stop(self) -> None:
         if self.stop_token is not None and self.stop_token_id is not None:
             raise ConfigError(

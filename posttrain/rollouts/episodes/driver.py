@@ -11,7 +11,7 @@ from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.responses import parse_response
 from posttrain.data.template_probes import inner_tokenizer
 from posttrain.errors import RolloutError
-from posttrain.rollouts.base import RolloutEngine, keeping
+from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.episodes.environments import is_done
 from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolResult, ToolRunner
@@ -312,6 +312,6 @@ def roll_out_with_tools(
         return [engine.generate(share_prompts(p), one) for p, one in batches]
 
     loop = ToolLoop(own, generate, stop_ids=stop_ids, runner=runner, **options)
-    with keeping(engine):
+    with require_engine(engine, "engine").prefix_cache():
         loop.run(episodes, replace(sampling, stop_token_ids=tuple(stop_ids)))
     return episodes

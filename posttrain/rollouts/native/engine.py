@@ -17,11 +17,9 @@ from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, chec
 from posttrain.models.attention import coarsest_dtype
 from posttrain.models.forward import LogitRule, causal_lm
 from posttrain.models.heads import trunk
-from posttrain.rollouts.base import check_requests, check_rope, refuse_virtual_tokens
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_requests, check_rope, refuse_virtual_tokens
 from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.native.attention import plugged_in
-from posttrain.rollouts.native.gpu import decoder_of
-from posttrain.rollouts.native.gpu_run import GraphRun
 from posttrain.rollouts.native.layers import (
     Packed,
     Products,
@@ -49,7 +47,7 @@ FAILURE = "rollout_failure.json"
 Order = Literal["groups", "longest"]
 
 
-class NativeEngine:
+class NativeEngine(RolloutEngine):
     """Runs on the weights that are being trained: no copy, no sync, nothing that can go stale.
 
     A finished sequence frees its row at once and the next one takes it. Each prompt is prefilled once however many
@@ -66,11 +64,9 @@ class NativeEngine:
         prefill_tokens: Tokens of one prefill pass; longer prompts are computed in pieces between decoding steps.
         order: ``groups``: as the requests come, completions of one prompt together. ``longest``: by ``max_new_tokens``, for
             calls whose limits differ and are reached.
-        keep_bytes: Most memory that `keeping` may use.
+        keep_bytes: Most memory that `prefix_cache` may use.
         threads: Of products on a CPU; None is what torch was told, at most one a processor this process may use.
         folder: Where the prompts of a failed call are written; None writes nothing.
-        decode: ``graph`` captures the decoding step as a CUDA graph (uncaptured on a CPU), ``eager`` calls it; ``auto`` is
-            ``graph`` on a GPU and ``eager`` on a CPU.
         products: On a CPU. ``exact``: with the weights as they are, copied into the order that is read fastest for calls of
             many steps where a quarter of the free memory holds the copy. ``plain``: never copied. ``bfloat16``: with
             copies rounded to half the size, the trained weights untouched; log-probs differ by about 0.01 nats, so a
@@ -78,7 +74,7 @@ class NativeEngine:
             and a probe finds a mean difference of at most 0.02, else ``exact``.
 
     Attributes:
-        in_process: Whether it samples with exactly the weights that are trained: then log-probs need no correction.
+        shares_weights: Whether it samples with exactly the weights that are trained: then log-probs need no correction.
         counts: Of the last call: prompt tokens computed and found, decoding steps.
     """
 
@@ -97,7 +93,6 @@ class NativeEngine:
         keep_bytes: int = KEEP_BYTES,
         threads: int | None = None,
         folder: str | Path | None = None,
-        decode: str = "auto",
         products: Products = "exact",
     ) -> None:
         refuse_virtual_tokens(model, "the native engine")
@@ -122,9 +117,7 @@ class NativeEngine:
         self._weights: tuple | None = None
         self._held: Packed | None = None
         self.products = self._resolved(products, device)
-        self.in_process = self.products != "bfloat16" or next(self.inner.parameters()).dtype == torch.bfloat16
-        self.decoder = decoder_of(self, decode)
-        self.version = 0
+        self.shares_weights = self.products != "bfloat16" or next(self.inner.parameters()).dtype == torch.bfloat16
         self.interrupted = threading.Event()
         self._stream = torch.Generator().manual_seed(0)
 
@@ -141,12 +134,12 @@ class NativeEngine:
         self.interrupted.clear()
         if self.kept is not None:
             self._forget_old_weights()
-        run = (Run if self.decoder is None else GraphRun)(self, requests, sampling)
-        packed = self._packed() if isinstance(run, Run) else None
+        run = Run(self, requests, sampling)
+        packed = self._packed()
         plugged, quick = plugged_in(self.inner, run.store), quick_products(self.inner, packed)
-        fused = fused_layers(self.inner, (packed or Packed()) if isinstance(run, Run) else None)
+        fused = fused_layers(self.inner, packed or Packed())
         with evaluating(self.model), plugged, fused, quick, bound_threads(self.threads):
-            if isinstance(run, Run) and packed is not None:
+            if packed is not None:
                 run.read_from(packed)
             try:
                 return run.to_the_end()
@@ -179,14 +172,17 @@ class NativeEngine:
         return products
 
     @property
-    def as_trained(self) -> bool:
-        """Whether its log-probs are those of the training forward to 1e-4: float32 throughout."""
+    def capabilities(self) -> Capabilities:
+        """See `Capabilities`; log-probs match the training forward where everything is float32, which autocast decides anew."""
         kind = next(self.inner.parameters()).device.type
         coarse = torch.is_autocast_enabled(kind) or (kind == "cuda" and torch.backends.cuda.matmul.allow_tf32)
-        return self.in_process and coarsest_dtype(self.inner) == torch.float32 and not coarse
+        matches = self.shares_weights and coarsest_dtype(self.inner) == torch.float32 and not coarse
+        return Capabilities(
+            in_process=True, shares_weights=self.shares_weights, logprobs_match_training=matches, prefix_cache=True
+        )
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def prefix_cache(self) -> Iterator[None]:
         """Inside, calls find again what earlier ones computed: turns of an episode, prompts with a common beginning.
 
         At most ``keep_bytes`` are held, what was not used for the longest time goes first; other weights or adapters
@@ -244,8 +240,6 @@ class NativeEngine:
         """Free what is kept."""
         if self.kept is not None:
             self.kept.clear()
-        if self.decoder is not None:
-            self.decoder.release()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``(n, H)`` final hidden states to ``(n, V)`` logits, by the architecture's own rule."""

@@ -506,15 +506,14 @@ def fusable(layer: Any) -> bool:
 
 
 @contextmanager
-def fused_layers(model: Any, packed: Packed | None) -> Iterator[None]:
-    """Let decoder layers that are `fusable` run as `Layer`; others, and all under autocast or without ``packed``, stay."""
+def fused_layers(model: Any, packed: Packed) -> Iterator[None]:
+    """Let decoder layers that are `fusable` run as `Layer`; others, and all under autocast, stay."""
     exact = not torch.is_autocast_enabled("cpu")
-    layers = [module for module in model.modules() if fusable(module)] if packed is not None and exact else []
-    if packed is not None:
-        made = [Layer(layer, packed) for layer in layers]
-        packed.together = [group for one in made for group in (one.inputs, one.gates)]
-        for layer, one in zip(layers, made, strict=True):
-            layer.forward = one
+    layers = [module for module in model.modules() if fusable(module)] if exact else []
+    made = [Layer(layer, packed) for layer in layers]
+    packed.together = [group for one in made for group in (one.inputs, one.gates)]
+    for layer, one in zip(layers, made, strict=True):
+        layer.forward = one
     try:
         yield
     finally:

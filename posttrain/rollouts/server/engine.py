@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from posttrain.errors import (
@@ -22,6 +21,7 @@ from posttrain.errors import (
     ServerUnreachable,
     WeightSyncError,
 )
+from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.plain_vllm import connect_client
 from posttrain.rollouts.server.pool import Fleet, Server, Urls, default_holder, weight_version
@@ -40,7 +40,7 @@ AWAY = (ServerUnreachable, ServerBusy, ServerDied)  # Errors of a server that ma
 Found = TypeVar("Found")
 
 
-class ServerEngine:
+class ServerEngine(RolloutEngine):
     """Rollouts from servers that hold a copy of the policy's weights.
 
     Requests are spread by outstanding tokens. What a server that dies was asked for goes to the others, under the same
@@ -68,9 +68,6 @@ class ServerEngine:
     """
 
     name = "server"
-    in_process = False
-    holds_copy = True  # Its weights are a copy that must be pushed.
-    collective = True  # One process asks for all of them.
 
     def __init__(
         self,
@@ -91,7 +88,6 @@ class ServerEngine:
 
         holder = default_holder() if holder == "" else holder
         self.chunks_per_server, self.patience = chunks_per_server, patience
-        self.version = 0
         self.pushed = False
         self.pusher = Pusher(bucket_mb * 2**20, sync_timeout, shared_memory)
         self.fleet = Fleet(urls, connect, timeout=connection_timeout, holder=holder)
@@ -109,35 +105,25 @@ class ServerEngine:
         return self.fleet.live or list(self.fleet.servers.values())
 
     @property
-    def context(self) -> int | None:
-        """Most tokens of prompt and completion, of the server with the least."""
-        return self._least("max_model_len")
+    def capabilities(self) -> Capabilities:
+        """What all servers that are up can do together: the smallest context and rank, one dtype or None."""
+        infos = [server.info for server in self._members]
+        dtypes = {as_dtype(info.get("dtype")) for info in infos}
+        ranks = [int(info.get("max_lora_rank") or 2**16) if info.get("accepts_lora") else 0 for info in infos]
+        return Capabilities(
+            needs_weight_sync=True,
+            main_process_only=True,
+            scores_sequences=all(info.get("scores", True) for info in infos),
+            checkpoint_names=any(str(info.get("engine", "")).startswith("vllm") for info in infos),
+            max_lora_rank=min(ranks, default=0),
+            context=self._least("max_model_len"),
+            dtype=dtypes.pop() if len(dtypes) == 1 else None,
+        )
 
     @property
-    def dtype(self) -> torch.dtype | None:
-        """Of the servers' weights; None where they differ or do not say."""
-        found = {as_dtype(s.info.get("dtype")) for s in self._members}
-        return found.pop() if len(found) == 1 else None
-
-    @property
-    def checkpoint_names(self) -> bool:
-        """Whether the servers take weights as checkpoints name them."""
-        return any(str(s.info.get("engine", "")).startswith("vllm") for s in self._members)
-
-    def lora_rank(self) -> int:
-        """The largest rank of an adapter that all servers take by itself; 0: none does."""
-        ranks = [int(s.info.get("max_lora_rank") or 2**16) if s.info.get("accepts_lora") else 0 for s in self._members]
-        return min(ranks, default=0)
-
-    @property
-    def pristine(self) -> bool:
+    def has_initial_weights(self) -> bool:
         """Whether every server still has the weights it loaded when it started."""
         return all(weight_version(server.info) == 0 for server in self._members)
-
-    @property
-    def can_score(self) -> bool:
-        """Whether the servers tell log-probs of given sequences."""
-        return all(server.info.get("scores", True) for server in self._members)
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
         """Log-probs of given tokens behind their prompts, by every server that has weights: one list a sequence.
@@ -158,8 +144,8 @@ class ServerEngine:
             raise self._nobody({})
         return found
 
-    def forget(self) -> None:
-        """Let the next push reach every server, whatever it is thought to have."""
+    def mark_stale(self) -> None:
+        """See `RolloutEngine.mark_stale`."""
         for server in self.fleet.servers.values():
             server.pushed = None
 
@@ -178,7 +164,7 @@ class ServerEngine:
             WeightSyncError: The servers hold other weights than were pushed.
             RolloutServerError: No server is left that could answer; its cause is the last one's error.
         """
-        check_each(requests, sampling, self.context, self._least("vocab_size"))
+        check_each(requests, sampling, self._least("max_model_len"), self._least("vocab_size"))
         return self.patiently(lambda: self._generate(requests, sampling))
 
     def patiently(self, ask: Callable[[], Found]) -> Found:
@@ -321,7 +307,7 @@ class ServerEngine:
         wires = {s.client: max(version, (weight_version(s.info) or 0) + 1, 1) for s in lacking}
         for server in lacking:
             server.pushed = server.wire = None
-        dtype, names = self.dtype, getattr(named_tensors, "names", None)
+        dtype, names = self.capabilities.dtype, getattr(named_tensors, "names", None)
         pairs = ((n, t.to(dtype) if dtype is not None and t.is_floating_point() else t) for n, t in named_tensors)
         answers = self.pusher.push(
             pairs, wires, names=names, adapter=getattr(named_tensors, "adapter", None), partial=names is None

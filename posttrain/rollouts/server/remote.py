@@ -63,12 +63,12 @@ class ServerTransfer:
     @property
     def checkpoint_names(self) -> bool:
         """Whether the servers take weights as checkpoints name them."""
-        return self.engine is not None and self.engine.checkpoint_names
+        return self.engine is not None and self.engine.capabilities.checkpoint_names
 
     @property
     def context(self) -> int | None:
         """Most tokens of prompt and completion, of the server with the least."""
-        return None if self.engine is None else self.engine.context
+        return None if self.engine is None else self.engine.capabilities.context
 
     @property
     def holders(self) -> Holders:

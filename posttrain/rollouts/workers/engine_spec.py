@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from posttrain.errors import ConfigError, check_choice
-from posttrain.rollouts.base import RolloutEngine, create_engine
+from posttrain.rollouts.base import RolloutEngine, require_engine
+from posttrain.rollouts.factory import create_engine
 from posttrain.rollouts.workers.shared_weights import copy_into, read_weights, tensors_of
 
 __all__ = ["WORKER_ENGINES", "EngineHandle", "EngineSpec"]
@@ -27,18 +28,19 @@ class EngineHandle:
         load: Takes the least version wanted, returns that of the weights it has now.
         version: Of the weights it has; 0 before the first.
         holders: Which servers hold them, where it asks servers.
+        follow: Tells an engine that asks servers which of them hold the current weights.
     """
 
     engine: RolloutEngine
     load: Callable[[int], int]
     version: int = 0
     holders: Any = None
+    follow: Callable[[Any], None] | None = None
 
     def refresh(self, wanted: int, holders: Any = None) -> bool:
         """Newer weights, where they are wanted; whether any were loaded."""
-        follow = getattr(self.engine, "follow", None)
-        if follow is not None and holders is not None and holders is not self.holders:
-            follow(holders)  # Also without a newer version: servers may have come.
+        if self.follow is not None and holders is not None and holders is not self.holders:
+            self.follow(holders)  # Also without a newer version: servers may have come.
             self.holders = holders
         if self.version >= wanted:
             return False
@@ -93,7 +95,9 @@ class EngineSpec:
 
         return EngineHandle(engine, load)
 
-    def _given(self, engine: RolloutEngine) -> EngineHandle:
+    def _given(self, engine: Any) -> EngineHandle:
+        require_engine(engine, "engine_factory")
+
         def take(wanted: int) -> int:
             weights, version = read_weights(self.weights, wanted)
             engine.load_weights(tensors_of(weights), version)
@@ -103,4 +107,5 @@ class EngineSpec:
             return wanted  # The trainer pushed them to the servers before it said so.
 
         pushed = self.kind == "server" or not Path(self.weights or "/nonexistent").is_dir()
-        return EngineHandle(engine, believe if pushed else take)
+        follow = engine.follow if self.kind == "server" else None
+        return EngineHandle(engine, believe if pushed else take, follow=follow)

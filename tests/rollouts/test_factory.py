@@ -1,0 +1,186 @@
+"""Which engine a name stands for: on a CPU, on a GPU, and under the settings of a trainer."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from posttrain import AsyncGRPOConfig, GRPOConfig, NashMDConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, XPOConfig
+from posttrain.errors import ConfigError, MissingDependencyError
+from posttrain.rollouts import factory, paged, vllm
+from posttrain.rollouts.factory import choose_engine, create_engine
+from posttrain.rollouts.native import probe
+from posttrain.training.online_config import resolve_auto
+from tests.conftest import build_model
+
+
+class OnGpu(nn.Module):
+    """Says that its parameters are on a GPU."""
+
+    def parameters(self, recurse=True):
+        return iter([SimpleNamespace(device=torch.device("cuda"))])
+
+
+@pytest.fixture
+def available(monkeypatch):
+    """Sets the reasons against each engine; an engine without a reason can be used."""
+
+    def set_reasons(**reasons):
+        for name, function in {"vllm": "vllm_refusal", "paged": "paged_refusal", "native": "native_is_exact"}.items():
+            monkeypatch.setattr(factory, function, lambda _, name=name: reasons.get(name))
+
+    return set_reasons
+
+
+@pytest.mark.parametrize(
+    ("reasons", "chosen"),
+    [
+        ({}, "vllm"),
+        ({"vllm": "not installed"}, "paged"),
+        ({"vllm": "not installed", "paged": "too old"}, "native"),
+        ({"vllm": "not installed", "paged": "too old", "native": "mamba"}, "hf"),
+    ],
+)
+def test_on_a_gpu_auto_is_vllm_then_continuous_batching_then_native_and_one_line_says_why(
+    available, caplog, reasons, chosen
+):
+    available(**reasons)
+    with caplog.at_level(logging.INFO, "posttrain"):
+        assert choose_engine(OnGpu()) == chosen
+    (line,) = caplog.messages
+    assert chosen in line
+    assert "cuda" in line
+    assert all(name in line and reason in line for name, reason in reasons.items())
+    assert (caplog.records[0].levelno == logging.WARNING) == (chosen == "hf")
+
+
+def test_on_a_cpu_auto_never_asks_for_the_engines_of_gpus(monkeypatch):
+    for name in ("vllm_refusal", "paged_refusal"):
+        monkeypatch.setattr(factory, name, lambda _: pytest.fail("asked"))
+    assert choose_engine(build_model(50)) == "native"
+
+
+def test_an_engine_that_the_caller_refuses_is_not_chosen(available, caplog):
+    available()
+    caplog.set_level(logging.INFO, "posttrain")
+    assert choose_engine(OnGpu(), {"vllm": "XPO samples from the reference too"}) == "paged"
+    assert "XPO samples from the reference too" in caplog.text
+
+
+def test_auto_takes_native_where_it_is_exact_and_hf_elsewhere(caplog):
+    probe.VERDICTS.clear()
+    assert create_engine("auto", build_model(50), pad_token_id=0).name == "native"
+    config = CONFIG_MAPPING["mamba"](vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
+    assert create_engine("auto", AutoModelForCausalLM.from_config(config), pad_token_id=0).name == "hf"
+    assert "hf" in caplog.records[-1].getMessage()
+    assert caplog.records[-1].levelno == logging.WARNING
+
+
+def test_an_unknown_name_and_an_option_of_another_engine_are_told(caplog):
+    with pytest.raises(ConfigError, match="did you mean 'native'"):
+        create_engine("nativ", build_model(50), pad_token_id=0)
+    create_engine("native", build_model(50), pad_token_id=0, cache="static")
+    assert "cache_implementation='static' is ignored" in caplog.text
+    assert create_engine("hf", build_model(50), pad_token_id=0, cache="static").cache_implementation == "static"
+
+
+# Reasons against each engine -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch):
+    """A vLLM that knows Llama alone."""
+    module = SimpleNamespace(
+        __version__="9.9", ModelRegistry=SimpleNamespace(get_supported_archs=lambda: ["LlamaForCausalLM"])
+    )
+    monkeypatch.setattr(vllm, "require", lambda *_: module)
+
+
+def named(architecture="LlamaForCausalLM", path="some/model"):
+    model = build_model(50)
+    model.config.architectures, model.config._name_or_path = [architecture], path
+    model.config.name_or_path = path
+    return model
+
+
+def test_vllm_is_refused_where_it_is_not_installed(monkeypatch):
+    def missing(*_):
+        raise MissingDependencyError("vllm is not installed")
+
+    monkeypatch.setattr(vllm, "require", missing)
+    assert "not installed" in vllm.vllm_refusal(named())
+
+
+def test_vllm_is_refused_for_models_that_it_does_not_have_or_cannot_load(fake_vllm):
+    assert vllm.vllm_refusal(named()) is None
+    assert "9.9" in vllm.vllm_refusal(named("OtherForCausalLM"))
+    assert "OtherForCausalLM" in vllm.vllm_refusal(named("OtherForCausalLM"))
+    assert "folder" in vllm.vllm_refusal(named(path=""))
+
+
+def test_continuous_batching_is_refused_where_transformers_is_too_old(monkeypatch):
+    assert paged.paged_refusal(build_model(50)) is None
+    monkeypatch.setattr(paged.metadata, "version", lambda _: "5.7.0")
+    assert "5.7.0" in paged.paged_refusal(build_model(50))
+
+
+# Under a trainer's config --------------------------------------------------------------------------------------------
+
+
+def resolved(tmp_path, kind=GRPOConfig, processor=None, **settings):
+    args = kind(str(tmp_path), bf16=False, report_to="none", **settings)
+    resolve_auto(args, OnGpu(), processor)
+    return "vllm" if getattr(args, "use_vllm", False) else args.rollout_engine
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "chosen"),
+    [
+        (GRPOConfig, {}, "vllm"),
+        (GRPOConfig, {"rollout_engine": "hf"}, "hf"),
+        # Ratios would be off by the mass that was cut; continuous batching is corrected for as well where it is foreign.
+        (GRPOConfig, {"top_p": 0.9}, "paged"),
+        (GRPOConfig, {"min_p": 0.1}, "native"),
+        (GRPOConfig, {"generation_kwargs": {"no_repeat_ngram_size": 3}}, "native"),
+        (RLOOConfig, {}, "vllm"),
+        (OnlineDPOConfig, {}, "vllm"),
+        (XPOConfig, {}, "paged"),
+        (NashMDConfig, {}, "paged"),
+        (AsyncGRPOConfig, {}, "paged"),
+        (PPOConfig, {}, "native"),
+    ],
+)
+def test_a_config_rules_out_engines_that_its_method_or_its_sampling_cannot_use(
+    available, tmp_path, kind, settings, chosen
+):
+    available()
+    assert resolved(tmp_path, kind, **settings) == chosen
+
+
+def test_vllm_that_auto_chose_runs_in_the_trainers_process(available, tmp_path):
+    available()
+    args = GRPOConfig(str(tmp_path), bf16=False, report_to="none", vllm_mode="server")
+    resolve_auto(args, OnGpu(), None)
+    assert (args.use_vllm, args.vllm_mode) == (True, "colocate")
+
+
+def test_continuous_batching_is_not_chosen_for_a_processor(available, tmp_path):
+    available(vllm="not installed")
+    assert resolved(tmp_path) == "paged"
+    assert resolved(tmp_path, processor=SimpleNamespace(tokenizer=None)) == "native"
+
+
+def test_on_a_cpu_the_config_stays_as_it_was_given(tmp_path):
+    args = GRPOConfig(str(tmp_path), bf16=False, report_to="none")
+    resolve_auto(args, build_model(50), None)
+    assert (args.rollout_engine, args.use_vllm) == ("auto", False)
+
+
+@pytest.mark.parametrize("kind", [XPOConfig, NashMDConfig])
+@pytest.mark.parametrize("spelled", [{"use_vllm": True}, {"rollout_engine": "vllm"}])
+def test_methods_that_sample_in_process_refuse_vllm_under_both_spellings(tmp_path, kind, spelled):
+    with pytest.raises(ConfigError, match="in process"):
+        kind(str(tmp_path), bf16=False, report_to="none", **spelled)
