@@ -18,16 +18,16 @@ from posttrain.data.responses import parse_response
 from posttrain.types import Rollout, Row
 
 __all__ = [
-    "Generation",
+    "RolloutBatch",
     "Spool",
-    "judged_completions",
+    "completions_for_rewards",
     "row_bytes",
 ]
 
 logger = logging.getLogger(__name__)
 
 
-def judged_completions(tokenizer: Any, rollouts: Sequence[Rollout], *, conversational: bool) -> list[Any]:
+def completions_for_rewards(tokenizer: Any, rollouts: Sequence[Rollout], *, conversational: bool) -> list[Any]:
     """What reward functions see: the text, or one message, read with the tokenizer's response template if it has one."""
     if not conversational:
         return [rollout.text for rollout in rollouts]
@@ -35,7 +35,7 @@ def judged_completions(tokenizer: Any, rollouts: Sequence[Rollout], *, conversat
 
 
 @dataclasses.dataclass(slots=True)
-class Generation:
+class RolloutBatch:
     """What one call to the engine produced on this rank, one entry a completion, groups consecutive.
 
     Attributes:

@@ -15,7 +15,7 @@ from posttrain.losses.advantages import group_advantages, weighted_total
 from posttrain.metrics import mean, total
 from posttrain.models import parallel
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 
 if TYPE_CHECKING:
     from posttrain.training.online_config import OnlineConfig
@@ -119,7 +119,7 @@ class DynamicSamplingMixin:
         size = self.group_size(mode)  # type: ignore[attr-defined]
         return flat_groups(table.values, table.weights, size, least=least, each_function=each)
 
-    def replace_flat_groups(self, generation: Generation, table: RewardTable) -> None:
+    def replace_flat_groups(self, generation: RolloutBatch, table: RewardTable) -> None:
         """Sample fresh prompts, as many a round as there are groups to replace, and put those that vary in their places.
 
         Every rank makes the same plan from the gathered rewards, generates equally many whole groups, and calls every
@@ -155,7 +155,7 @@ class DynamicSamplingMixin:
             metrics["dynamic_sampling/accepted"] = mean(accepted / drawn, weight=drawn)
         self.log_metrics_now(metrics)  # type: ignore[attr-defined]
 
-    def _sample_groups(self, count: int) -> tuple[Generation, RewardTable]:
+    def _sample_groups(self, count: int) -> tuple[RolloutBatch, RewardTable]:
         """At least ``count`` fresh groups over all ranks, whole ones and equally many on each."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         each = -(-count // world)
@@ -166,9 +166,9 @@ class DynamicSamplingMixin:
 
     def _put(
         self,
-        generation: Generation,
+        generation: RolloutBatch,
         table: RewardTable,
-        fresh: Generation,
+        fresh: RolloutBatch,
         judged: RewardTable,
         pairs: list[tuple[int, int]],
     ) -> None:
@@ -201,7 +201,7 @@ class DynamicSamplingMixin:
             self.fresh_prompts.load(state["fresh_prompts"])
 
 
-def _lists(generation: Generation, table: RewardTable) -> dict[tuple[str, str], list[Any]]:
+def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str], list[Any]]:
     """Every list with one entry a completion of this rank, by where it belongs."""
     found: dict[tuple[str, str], list[Any]] = {
         ("", field.name): value
@@ -212,11 +212,11 @@ def _lists(generation: Generation, table: RewardTable) -> dict[tuple[str, str], 
     return found | {("table", name): values for name, values in table.extra_columns.items()}
 
 
-def _take(generation: Generation, table: RewardTable, index: int) -> dict[tuple[str, str], Any]:
+def _take(generation: RolloutBatch, table: RewardTable, index: int) -> dict[tuple[str, str], Any]:
     return {key: values[index] for key, values in _lists(generation, table).items()}
 
 
-def _give(generation: Generation, table: RewardTable, index: int, parcel: dict[tuple[str, str], Any]) -> None:
+def _give(generation: RolloutBatch, table: RewardTable, index: int, parcel: dict[tuple[str, str], Any]) -> None:
     """A column that one side lacks is None on the other's rows."""
     lists = _lists(generation, table)
     for (where, name), value in parcel.items():

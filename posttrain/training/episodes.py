@@ -20,7 +20,7 @@ from posttrain.models import parallel
 from posttrain.rewards.call import EnvironmentReward
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rollouts.base import keeping
-from posttrain.rollouts.batch import Generation, judged_completions
+from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
 from posttrain.rollouts.episodes.custom import custom_rollouts
 from posttrain.rollouts.episodes.driver import Batches, Episode, ToolLoop, share_prompts
 from posttrain.rollouts.episodes.environments import EMPTY_PROMPT, EnvironmentPool, PooledReward
@@ -174,7 +174,7 @@ class EpisodeMixin:
 
     # Generation --------------------------------------------------------------------------------------------------
 
-    def generate(self, examples: list[dict[str, Any]], mode: str) -> Generation:
+    def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """Environments are reset first; what they, the tools and a rollout function add goes with the generation."""
         self._environments: list[Any] | None = None
         self._extra: dict[str, list[Any]] = {}
@@ -270,7 +270,7 @@ class EpisodeMixin:
         texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         rollouts = [dataclasses.replace(r, text=text) for r, text in zip(rollouts, texts, strict=True)]
         chat = is_conversational(examples[0])
-        return rollouts, judged_completions(self.processing_class, rollouts, conversational=chat)
+        return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
 
     def _say_uncorrected(self) -> None:
         if not self._uncorrected_told:

@@ -24,7 +24,7 @@ from posttrain.models.reference import Reference
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rewards.transform import load_transforms, transforms_state
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.batch import Generation, Spool, judged_completions
+from posttrain.rollouts.batch import RolloutBatch, Spool, completions_for_rewards
 from posttrain.rollouts.sampling import generation_fields
 from posttrain.training.dynamic_sampling import DynamicSamplingMixin
 from posttrain.training.online_config import OnlineConfig
@@ -34,7 +34,7 @@ from posttrain.training.trainer import PostTrainer
 from posttrain.training.weight_sync import FarRolloutMixin
 from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Row, Sampling
 
-__all__ = ["Generation", "OnlineConfig", "OnlineTrainer"]
+__all__ = ["OnlineConfig", "OnlineTrainer", "RolloutBatch"]
 
 SUFFIX_TOKENS = 32  # Prompt tokens shown to format rewards: an opening tag that a template prefills lies among them.
 
@@ -145,7 +145,7 @@ class OnlineTrainer(
         folder = Path(self.args.output_dir, "rollout_buffer")
         return Spool(slices, most=most, folder=folder, rank=self.accelerator.process_index)
 
-    def _slices(self, generation: Generation, count: int) -> list[list[Row]]:
+    def _slices(self, generation: RolloutBatch, count: int) -> list[list[Row]]:
         """Whole groups in random order, cut into ``count`` equal slices (a group may straddle two)."""
         groups = generation.groups()
         generator = torch.Generator().manual_seed(self.args.seed + self._generations)
@@ -169,7 +169,7 @@ class OnlineTrainer(
 
     # Generation and scoring --------------------------------------------------------------------------------------
 
-    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> Generation:
+    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """Sample a completion for each (already repeated) example, score it, and attach what the loss needs."""
         generation = self.generated(examples, mode)
         table = self.score(generation, mode)
@@ -184,7 +184,7 @@ class OnlineTrainer(
         self.record.add_completions(rows, evaluation=mode == "eval")
         return generation
 
-    def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """``(n,)`` advantages of the rows of all ranks; the heart of a subclass.
 
         Args:
@@ -194,14 +194,14 @@ class OnlineTrainer(
         """
         raise NotImplementedError(f"{type(self).__name__} must define advantages(generation, table, mode).")
 
-    def generated(self, examples: list[dict[str, Any]], mode: str) -> Generation:
+    def generated(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """See `generate`. To generate is a collective: a rank without examples samples too, and leaves it behind."""
         if examples:
             return self.generate(examples, mode)
         metrics, self.buffers[mode] = self.buffers[mode], MetricBuffer()
         self.generate(self.spare_examples(), mode)
         self.buffers[mode], self._lengths = metrics, ()
-        return Generation([], [], [], born=self.state.global_step)
+        return RolloutBatch([], [], [], born=self.state.global_step)
 
     def spare_examples(self) -> list[dict[str, Any]]:
         """What a rank without examples of its own generates from: the first training row."""
@@ -209,12 +209,12 @@ class OnlineTrainer(
             self._spare = next(iter(self.train_dataset))
         return [dict(self._spare)]
 
-    def generate(self, examples: list[dict[str, Any]], mode: str) -> Generation:
+    def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """One completion per example, decoded and counted."""
         begin = time.perf_counter()
         rollouts, completions = self.roll_out(examples, mode)
         self._generations += mode == "train"
-        generation = Generation(examples, rollouts, completions, born=self.state.global_step)
+        generation = RolloutBatch(examples, rollouts, completions, born=self.state.global_step)
         self.log_lengths(generation, mode, time.perf_counter() - begin)
         return generation
 
@@ -225,7 +225,7 @@ class OnlineTrainer(
         for rollout, text in zip(rollouts, texts, strict=True):
             rollout.text = text
         chat = is_conversational(examples[0])
-        return rollouts, judged_completions(self.processing_class, rollouts, conversational=chat)
+        return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
         """Prompts as the engine must see them."""
@@ -258,7 +258,7 @@ class OnlineTrainer(
         overrides.pop("do_sample", None)
         return Sampling(**(settings | overrides))
 
-    def score(self, generation: Generation, mode: str) -> RewardTable:
+    def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
         """Rewards of all ranks' rows."""
         columns = generation.reward_columns()
         prompts = [example["prompt"] for example in generation.examples]
@@ -273,7 +273,7 @@ class OnlineTrainer(
         self.log_metrics_now(whole.metrics, mode)
         return whole
 
-    def _rewards_of(self, generation: Generation, prompts: list[Any], columns: dict[str, list[Any]]) -> RewardTable:
+    def _rewards_of(self, generation: RolloutBatch, prompts: list[Any], columns: dict[str, list[Any]]) -> RewardTable:
         """Rewards of this rank's rows; without any, no function is called."""
         if not prompts:
             return RewardTable(torch.empty(0, len(self.rewards.names)), list(self.rewards.names), self.rewards.weights)
@@ -288,7 +288,7 @@ class OnlineTrainer(
             judge=False,
         )
 
-    def _suffixes(self, generation: Generation) -> list[str]:
+    def _suffixes(self, generation: RolloutBatch) -> list[str]:
         ends = [rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in generation.rollouts]
         return self.processing_class.batch_decode(ends)
 
@@ -329,7 +329,7 @@ class OnlineTrainer(
         window = (args.steps_per_generation or 1) * args.num_iterations
         return mode == "train" and args.gradient_accumulation_steps % window != 0
 
-    def attach_logps(self, generation: Generation, mode: str) -> None:
+    def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
         told = [len(r.logp) == len(r.token_ids) for r in generation.rollouts]
         known = all(parallel.all_gather_objects(told, self.accelerator))  # What is computed may be a collective.

@@ -20,7 +20,7 @@ from posttrain.models import parallel
 from posttrain.rewards.format import SoftOverlongPunishment
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rewards.transform import length_correlation
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.online_config import OnlineConfig
 from posttrain.types import Finding
 
@@ -149,7 +149,7 @@ class RolloutLogMixin(OnlineHealthMixin):
     processing_class: Any
     _lengths: tuple[int, ...] = ()
 
-    def log_lengths(self, generation: Generation, mode: str, seconds: float) -> None:
+    def log_lengths(self, generation: RolloutBatch, mode: str, seconds: float) -> None:
         """Lengths of what the model wrote, and how many completions were cut."""
         self.remember_lengths(generation)
         lengths = torch.tensor(self._lengths, dtype=torch.float32)
@@ -176,7 +176,7 @@ class RolloutLogMixin(OnlineHealthMixin):
             tokens = float(lengths.sum()) + sum(len(r.prompt_ids) for r in generation.rollouts)
             self.counters["num_tokens"] += parallel.all_reduce_sum([tokens], self.accelerator)[0]
 
-    def remember_lengths(self, generation: Generation) -> None:
+    def remember_lengths(self, generation: RolloutBatch) -> None:
         """For the correlation of lengths with the rewards that come: what is trained, not what was sampled last."""
         self._lengths = tuple(sum(generation.loss_mask(i, False)) for i in range(len(generation.rollouts)))
 
@@ -224,7 +224,7 @@ class RolloutLogMixin(OnlineHealthMixin):
         if mode == "train":
             self.watch_rewards(table, totals, advantages)
 
-    def completion_rows(self, generation: Generation, table: RewardTable) -> list[dict[str, Any]]:
+    def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
         """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage."""
         rows = []
         for i, rollout in enumerate(generation.rollouts):
@@ -245,7 +245,7 @@ class RolloutLogMixin(OnlineHealthMixin):
         return rows
 
 
-def duplicates(generation: Generation) -> Metric:
+def duplicates(generation: RolloutBatch) -> Metric:
     """Share of the completions beside the first of their group that repeat another one: 1 where all are equal."""
     repeated, beside = 0, 0
     for group in generation.groups():

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 Asked = tuple[Sequence[Request], Sampling]
 
 
-class _Follower:
+class NonMainRankEngine:
     """What the other processes have in place of the engine that the main process asks for all of them."""
 
     in_process = False
@@ -118,7 +118,7 @@ class FarRolloutMixin:
         names = ("context", "dtype", "checkpoint_names", "can_score")
         facts = [] if engine is None else [{name: getattr(engine, name) for name in names}]
         shared = parallel.all_gather_objects(facts, self.accelerator)[0]
-        return engine or _Follower("server", shared)
+        return engine or NonMainRankEngine("server", shared)
 
     @property
     def context(self) -> int | None:

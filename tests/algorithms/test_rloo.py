@@ -12,7 +12,7 @@ from posttrain.data.forest import Layout, collate
 from posttrain.losses.advantages import leave_one_out_advantages, standardized
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Batch, ModelOutputs, Rollout
 from tests.algorithms.helpers import GROUPS, count_a, prompts, scripted, weights
 from tests.algorithms.test_two_ranks import FREE, run
@@ -159,7 +159,7 @@ class Stub(RLOOTrainer):
 
 def generation(old, ref):
     rollouts = [Rollout([1], [5] * len(o), [], "stop") for o in old]
-    made = Generation([{} for _ in old], rollouts, ["" for _ in old])
+    made = RolloutBatch([{} for _ in old], rollouts, ["" for _ in old])
     made.token_columns = {"old_logp": old, "ref_logp": ref}
     return made
 

@@ -25,7 +25,7 @@ from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model
 from posttrain.report.checkpoints import last_complete_checkpoint
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.checkpoint import STATE_FILE
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling
@@ -234,7 +234,7 @@ class ValueMixin:
             self.roll_out(self.spare_examples(), "value")  # To generate is a collective.
             return {}
         rollouts, completions = self.roll_out(examples, "value")
-        generation = Generation(examples, rollouts, completions)
+        generation = RolloutBatch(examples, rollouts, completions)
         table = self.rewards(
             prompts=[example["prompt"] for example in examples],
             completions=completions,
@@ -385,7 +385,7 @@ class A2POTrainer(ValueMixin, OnlineTrainer):
             prompts = [prompt[-limit:] for prompt in prompts]
         return super().sample(prompts, sampling)
 
-    def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """``r - V*``; a completion without a reward (or a prompt without a value) is left out."""
         assert self.cache is not None
         mine = [self.cache.value(example, self.args.beta1) for example in generation.examples]

@@ -38,7 +38,7 @@ LONGEST_PROMPT = 2  # Completions' limit times this is what a rollout reserves w
 class RolloutWorkerProtocol(Protocol):
     """What the trainer asks of whoever writes rollouts."""
 
-    rollout_buffer: Any  # With ``get(timeout)``, which raises `queue.Empty`; holds samples or conversations.
+    rollout_buffer: Any  # With ``get(timeout)``, which raises `queue.Empty`; holds samples or trajectories.
 
     def start(self) -> None: ...
     def stop(self) -> None: ...

@@ -28,7 +28,7 @@ from posttrain.models.reference import active_dropout
 from posttrain.report.completions import CompletionsHubCallback, RolloutTableCallback
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.episodes import EpisodeMixin
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs
@@ -268,7 +268,7 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
             cast_head_to_fp32(causal_lm(model))
         return model
 
-    def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """A completion's reward against its group's mean, divided by a spread."""
         args, size = self.args, self.group_size(mode)
         stats = group_advantages(
@@ -327,7 +327,7 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
 
     # Attributes that callbacks and reward functions read, by TRL's names ---------------------------------------------
 
-    def completion_rows(self, generation: Generation, table: RewardTable) -> list[dict[str, Any]]:
+    def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
         """As the parent's, and remembered for `_logs`."""
         self._rows = super().completion_rows(generation, table)
         return self._rows

@@ -40,7 +40,7 @@ from posttrain.models.value_head import (
 from posttrain.models.value_head import load_value_state as restore_value
 from posttrain.rewards.model import TokenReward
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row, Sampling
 
@@ -282,11 +282,11 @@ class PartsMixin(PromptRowsMixin):
             logger.info("step %d: %s", self.state.global_step, {k: v for k, v in row.items() if k != "step"})
         return rows
 
-    def _answers(self, inputs: list[dict[str, Any]]) -> Generation:
+    def _answers(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
         """Of one evaluation batch; a rank without rows samples along, because the others do."""
         examples = self.readable(inputs or self.spare_examples())  # type: ignore[attr-defined]
         rollouts, completions = self.roll_out(examples, "table")  # type: ignore[attr-defined]
-        return Generation(examples, rollouts, completions) if inputs else Generation([], [], [])
+        return RolloutBatch(examples, rollouts, completions) if inputs else RolloutBatch([], [], [])
 
 
 def value_state_keys(policy: nn.Module, state: dict[str, torch.Tensor]) -> list[str]:
@@ -402,7 +402,7 @@ class PPOTrainer(PartsMixin, OnlineTrainer):
         generation = self.generate_and_score(self.readable(inputs), mode)
         return training_rows(generation, self.args.response_length, self.pad_token_id)
 
-    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> Generation:
+    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """Sample a response for each example, score it, and estimate the advantage of each token."""
         generation = self.generated(examples, mode)
         for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
@@ -435,7 +435,7 @@ class PPOTrainer(PartsMixin, OnlineTrainer):
         """A hair above the option's, in sampling and in every log-prob alike."""
         return self.args.temperature + 1e-7
 
-    def attach_logps(self, generation: Generation, mode: str) -> None:
+    def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Log-probs and values under the policy in one pass, then log-probs under the reference."""
         rows = plain_rows(generation, self.args.response_length, self.pad_token_id)
         with self.inference() as policy:
@@ -465,7 +465,7 @@ class PPOTrainer(PartsMixin, OnlineTrainer):
                     result[name][places[origin]] = piece.tolist()
         return result
 
-    def estimate(self, generation: Generation, table: RewardTable, mode: str) -> None:
+    def estimate(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
         """Advantages and returns of this rank's responses, and what is said about the rollout batch."""
         args, count = self.args, len(generation.rollouts)
         totals = weighted_total(table.values, table.weights)

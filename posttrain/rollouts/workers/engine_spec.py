@@ -36,9 +36,9 @@ class EngineHandle:
 
     def refresh(self, wanted: int, holders: Any = None) -> bool:
         """Newer weights, where they are wanted; whether any were loaded."""
-        follow = getattr(self.engine, "follow", None)
-        if follow is not None and holders is not None and holders is not self.holders:
-            follow(holders)  # Also without a newer version: servers may have come.
+        set_servers = getattr(self.engine, "set_servers", None)
+        if set_servers is not None and holders is not None and holders is not self.holders:
+            set_servers(holders)  # Also without a newer version: servers may have come.
             self.holders = holders
         if self.version >= wanted:
             return False
