@@ -193,8 +193,8 @@ class RLOOTrainer(OnlineTrainer):
             advantages = self.bounded(standardized(advantages, ~totals.isnan()), mode)
         scored = stats.totals[~stats.totals.isnan()]
         whole = float(scored.std()) if scored.numel() > 1 else 0.0
-        spread = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
-        self.log_rewards(table, stats.totals, advantages, mode, **spread)
+        std = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
+        self.log_rewards(generation, table, stats.totals, advantages, mode, **std)
         return advantages
 
     def _charged_kl(self, generation: RolloutBatch, mode: str) -> Tensor:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain import ConfigError
+from posttrain.rollouts.batch import deal
 from posttrain.training.dynamic_sampling import PromptStream, flat_groups
-from posttrain.training.prompts import deal
 from tests.algorithms.helpers import grpo, grpo_args, prompts, scripted, weights
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from posttrain.losses.advantages import MOST, centred, group_advantages, weighted_total
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
 from posttrain.rollouts.workers.samples import RolloutSample, Trajectory
-from posttrain.training.online import SUFFIX_TOKENS
 from posttrain.types import Rollout
 
 __all__ = ["Finished", "Scorer", "population_advantages"]
@@ -113,14 +112,13 @@ class Scorer:
         return found
 
     def _rewards(self, group: Finished, generation: RolloutBatch) -> RewardTable:
-        ends = [rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in group.rollouts]
         table = self.rewards(
             prompts=[row["prompt"] for row in group.rows],
             completions=group.completions,
             completion_ids=[rollout.token_ids for rollout in group.rollouts],
             columns=generation.reward_columns(),
             trainer_state=types.SimpleNamespace(global_step=group.version),
-            prompt_suffixes=self.tokenizer.batch_decode(ends),
+            prompt_suffixes=prompt_suffixes(self.tokenizer, group.rollouts),
             environments=group.environments,
             judge=False,
         )

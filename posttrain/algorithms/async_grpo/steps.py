@@ -259,8 +259,8 @@ class StepMixin:
             groups = torch.tensor([first[i].group_id for i in known])
             self.rewards.judge(judged, groups, prompts=[first[i].prompt for i in known])  # type: ignore[attr-defined]
             self.log_metrics_now(judged.metrics)  # type: ignore[attr-defined]
-        self.tell_clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))  # type: ignore[attr-defined]
-        self.watch_rewards(table, totals, torch.tensor([s.advantage for s in first]))  # type: ignore[attr-defined]
+        self.reward_watch.clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))  # type: ignore[attr-defined]
+        self.reward_watch.batch(table, totals, torch.tensor([s.advantage for s in first]))  # type: ignore[attr-defined]
 
     def _completion_row(self, trajectory: Trajectory) -> dict[str, Any]:
         sample = trajectory.samples[0]

@@ -29,7 +29,6 @@ from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.workers.ledger import DropWatch, Ledger, MismatchGuard
 from posttrain.rollouts.workers.samples import TaskSource
 from posttrain.rollouts.workers.worker import check_picklable
-from posttrain.training.episodes import EpisodeMixin
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
@@ -38,7 +37,7 @@ __all__ = ["AsyncGRPOTrainer"]
 logger = logging.getLogger(__name__)
 
 
-class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
+class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
     """Group-relative policy optimisation whose rollouts are written ahead, by processes of their own (experimental).
 
     Workers write and score completions with the newest weights they have; the trainer takes them from a queue as its steps
@@ -54,7 +53,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
             which makes sessions of an agent of them.
         weight_transfer: Takes weights to it; see `WeightTransferProtocol`.
         engine_factory: ``() -> RolloutEngine``, picklable, instead of the engine that ``args.worker_engine`` names.
-        tools, environment_factory: See `EpisodeMixin` and the pages on tools and environments.
+        tools, environment_factory: See `EpisodeParts` and the pages on tools and environments.
 
     Reference: AReaL, arXiv:2505.24298; DeepSeekMath, arXiv:2402.03300, equation 3.
 
@@ -63,6 +62,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
     """
 
     config_class: ClassVar[type[AsyncGRPOConfig]] = AsyncGRPOConfig
+    takes_episodes: ClassVar[bool] = True
     needs = NEEDS
     _tag_names: ClassVar[list[str]] = ["posttrain", "async-grpo"]
     _name: ClassVar[str] = "AsyncGRPO"
@@ -232,7 +232,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
         totals = weighted_total(table.values, table.weights)
         size = self.group_size(mode)
         found = torch.cat([population_advantages(group) for group in totals.view(-1, size)])
-        self.log_rewards(table, totals, found, mode)
+        self.log_rewards(generation, table, totals, found, mode)
         return found
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
