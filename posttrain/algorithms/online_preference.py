@@ -397,7 +397,7 @@ class OnlinePreferenceTrainer(OnlineTrainer):
         if mode == "train":
             found = self._prefer(pairs, known[::2], self._equal(generation))
         self.log_scores(scores, known, ended, mode)
-        self.log_rewards(generation, table, totals, found, mode)
+        self.reward_watch.log(generation, table, totals, found, mode)
         mine = slice(table.start, table.start + len(generation.rollouts))
         generation.columns["compared"] = known[mine].float().tolist()
         generation.columns["scores"] = scores[mine].nan_to_num(0.0).tolist()

@@ -190,11 +190,11 @@ class RLOOTrainer(OnlineTrainer):
             totals = totals - args.beta * self._charged_kl(generation, mode)
         advantages = leave_one_out_advantages(totals, size)
         if args.normalize_advantages:
-            advantages = self.bounded(standardized(advantages, ~totals.isnan()), mode)
+            advantages = self.reward_watch.bounded(standardized(advantages, ~totals.isnan()), mode)
         scored = stats.totals[~stats.totals.isnan()]
         whole = float(scored.std()) if scored.numel() > 1 else 0.0
         std = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
-        self.log_rewards(generation, table, stats.totals, advantages, mode, **std)
+        self.reward_watch.log(generation, table, stats.totals, advantages, mode, **std)
         return advantages
 
     def _charged_kl(self, generation: RolloutBatch, mode: str) -> Tensor:

@@ -16,6 +16,7 @@ from posttrain.losses.policy import vespo_weight
 from posttrain.losses.ratio import entropy_mask, off_policy_mask
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.training.episodes import EpisodeParts
 from posttrain.types import Batch, Rollout, Sampling
 
 __all__ = ["REFUSED", "TAKEN", "GRPOOverrides", "adapt", "overrides"]
@@ -93,6 +94,9 @@ class GRPOOverrides:
     _scored: RewardTable | None = None
     _sampling_now: Sampling | None = None
     _foreign_logps = False
+    _parts: EpisodeParts
+    rollout_func: Any
+    _extra: dict[str, list[Any]]
 
     @property
     def cuts_prompts(self) -> bool:
@@ -107,7 +111,7 @@ class GRPOOverrides:
 
     def check_turns(self) -> None:
         """Refuse overrides that several turns would go around."""
-        if not (getattr(self, "calls_tools", False) or getattr(self, "rollout_func", None)):
+        if not (self._parts.calls_tools or self.rollout_func):
             return
         for name in SINGLE_TURN:
             if owner := overrides(self, name):
@@ -147,7 +151,7 @@ class GRPOOverrides:
         )
         rollouts = self._rollouts(prompt_ids, completion_ids, logps, tool_mask)
         if more and more[0]:
-            self._extra = {**getattr(self, "_extra", {}), **more[0]}
+            self._extra = {**self._extra, **more[0]}
         return rollouts, completions
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,22 @@ from typing import Any
 import torch
 
 from posttrain.data.responses import parse_response
+from posttrain.losses.ratio import engine_gap
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.types import Rollout, Row
 
 __all__ = [
     "Cost",
+    "RolloutBatch",
+    "RolloutWindow",
+    "Spool",
     "balance_rows",
+    "completions_for_rewards",
     "deal",
     "prompt_suffixes",
-    "RolloutBatch",
-    "Spool",
-    "completions_for_rewards",
     "row_bytes",
+    "sampler_gap",
 ]
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,19 @@ def completions_for_rewards(tokenizer: Any, rollouts: Sequence[Rollout], *, conv
 def prompt_suffixes(tokenizer: Any, rollouts: Sequence[Rollout]) -> list[str]:
     """The end of each prompt as text, for format rewards."""
     return tokenizer.batch_decode([rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in rollouts])
+
+
+def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]]) -> dict[str, Metric]:
+    """How far the log-probs of an engine are from ``trained``, those of the same completions by the trainer's forward."""
+    pairs = [
+        (torch.tensor(own[: len(r.logp)]), torch.tensor(r.logp))
+        for r, own in zip(rollouts, trained, strict=True)
+        if len(r.logp) == len(r.token_ids) > 0
+    ]
+    if not pairs:
+        return {}
+    logp, sampled = (torch.cat(side) for side in zip(*pairs, strict=True))
+    return engine_gap(logp, sampled, torch.ones_like(sampled, dtype=torch.bool))
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,6 +134,14 @@ class RolloutBatch:
             for name, column in self.token_columns.items():
                 row.token_columns.setdefault(name, []).append(column[i])
         return rows
+
+    def slices(self, count: int, *, seed: int, skip_truncated: bool) -> list[list[Row]]:
+        """Whole groups in random order, cut into ``count`` equal slices (a group may straddle two)."""
+        groups = self.groups()
+        shuffled = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
+        order = [i for g in shuffled for i in groups[g]]
+        size = len(order) // count
+        return [self.rows(order[k * size : (k + 1) * size], skip_truncated=skip_truncated) for k in range(count)]
 
     def every_row(self) -> list[Row]:
         """All completions as rows, cut ones with their tokens."""
@@ -203,6 +227,66 @@ def _delete(files: list[Path], folder: Path) -> None:
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # Another process may still have files there.
         folder.rmdir()
+
+
+class RolloutWindow:
+    """The slices of the rollout batch that is trained, and the place of the run among them.
+
+    Attributes:
+        slices: Rows of each micro-batch; None before the first generation.
+        step: Micro-batches that were trained since the run began.
+        generations: That were made since the run began; seeds follow from their number.
+        born: Optimiser step at which the rollout batch was sampled.
+
+    Args:
+        count: Slices of a rollout batch.
+        passes: How often each slice is trained.
+        spool: Makes a `Spool` of slices.
+    """
+
+    def __init__(self, count: int, passes: int, spool: Callable[[Sequence[list[Row]]], Spool]) -> None:
+        self.count, self.passes, self.spool = count, passes, spool
+        self.slices: Sequence[list[Row]] | None = None
+        self.step = self.generations = self.born = 0
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the next micro-batch wants a new generation."""
+        return self.slices is None or self.step % (self.count * self.passes) == 0
+
+    def fill(self, slices: Sequence[list[Row]], born: int) -> None:
+        """Put the slices of a new generation in the place of the old ones."""
+        if isinstance(self.slices, Spool):
+            self.slices.close()
+        self.slices, self.born = self.spool(slices), born
+
+    def take(self) -> list[Row]:
+        """Rows of the next micro-batch."""
+        assert self.slices is not None
+        rows = self.slices[self.step % self.count]
+        self.step += 1
+        return rows
+
+    @contextlib.contextmanager
+    def kept_on(self, error: type[Exception]) -> Iterator[None]:
+        """Inside, an error of this type leaves the place as it was, for the checkpoint that is saved because of it."""
+        before = dict(self.__dict__)
+        try:
+            yield
+        except error:
+            self.__dict__.update(before)
+            raise
+
+    def state(self) -> dict[str, Any]:
+        """The place, with the scored rollouts that were not trained yet."""
+        slices = None if self.slices is None else [[dataclasses.asdict(row) for row in rows] for rows in self.slices]
+        return {"step": self.step, "generations": self.generations, "born": self.born, "buffer": slices}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Undo `state`."""
+        self.step, self.generations, self.born = state["step"], state["generations"], state["born"]
+        saved = state["buffer"]
+        self.slices = None if saved is None else self.spool([[Row(**row) for row in rows] for rows in saved])
 
 
 # The busiest rank must lose a tenth of its tokens, or rows stay where they are.

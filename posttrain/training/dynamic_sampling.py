@@ -17,7 +17,7 @@ from posttrain.models import parallel
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 
-__all__ = ["DynamicSampler", "PromptStream", "flat_groups"]
+__all__ = ["DynamicSampler", "PromptStream", "flat_groups", "groups_without_signal"]
 
 # A group with a standard deviation up to this has no signal.
 FLAT = 1e-8
@@ -39,6 +39,13 @@ def flat_groups(
     one = torch.ones(1)
     stds = [group_advantages(columns[:, [k]], one, size).group_std for k in range(columns.shape[1])]
     return ~(torch.stack(stds) > max(FLAT, least)).any(0)
+
+
+def groups_without_signal(args: Any, table: RewardTable, size: int) -> Tensor:
+    """`flat_groups` of all ranks' rewards as the config of a trainer counts signal, ``(n / G,)`` bool."""
+    least = getattr(args, "min_group_std", 0.0)
+    each = getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum"
+    return flat_groups(table.values, table.weights, size, least=least, each_function=each)
 
 
 class PromptStream:

@@ -27,11 +27,25 @@ from posttrain.training.prompts import PROMPT_COLUMNS
 from posttrain.training.weight_sync import WeightSync
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["EpisodeDriver", "EpisodeParts"]
+__all__ = ["EpisodeDriver", "EpisodeParts", "refuse_episodes"]
 
 logger = logging.getLogger(__name__)
 
+# Rollouts, what reward functions see of each, further columns for them.
 Rolled = tuple[list[Rollout], list[Any], dict[str, list[Any]]]
+
+
+def refuse_episodes(trainer: str, given: dict[str, Any]) -> None:
+    """Refuse what only trainers with episodes take.
+
+    Raises:
+        ConfigError: One of the arguments is there.
+    """
+    for name in [name for name, value in given.items() if value is not None]:
+        raise ConfigError(
+            f"{trainer} has no {name}: its completions are single turns of the engine. Fix: use GRPOTrainer, or leave {name} "
+            "out."
+        )
 
 
 class EpisodeParts:
@@ -213,7 +227,7 @@ class EpisodeDriver:
 
     def run_tools(
         self, examples: list[dict[str, Any]], environments: list[Any] | None, sampling: Sampling, mode: str
-    ) -> Rolled:
+    ) -> tuple[list[Rollout], list[Any]]:
         """One episode per example, of turns and tool calls.
 
         Args:
@@ -223,7 +237,7 @@ class EpisodeDriver:
             mode: ``train`` or ``eval``, for the log.
 
         Returns:
-            Rollouts, messages of each episode, and no further columns.
+            Rollouts, and the messages of each episode.
         """
         pool, each = self.parts.environments, environments or [None] * len(examples)
         shared = self.parts.toolbox
@@ -240,7 +254,7 @@ class EpisodeDriver:
         self.log(_call_metrics(episodes), mode)
         texts = self.tokenizer.batch_decode([e.token_ids for e in episodes], skip_special_tokens=True)
         rollouts = [e.rollout(text) for e, text in zip(episodes, texts, strict=True)]
-        return rollouts, [e.messages or [{"role": "assistant", "content": ""}] for e in episodes], {}
+        return rollouts, [e.messages or [{"role": "assistant", "content": ""}] for e in episodes]
 
     def _loop(self) -> ToolLoop:
         args, limit = self.args, self.args.max_tool_calling_iterations

@@ -2,56 +2,58 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import datasets
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from posttrain.checks import online as log_checks
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
-from posttrain.data.forest import collate, split_by_sequence
+from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
 from posttrain.data.samplers import RepeatSampler
-from posttrain.errors import ConfigError, RolloutServerError
-from posttrain.losses.advantages import MOST
+from posttrain.errors import RolloutServerError
 from posttrain.losses.ratio import engine_gap
-from posttrain.metrics import Metric, MetricBuffer, mean
+from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
-from posttrain.models.forward import forward
+from posttrain.models.forward import batch_logps
 from posttrain.models.reference import Reference
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rewards.transform import load_transforms, transforms_state
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.batch import RolloutBatch, Spool, balance_rows, completions_for_rewards, prompt_suffixes
-from posttrain.rollouts.sampling import generation_fields
-from posttrain.training.dynamic_sampling import DynamicSampler, PromptStream, flat_groups
-from posttrain.training.episodes import EpisodeDriver, EpisodeParts
+from posttrain.rollouts.batch import (
+    RolloutBatch,
+    RolloutWindow,
+    Spool,
+    balance_rows,
+    completions_for_rewards,
+    sampler_gap,
+)
+from posttrain.rollouts.sampling import configured_sampling, generation_fields
+from posttrain.training.dynamic_sampling import DynamicSampler, PromptStream, groups_without_signal
+from posttrain.training.episodes import EpisodeDriver, EpisodeParts, refuse_episodes
 from posttrain.training.online_config import OnlineConfig
-from posttrain.training.prompts import PromptSource, check_stream, describe_schedule, workers_off
-from posttrain.training.rollout_log import (
+from posttrain.training.prompts import PromptSource, check_stream, describe_schedule, without_workers
+from posttrain.training.scoring import (
     WATCHED_CODES,
     RewardWatch,
+    Scorer,
     completion_lengths,
     completion_rows,
-    reward_metrics,
+    reward_runner,
     rollout_metrics,
 )
 from posttrain.training.trainer import PostTrainer
-from posttrain.training.weight_sync import WeightSync, server_engine, training_engine
+from posttrain.training.weight_sync import WeightSync, training_engine, vllm_engine
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Request, Rollout, Row, Sampling
 
 __all__ = ["OnlineConfig", "OnlineTrainer", "RolloutBatch"]
-
-logger = logging.getLogger(__name__)
 
 
 class OnlineTrainer(PostTrainer):
@@ -72,16 +74,10 @@ class OnlineTrainer(PostTrainer):
     takes_episodes: ClassVar[bool] = False
     # Whether a prompt that is too long loses its beginning instead of being refused.
     cuts_prompts = False
-    # What the config calls the most tokens of a completion.
-    length_option: ClassVar[str] = "max_completion_length"
     zero_gradient_is_normal = True
     signs_of: ClassVar[str] = "R"
     looked_apart: ClassVar[tuple[str, ...]] = WATCHED_CODES
     args: OnlineConfig
-    prompt_source: PromptSource
-    reward_watch: RewardWatch
-    weight_sync: WeightSync
-    episode_driver: EpisodeDriver | None = None
     # Environments and further reward columns of the generation under way.
     _environments: list[Any] | None = None
     _extra: dict[str, list[Any]] = {}  # noqa: RUF012 - replaced, never changed
@@ -101,25 +97,22 @@ class OnlineTrainer(PostTrainer):
         rollout_engine: RolloutEngine | None = None,
         **kwargs: Any,
     ) -> None:
-        episodes = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-        parts = self._episode_parts(args, episodes)
-        if train_dataset is None and parts is not None:
+        given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+        if not self.takes_episodes:
+            refuse_episodes(type(self).__name__, given)
+        self._parts = parts = EpisodeParts(args, **given)
+        if train_dataset is None:
             train_dataset = parts.without_dataset(type(self).__name__, args)
-        self.rewards = self.runner_class(
-            reward_funcs,
-            reward_weights=getattr(args, "reward_weights", None),
-            processing_classes=reward_processing_classes,
-            transforms=getattr(args, "reward_transform", None),
-            timeout=getattr(args, "reward_timeout", None),
-            model_options=self._reward_model_options(args),
-            score_twice=getattr(args, "check_reward_determinism", False),
-            **({"environments": parts.probes} if parts is not None and parts.probes else {}),
-        )
-        self._step = 0
-        self._generations = 0
-        self._buffer: Sequence[list[Row]] | None = None
-        self._buffer_born = 0
+        # By the names that TRL's trainers have.
+        self.tools, self.rollout_func, self.environments = parts.tools, parts.rollout_func, parts.environments
+        self.rewards = reward_runner(self.runner_class, reward_funcs, args, reward_processing_classes, parts.probes)
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
+        spool = {"most": getattr(self.args, "rollout_buffer_bytes", None), "rank": self.accelerator.process_index}
+        self.window = RolloutWindow(
+            self.args.steps_per_generation or 1,
+            self.args.num_iterations,
+            functools.partial(Spool, folder=Path(self.args.output_dir, "rollout_buffer"), **spool),
+        )
         own_stops = generation_fields(self.args.generation_kwargs or {}).get("stop_token_ids")
         known_stops = terminal_token_ids(self.processing_class, getattr(self.model, "generation_config", None))
         self.stop_ids = tuple(own_stops or known_stops)
@@ -131,58 +124,10 @@ class OnlineTrainer(PostTrainer):
         if self.weight_sync.needs_weight_sync:
             self.weight_sync.check_engine(self.engine)
         self.announce()
-        if parts is not None:
-            self.rewards.functions = [parts.pooled(function) for function in self.rewards.functions]
-            self.episode_driver = self._make_episode_driver(parts)
+        self.rewards.functions = [parts.pooled(function) for function in self.rewards.functions]
+        self.episode_driver = self._make_episode_driver(parts)
 
     # Parts -------------------------------------------------------------------------------------------------------
-
-    def _episode_parts(self, args: OnlineConfig | None, given: dict[str, Any]) -> EpisodeParts | None:
-        """What was given for episodes; None where this trainer has none.
-
-        Raises:
-            ConfigError: Something was given to a trainer whose completions are single turns.
-        """
-        for name, value in given.items():
-            if value is not None and not self.takes_episodes:
-                raise ConfigError(
-                    f"{type(self).__name__} has no {name}: its completions are single turns of the engine. Fix: use "
-                    f"GRPOTrainer, or leave {name} out."
-                )
-        self._parts = EpisodeParts(args, **given) if self.takes_episodes else None
-        return self._parts
-
-    @property
-    def tools(self) -> list[Callable]:
-        """Functions that the model may call."""
-        return [] if self._parts is None else self._parts.tools
-
-    @property
-    def rollout_func(self) -> Callable | None:
-        """The user's function that rolls out instead of the engine."""
-        return None if self._parts is None else self._parts.rollout_func
-
-    @property
-    def environments(self) -> Any:
-        """The pool of environments; None where there are none."""
-        return None if self._parts is None else self._parts.environments
-
-    @property
-    def calls_tools(self) -> bool:
-        """Whether the model has anything to call."""
-        return self._parts is not None and self._parts.calls_tools
-
-    @staticmethod
-    def _reward_model_options(args: OnlineConfig | None) -> dict[str, Any]:
-        """How reward models are loaded and run: as the policy is."""
-        if args is None:
-            return {}
-        return {
-            "batch_size": args.per_device_train_batch_size,
-            "trust_remote_code": args.trust_remote_code,
-            "model_init_kwargs": args.model_init_kwargs,
-            "chat_template_kwargs": args.chat_template_kwargs,
-        }
 
     def make_reference(self) -> Reference | None:
         """The frozen start of training, where a KL penalty needs it."""
@@ -194,13 +139,8 @@ class OnlineTrainer(PostTrainer):
         if given is not None:
             return given
         bare = self.accelerator.unwrap_model(self.model)
-        if not getattr(self.args, "use_vllm", False):
-            return self.engine_on(bare)
-        if self.args.vllm_mode == "server":
-            return server_engine(self.args, self.accelerator)
-        from posttrain.rollouts.vllm import VLLMEngine
-
-        return VLLMEngine.for_training(bare, self.args, self.accelerator)
+        far = getattr(self.args, "use_vllm", False)
+        return vllm_engine(bare, self.args, self.accelerator) if far else self.engine_on(bare)
 
     def engine_on(self, model: Any) -> Any:
         """The engine in process that the config names, on a model."""
@@ -246,7 +186,7 @@ class OnlineTrainer(PostTrainer):
             rewards=self.rewards,
             generate=lambda rows: self.generate(rows, "train"),
             score=lambda batch: self.score(batch, "train"),
-            flat=lambda table: self.flat(table, "train"),
+            flat=lambda table: groups_without_signal(args, table, self.group_size("train")),
         )
 
     @property
@@ -267,7 +207,7 @@ class OnlineTrainer(PostTrainer):
 
     def make_prompt_source(self) -> PromptSource:
         """Where prompts come from."""
-        return PromptSource(self.args, self.processing_class, length_option=self.length_option)
+        return PromptSource(self.args, self.processing_class)
 
     def _check_arguments(self, model: Any, args: Any, train_dataset: Any, collator: Any) -> None:
         if type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
@@ -277,9 +217,8 @@ class OnlineTrainer(PostTrainer):
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
         self.prompt_source = self.make_prompt_source()
-        if self._parts is not None:
-            drops = bool(self.args.remove_unused_columns)
-            train, evaluation = self._parts.prepared(train, evaluation, self.processing_class, drops_columns=drops)
+        drops = self.prompt_source.drops_columns
+        train, evaluation = self._parts.prepared(train, evaluation, self.processing_class, drops_columns=drops)
         train, evaluation, head = self.prompt_source.prepared(train, evaluation, images=self.may_read_images)
         if self.args.check_rewards and self.can_dry_run:
             rows = self.prompt_source.trial_rows(head)
@@ -298,10 +237,10 @@ class OnlineTrainer(PostTrainer):
 
     def announce(self) -> None:
         """Log the schedule and the first prompt as the model reads it; refuse prompts that leave no room."""
-        if isinstance(self.args, OnlineConfig):
-            length = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
-            logger.info("schedule: %s", self.schedule_text(length))
-        self.prompt_source.announce(self.train_dataset, None if self.cuts_prompts else self.context)
+        length = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        schedule = self.schedule_text(length) if isinstance(self.args, OnlineConfig) else None
+        limit = None if self.cuts_prompts else self.context
+        self.prompt_source.announce(self.train_dataset, limit, schedule=schedule)
 
     def schedule_text(self, prompts: int | None) -> str:
         """How generations and updates follow each other; ``prompts`` is the length of the training set, if it has one."""
@@ -325,11 +264,8 @@ class OnlineTrainer(PostTrainer):
         """As the parent's; a stream to evaluate on comes in the order that the sampler gives rows, and without workers."""
         if is_training or not isinstance(dataset, datasets.IterableDataset):
             return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
-        before = workers_off(self.args)
-        try:
+        with without_workers(self.args):
             return super()._get_dataloader(self.prompt_source.eval_rows(dataset), *args, **kwargs)
-        finally:
-            vars(self.args).update(before)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RepeatSampler:
         return self.prompt_source.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
@@ -346,51 +282,30 @@ class OnlineTrainer(PostTrainer):
         """Completions of one prompt are consecutive rows."""
         return self.group_size("eval")
 
-    @property
-    def answers_per_row(self) -> int:
-        """Each prompt is completed so often."""
-        return self.group_size("eval")
+    # Each prompt is completed so often.
+    answers_per_row = eval_group
 
     # Micro-batches -----------------------------------------------------------------------------------------------
 
     def micro_batch(self, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
         """The next slice of the buffer; a new generation first, when the buffer is used up."""
-        args = self.args
-        slices = args.steps_per_generation or 1
-        if self._buffer is None or self._step % (slices * args.num_iterations) == 0:
+        if self.window.used_up:
             generation = self.generate_and_score(inputs, "train")
-            if self._buffer is not None:
-                self._buffer.close()
-            self._buffer = self.spooled(self._balanced(self._slices(generation, slices)))
-            self._buffer_born = self.state.global_step
-        rows = self._buffer[self._step % slices]
-        self._step += 1
-        self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self._buffer_born))})
+            self.window.fill(self._slices(generation, self.window.count), self.state.global_step)
+        rows = self.window.take()
+        self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self.window.born))})
         return self.collate(rows)
 
-    def _balanced(self, slices: list[list[Row]]) -> list[list[Row]]:
-        """The slices of this rank after completions were exchanged with other ranks, where that pays."""
+    def _slices(self, generation: RolloutBatch, count: int) -> list[list[Row]]:
+        """Whole groups in random order, cut into ``count`` slices, then exchanged with other ranks where that pays."""
+        seed, skip = self.args.seed + self.window.generations, self.args.mask_truncated_completions
+        slices = generation.slices(count, seed=seed, skip_truncated=skip)
         if self.accelerator.num_processes == 1 or not self.args.balance_ranks or self.whole_rows:
             return slices
         slices, metrics = balance_rows(slices, self.accelerator)
         for of_slice in metrics:
             self.log_metrics_now(of_slice)
         return slices
-
-    def spooled(self, slices: Sequence[list[Row]]) -> Spool:
-        """Slices that are trained later, those beyond ``rollout_buffer_bytes`` on disk."""
-        most = getattr(self.args, "rollout_buffer_bytes", None)
-        folder = Path(self.args.output_dir, "rollout_buffer")
-        return Spool(slices, most=most, folder=folder, rank=self.accelerator.process_index)
-
-    def _slices(self, generation: RolloutBatch, count: int) -> list[list[Row]]:
-        """Whole groups in random order, cut into ``count`` equal slices (a group may straddle two)."""
-        groups = generation.groups()
-        generator = torch.Generator().manual_seed(self.args.seed + self._generations)
-        order = [i for g in torch.randperm(len(groups), generator=generator).tolist() for i in groups[g]]
-        size = len(order) // count
-        skip = self.args.mask_truncated_completions
-        return [generation.rows(order[k * size : (k + 1) * size], skip_truncated=skip) for k in range(count)]
 
     def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
         """Generate, score and collate one evaluation batch."""
@@ -411,8 +326,8 @@ class OnlineTrainer(PostTrainer):
         """Sample a completion for each (already repeated) example, score it, and attach what the loss needs."""
         generation = self.generated(examples, mode)
         table = self.score(generation, mode)
-        if mode == "train":
-            self.replace_flat_groups(generation, table)
+        if mode == "train" and self.args.dynamic_sampling:
+            self.log_metrics_now(self.dynamic_sampler.replace(generation, table))
         self.weight_sync.rest()
         self.attach_logps(generation, mode)
         advantages = self.advantages(generation, table, mode)
@@ -450,12 +365,10 @@ class OnlineTrainer(PostTrainer):
     def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """One completion per example, decoded and counted; environments are reset first."""
         begin = time.perf_counter()
-        self._environments, self._extra = None, {}
-        if self.episode_driver is not None:
-            number, size = self._generation_number(mode), self.group_size(mode)
-            self._environments, examples = self.episode_driver.begin(examples, number=number, group_size=size)
+        self._extra, number, size = {}, self._generation_number(mode), self.group_size(mode)
+        self._environments, examples = self.episode_driver.begin(examples, number=number, group_size=size)
         rollouts, completions = self.roll_out(examples, mode)
-        self._generations += mode == "train"
+        self.window.generations += mode == "train"
         generation = RolloutBatch(
             examples,
             rollouts,
@@ -464,30 +377,26 @@ class OnlineTrainer(PostTrainer):
             environments=self._environments,
             extra=self._extra,
         )
-        self._log_rollouts(generation, mode, time.perf_counter() - begin)
-        return generation
-
-    def _log_rollouts(self, generation: RolloutBatch, mode: str, seconds: float) -> None:
-        masked = self.args.mask_truncated_completions
+        seconds, masked = time.perf_counter() - begin, self.args.mask_truncated_completions
         self.log_metrics_now(rollout_metrics(generation, seconds, masks_truncated=masked), mode)
         if mode == "train":
-            tokens = sum(completion_lengths(generation)) + sum(len(r.prompt_ids) for r in generation.rollouts)
+            tokens = sum(completion_lengths(generation)) + sum(len(r.prompt_ids) for r in rollouts)
             self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
+        return generation
 
     def _generation_number(self, mode: str) -> int:
-        """Seeds follow from it: generations of training are counted, those of evaluation go by the step."""
-        return self._generations if mode == "train" else 10_000_019 + self.state.global_step
+        """Seeds follow from it; evaluation goes by the step."""
+        return self.window.generations if mode == "train" else 10_000_019 + self.state.global_step
 
     def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
         """One completion per example, and what reward functions see of each: its text, or a list of messages."""
-        if self.episode_driver is not None and self.rollout_func is not None:
+        driver = self.episode_driver
+        if self.rollout_func is not None:
             vocabulary = self.model.config.get_text_config().vocab_size
-            rollouts, completions, self._extra = self.episode_driver.run_function(examples, self, vocabulary=vocabulary)
+            rollouts, completions, self._extra = driver.run_function(examples, self, vocabulary=vocabulary)
             return rollouts, completions
-        if self.episode_driver is not None and self.calls_tools:
-            sampling, environments = self.sampling(mode), self._environments
-            rollouts, completions, _ = self.episode_driver.run_tools(examples, environments, sampling, mode)
-            return rollouts, completions
+        if self._parts.calls_tools:
+            return driver.run_tools(examples, self._environments, self.sampling(mode), mode)
         rollouts = self.sample(self.tokenize(examples), self.sampling(mode))
         texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         for rollout, text in zip(rollouts, texts, strict=True):
@@ -497,7 +406,7 @@ class OnlineTrainer(PostTrainer):
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
         """Prompts as the engine must see them; what an environment added cannot open or end a turn."""
-        if self.episode_driver is not None and self.environments is not None:
+        if self.environments is not None:
             return self.episode_driver.tokenize(examples)
         kwargs = self.args.chat_template_kwargs or {}
         return tokenize_prompts(examples, self.processing_class, chat_template_kwargs=kwargs)
@@ -513,61 +422,15 @@ class OnlineTrainer(PostTrainer):
         args = self.args
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         number = self._generation_number(mode)
-        settings: dict[str, Any] = {
-            "max_new_tokens": args.max_completion_length,
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": args.top_k,
-            "min_p": args.min_p,
-            "repetition_penalty": args.repetition_penalty,
-            "stop_token_ids": self.stop_ids,
-            "seed": (args.seed * 1_000_003 + number * world + rank) % 2**63,
-            "guide": ("regex", regex) if (regex := getattr(args, "vllm_structured_outputs_regex", None)) else None,
-        }
-        overrides = generation_fields(args.generation_kwargs or {})
-        overrides.pop("do_sample", None)
-        return Sampling(**(settings | overrides))
+        seed = (args.seed * 1_000_003 + number * world + rank) % 2**63
+        return configured_sampling(args, stop_token_ids=self.stop_ids, seed=seed)
 
     def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
         """Rewards of all ranks' rows."""
-        columns = generation.reward_columns()
-        prompts = [example["prompt"] for example in generation.examples]
-        table = parallel.run_and_share(lambda: self._rewards_of(generation, prompts, columns), self.accelerator)
-        counts = parallel.all_gather_objects([len(prompts)], self.accelerator)
-        rows = parallel.all_gather_objects(table.values.tolist(), self.accelerator)
-        values = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)
-        start = sum(counts[: self.accelerator.process_index])
-        groups = [row // self.group_size(mode) for row in range(len(rows))]
-        whole = dataclasses.replace(table, values=values, start=start)
-        whole = self.rewards.finish(whole, groups=groups, prompts=prompts, columns=columns, training=mode == "train")
-        self.log_metrics_now(whole.metrics, mode)
-        return whole
-
-    def _rewards_of(self, generation: RolloutBatch, prompts: list[Any], columns: dict[str, list[Any]]) -> RewardTable:
-        """Rewards of this rank's rows; without any, no function is called."""
-        if not prompts:
-            return RewardTable(torch.empty(0, len(self.rewards.names)), list(self.rewards.names), self.rewards.weights)
-        return self.rewards(
-            prompts=prompts,
-            completions=generation.completions,
-            completion_ids=[rollout.token_ids for rollout in generation.rollouts],
-            columns=columns,
-            trainer_state=self.state,
-            prompt_suffixes=prompt_suffixes(self.processing_class, generation.rollouts),
-            environments=generation.environments,
-            judge=False,
-        )
-
-    def flat(self, table: RewardTable, mode: str) -> Tensor:
-        """Groups of all ranks that teach nothing, ``(n / G,)`` bool."""
-        least = getattr(self.args, "min_group_std", 0.0)
-        each = getattr(self.args, "multi_objective_aggregation", "") == "normalize_then_sum"
-        return flat_groups(table.values, table.weights, self.group_size(mode), least=least, each_function=each)
-
-    def replace_flat_groups(self, generation: RolloutBatch, table: RewardTable) -> None:
-        """Put fresh prompts in the place of groups that teach nothing, where ``dynamic_sampling`` asks for it."""
-        if self.args.dynamic_sampling:
-            self.log_metrics_now(self.dynamic_sampler.replace(generation, table))
+        training, size = mode == "train", self.group_size(mode)
+        table = self.scorer.score(generation, self.state, group_size=size, training=training)
+        self.log_metrics_now(table.metrics, mode)
+        return table
 
     # Log-probs ---------------------------------------------------------------------------------------------------
 
@@ -584,7 +447,7 @@ class OnlineTrainer(PostTrainer):
         terms, outputs = super().terms(model, batch)
         said, trained = batch.columns.get("engine_logp"), batch.old_logp
         if trained is None or self.old_logp_is_engines:
-            moved = model.training and self._buffer_born != self.state.global_step
+            moved = model.training and self.window.born != self.state.global_step
             trained = None if moved and batch.old_logp is not None else outputs.logp
         if said is not None and trained is not None:
             terms.metrics |= engine_gap(trained, said, batch.loss_mask)
@@ -631,35 +494,31 @@ class OnlineTrainer(PostTrainer):
 
     def log_engine_gap(self, rollouts: list[Rollout], trained: list[list[float]], mode: str) -> None:
         """How far the engine's log-probs are from ``trained``, those of the same completions by this trainer's forward."""
-        pairs = [
-            (torch.tensor(own[: len(r.logp)]), torch.tensor(r.logp))
-            for r, own in zip(rollouts, trained, strict=True)
-            if len(r.logp) == len(r.token_ids) > 0
-        ]
-        if pairs and self.engine_tells_logp:
-            logp, said = (torch.cat(side) for side in zip(*pairs, strict=True))
-            self.log_metrics_now(engine_gap(logp, said, torch.ones_like(said, dtype=torch.bool)), mode)
+        if self.engine_tells_logp:
+            self.log_metrics_now(sampler_gap(rollouts, trained), mode)
 
-    @torch.no_grad()
     def logps(self, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
         """Per-token log-probs of every completion, by the same forward that trains; at the loss's temperature or another."""
-        result: dict[int, list[float]] = {}
-        temperature = self.temperature if temperature is None else temperature
         batches = collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
-        for batch, counts in parallel.in_step(batches, self.accelerator, self.spare_batch):
-            batch = batch.to(self.args.device)
-            logp = forward(model, batch, temperature=temperature, chunk_size=self.args.logits_chunk_size).logp
-            for origin, values in zip(batch.origin, split_by_sequence(logp, batch) if counts else (), strict=counts):
-                result[origin] = values.tolist()
-        return [result[i] for i in range(len(result))]
+        passes = parallel.in_step(batches, self.accelerator, self.spare_batch)
+        placed = ((batch.to(self.args.device), counts) for batch, counts in passes)
+        temperature = self.temperature if temperature is None else temperature
+        return batch_logps(model, placed, temperature=temperature, chunk_size=self.args.logits_chunk_size)
 
     # Logs and checks ---------------------------------------------------------------------------------------------
 
     def check_start(self) -> None:
         """As every trainer's; reward models are placed and tried."""
         super().check_start()
-        scaled = str(getattr(self.args, "scale_rewards", "none")) != "none"
-        self.reward_watch = RewardWatch(self.rewards, self.preflight, self.tell, scaled=scaled)
+        self.reward_watch = RewardWatch(
+            self.rewards,
+            self.accelerator,
+            preflight=self.preflight,
+            tell=self.tell,
+            log=self.log_metrics_now,
+            scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
+        )
+        self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)
         self.reward_watch.start(self.args.device, getattr(self.args, "max_completion_length", None))
 
     @property
@@ -686,45 +545,6 @@ class OnlineTrainer(PostTrainer):
 
     def count_tokens_seen(self, tokens: float) -> None:
         """Counted at generation instead, each prompt once per completion."""
-
-    def bounded(self, advantages: Tensor, mode: str) -> Tensor:
-        """Standardised advantages stop at 10, so that no completion is worth a step of its own.
-
-        Args:
-            advantages: ``(n,)`` of all ranks, divided by a standard deviation.
-            mode: ``train`` or ``eval``.
-        """
-        sizes = advantages.abs()
-        far = sizes > MOST
-        self.log_metrics_now({"advantages/clipped_share": mean(far.float())}, mode)
-        if mode == "train":
-            self.reward_watch.clipped(int(far.sum()), far.numel(), float(sizes.max()) if far.any() else None)
-        return advantages.clamp(-MOST, MOST)
-
-    def log_rewards(
-        self,
-        generation: RolloutBatch,
-        table: RewardTable,
-        totals: Tensor,
-        advantages: Tensor,
-        mode: str,
-        **std: float | Tensor,
-    ) -> None:
-        """Log the rewards of all ranks' completions, and watch them in training.
-
-        Args:
-            generation: This rank's completions, with the loss masks that rewards saw.
-            table: ``values (n, K)``.
-            totals: ``(n,)`` weighted rewards before any penalty, NaN where no function applied.
-            advantages: ``(n,)``.
-            mode: ``train`` or ``eval``.
-            std: ``reward_std``, ``frac_reward_zero_std``, as the method defines them.
-        """
-        lengths = parallel.all_gather_objects(completion_lengths(generation), self.accelerator)
-        metrics: dict[str, Metric] = {name: mean(value) for name, value in std.items()}
-        self.log_metrics_now(metrics | reward_metrics(table, totals, advantages, lengths), mode)
-        if mode == "train":
-            self.reward_watch.batch(table, totals, advantages)
 
     def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
         """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage."""
@@ -753,13 +573,8 @@ class OnlineTrainer(PostTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As the parent's; a generation that fails leaves the position in the window as it was, for the checkpoint."""
-        names = ("_step", "_generations", "_buffer", "_buffer_born")
-        before = {name: getattr(self, name) for name in names}
-        try:
+        with self.window.kept_on(RolloutServerError):
             return super().get_batch_samples(*args, **kwargs)
-        except RolloutServerError:
-            self.__dict__.update(before)
-            raise
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
@@ -767,9 +582,8 @@ class OnlineTrainer(PostTrainer):
 
     def state_to_save(self) -> dict[str, Any]:
         """Where the run stands inside its window, with the scored rollouts it has not trained yet."""
-        buffer = None if self._buffer is None else [[dataclasses.asdict(row) for row in rows] for rows in self._buffer]
-        online = {"step": self._step, "generations": self._generations, "born": self._buffer_born, "buffer": buffer}
-        state = super().state_to_save() | {"online": online, "rewards": transforms_state(self.rewards.transforms)}
+        online = {"online": self.window.state(), "rewards": transforms_state(self.rewards.transforms)}
+        state = super().state_to_save() | online
         if self.args.dynamic_sampling:
             state["fresh_prompts"] = self.dynamic_sampler.prompts.state()
         return state
@@ -780,8 +594,4 @@ class OnlineTrainer(PostTrainer):
         load_transforms(self.rewards.transforms, state.get("rewards", ()))
         if "fresh_prompts" in state:
             self.dynamic_sampler.prompts.load(state["fresh_prompts"])
-        online = state["online"]
-        self._step, self._generations, self._buffer_born = online["step"], online["generations"], online["born"]
-        buffer = online["buffer"]
-        slices = None if buffer is None else [[Row(**row) for row in rows] for rows in buffer]
-        self._buffer = None if slices is None else self.spooled(slices)
+        self.window.load(state["online"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
@@ -21,11 +23,13 @@ __all__ = [
     "check_stream",
     "describe_schedule",
     "named_sets",
-    "workers_off",
+    "without_workers",
 ]
 
 logger = logging.getLogger(__name__)
 
+# Options of a loader without worker processes.
+IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
 # Tokens of a prompt that an error quotes.
 BEGINNING = 40
 PROMPT_COLUMNS = ("prompt", "image", "images")
@@ -177,8 +181,10 @@ class PromptSource:
                 f"{self.tokenizer.decode(longest[:BEGINNING])!r}."
             )
 
-    def announce(self, dataset: Any, limit: int | None) -> None:
-        """Log the first prompt as the model reads it; refuse prompts that do not fit a context of ``limit`` tokens."""
+    def announce(self, dataset: Any, limit: int | None, *, schedule: str | None) -> None:
+        """Log the schedule and the first prompt as the model reads it; refuse prompts that do not fit ``limit`` tokens."""
+        if schedule is not None:
+            logger.info("schedule: %s", schedule)
         if not hasattr(dataset, "__len__") or "prompt" not in (getattr(dataset, "column_names", None) or ()):
             return
         rows = list(itertools.islice(dataset, TRIED))
@@ -217,15 +223,18 @@ def check_stream(args: Any, train_dataset: Any) -> None:
             "dataloader_num_workers=%d is set to 0: workers would split the groups of a stream between them.",
             args.dataloader_num_workers,
         )
-        workers_off(args)
+        vars(args).update(IN_PROCESS)
 
 
-def workers_off(args: Any) -> dict[str, Any]:
-    """Let loaders read in this process; returns what was set before."""
-    off = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
-    before = {name: getattr(args, name) for name in off}
-    vars(args).update(off)
-    return before
+@contextlib.contextmanager
+def without_workers(args: Any) -> Iterator[None]:
+    """Inside, loaders read in this process."""
+    before = {name: getattr(args, name) for name in IN_PROCESS}
+    vars(args).update(IN_PROCESS)
+    try:
+        yield
+    finally:
+        vars(args).update(before)
 
 
 def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:

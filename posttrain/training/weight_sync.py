@@ -23,7 +23,7 @@ from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.training.online_config import VllmSyncFields
 from posttrain.types import Finding, Request, Rollout, Row, Sampling
 
-__all__ = ["WeightSync", "server_engine", "sync_option", "training_engine", "whole_update"]
+__all__ = ["WeightSync", "sync_option", "training_engine", "vllm_engine", "whole_update"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,12 @@ def training_engine(model: Any, args: Any, *, tokenizer: Any, pad_token_id: int)
     return engine
 
 
-def server_engine(args: Any, accelerator: Any) -> Any:
-    """The engine that asks the servers of ``use_vllm=True``; a stand-in on ranks other than 0."""
+def vllm_engine(model: Any, args: Any, accelerator: Any) -> Any:
+    """The engine of ``use_vllm=True``: in process, or one that asks servers (a stand-in on ranks other than 0)."""
+    if args.vllm_mode != "server":
+        from posttrain.rollouts.vllm import VLLMEngine
+
+        return VLLMEngine.for_training(model, args, accelerator)
     from posttrain.rollouts.server.engine import ServerEngine
 
     urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"

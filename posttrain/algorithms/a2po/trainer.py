@@ -394,7 +394,7 @@ class A2POTrainer(ValueMixin, OnlineTrainer):
         advantages = totals - values
         unknown = advantages.isnan()
         advantages = advantages.masked_fill(unknown, 0.0)
-        self.log_rewards(generation, table, totals, advantages, mode)
+        self.reward_watch.log(generation, table, totals, advantages, mode)
         local = unknown[table.start : table.start + len(generation.rollouts)]
         generation.left_out |= set(local.nonzero().flatten().tolist())
         self.log_metrics_now({"v_star": mean(values, ~values.isnan())}, mode)

@@ -25,6 +25,7 @@ from posttrain.rollouts.workers.ledger import Ledger
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, TaskSource
 from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights
+from posttrain.training.scoring import reward_model_options
 from posttrain.training.weight_sync import sync_option, whole_update
 
 __all__ = ["RolloutWorkerProtocol", "ServiceMixin", "WeightTransferProtocol"]
@@ -240,7 +241,7 @@ class ServiceMixin:
                 "processing_classes": self.given["reward_processing_classes"],
                 "transforms": args.reward_transform,
                 "timeout": args.reward_timeout,
-                "model_options": self._reward_model_options(args),  # type: ignore[attr-defined]
+                "model_options": reward_model_options(args),
             },
             scale_rewards=args.scale_rewards,
             mask_truncated=args.mask_truncated_completions,

@@ -232,7 +232,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
         totals = weighted_total(table.values, table.weights)
         size = self.group_size(mode)
         found = torch.cat([population_advantages(group) for group in totals.view(-1, size)])
-        self.log_rewards(generation, table, totals, found, mode)
+        self.reward_watch.log(generation, table, totals, found, mode)
         return found
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:

@@ -29,6 +29,7 @@ from posttrain.report.completions import CompletionsHubCallback, RolloutTableCal
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.training.dynamic_sampling import groups_without_signal
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
@@ -273,12 +274,12 @@ class GRPOTrainer(OnlineTrainer):
         whole = float(scored.std()) if scored.numel() > 1 else 0.0
         std = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
         divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
-        advantages = self.bounded(stats.advantages, mode) if divided else stats.advantages
-        self.log_rewards(generation, table, stats.totals, advantages, mode, **std)
+        advantages = self.reward_watch.bounded(stats.advantages, mode) if divided else stats.advantages
+        self.reward_watch.log(generation, table, stats.totals, advantages, mode, **std)
         if mode == "train":
             self._warn_of_noise(stats)
         if args.mask_zero_variance_groups and size > 1:
-            flat = self.flat(table, mode)  # Also where nothing was scored.
+            flat = groups_without_signal(args, table, size)  # Also where nothing was scored.
             mine = flat.repeat_interleave(size)[table.start : table.start + len(generation.rollouts)]
             generation.left_out |= set(mine.nonzero().flatten().tolist())
             self.log_metrics_now({"groups/masked": mean(flat.float())}, mode)
@@ -322,6 +323,11 @@ class GRPOTrainer(OnlineTrainer):
     def controller(self) -> EntropyController | None:
         """Of an adaptive entropy coefficient."""
         return self.entropy_bonus.controller
+
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient, before the gate of the controller."""
+        return self.entropy_bonus.coefficient
 
     def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """As the parent's; in training, what the controller and the log need is added up over the optimiser step."""
@@ -369,13 +375,13 @@ class GRPOTrainer(OnlineTrainer):
 
     @property
     def _buffered_inputs(self) -> Any:
-        return self._buffer
+        return self.window.slices
 
     @_buffered_inputs.setter
     def _buffered_inputs(self, value: Any) -> None:
         if value is not None:
             raise ConfigError("_buffered_inputs holds rows of token forests; set it to None to generate again.")
-        self._buffer = None
+        self.window.slices = None
 
     @property
     def reward_funcs(self) -> list[Any]:

@@ -85,7 +85,6 @@ class PPOTrainer(OnlineTrainer):
 
     config_class: ClassVar[type[PPOConfig]] = PPOConfig
     needs: ClassVar[frozenset[str]] = frozenset({"logp", "values", "entropy"})
-    length_option: ClassVar[str] = "response_length"
     _tag_names: ClassVar[list[str]] = ["posttrain", "ppo"]
     _name: ClassVar[str] = "PPO"
     _suffix: ClassVar[str] = "PPO"
@@ -119,6 +118,8 @@ class PPOTrainer(OnlineTrainer):
         super().__init__(
             self._given.policy, rewards, args, processing_class=processing_class, train_dataset=train_dataset, **kwargs
         )
+        # One slice, a rollout batch; its mini-batches are dealt anew in every pass.
+        self.window.count = 1
         own = {"disable_dropout": args.disable_dropout, "pad_token_id": self.pad_token_id}
         self.layout = join_value(self.model, self._given.value, **own) or self.layout
         place_rewards(self.rewards.functions, self.args.device, self.pad_token_id)
@@ -171,18 +172,19 @@ class PPOTrainer(OnlineTrainer):
         """The next piece of a mini-batch; a new rollout batch first, when all passes over the last are done."""
         args = self.args
         pieces = args.num_mini_batches * args.gradient_accumulation_steps
-        place = self._step % (args.num_ppo_epochs * pieces)
+        window = self.window
+        place = window.step % (args.num_ppo_epochs * pieces)
         self._clock = self._clock or (self.counters["episode"], time.perf_counter())
-        if self._buffer is None or place == 0:
-            self._buffer, self._buffer_born = [self.sampled_rows(inputs, "train")], self.state.global_step
-        self._step += 1
-        self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self._buffer_born))})
-        return self.collate(share_prompts(self._piece(self._buffer[0], *divmod(place, pieces)))[0])
+        if window.slices is None or place == 0:
+            window.fill([self.sampled_rows(inputs, "train")], self.state.global_step)
+        rows = window.take()
+        self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - window.born))})
+        return self.collate(share_prompts(self._piece(rows, *divmod(place, pieces)))[0])
 
     def _piece(self, rows: list[Row], epoch: int, number: int) -> list[Row]:
         """Micro-batch ``number`` of a pass: every pass deals the responses anew, and each to one mini-batch."""
         args = self.args
-        seed = (args.seed * 1_000_003 + self._generations) * 1_009 + epoch
+        seed = (args.seed * 1_000_003 + self.window.generations) * 1_009 + epoch
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed % 2**63))
         mini, micro = divmod(number, args.gradient_accumulation_steps)
         chosen = order.tensor_split(args.num_mini_batches)[mini].tensor_split(args.gradient_accumulation_steps)[micro]
@@ -270,7 +272,7 @@ class PPOTrainer(OnlineTrainer):
         found = episodes(generation, scores, args, self._merged)
         attach(generation, found)
         generation.columns["scores"] = scores.tolist()
-        self.log_rewards(generation, table, totals, found.advantages, mode)
+        self.reward_watch.log(generation, table, totals, found.advantages, mode)
         eos = sum(rollout.token_ids.count(self.processing_class.eos_token_id) for rollout in generation.rollouts)
         kl, responses, eos, rows = parallel.all_reduce_sum(
             [float(found.metrics["objective/kl"].value), float(found.metrics["objective/kl"].weight), eos, count],

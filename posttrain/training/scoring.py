@@ -1,7 +1,8 @@
-"""What is logged of a rollout batch: metrics of lengths and rewards, rows of the completions table, a watch over rewards."""
+"""Rewards of a rollout batch over all ranks; its metrics, its rows of the completions table, and a watch over the rewards."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,19 +15,23 @@ from posttrain.checks.rewards import RunningReward, check_reward_ranges
 from posttrain.errors import RewardError
 from posttrain.losses.advantages import MOST
 from posttrain.metrics import Metric, maximum, mean, minimum
+from posttrain.models import parallel
 from posttrain.rewards.format import SoftOverlongPunishment
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rewards.transform import length_correlation
-from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
 from posttrain.types import Finding
 
 __all__ = [
     "WATCHED_CODES",
     "RewardWatch",
+    "Scorer",
     "completion_lengths",
     "completion_rows",
     "duplicates",
     "reward_metrics",
+    "reward_model_options",
+    "reward_runner",
     "rollout_metrics",
 ]
 
@@ -137,25 +142,110 @@ def completion_rows(batch: RolloutBatch, table: RewardTable, tokenizer: Any, ste
     return rows
 
 
-class RewardWatch:
-    """Notices rewards that cannot teach anything, or teach the wrong thing, while a run trains.
+def reward_model_options(args: Any) -> dict[str, Any]:
+    """How reward models are loaded and run: as the policy is; nothing is known of it without ``args``."""
+    names = {"batch_size": "per_device_train_batch_size"} | {
+        name: name for name in ("trust_remote_code", "model_init_kwargs", "chat_template_kwargs")
+    }
+    return {} if args is None else {name: getattr(args, option) for name, option in names.items()}
+
+
+def reward_runner(
+    runner_class: type[RewardRunner], functions: Any, args: Any, processing_classes: Any, environments: list[Any]
+) -> RewardRunner:
+    """The reward functions of a trainer, as its config says.
+
+    Args:
+        runner_class: `RewardRunner` or a subclass.
+        functions: As they were given.
+        args: Of the trainer; None where none were given.
+        processing_classes: Tokenizers of reward models.
+        environments: One of each kind; those with ``get_reward`` are reward functions too.
+    """
+    return runner_class(
+        functions,
+        reward_weights=getattr(args, "reward_weights", None),
+        processing_classes=processing_classes,
+        transforms=getattr(args, "reward_transform", None),
+        timeout=getattr(args, "reward_timeout", None),
+        model_options=reward_model_options(args),
+        score_twice=getattr(args, "check_reward_determinism", False),
+        **({"environments": environments} if environments else {}),
+    )
+
+
+class Scorer:
+    """Runs the reward functions on each rank's completions and gives every rank the rewards of all.
 
     Args:
         rewards: The reward functions of the run.
+        tokenizer: Decodes the ends of prompts, for format rewards.
+        accelerator: Of the run.
+    """
+
+    def __init__(self, rewards: RewardRunner, tokenizer: Any, accelerator: Any) -> None:
+        self.rewards, self.tokenizer, self.accelerator = rewards, tokenizer, accelerator
+
+    def score(self, batch: RolloutBatch, state: Any, *, group_size: int, training: bool) -> RewardTable:
+        """Rewards of all ranks' completions; a collective.
+
+        Args:
+            batch: Completions of this rank, maybe none.
+            state: Of the trainer, for reward functions.
+            group_size: G.
+            training: Whether the rewards are trained on.
+        """
+        columns = batch.reward_columns()
+        prompts = [example["prompt"] for example in batch.examples]
+        table = parallel.run_and_share(lambda: self._own(batch, prompts, columns, state), self.accelerator)
+        counts = parallel.all_gather_objects([len(prompts)], self.accelerator)
+        rows = parallel.all_gather_objects(table.values.tolist(), self.accelerator)
+        values = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)  # (n, K)
+        start = sum(counts[: self.accelerator.process_index])
+        groups = [row // group_size for row in range(len(rows))]
+        whole = dataclasses.replace(table, values=values, start=start)
+        return self.rewards.finish(whole, groups=groups, prompts=prompts, columns=columns, training=training)
+
+    def _own(self, batch: RolloutBatch, prompts: list[Any], columns: dict[str, list[Any]], state: Any) -> RewardTable:
+        """Rewards of this rank's completions; without any, no function is called."""
+        if not prompts:
+            return RewardTable(torch.empty(0, len(self.rewards.names)), list(self.rewards.names), self.rewards.weights)
+        return self.rewards(
+            prompts=prompts,
+            completions=batch.completions,
+            completion_ids=[rollout.token_ids for rollout in batch.rollouts],
+            columns=columns,
+            trainer_state=state,
+            prompt_suffixes=prompt_suffixes(self.tokenizer, batch.rollouts),
+            environments=batch.environments,
+            judge=False,
+        )
+
+
+class RewardWatch:
+    """Logs the rewards of a run, and notices those that cannot teach anything or teach the wrong thing.
+
+    Args:
+        rewards: The reward functions of the run.
+        accelerator: Of the run.
         preflight: Counts what was looked for.
         tell: Reports findings; raises where one is refused.
+        log: Takes metrics and a mode.
         scaled: Whether rewards are divided by their standard deviation.
     """
 
     def __init__(
         self,
         rewards: RewardRunner,
+        accelerator: Any,
+        *,
         preflight: Preflight,
         tell: Callable[[Iterable[Finding | None]], None],
-        *,
+        log: Callable[[dict[str, Metric], str], None],
         scaled: bool,
     ) -> None:
-        self.rewards, self.preflight, self.tell, self.scaled = rewards, preflight, tell, scaled
+        self.rewards, self.accelerator, self.preflight = rewards, accelerator, preflight
+        self.tell, self.log_metrics, self.scaled = tell, log, scaled
         # Statistics of each reward function since the run began.
         self.running: dict[str, RunningReward] = {}
         self._flat_batches = 0
@@ -181,6 +271,45 @@ class RewardWatch:
         """A length punishment that also counts tool output; ``token_share`` is that of tool output in all completions."""
         if self._overlong():
             yield reward_checks.check_overlong_tools(token_share)
+
+    def bounded(self, advantages: Tensor, mode: str) -> Tensor:
+        """Standardised advantages stop at 10, so that no completion is worth a step of its own.
+
+        Args:
+            advantages: ``(n,)`` of all ranks, divided by a standard deviation.
+            mode: ``train`` or ``eval``.
+        """
+        sizes = advantages.abs()
+        far = sizes > MOST
+        self.log_metrics({"advantages/clipped_share": mean(far.float())}, mode)
+        if mode == "train":
+            self.clipped(int(far.sum()), far.numel(), float(sizes.max()) if far.any() else None)
+        return advantages.clamp(-MOST, MOST)
+
+    def log(
+        self,
+        batch: RolloutBatch,
+        table: RewardTable,
+        totals: Tensor,
+        advantages: Tensor,
+        mode: str,
+        **std: float | Tensor,
+    ) -> None:
+        """Log the rewards of all ranks' completions; in training, look at them too.
+
+        Args:
+            batch: This rank's completions, with the loss masks that rewards saw.
+            table: ``values (n, K)``.
+            totals: ``(n,)`` weighted rewards before any penalty, NaN where no function applied.
+            advantages: ``(n,)``.
+            mode: ``train`` or ``eval``.
+            std: ``reward_std``, ``frac_reward_zero_std``, as the method defines them.
+        """
+        lengths = parallel.all_gather_objects(completion_lengths(batch), self.accelerator)
+        metrics: dict[str, Metric] = {name: mean(value) for name, value in std.items()}
+        self.log_metrics(metrics | reward_metrics(table, totals, advantages, lengths), mode)
+        if mode == "train":
+            self.batch(table, totals, advantages)
 
     def clipped(self, far: int, total: int, largest: float | None = None) -> None:
         """Report that ``far`` of ``total`` advantages were clipped; ``largest`` is their greatest size, where it is known."""
