@@ -14,7 +14,7 @@ from posttrain.algorithms.online_preference import OnlinePreferenceConfig, Onlin
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.mixture import MixtureEngine
 from posttrain.types import Batch, ModelOutputs, Request, Rollout, Sampling
 
@@ -99,11 +99,11 @@ class NashMDTrainer(OnlinePreferenceTrainer):
         with self.inference(), parallel.whole_parameters(self.model_wrapped, self.accelerator):
             return self.opponent.generate([Request(prompt) for prompt in prompts], sampling)
 
-    def trained(self, generation: Generation, mode: str) -> list[int]:
+    def trained(self, generation: RolloutBatch, mode: str) -> list[int]:
         """The policy's own completions."""
         return list(range(0, len(generation.rollouts), 2 if mode == "train" else 1))
 
-    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> Generation:
+    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """As every online trainer; the opponent's completions have done their part and are left behind."""
         whole = super().generate_and_score(examples, mode)
         if mode == "eval":

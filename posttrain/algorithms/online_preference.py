@@ -21,7 +21,7 @@ from posttrain.models.reference import Reference, tell_own_checkpoint
 from posttrain.rewards.judges import BaseJudge, JudgeReward
 from posttrain.rewards.model import WholeTextReward
 from posttrain.rewards.runner import PairRewards, RewardTable
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling
@@ -359,7 +359,7 @@ class OnlinePreferenceTrainer(OnlineTrainer):
 
     # Scores and preferences --------------------------------------------------------------------------------------
 
-    def score(self, generation: Generation, mode: str) -> RewardTable:
+    def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
         """As every online trainer, pairs in the layout that functions expect; a judge has nothing to say of one completion."""
         self.rewards.pairs = mode == "train"  # type: ignore[attr-defined]
         if mode == "train" or self.judge is None:
@@ -368,7 +368,7 @@ class OnlinePreferenceTrainer(OnlineTrainer):
         start = sum(counts[: self.accelerator.process_index])
         return RewardTable(torch.empty(sum(counts), 0), [], torch.empty(0), start=start)
 
-    def attach_logps(self, generation: Generation, mode: str) -> None:
+    def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """The reference's log-probs of what is trained."""
         trained = self.trained(generation, mode)
         assert self.reference is not None
@@ -385,11 +385,11 @@ class OnlinePreferenceTrainer(OnlineTrainer):
             own = self.logps(policy, generation.rows(first, skip_truncated=False), self.args.temperature)
         self.log_engine_gap(generation.rollouts[:1], own, mode)
 
-    def trained(self, generation: Generation, mode: str) -> list[int]:
+    def trained(self, generation: RolloutBatch, mode: str) -> list[int]:
         """Completions the loss is of."""
         return list(range(len(generation.rollouts)))
 
-    def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """``(n,)`` how much a completion is preferred to its partner, by `preference`; in evaluation 0."""
         totals = weighted_total(table.values, table.weights)
         reasons = [rollout.finish_reason for rollout in generation.rollouts]
@@ -401,13 +401,13 @@ class OnlinePreferenceTrainer(OnlineTrainer):
         if mode == "train":
             found = self._prefer(pairs, known[::2], self._equal(generation))
         self.log_scores(scores, known, ended, mode)
-        self.log_rewards(table, totals, found, mode)
+        self.reward_watch.log(generation, table, totals, found, mode)
         mine = slice(table.start, table.start + len(generation.rollouts))
         generation.columns["compared"] = known[mine].float().tolist()
         generation.columns["scores"] = scores[mine].nan_to_num(0.0).tolist()
         return found
 
-    def _equal(self, generation: Generation) -> Tensor:
+    def _equal(self, generation: RolloutBatch) -> Tensor:
         """``(P,)`` which pairs of all ranks are one completion twice: no verdict can tell them apart."""
         rollouts = generation.rollouts
         same = [a.token_ids == b.token_ids for a, b in zip(rollouts[::2], rollouts[1::2], strict=True)]

@@ -19,7 +19,7 @@ from posttrain.metrics import maximum, mean
 from posttrain.models import parallel
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig, refuse_truncated
 from posttrain.types import Batch, LossTerms, ModelOutputs
@@ -184,7 +184,7 @@ class RLOOTrainer(OnlineTrainer):
         """Always: the KL of the reward is measured with them."""
         return True
 
-    def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """``(clip(R) - beta KL)`` against the mean of the others; what is logged as reward is R itself."""
         args, size = self.args, self.group_size(mode)
         stats = group_advantages(table.values, table.weights, size, scale_rewards="none")
@@ -193,14 +193,14 @@ class RLOOTrainer(OnlineTrainer):
             totals = totals - args.beta * self._charged_kl(generation, mode)
         advantages = leave_one_out_advantages(totals, size)
         if args.normalize_advantages:
-            advantages = self.bounded(standardized(advantages, ~totals.isnan()), mode)
+            advantages = self.reward_watch.bounded(standardized(advantages, ~totals.isnan()), mode)
         scored = stats.totals[~stats.totals.isnan()]
         whole = float(scored.std()) if scored.numel() > 1 else 0.0
-        spread = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
-        self.log_rewards(table, stats.totals, advantages, mode, **spread)
+        std = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
+        self.reward_watch.log(generation, table, stats.totals, advantages, mode, **std)
         return advantages
 
-    def _charged_kl(self, generation: Generation, mode: str) -> Tensor:
+    def _charged_kl(self, generation: RolloutBatch, mode: str) -> Tensor:
         """``(n,)`` summed k1 over the loss tokens of all ranks' completions: ``sum_t m (old_logp - ref_logp)``."""
         kept = [generation.loss_mask(i, self.args.mask_truncated_completions) for i in range(len(generation.rollouts))]
         old, ref = generation.token_columns["old_logp"], generation.token_columns["ref_logp"]

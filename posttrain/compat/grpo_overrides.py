@@ -15,7 +15,8 @@ from posttrain.errors import ConfigError, RewardError
 from posttrain.losses.policy import vespo_weight
 from posttrain.losses.ratio import entropy_mask, off_policy_mask
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.training.episodes import EpisodeParts
 from posttrain.types import Batch, Rollout, Sampling
 
 __all__ = ["REFUSED", "TAKEN", "GRPOOverrides", "adapt", "overrides"]
@@ -89,10 +90,13 @@ class GRPOOverrides:
     stop_ids: tuple[int, ...]
     pad_token_id: int
     _now: tuple[list[dict[str, Any]], str] | None = None
-    _last: Generation | None = None
+    _last: RolloutBatch | None = None
     _scored: RewardTable | None = None
     _sampling_now: Sampling | None = None
     _foreign_logps = False
+    _parts: EpisodeParts
+    rollout_func: Any
+    _extra: dict[str, list[Any]]
 
     @property
     def cuts_prompts(self) -> bool:
@@ -107,7 +111,7 @@ class GRPOOverrides:
 
     def check_turns(self) -> None:
         """Refuse overrides that several turns would go around."""
-        if not (getattr(self, "calls_tools", False) or getattr(self, "rollout_func", None)):
+        if not (self._parts.calls_tools or self.rollout_func):
             return
         for name in SINGLE_TURN:
             if owner := overrides(self, name):
@@ -118,7 +122,7 @@ class GRPOOverrides:
 
     # Overridden, and in force ------------------------------------------------------------------------------------
 
-    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> Generation:
+    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """Through `_generate_and_score_completions` where a subclass has its own."""
         if not overrides(self, "_generate_and_score_completions"):
             return super().generate_and_score(examples, mode)  # type: ignore[misc]
@@ -147,7 +151,7 @@ class GRPOOverrides:
         )
         rollouts = self._rollouts(prompt_ids, completion_ids, logps, tool_mask)
         if more and more[0]:
-            self._extra = {**getattr(self, "_extra", {}), **more[0]}
+            self._extra = {**self._extra, **more[0]}
         return rollouts, completions
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -196,7 +200,7 @@ class GRPOOverrides:
         rows = [{**example, "prompt": prompt} for example, prompt in zip(examples, prompts, strict=True)]
         return super().tokenize(rows), None, {}  # type: ignore[misc]
 
-    def score(self, generation: Generation, mode: str) -> RewardTable:
+    def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
         """Through `_calculate_rewards` where a subclass has its own."""
         if not (owner := overrides(self, "_calculate_rewards")):
             return super().score(generation, mode)  # type: ignore[misc]

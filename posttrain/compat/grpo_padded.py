@@ -12,7 +12,7 @@ from posttrain.errors import ConfigError, did_you_mean
 from posttrain.models import parallel
 from posttrain.models.attention import padded_layout
 from posttrain.models.forward import forward
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Rollout, Row
 
 __all__ = ["from_padded", "padded_logps", "to_padded"]
@@ -32,7 +32,7 @@ def _pad(lists: list[list[Any]], value: float, *, left: bool = False, dtype: Any
     return torch.tensor(rows, dtype=dtype).view(len(lists), width)
 
 
-def to_padded(generation: Generation, *, pad_token_id: int, skip_truncated: bool, accelerator: Any) -> dict[str, Any]:
+def to_padded(generation: RolloutBatch, *, pad_token_id: int, skip_truncated: bool, accelerator: Any) -> dict[str, Any]:
     """Prompts padded left, completions right, as ``(n, width)`` tensors with their masks, log-probs and advantages.
 
     Args:
@@ -61,8 +61,8 @@ def to_padded(generation: Generation, *, pad_token_id: int, skip_truncated: bool
 
 
 def from_padded(
-    output: dict[str, Any], examples: list[dict[str, Any]], known: Generation | None, args: Any
-) -> Generation:
+    output: dict[str, Any], examples: list[dict[str, Any]], known: RolloutBatch | None, args: Any
+) -> RolloutBatch:
     """What a subclass made of the padded tensors, as a generation that is trained as it is.
 
     Args:
@@ -95,7 +95,7 @@ def from_padded(
         )
         for i, n in enumerate(lengths)
     ]
-    generation = Generation(examples, rollouts, [None] * len(rollouts), born=known.born if known else 0)
+    generation = RolloutBatch(examples, rollouts, [None] * len(rollouts), born=known.born if known else 0)
     advantages = output["advantages"].float()
     if advantages.dim() == 1:
         generation.columns["advantages"] = advantages.tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.data.forest import split_by_sequence
 from posttrain.models.attention import attention_mask
 from posttrain.models.heads import (
     PER_TOKEN,
@@ -27,6 +28,7 @@ from posttrain.types import Batch, ModelOutputs, Row
 __all__ = [
     "LogitRule",
     "TokenHead",
+    "batch_logps",
     "causal_lm",
     "forward",
     "install_token_head",
@@ -235,6 +237,26 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
             tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]
             result.append(tail * torch.tensor(mask, device=device))
     return result
+
+
+@torch.no_grad()
+def batch_logps(
+    model: nn.Module, batches: Iterable[tuple[Batch, bool]], *, temperature: float, chunk_size: int
+) -> list[list[float]]:
+    """Per-token log-probs of every completion, by the forward that trains, in the order of the rows that were collated.
+
+    Args:
+        model: Wrapped as the run wraps it.
+        batches: Forward passes on the device of the model; of one whose flag is False (it keeps ranks in step) nothing is kept.
+        temperature: Logits are divided by it.
+        chunk_size: Tokens whose logits exist at a time.
+    """
+    found: dict[int, list[float]] = {}
+    for batch, counts in batches:
+        logp = forward(model, batch, temperature=temperature, chunk_size=chunk_size).logp
+        for origin, values in zip(batch.origin, split_by_sequence(logp, batch) if counts else (), strict=counts):
+            found[origin] = values.tolist()
+    return [found[i] for i in range(len(found))]
 
 
 @torch.no_grad()

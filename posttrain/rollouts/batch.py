@@ -1,4 +1,4 @@
-"""What one call to an engine produced, with what scoring adds to it, on its way to rows."""
+"""What one call to an engine produced, with what scoring adds to it; the slices it is trained in, even over ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,27 +15,57 @@ from typing import Any
 import torch
 
 from posttrain.data.responses import parse_response
+from posttrain.losses.ratio import engine_gap
+from posttrain.metrics import Metric, mean
+from posttrain.models import parallel
 from posttrain.types import Rollout, Row
 
 __all__ = [
-    "Generation",
+    "Cost",
+    "RolloutBatch",
+    "RolloutWindow",
     "Spool",
-    "judged_completions",
+    "balance_rows",
+    "completions_for_rewards",
+    "deal",
+    "prompt_suffixes",
     "row_bytes",
+    "sampler_gap",
 ]
 
 logger = logging.getLogger(__name__)
 
+# Prompt tokens shown to format rewards: an opening tag that a template prefills is among them.
+SUFFIX_TOKENS = 32
 
-def judged_completions(tokenizer: Any, rollouts: Sequence[Rollout], *, conversational: bool) -> list[Any]:
+
+def completions_for_rewards(tokenizer: Any, rollouts: Sequence[Rollout], *, conversational: bool) -> list[Any]:
     """What reward functions see: the text, or one message, read with the tokenizer's response template if it has one."""
     if not conversational:
         return [rollout.text for rollout in rollouts]
     return [[parse_response(tokenizer, rollout.token_ids, prefix=rollout.prompt_ids)] for rollout in rollouts]
 
 
+def prompt_suffixes(tokenizer: Any, rollouts: Sequence[Rollout]) -> list[str]:
+    """The end of each prompt as text, for format rewards."""
+    return tokenizer.batch_decode([rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in rollouts])
+
+
+def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]]) -> dict[str, Metric]:
+    """How far the log-probs of an engine are from ``trained``, those of the same completions by the trainer's forward."""
+    pairs = [
+        (torch.tensor(own[: len(r.logp)]), torch.tensor(r.logp))
+        for r, own in zip(rollouts, trained, strict=True)
+        if len(r.logp) == len(r.token_ids) > 0
+    ]
+    if not pairs:
+        return {}
+    logp, sampled = (torch.cat(side) for side in zip(*pairs, strict=True))
+    return engine_gap(logp, sampled, torch.ones_like(sampled, dtype=torch.bool))
+
+
 @dataclasses.dataclass(slots=True)
-class Generation:
+class RolloutBatch:
     """What one call to the engine produced on this rank, one entry a completion, groups consecutive.
 
     Attributes:
@@ -104,6 +134,14 @@ class Generation:
             for name, column in self.token_columns.items():
                 row.token_columns.setdefault(name, []).append(column[i])
         return rows
+
+    def slices(self, count: int, *, seed: int, skip_truncated: bool) -> list[list[Row]]:
+        """Whole groups in random order, cut into ``count`` equal slices (a group may straddle two)."""
+        groups = self.groups()
+        shuffled = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
+        order = [i for g in shuffled for i in groups[g]]
+        size = len(order) // count
+        return [self.rows(order[k * size : (k + 1) * size], skip_truncated=skip_truncated) for k in range(count)]
 
     def every_row(self) -> list[Row]:
         """All completions as rows, cut ones with their tokens."""
@@ -189,3 +227,176 @@ def _delete(files: list[Path], folder: Path) -> None:
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # Another process may still have files there.
         folder.rmdir()
+
+
+class RolloutWindow:
+    """The slices of the rollout batch that is trained, and the place of the run among them.
+
+    Attributes:
+        slices: Rows of each micro-batch; None before the first generation.
+        step: Micro-batches that were trained since the run began.
+        generations: That were made since the run began; seeds follow from their number.
+        born: Optimiser step at which the rollout batch was sampled.
+
+    Args:
+        count: Slices of a rollout batch.
+        passes: How often each slice is trained.
+        spool: Makes a `Spool` of slices.
+    """
+
+    def __init__(self, count: int, passes: int, spool: Callable[[Sequence[list[Row]]], Spool]) -> None:
+        self.count, self.passes, self.spool = count, passes, spool
+        self.slices: Sequence[list[Row]] | None = None
+        self.step = self.generations = self.born = 0
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the next micro-batch wants a new generation."""
+        return self.slices is None or self.step % (self.count * self.passes) == 0
+
+    def fill(self, slices: Sequence[list[Row]], born: int) -> None:
+        """Put the slices of a new generation in the place of the old ones."""
+        if isinstance(self.slices, Spool):
+            self.slices.close()
+        self.slices, self.born = self.spool(slices), born
+
+    def take(self) -> list[Row]:
+        """Rows of the next micro-batch."""
+        assert self.slices is not None
+        rows = self.slices[self.step % self.count]
+        self.step += 1
+        return rows
+
+    @contextlib.contextmanager
+    def kept_on(self, error: type[Exception]) -> Iterator[None]:
+        """Inside, an error of this type leaves the place as it was, for the checkpoint that is saved because of it."""
+        before = dict(self.__dict__)
+        try:
+            yield
+        except error:
+            self.__dict__.update(before)
+            raise
+
+    def state(self) -> dict[str, Any]:
+        """The place, with the scored rollouts that were not trained yet."""
+        slices = None if self.slices is None else [[dataclasses.asdict(row) for row in rows] for rows in self.slices]
+        return {"step": self.step, "generations": self.generations, "born": self.born, "buffer": slices}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Undo `state`."""
+        self.step, self.generations, self.born = state["step"], state["generations"], state["born"]
+        saved = state["buffer"]
+        self.slices = None if saved is None else self.spool([[Row(**row) for row in rows] for rows in saved])
+
+
+# The busiest rank must lose a tenth of its tokens, or rows stay where they are.
+WORTH = 0.9
+
+Cost = tuple[int, list[int]]  # Tokens of a row's prompt, and of each of its completions.
+Place = tuple[int, int, int]  # (rank, row of that rank's slice, completion of that row)
+
+
+def load(rows: Sequence[Cost]) -> int:
+    """Tokens of a rank: every prompt once, and all completions."""
+    return sum(prompt + sum(completions) for prompt, completions in rows)
+
+
+def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
+    """Where each completion goes, ``{(rank, row, completion): rank}``; None where moving does not pay.
+
+    The longest completion first, each to the rank that then has the fewest tokens; one that does not hold its prompt yet
+    pays for the prompt too, so that groups stay together while that is cheaper.
+
+    Args:
+        costs: Of each row, by rank.
+
+    >>> deal([[(2, [10, 10])], [(2, [1, 1])]])
+    {(0, 0, 0): 0, (0, 0, 1): 1, (1, 0, 0): 1, (1, 0, 1): 0}
+    >>> deal([[(2, [10, 1])], [(2, [10, 1])]]) is None
+    True
+    """
+    world = range(len(costs))
+    items = [(-size, r, k, i) for r in world for k, (_, sizes) in enumerate(costs[r]) for i, size in enumerate(sizes)]
+    if len(items) < len(costs):
+        return None  # A rank without a completion would have nothing to run.
+    loads = [0] * len(costs)
+    holds: set[tuple[int, int, int]] = set()  # (rank, and whose prompt it holds)
+    found: dict[Place, int] = {}
+    for size, home, row, completion in sorted(items):
+        after = [loads[r] - size + (0 if (r, home, row) in holds else costs[home][row][0]) for r in world]
+        target = min(world, key=lambda r, after=after, home=home: (after[r], r != home, r))
+        loads[target] = after[target]
+        holds.add((target, home, row))
+        found[home, row, completion] = target
+    pays = min(loads) > 0 and max(loads) <= WORTH * max(map(load, costs))
+    return found if pays and set(found.values()) == set(world) else None
+
+
+def part(row: Row, members: Sequence[int]) -> Row:
+    """A row with some of its completions."""
+
+    def chosen(values: list[Any]) -> list[Any]:
+        return [values[i] for i in members]
+
+    return dataclasses.replace(
+        row,
+        completions=chosen(row.completions),
+        loss_masks=chosen(row.loss_masks),
+        sequence_columns={name: chosen(values) for name, values in row.sequence_columns.items()},
+        token_columns={name: chosen(values) for name, values in row.token_columns.items()},
+    )
+
+
+def balance_rows(slices: list[list[Row]], accelerator: Any) -> tuple[list[list[Row]], list[dict[str, Metric]]]:
+    """Even out the work of ranks: exchange completions within each slice where that pays.
+
+    Completions never leave their slice, so every optimiser step holds the same ones as before, and its denominators count
+    them over all ranks: the gradient does not change. A collective: every rank calls it with equally many slices.
+
+    Args:
+        slices: Rows of each micro-batch of this rank.
+        accelerator: Of the run.
+
+    Returns:
+        The slices after the exchange; and of each slice, tokens of the busiest rank against the mean, before and after.
+    """
+    mine: list[list[Cost]] = [[(len(r.prompt_ids), [len(ids) for ids in r.completions]) for r in s] for s in slices]
+    costs = parallel.all_gather_objects([mine], accelerator)
+    plans = [deal([of_rank[number] for of_rank in costs]) for number in range(len(slices))]
+    if any(row.model_kwargs for rows in slices for row in rows):
+        plans = [None] * len(slices)  # Images are cut by sample elsewhere.
+    rank = accelerator.process_index
+    parcels = _parcels(slices, plans, rank)
+    if any(plan is not None for plan in plans):  # Known to every rank.
+        parcels = parallel.all_gather_objects(parcels, accelerator)
+    result = [
+        rows if plans[number] is None else [row for slot, target, row in parcels if (slot, target) == (number, rank)]
+        for number, rows in enumerate(slices)
+    ]
+    return result, _busiest(costs, result, accelerator)
+
+
+def _parcels(slices: list[list[Row]], plans: list[dict[Place, int] | None], rank: int) -> list[tuple[int, int, Row]]:
+    """Rows of this rank, cut up by where their completions go, ``(slice, rank, part)``."""
+    found = []
+    for rows, plan, number in zip(slices, plans, range(len(slices)), strict=True):
+        if plan is None:
+            continue
+        for k, row in enumerate(rows):
+            targets = [plan[rank, k, i] for i in range(len(row.completions))]
+            for target in sorted(set(targets)):
+                found.append((number, target, part(row, [i for i, t in enumerate(targets) if t == target])))
+    return found
+
+
+def _busiest(costs: list[list[list[Cost]]], slices: list[list[Row]], accelerator: Any) -> list[dict[str, Metric]]:
+    """Of each slice, tokens of the busiest rank against the mean, before and after."""
+    sizes = [sum(len(r.prompt_ids) + sum(map(len, r.completions)) for r in rows) for rows in slices]
+    after = parallel.all_gather_objects([sizes], accelerator)
+    found = []
+    for number in range(len(slices)):
+        before = [load(of_rank[number]) for of_rank in costs]
+        now = [of_rank[number] for of_rank in after]
+        named = {"balance/busiest_rank_before": before, "balance/busiest_rank": now}
+        found.append({name: mean(max(loads) * len(loads) / max(sum(loads), 1)) for name, loads in named.items()})
+    return found

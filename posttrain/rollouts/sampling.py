@@ -368,3 +368,28 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     if any(token < 0 or not math.isfinite(added) for token, added in bias.items()):
         raise _wrong("logit_bias", value, "of ids from 0 on and of finite numbers (suppress_tokens forbids tokens)")
     return tuple(bias.items())
+
+
+def configured_sampling(args: Any, *, stop_token_ids: tuple[int, ...], seed: int) -> Sampling:
+    """Sampling as the config of an online trainer says.
+
+    Args:
+        args: With ``temperature``, ``top_p`` and so on; ``generation_kwargs`` override them.
+        stop_token_ids: That end a completion.
+        seed: Of the call.
+    """
+    regex = getattr(args, "vllm_structured_outputs_regex", None)
+    settings: dict[str, Any] = {
+        "max_new_tokens": args.max_completion_length,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "stop_token_ids": stop_token_ids,
+        "seed": seed,
+        "guide": ("regex", regex) if regex else None,
+    }
+    overrides = generation_fields(args.generation_kwargs or {})
+    overrides.pop("do_sample", None)
+    return Sampling(**(settings | overrides))

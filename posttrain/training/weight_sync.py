@@ -1,37 +1,38 @@
-"""Engines that sample with a copy of the weights: made here, given new weights when those have moved, asked by one process."""
+"""Weight sync: engines are made, get the weights that moved, are proven to hold them, and are asked for rollouts."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from posttrain.checks import server as checks
-from posttrain.checks.registry import codes_of
+from posttrain.checks.registry import Preflight, codes_of
 from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
-from posttrain.metrics import mean
+from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import sequence_logps
 from posttrain.models.merged import adapter_weights
-from posttrain.rollouts.base import Capabilities, RolloutEngine, require_engine
+from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.rollouts.factory import create_engine
 from posttrain.rollouts.server.engine import AWAY, ServerEngine
 from posttrain.rollouts.server.replies import derived_seed
 from posttrain.rollouts.workers.shared_weights import Weights
-from posttrain.training.online_config import VllmSyncFields, resolve_auto
-from posttrain.types import Request, Rollout, Row, Sampling
+from posttrain.training.online_config import VllmSyncFields
+from posttrain.types import Finding, Request, Rollout, Row, Sampling
 
-__all__ = ["FarRolloutMixin"]
+__all__ = ["WeightSync", "sync_option", "training_engine", "vllm_engine", "whole_update"]
 
 logger = logging.getLogger(__name__)
 
 Asked = tuple[Sequence[Request], Sampling]
 
 
-class _Follower(RolloutEngine):
-    """Stand-in for the engine on ranks above 0: rank 0 owns the HTTP client and sends the requests of all ranks."""
+class NonMainRankEngine(RolloutEngine):
+    """Stand-in engine on ranks > 0: rank 0 owns the client and sends the requests of all ranks."""
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
         self.name, self.capabilities = name, capabilities
@@ -48,132 +49,178 @@ class _Follower(RolloutEngine):
         """Nothing is held."""
 
 
-class FarRolloutMixin:
-    """The part of `OnlineTrainer` that stands between it and engines of any place."""
+def training_engine(model: Any, args: Any, *, tokenizer: Any, pad_token_id: int) -> Any:
+    """The engine in process that the config names, on a model.
 
-    args: Any
-    accelerator: Any
-    model: Any
-    model_wrapped: Any
-    state: Any
-    engine: Any
-    pad_token_id: int
-    _pushed_at: Any = None
-    _pushes = 0
-    _checked_at = 0
-    _sends_adapter: bool | None = None
+    It gets the tokenizer that guides and stop strings speak of, and the settings of transformers' continuous batching,
+    which is for text.
 
-    # Which engine ----------------------------------------------------------------------------------------------------
+    Args:
+        model: That samples.
+        args: With ``rollout_engine`` and its options.
+        tokenizer: Of the policy.
+        pad_token_id: Of the policy.
 
-    def make_engine(self, given: RolloutEngine | None) -> Any:
-        """The engine object that was given, or the one that the config names."""
-        args = self.args
-        if given is not None:
-            return require_engine(given)
-        bare = self.accelerator.unwrap_model(self.model)
-        resolve_auto(args, bare, self.processing_class)  # type: ignore[attr-defined]
-        if not getattr(args, "use_vllm", False):
-            return self.engine_on(bare)
-        if args.vllm_mode == "server":
-            return self._server_engine()
+    Raises:
+        ConfigError: Continuous batching with a processor.
+    """
+    options = {"folder": args.output_dir, "cache": getattr(args, "cache_implementation", None)}
+    engine: Any = create_engine(args.rollout_engine, model, pad_token_id=pad_token_id, **options)
+    if engine.tokenizer is None:
+        engine.tokenizer = tokenizer
+    if engine.name != "paged":
+        return engine
+    if hasattr(tokenizer, "tokenizer"):
+        raise ConfigError(
+            "use_transformers_continuous_batching=True with a processor: it generates from text alone. Give a tokenizer, or "
+            "use another rollout_engine."
+        )
+    engine.settings = dict(args.transformers_continuous_batching_config or {})
+    return engine
+
+
+def vllm_engine(model: Any, args: Any, accelerator: Any) -> Any:
+    """The engine of ``use_vllm=True``: in process, or one that asks servers (a stand-in on ranks other than 0)."""
+    if args.vllm_mode != "server":
         from posttrain.rollouts.vllm import VLLMEngine
 
-        return VLLMEngine.for_training(bare, args, self.accelerator)
+        return VLLMEngine.for_training(model, args, accelerator)
+    from posttrain.rollouts.server.engine import ServerEngine
 
-    def engine_on(self, model: Any) -> Any:
-        """The engine in process that the config names, on a model, with all that the config says of it.
+    urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
 
-        It gets the tokenizer that guides and stop strings speak of, and the settings of transformers' continuous batching,
-        which is for text.
-        """
-        options = {"folder": self.args.output_dir, "cache": getattr(self.args, "cache_implementation", None)}
-        engine: Any = create_engine(self.args.rollout_engine, model, pad_token_id=self.pad_token_id, **options)
-        if engine.tokenizer is None:
-            engine.tokenizer = self.processing_class  # type: ignore[attr-defined]
-        if engine.name != "paged":
-            return engine
-        if hasattr(self.processing_class, "tokenizer"):  # type: ignore[attr-defined]
-            raise ConfigError(
-                "use_transformers_continuous_batching=True with a processor: it generates from text alone. Give a tokenizer, or "
-                "use another rollout_engine."
-            )
-        engine.settings = dict(self.args.transformers_continuous_batching_config or {})
-        return engine
+    def connect() -> Any:
+        if not accelerator.is_main_process:
+            return None
+        return ServerEngine(
+            urls,
+            connection_timeout=args.vllm_server_timeout,
+            request_timeout=args.vllm_request_timeout,
+            sync_timeout=args.vllm_sync_timeout,
+            bucket_mb=args.vllm_weight_bucket_mb,
+            patience=args.vllm_server_timeout,
+            api_key=args.vllm_server_api_key,
+        )
 
-    def _server_engine(self) -> Any:
-        args = self.args
-        urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    engine = parallel.run_and_share(connect, accelerator)
+    facts = [] if engine is None else [engine.capabilities]
+    shared = parallel.all_gather_objects(facts, accelerator)[0]
+    return engine or NonMainRankEngine("server", shared)
 
-        def connect() -> Any:
-            if not self.accelerator.is_main_process:
-                return None
-            return ServerEngine(
-                urls,
-                connection_timeout=args.vllm_server_timeout,
-                request_timeout=args.vllm_request_timeout,
-                sync_timeout=args.vllm_sync_timeout,
-                bucket_mb=args.vllm_weight_bucket_mb,
-                patience=args.vllm_server_timeout,
-                api_key=args.vllm_server_api_key,
-            )
 
-        engine = parallel.run_and_share(connect, self.accelerator)
-        facts = [] if engine is None else [engine.capabilities]
-        shared = parallel.all_gather_objects(facts, self.accelerator)[0]
-        return engine or _Follower("server", shared)
+def sync_option(args: Any, name: str) -> Any:
+    """A field of `VllmSyncFields`, of configs without them its default."""
+    return getattr(args, name, getattr(VllmSyncFields, name))
+
+
+def whole_update(push: Callable[[], None], tries: int) -> None:
+    """One push, the whole of it anew where it failed midway.
+
+    Raises:
+        WeightSyncError: The last of ``tries`` failed too.
+    """
+    for tried in range(1, tries + 1):
+        try:
+            return push()
+        except WeightSyncError as error:
+            if tried == tries:
+                raise
+            logger.warning("%s Trying the whole update again.", error)
+
+
+class WeightSync:
+    """Stands between an online trainer and its engine: pushes weights that moved, proves that they arrived, asks for rollouts.
+
+    Engines that share the trainer's weights are asked on every rank. Engines with a copy of the weights get new ones
+    first, wherever those have moved. Of a collective engine the main process alone sends the requests of all ranks.
+
+    Args:
+        engine: That samples.
+        args: Of the trainer.
+        accelerator: Of the run.
+        model: The policy as it is now; sharded training replaces it.
+        wrapped: The same as the run wraps it.
+        step: Optimiser steps that were made.
+        inference: Context manager of the policy in eval mode, without gradients.
+        log: Takes metrics.
+        preflight: Counts what was looked for.
+        tell: Reports findings; raises where one is refused.
+        record: Keeps findings in the record of the run.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        args: Any,
+        accelerator: Any,
+        *,
+        model: Callable[[], Any],
+        wrapped: Callable[[], Any],
+        step: Callable[[], int],
+        inference: Callable[[], AbstractContextManager[Any]],
+        log: Callable[[dict[str, Metric]], None],
+        preflight: Preflight,
+        tell: Callable[[Iterable[Finding | None]], None],
+        record: Callable[[list[Finding]], None],
+    ) -> None:
+        self.engine, self.args, self.accelerator = engine, args, accelerator
+        self.model, self.wrapped, self.step, self.inference, self.log = model, wrapped, step, inference, log
+        self.preflight, self.tell, self.record = preflight, tell, record
+        self.retries: int = sync_option(args, "vllm_sync_retries")
+        self._pushed_at: tuple[int, int] | None = None
+        self._pushes = 0
+        self._checked_at = 0
+        self._sends_adapter: bool | None = None
+
+    @property
+    def needs_weight_sync(self) -> bool:
+        """Whether the engine samples with a copy of the weights."""
+        return self.engine.capabilities.needs_weight_sync
 
     @property
     def context(self) -> int | None:
         """Most tokens of prompt and completion, of the model and of the engine."""
-        limits = [super().context, self.engine.capabilities.context if "engine" in vars(self) else None]  # type: ignore[misc]
+        model = getattr(self.model().config.get_text_config(), "max_position_embeddings", None)
+        limits = [model, self.engine.capabilities.context]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _far(self, name: str) -> Any:
-        """A field of `VllmSyncFields`, of configs without them its default."""
-        return getattr(self.args, name, getattr(VllmSyncFields, name))
+    def check_engine(self, engine: Any) -> None:
+        """Compare what servers say of themselves with what this run needs, before anything is generated.
 
-    @property
-    def _is_far(self) -> bool:
-        return self.engine.capabilities.needs_weight_sync
-
-    def check_engine(self) -> None:
-        """Compare what the engine says of itself with what this run needs, before anything is generated."""
-        if self._is_far:
-            self.check_servers(self.engine)
-
-    def check_servers(self, engine: Any) -> None:
-        """The same for any engine that asks servers; every process calls it, the main one with the engine."""
+        Args:
+            engine: Any engine that asks servers; every process calls it, the main one with the engine.
+        """
         if self.args.preflight == "off":
             return
-        with self.preflight.looking("config", codes_of("S", "config")):  # type: ignore[attr-defined]
+        with self.preflight.looking("config", codes_of("S", "config")):
             found = parallel.run_and_share(lambda: self._engine_findings(engine), self.accelerator)
-            self.tell(parallel.all_gather_objects(list(found), self.accelerator))  # type: ignore[attr-defined]
+            self.tell(parallel.all_gather_objects(list(found), self.accelerator))
 
     def _engine_findings(self, engine: Any) -> list[Any]:
         if not self.accelerator.is_main_process or not isinstance(engine, ServerEngine):
             return []
-        needs = checks.needs_of(self.accelerator.unwrap_model(self.model), self.args)
+        needs = checks.needs_of(self.accelerator.unwrap_model(self.model()), self.args)
         return [f for s in engine.fleet.live for f in checks.check_info(s.url, s.info, needs)] + [
             f for s in engine.fleet.live for f in checks.probe_logprobs(s.client, needs)
         ]
 
     # Asking it -------------------------------------------------------------------------------------------------------
 
-    def ask_engine(self, batches: Sequence[Asked]) -> list[list[Rollout]]:
+    def ask(self, batches: Sequence[Asked]) -> list[list[Rollout]]:
         """Rollouts of each ``(requests, sampling)`` of this process; every process calls it, with an empty list too."""
         engine = self.engine
-        if not self._is_far:
-            whole = parallel.whole_parameters(self.model_wrapped, self.accelerator)
-            with self.inference(), whole:  # type: ignore[attr-defined]
+        if not self.needs_weight_sync:
+            whole = parallel.whole_parameters(self.wrapped(), self.accelerator)
+            with self.inference(), whole:
                 return [engine.generate(requests, sampling) for requests, sampling in batches]
-        for tried in range(self._far("vllm_sync_retries") + 1):
+        for tried in range(self.retries + 1):
             self.push_if_due()
             try:
                 if not engine.capabilities.main_process_only:
                     return [engine.generate(requests, sampling) for requests, sampling in batches]
                 return self._ask_main(batches)
             except WeightSyncError as error:  # On every process: they share it.
-                if tried == self._far("vllm_sync_retries"):
+                if tried == self.retries:
                     raise
                 logger.warning("%s Pushing the weights again.", error)
                 self._pushed_at = None
@@ -192,26 +239,30 @@ class FarRolloutMixin:
         shares = parallel.run_and_share(lambda: answer() if self.accelerator.is_main_process else [], self.accelerator)
         return parallel.scatter_objects(shares, self.accelerator)
 
-    def rest_engine(self) -> None:
+    def rest(self) -> None:
         """Training wants the memory: an engine that can sleeps until the next generation, tool turns and all, begins."""
-        if self._is_far:
+        if self.needs_weight_sync:
             self.engine.sleep()
+
+    def forget_push(self) -> None:
+        """The weights were replaced as a whole: push them before the next generation."""
+        self._pushed_at = None
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def push_if_due(self) -> None:
         """Send the weights where they have moved since the last time, or where a server lacks them."""
-        here = (self.state.global_step, self._moved())
+        here = (self.step(), self._moved())
         due = here != self._pushed_at or self.engine.needs_weights()
         if parallel.all_reduce_sum([float(due)], self.accelerator)[0] == 0:
             return
-        if self._pushes == 0 and self.state.global_step > 0:
+        if self._pushes == 0 and self.step() > 0:
             self._negative_control()
         again = parallel.all_reduce_sum([float(here != self._pushed_at)], self.accelerator)[0] == 0
         self._pushes += 0 if again else 1
-        self.whole_update(self._push, self._far("vllm_sync_retries") + 1)
+        whole_update(self._push, self.retries + 1)
         self._pushed_at = here
-        every = self._far("weight_parity_every")
+        every = sync_option(self.args, "weight_parity_every")
         if self._checked_at == 0 or again or (every and self._pushes - self._checked_at >= every):
             try:
                 self._check_parity()
@@ -220,31 +271,17 @@ class FarRolloutMixin:
                 logger.warning("%s Its weights are compared after the next push.", error)
                 self._pushed_at, self._checked_at = None, 0
 
-    def whole_update(self, push: Callable[[], None], tries: int) -> None:
-        """One push, the whole of it anew where it failed midway.
-
-        Raises:
-            WeightSyncError: The last of ``tries`` failed too.
-        """
-        for tried in range(1, tries + 1):
-            try:
-                return push()
-            except WeightSyncError as error:
-                if tried == tries:
-                    raise
-                logger.warning("%s Trying the whole update again.", error)
-
     def _moved(self) -> int:
         """A number that changes when anybody writes into the weights; 0 where gathering shards writes into them anyway."""
         if parallel.shards_parameters(self.accelerator):
             return 0
-        return sum(parameter._version for parameter in self.model.parameters())
+        return sum(parameter._version for parameter in self.model().parameters())
 
     def _push(self) -> None:
         engine, begin = self.engine, time.perf_counter()
         adapter = self._adapter_alone()
         weights = Weights(
-            self.model_wrapped,
+            self.wrapped(),
             dtype=engine.capabilities.dtype,
             checkpoint_names=engine.capabilities.checkpoint_names and not adapter,
             adapter_only=adapter,
@@ -258,13 +295,14 @@ class FarRolloutMixin:
                 engine.load_weights(weights, self._pushes)
 
         parallel.run_and_share(send, self.accelerator)
-        self.log_metrics_now({"weight_sync_time_s": mean(time.perf_counter() - begin)})  # type: ignore[attr-defined]
+        self.log({"weight_sync_time_s": mean(time.perf_counter() - begin)})
 
     def _adapter_alone(self) -> bool:
         """Whether the adapter is sent by itself; decided once, for a server whose base was replaced has none to add it to."""
         if self._sends_adapter is None:
-            choice, engine = self._far("vllm_lora_sync"), self.engine
-            found = adapter_weights(self.model) if choice != "merge" and hasattr(self.model, "peft_config") else None
+            choice, engine = sync_option(self.args, "vllm_lora_sync"), self.engine
+            model = self.model()
+            found = adapter_weights(model) if choice != "merge" and hasattr(model, "peft_config") else None
             known = choice == "adapter" or engine.has_initial_weights
             fits = found is not None and found[0]["r"] <= engine.capabilities.max_lora_rank and known
             self._sends_adapter = any(parallel.all_gather_objects([fits], self.accelerator))
@@ -278,10 +316,10 @@ class FarRolloutMixin:
         """
         if self.args.preflight == "off" or not self.engine.capabilities.scores_sequences:
             return
-        with self.preflight.looking("first_batch", ("PT-S004",)):  # type: ignore[attr-defined]
+        with self.preflight.looking("first_batch", ("PT-S004",)):
             found = self._parity_finding()
             if found is None or found.severity != "error":
-                self.tell([found])  # type: ignore[attr-defined]
+                self.tell([found])
                 return
         logger.warning("%s: %s Pushing once more.", found.code, found.what)
         self.engine.mark_stale()
@@ -289,7 +327,7 @@ class FarRolloutMixin:
         self._push()
         found = self._parity_finding()
         if found is not None:
-            self.record.add_findings([found])  # type: ignore[attr-defined]
+            self.record([found])
             raise WeightSyncError(
                 f"{found.code}: {found.what} {found.why} Do: {found.fix}", phase="parity", version=self._pushes
             )
@@ -299,23 +337,24 @@ class FarRolloutMixin:
         can = self.engine.capabilities
         if self.args.preflight == "off" or not can.scores_sequences or not can.main_process_only:
             return
-        with self.preflight.looking("first_batch", ("PT-S005",)):  # type: ignore[attr-defined]
+        with self.preflight.looking("first_batch", ("PT-S005",)):
             try:
                 before = self._parity_finding()
             except RolloutServerError:
                 return  # Its weights are not whole: nothing is equal to them.
-            self.tell([checks.check_negative_control(self.engine.name, before)])  # type: ignore[attr-defined]
+            self.tell([checks.check_negative_control(self.engine.name, before)])
 
     def _parity_finding(self) -> Any:
         """What the comparison says, on every process."""
-        text = self.model.config.get_text_config()
+        model = self.model()
+        text = model.config.get_text_config()
         sequences = checks.probe_sequences(text.vocab_size, self.context, getattr(text, "sliding_window", None))
         rows = [Row(ids[:1], [ids[1:]], [[1] * (len(ids) - 1)]) for ids in sequences]
-        with self.inference() as policy:  # type: ignore[attr-defined]
+        with self.inference() as policy:
             ours = [logp.float().cpu().tolist() for logp in sequence_logps(policy, rows)]
 
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(str(self.accelerator.mixed_precision))
-        kinds = {"dtype": self.engine.capabilities.dtype, "computed": mixed or getattr(self.model, "dtype", "float32")}
+        kinds = {"dtype": self.engine.capabilities.dtype, "computed": mixed or getattr(model, "dtype", "float32")}
 
         def compare() -> Any:
             if not self.accelerator.is_main_process and self.engine.capabilities.main_process_only:
@@ -329,35 +368,6 @@ class FarRolloutMixin:
         mine = parallel.run_and_share(compare, self.accelerator)
         shared = [f for f in parallel.all_gather_objects([mine], self.accelerator) if f is not None]
         return shared[0] if shared else None
-
-    # When it fails ---------------------------------------------------------------------------------------------------
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's; a generation that fails leaves the position in the window as it was, for the checkpoint."""
-        names = ("_step", "_generations", "_buffer", "_buffer_born")
-        before = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        try:
-            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        except RolloutServerError:
-            self.__dict__.update(before)
-            raise
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; where the rollout servers fail for good, save a checkpoint before the error ends the run."""
-        try:
-            return super().train(*args, **kwargs)  # type: ignore[misc]
-        except RolloutServerError as error:
-            if self.state.global_step > 0:
-                self._save_checkpoint(self.model_wrapped, trial=None)  # type: ignore[attr-defined]
-                error.add_note(
-                    f"A checkpoint of step {self.state.global_step} was saved in {self.args.output_dir}; go on with "
-                    "resume_from_checkpoint=True once the servers are back."
-                )
-            raise
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()  # type: ignore[misc]
-        self._pushed_at = None
 
 
 def _seeded(requests: Sequence[Request], sampling: Sampling) -> list[Request]:

@@ -15,7 +15,7 @@ from posttrain.algorithms.grpo.objective import grpo_objective
 from posttrain.data.forest import collate
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.rewards.runner import RewardRunner
-from posttrain.rollouts.workers.samples import Conversation, sample_rows
+from posttrain.rollouts.workers.samples import Trajectory, sample_rows
 from posttrain.types import Rollout
 from tests.algorithms.async_helpers import StubTransfer, assert_exact, sample, steps, trainer
 from tests.algorithms.helpers import count_a, grpo, prompts, weights
@@ -416,7 +416,7 @@ def test_cut_rollouts_can_be_left_out_and_those_without_a_trained_token_are(tiny
 
 def test_a_conversation_is_as_old_as_its_oldest_token():
     parts = [sample(0, 4), sample(0, 2)]
-    assert Conversation(parts).version == 2
+    assert Trajectory(parts).version == 2
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

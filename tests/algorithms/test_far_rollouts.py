@@ -222,7 +222,7 @@ def test_a_resumed_run_whose_server_has_its_weights_already_is_told_that_a_push_
 ):
     first = served(tmp_path, tiny_tokenizer, stub, max_steps=1, save_strategy="steps", save_steps=1)
     first.train()
-    first.push_if_due()  # Now it has the weights of the checkpoint.
+    first.weight_sync.push_if_due()  # Now it has the weights of the checkpoint.
     first.engine.close()
     again = served(tmp_path, tiny_tokenizer, stub, max_steps=2)
     again.train(resume_from_checkpoint=True)
@@ -286,14 +286,14 @@ def work(folder, rank):
         [([Request([20 + rank], 1)], Sampling(2, seed=2)), ([Request([30 + rank], 2)], Sampling(4, seed=3))],
     ]
     found["rounds"] = [
-        [[(r.prompt_ids, len(r.token_ids), r.version) for r in batch] for batch in trainer.ask_engine(batches)]
+        [[(r.prompt_ids, len(r.token_ids), r.version) for r in batch] for batch in trainer.weight_sync.ask(batches)]
         for batches in rounds
     ]
     trainer.train()
     found["loss"] = losses(trainer)
     Path(folder, f"ready{rank}").touch()
     try:
-        trainer.ask_engine([([Request([5] * 600)], Sampling(3))])
+        trainer.weight_sync.ask([([Request([5] * 600)], Sampling(3))])
     except Exception as error:
         found["error"] = [type(error).__name__, str(error), isinstance(error, RolloutServerError)]
     Path(folder, f"found{rank}.json").write_text(json.dumps(found))

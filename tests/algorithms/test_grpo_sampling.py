@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain import ConfigError
+from posttrain.rollouts.batch import deal
 from posttrain.training.dynamic_sampling import PromptStream, flat_groups
-from posttrain.training.prompts import deal
 from tests.algorithms.helpers import grpo, grpo_args, prompts, scripted, weights
 
 
@@ -258,7 +258,7 @@ def test_a_slice_is_trained_in_the_step_its_schedule_says(tiny_tokenizer, tmp_pa
     used, collate = [], trainer.collate
 
     def spy(rows):
-        used.append(next(k for k, own in enumerate(trainer._buffer) if own is rows))
+        used.append(next(k for k, own in enumerate(trainer.window.slices) if own is rows))
         return collate(rows)
 
     trainer.collate = spy
@@ -281,8 +281,8 @@ def test_fresh_groups_and_those_they_join_are_divided_by_one_spread(tiny_tokeniz
         tmp_path, tiny_tokenizer, rewards=by_answer, dynamic_sampling=3, reward_transform=["running"],
         scale_rewards="none", per_device_train_batch_size=16, max_steps=1,
     )  # fmt: skip
-    tables, replace = [], trainer.replace_flat_groups
-    trainer.replace_flat_groups = lambda generation, table: (tables.append(table), replace(generation, table))[1]
+    tables, replace = [], trainer.dynamic_sampler.replace
+    trainer.dynamic_sampler.replace = lambda batch, table: (tables.append(table), replace(batch, table))[1]
     trainer.train()
     ((table,), (scale,)) = tables, trainer.rewards.transforms
     assert scale.count > len(table.raw)

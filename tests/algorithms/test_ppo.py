@@ -816,10 +816,10 @@ def test_the_config_answers_whatever_the_online_trainer_asks():
     import re
 
     folder, known = (
-        Path(posttrain.__file__).parent / "algorithms",
+        Path(posttrain.__file__).parent / "training",
         set(dir(PPOConfig("unused", bf16=False, report_to="none"))),
     )
-    for name in ("online", "online_health", "rollout_log", "prompts", "dynamic_sampling", "base", "evaluation"):
+    for name in ("online", "scoring", "prompts", "dynamic_sampling", "trainer", "evaluation"):
         source = (folder / f"{name}.py").read_text()
         read = set(re.findall(r"(?:self\.|\b)args\.([a-z]\w+)", source)) - set(dir(datasets.Dataset))
         assert not {option for option in read if option not in known | UNREAD}, name

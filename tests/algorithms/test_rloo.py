@@ -8,11 +8,13 @@ import torch
 
 from posttrain import ConfigError, DataError
 from posttrain.algorithms.rloo import RLOOConfig, RLOOTrainer, rloo_objective
+from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate
 from posttrain.losses.advantages import leave_one_out_advantages, standardized
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.training.scoring import RewardWatch
 from posttrain.types import Batch, ModelOutputs, Rollout
 from tests.algorithms.helpers import GROUPS, count_a, prompts, scripted, weights
 from tests.algorithms.test_two_ranks import FREE, run
@@ -148,6 +150,9 @@ class Stub(RLOOTrainer):
     def __init__(self, args, group):
         self.args, self.metrics, self.reference, self.size = args, {}, object() if args.beta else None, group
         self.accelerator = type("A", (), {"num_processes": 1})()
+        self.rewards = type("R", (), {"disagreements": {}})()
+        told = {"preflight": Preflight("off"), "tell": list, "log": self.log_metrics_now}
+        self.reward_watch = RewardWatch(self.rewards, self.accelerator, **told, scaled=False)
 
     def group_size(self, mode):
         return self.size
@@ -158,7 +163,7 @@ class Stub(RLOOTrainer):
 
 def generation(old, ref):
     rollouts = [Rollout([1], [5] * len(o), [], "stop") for o in old]
-    made = Generation([{} for _ in old], rollouts, ["" for _ in old])
+    made = RolloutBatch([{} for _ in old], rollouts, ["" for _ in old])
     made.token_columns = {"old_logp": old, "ref_logp": ref}
     return made
 

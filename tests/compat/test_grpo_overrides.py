@@ -289,7 +289,7 @@ def test_attributes_have_their_old_names(tiny_tokenizer, tmp_path):
     )
     assert len(trainer._buffered_inputs) == 1
     trainer._buffered_inputs = None
-    assert trainer._buffer is None
+    assert trainer.window.slices is None
     with pytest.raises(ConfigError, match="set it to None"):
         trainer._buffered_inputs = [{}]
 

@@ -12,7 +12,7 @@ from posttrain.rollouts.server import engine as server
 from posttrain.rollouts.server import pool as fleet
 from posttrain.rollouts.server import remote
 from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.server.remote import FollowingEngine, Holders, ServerTransfer
+from posttrain.rollouts.server.remote import FollowingEngine, ServerTransfer, ServerVersions
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
@@ -40,7 +40,7 @@ def stub_of(made, version=0, **options):
 def following(made, *holders, **options):
     made.append(FollowingEngine(**({"request_timeout": 20, "news_timeout": 0.3} | options)))
     for one in holders:
-        made[-1].follow(one)
+        made[-1].set_servers(one)
     return made[-1]
 
 
@@ -70,7 +70,7 @@ def paths(stub, *wanted):
 
 def test_versions_are_the_trainer_s_whatever_servers_call_them(made):
     stub = stub_of(made, version=41)
-    engine = following(made, Holders(1, {stub.url: 40}), Holders(2, {stub.url: 41}))
+    engine = following(made, ServerVersions(1, {stub.url: 40}), ServerVersions(2, {stub.url: 41}))
     assert [(r.version, r.spans) for r in engine.generate(REQUESTS, SAMPLING)] == [(2, None)] * 4
     assert stub.lease is None  # The trainer's to take.
     stub.lies["edit"] = lambda r: r | {"version_spans": [[[40, 2], [41, 4]], None, [[40, 6]], None]}
@@ -82,12 +82,12 @@ def test_spans_that_do_not_cover_a_completion_are_refused(made):
     stub = stub_of(made, version=1)
     stub.lies["edit"] = lambda r: r | {"version_spans": [[[1, 5]], None, None, None]}
     with pytest.raises(RolloutServerError, match="which weights wrote 5 tokens of a completion of 6"):
-        following(made, Holders(1, {stub.url: 1})).generate(REQUESTS, SAMPLING)
+        following(made, ServerVersions(1, {stub.url: 1})).generate(REQUESTS, SAMPLING)
 
 
 def test_trap_s6_weights_that_this_run_never_gave_write_nothing_for_it(made):
     stub, other = stub_of(made, version=7), stub_of(made, version=7)
-    engine = following(made, Holders(3, {stub.url: 7, other.url: 7}))
+    engine = following(made, ServerVersions(3, {stub.url: 7, other.url: 7}))
     assert len(engine.generate(REQUESTS, SAMPLING)) == 4
     stub.version = 0  # It was restarted.
     for _ in range(2):
@@ -102,8 +102,8 @@ def test_trap_s6_weights_that_this_run_never_gave_write_nothing_for_it(made):
 
 def test_news_that_is_still_on_its_way_is_waited_for(made):
     stub = stub_of(made, version=8)  # The push is done, and told a little later.
-    engine = following(made, Holders(1, {stub.url: 7}), news_timeout=20)
-    news = threading.Timer(0.2, engine.follow, [Holders(2, {stub.url: 8})])
+    engine = following(made, ServerVersions(1, {stub.url: 7}), news_timeout=20)
+    news = threading.Timer(0.2, engine.set_servers, [ServerVersions(2, {stub.url: 8})])
     news.start()
     assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {2}
     news.join()
@@ -111,8 +111,8 @@ def test_news_that_is_still_on_its_way_is_waited_for(made):
 
 def test_while_nobody_holds_the_weights_a_worker_waits_for_news(made):
     stub, newcomer = stub_of(made, version=0), stub_of(made, version=1)
-    engine = following(made, Holders(1, {stub.url: 1}), patience=20.0)
-    news = threading.Timer(0.3, engine.follow, [Holders(1, {newcomer.url: 1})])
+    engine = following(made, ServerVersions(1, {stub.url: 1}), patience=20.0)
+    news = threading.Timer(0.3, engine.set_servers, [ServerVersions(1, {newcomer.url: 1})])
     news.start()
     assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {1}
     assert list(engine.fleet.servers) == [newcomer.url]
@@ -121,7 +121,7 @@ def test_while_nobody_holds_the_weights_a_worker_waits_for_news(made):
 
 def test_many_threads_ask_while_servers_come_and_go(made):
     stubs = [stub_of(made, version=1) for _ in range(3)]
-    engine = following(made, Holders(1, {stubs[0].url: 1}), patience=20.0)
+    engine = following(made, ServerVersions(1, {stubs[0].url: 1}), patience=20.0)
     failures = []
 
     def ask():
@@ -135,7 +135,7 @@ def test_many_threads_ask_while_servers_come_and_go(made):
     for thread in threads:
         thread.start()
     for chosen in ([0, 1], [1, 2], [2], [0, 1, 2]):
-        engine.follow(Holders(1, {stubs[i].url: 1 for i in chosen}))
+        engine.set_servers(ServerVersions(1, {stubs[i].url: 1 for i in chosen}))
         time.sleep(0.05)
     for thread in threads:
         thread.join()
@@ -158,7 +158,7 @@ def test_servers_that_can_be_held_are_paused_around_a_push_and_the_others_are_no
     sent = ("pause", "begin_update", "end_update", "resume")
     assert paths(stub, *sent) == list(sent)
     assert paths(other, *sent) == ["begin_update", "end_update"]
-    assert transfer.holders == Holders(1, {stub.url: 6, other.url: 1})
+    assert transfer.holders == ServerVersions(1, {stub.url: 6, other.url: 1})
     assert torch.equal(stub.model.model.norm.weight, model.model.norm.weight)
 
 
@@ -167,13 +167,13 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back_and_has_the_weights(
     transfer, model = transfer_to(made, stub, other), build_model(VOCAB)
     stub.die()
     push(transfer, model)
-    assert list(transfer.holders.wires) == [other.url]
+    assert list(transfer.holders.versions) == [other.url]
     assert stub.url in transfer.trouble() and other.url not in transfer.trouble()
     assert not transfer.lacking()
     stub_of(made, port=stub.http.server_port)
     assert transfer.lacking()
     push(transfer, model)
-    assert sorted(transfer.holders.wires) == sorted([stub.url, other.url])
+    assert sorted(transfer.holders.versions) == sorted([stub.url, other.url])
     assert transfer.trouble() == ""
 
 
@@ -183,7 +183,7 @@ def test_a_push_that_fails_leaves_no_server_paused_and_the_version_as_it_was(mad
     stub.lies["fail"] = "end_update"
     with pytest.raises(WeightSyncError):
         push(transfer, build_model(VOCAB))
-    assert (stub.paused, transfer.version, transfer.holders.wires) == (None, 0, {})
+    assert (stub.paused, transfer.version, transfer.holders.versions) == (None, 0, {})
 
 
 def test_servers_that_lost_their_weights_get_the_same_version_again_and_nobody_else_is_sent_anything(made):
@@ -194,7 +194,7 @@ def test_servers_that_lost_their_weights_get_the_same_version_again_and_nobody_e
     stub.version = 0
     assert transfer.lacking()
     transfer.send_again(Weights(model))
-    assert transfer.holders == Holders(1, {stub.url: 1, other.url: 1})
+    assert transfer.holders == ServerVersions(1, {stub.url: 1, other.url: 1})
     assert not transfer.lacking()
     assert (len(paths(stub, "begin_update")), len(paths(other, "begin_update"))) == (2, 1)
 
@@ -212,7 +212,7 @@ def test_a_server_that_is_too_busy_to_answer_is_not_left_out(made):
 
     served.client.info = busy
     push(transfer, model)
-    assert len(failures) == 1 and transfer.holders == Holders(1, {stub.url: 1})
+    assert len(failures) == 1 and transfer.holders == ServerVersions(1, {stub.url: 1})
     assert not transfer.lacking() and failures == []
     assert transfer.trouble() == ""
 
@@ -230,10 +230,10 @@ def test_workers_are_told_of_a_server_that_was_gone_for_a_moment_and_kept_its_we
     engine.load_weights = load_and_lose
     push(transfer, model)
     engine.load_weights = load
-    assert list(transfer.holders.wires) == [other.url]
+    assert list(transfer.holders.versions) == [other.url]
     assert transfer.lacking()
     transfer.send_again(Weights(model))
-    assert transfer.holders == Holders(1, {stub.url: 1, other.url: 1}) and not transfer.lacking()
+    assert transfer.holders == ServerVersions(1, {stub.url: 1, other.url: 1}) and not transfer.lacking()
     assert [len(paths(one, "begin_update")) for one in (stub, other)] == [1, 1]
 
 

@@ -58,10 +58,10 @@ def test_a_run_from_disk_equals_one_from_memory(tiny_tokenizer, tmp_path):
     disk = grpo(tmp_path / "disk", tiny_tokenizer, rollout_buffer_bytes=2000, **settings)
     assert len(list((tmp_path / "disk").glob("rollout_buffer/*"))) == 0
     disk.train()
-    assert disk._buffer.files
+    assert disk.window.slices.files
     assert losses(disk) == losses(memory)
     assert torch.equal(weights(disk), weights(memory))
-    disk._buffer = None
+    disk.window.slices = None
     assert not (tmp_path / "disk" / "rollout_buffer").exists()
 
 

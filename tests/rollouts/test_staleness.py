@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from posttrain import DataError, RolloutError
 from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, FailureBudget, Ledger, MismatchGuard
-from posttrain.rollouts.workers.samples import Conversation, RolloutBuffer, RolloutSample, TaskSource
+from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
 
 
 def conversation(tokens=4, group=0, version=1):
     ids = list(range(tokens))
-    return Conversation([RolloutSample("p", "c", ids, [0] + [1] * (tokens - 1), [0.0] * tokens, 0.0, version, group)])
+    return Trajectory([RolloutSample("p", "c", ids, [0] + [1] * (tokens - 1), [0.0] * tokens, 0.0, version, group)])
 
 
 MOVES = st.lists(st.tuples(st.sampled_from(["dispatch", "arrive", "hold", "train", "drop"]), st.integers(0, 9)))

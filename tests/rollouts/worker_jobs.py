@@ -7,14 +7,14 @@ import time
 from dataclasses import dataclass
 
 from posttrain.rollouts.workers.processes import GroupResult
-from posttrain.rollouts.workers.samples import Conversation, RolloutSample
+from posttrain.rollouts.workers.samples import RolloutSample, Trajectory
 
 
 def conversation(task, version, index=0):
     """A rollout of three tokens that says which group it is of."""
     ids = [1, task.group_id, index]
     sample = RolloutSample("p", "c", ids, [0, 1, 1], [0.0, -1.0, -1.0], 0.0, version, task.group_id)
-    return Conversation([sample])
+    return Trajectory([sample])
 
 
 @dataclass

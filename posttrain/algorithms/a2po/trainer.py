@@ -25,7 +25,7 @@ from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model
 from posttrain.report.checkpoints import last_complete_checkpoint
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
 from posttrain.training.checkpoint import STATE_FILE
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling
@@ -158,7 +158,7 @@ class ValueMixin:
         self.estimate_values([self.train_dataset, *(d for _, d in named_sets({"eval_dataset": self.eval_dataset}))])
         if not self._filtered:
             self.train_dataset = self.train_dataset.select(self._kept(self.train_dataset))
-            self._check_dataset_size(self.train_dataset)  # type: ignore[attr-defined]
+            self.prompt_source.check_size(self.train_dataset)
             self._filtered = True
         return super().train(resume_from_checkpoint, **kwargs)
 
@@ -234,14 +234,14 @@ class ValueMixin:
             self.roll_out(self.spare_examples(), "value")  # To generate is a collective.
             return {}
         rollouts, completions = self.roll_out(examples, "value")
-        generation = Generation(examples, rollouts, completions)
+        generation = RolloutBatch(examples, rollouts, completions)
         table = self.rewards(
             prompts=[example["prompt"] for example in examples],
             completions=completions,
             completion_ids=[rollout.token_ids for rollout in rollouts],
             columns=generation.reward_columns(),
             trainer_state=self.state,
-            prompt_suffixes=self._suffixes(generation),
+            prompt_suffixes=prompt_suffixes(self.processing_class, rollouts),
             judge=False,
         )
         groups = torch.arange(len(part)).repeat_interleave(n)
@@ -385,7 +385,7 @@ class A2POTrainer(ValueMixin, OnlineTrainer):
             prompts = [prompt[-limit:] for prompt in prompts]
         return super().sample(prompts, sampling)
 
-    def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """``r - V*``; a completion without a reward (or a prompt without a value) is left out."""
         assert self.cache is not None
         mine = [self.cache.value(example, self.args.beta1) for example in generation.examples]
@@ -393,10 +393,10 @@ class A2POTrainer(ValueMixin, OnlineTrainer):
         totals = weighted_total(table.values, table.weights)
         advantages = totals - values
         unknown = advantages.isnan()
+        advantages = advantages.masked_fill(unknown, 0.0)
+        self.reward_watch.log(generation, table, totals, advantages, mode)
         local = unknown[table.start : table.start + len(generation.rollouts)]
         generation.left_out |= set(local.nonzero().flatten().tolist())
-        advantages = advantages.masked_fill(unknown, 0.0)
-        self.log_rewards(table, totals, advantages, mode)
         self.log_metrics_now({"v_star": mean(values, ~values.isnan())}, mode)
         return advantages
 

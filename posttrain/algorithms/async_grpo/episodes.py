@@ -14,7 +14,7 @@ from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational
 from posttrain.errors import RolloutError
 from posttrain.rewards.call import EnvironmentReward
-from posttrain.rollouts.batch import judged_completions
+from posttrain.rollouts.batch import completions_for_rewards
 from posttrain.rollouts.episodes.driver import Batches, Episode, ToolLoop, share_prompts
 from posttrain.rollouts.episodes.environments import EnvironmentPool, PooledReward
 from posttrain.rollouts.episodes.tokens import prepare_tokenizer, tokenize_observed
@@ -135,7 +135,7 @@ class EpisodeRunner:
         for rollout, text in zip(rollouts, texts, strict=True):
             rollout.text = text
         chat = is_conversational({"prompt": task.row["prompt"]})
-        completions = judged_completions(self.setup.tokenizer, rollouts, conversational=chat)
+        completions = completions_for_rewards(self.setup.tokenizer, rollouts, conversational=chat)
         return Finished(task.group_id, version, [task.row] * len(rollouts), rollouts, completions)
 
     def _text(self, token_ids: list[int]) -> str:

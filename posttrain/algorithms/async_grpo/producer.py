@@ -244,19 +244,19 @@ class Producer:
         self.link.progress()
         began = time.perf_counter()
         errors = list(group.errors)
-        conversations, alone = [], 0
+        trajectories, alone = [], 0
         if len(group.rollouts) >= min(2, size):
             try:
                 with self._judging:  # Calls to servers end on many threads.
-                    conversations = self.scorer(group)
+                    trajectories = self.scorer(group)
             except Exception as error:
                 logger.warning("scoring failed: %s", error, exc_info=True)
                 errors += [_text(error)] * len(group.rollouts)
         else:
             alone = len(group.rollouts)
         seconds = {**spent, "score": time.perf_counter() - began}
-        untrainable = size - len(errors) - len(conversations) - alone
-        self._send(GroupResult(group.group_id, conversations, errors, untrainable, alone, seconds, tokens))
+        untrainable = size - len(errors) - len(trajectories) - alone
+        self._send(GroupResult(group.group_id, trajectories, errors, untrainable, alone, seconds, tokens))
 
     def _send(self, result: GroupResult) -> None:
         try:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from posttrain.losses.advantages import MOST, centred, group_advantages, weighted_total
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rollouts.batch import Generation
-from posttrain.rollouts.workers.samples import Conversation, RolloutSample
-from posttrain.training.online import SUFFIX_TOKENS
+from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
+from posttrain.rollouts.workers.samples import RolloutSample, Trajectory
 from posttrain.types import Rollout
 
 __all__ = ["Finished", "Scorer", "population_advantages"]
@@ -80,14 +79,14 @@ class Scorer:
         self.rewards, self.tokenizer = rewards, tokenizer
         self.scale_rewards, self.mask_truncated = scale_rewards, mask_truncated
 
-    def __call__(self, group: Finished) -> list[Conversation]:
-        """One conversation a rollout; those without a trained token are left out.
+    def __call__(self, group: Finished) -> list[Trajectory]:
+        """One trajectory a rollout; those without a trained token are left out.
 
         Raises:
             RewardError: A function raised or returned what is no reward.
             RolloutError: A trained token has no log-prob.
         """
-        generation = Generation(group.rows, group.rollouts, group.completions)
+        generation = RolloutBatch(group.rows, group.rollouts, group.completions)
         table = self._rewards(group, generation)
         totals = weighted_total(table.values, table.weights)
         exact = self._advantages(table, totals)
@@ -109,18 +108,17 @@ class Scorer:
             for sample in kept:
                 sample.check()
             if kept and not (self.mask_truncated and rollout.finish_reason != "stop"):
-                found.append(Conversation(kept, finished=rollout.finish_reason == "stop"))
+                found.append(Trajectory(kept, finished=rollout.finish_reason == "stop"))
         return found
 
-    def _rewards(self, group: Finished, generation: Generation) -> RewardTable:
-        ends = [rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in group.rollouts]
+    def _rewards(self, group: Finished, generation: RolloutBatch) -> RewardTable:
         table = self.rewards(
             prompts=[row["prompt"] for row in group.rows],
             completions=group.completions,
             completion_ids=[rollout.token_ids for rollout in group.rollouts],
             columns=generation.reward_columns(),
             trainer_state=types.SimpleNamespace(global_step=group.version),
-            prompt_suffixes=self.tokenizer.batch_decode(ends),
+            prompt_suffixes=prompt_suffixes(self.tokenizer, group.rollouts),
             environments=group.environments,
             judge=False,
         )

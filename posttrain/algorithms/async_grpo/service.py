@@ -25,6 +25,8 @@ from posttrain.rollouts.workers.ledger import Ledger
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, TaskSource
 from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights
+from posttrain.training.scoring import reward_model_options
+from posttrain.training.weight_sync import sync_option, whole_update
 
 __all__ = ["RolloutWorkerProtocol", "ServiceMixin", "WeightTransferProtocol"]
 
@@ -38,7 +40,7 @@ LONGEST_PROMPT = 2  # Completions' limit times this is what a rollout reserves w
 class RolloutWorkerProtocol(Protocol):
     """What the trainer asks of whoever writes rollouts."""
 
-    rollout_buffer: Any  # With ``get(timeout)``, which raises `queue.Empty`; holds samples or conversations.
+    rollout_buffer: Any  # With ``get(timeout)``, which raises `queue.Empty`; holds samples or trajectories.
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -99,7 +101,7 @@ class ServiceMixin:
             self.transfer.version = self.version
         parallel.run_and_share(self._on_main(self.transfer.init_weight_transfer), self.accelerator)
         if self._engine_kind == "server":
-            self.check_servers(getattr(self.transfer, "engine", None))  # type: ignore[attr-defined]
+            self.weight_sync.check_engine(getattr(self.transfer, "engine", None))  # type: ignore[attr-defined]
         self.worker = (self.given["rollout_worker"] or self.make_worker()) if self._is_main else None
         self.push_weights()
         parallel.run_and_share(self._on_main(lambda: self.worker.start()), self.accelerator)
@@ -140,10 +142,8 @@ class ServiceMixin:
         began = time.perf_counter()
         names = getattr(self.transfer, "checkpoint_names", False)
         tensors = Weights(self.model_wrapped, checkpoint_names=names)  # type: ignore[attr-defined]
-        tries = self._far("vllm_sync_retries") + 1 if self._engine_kind == "server" else 1  # type: ignore[attr-defined]
-        self.whole_update(  # type: ignore[attr-defined]
-            lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries
-        )
+        tries = sync_option(self.args, "vllm_sync_retries") + 1 if self._engine_kind == "server" else 1  # type: ignore[attr-defined]
+        whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
         self.version += not again
         self._sent_at = self.state.global_step
         if self.worker is not None:
@@ -241,7 +241,7 @@ class ServiceMixin:
                 "processing_classes": self.given["reward_processing_classes"],
                 "transforms": args.reward_transform,
                 "timeout": args.reward_timeout,
-                "model_options": self._reward_model_options(args),  # type: ignore[attr-defined]
+                "model_options": reward_model_options(args),
             },
             scale_rewards=args.scale_rewards,
             mask_truncated=args.mask_truncated_completions,

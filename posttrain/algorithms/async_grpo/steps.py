@@ -18,7 +18,7 @@ from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, Ledger, plan_step
-from posttrain.rollouts.workers.samples import Conversation, RolloutSample, sample_rows
+from posttrain.rollouts.workers.samples import RolloutSample, Trajectory, sample_rows
 from posttrain.rollouts.workers.worker import AwakeClock
 from posttrain.types import Batch
 
@@ -42,7 +42,7 @@ class StepMixin:
     version: int
     _straight = 0
     _seen_stale = 0
-    _held: list[Conversation]
+    _held: list[Trajectory]
 
     # Taking ------------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class StepMixin:
         if not self.take(self.args.samples_per_step or 1):
             return None
         waited = time.perf_counter() - began
-        samples = [sample for conversation in self._held for sample in conversation.samples]
+        samples = [sample for trajectory in self._held for sample in trajectory.samples]
         for sample in samples:
             sample.check()
         self._log_step(waited)
@@ -92,25 +92,25 @@ class StepMixin:
             RolloutError: Nothing came for too long, or 100 in a row were too long for a row.
         """
         held, self._held = self._held, []
-        for conversation in held:  # Of a call that was broken off to push weights.
-            self._hold(conversation, "held")
+        for trajectory in held:  # Of a call that was broken off to push weights.
+            self._hold(trajectory, "held")
         while len(self._held) < count:
-            conversation = self._wait()
-            if conversation is None:
+            trajectory = self._wait()
+            if trajectory is None:
                 return False
-            self._hold(conversation, "waiting")
+            self._hold(trajectory, "waiting")
         self._watch_drops(count)
         return True
 
-    def _hold(self, conversation: Conversation, place: str) -> None:
-        reason = self._refused(conversation)
+    def _hold(self, trajectory: Trajectory, place: str) -> None:
+        reason = self._refused(trajectory)
         if reason is not None:
             self.ledger.drop(1, reason, place)
-            self._close_group(conversation.group_id)
+            self._close_group(trajectory.group_id)
             return
         if place == "waiting":
             self.ledger.hold(1)
-        self._held.append(conversation)
+        self._held.append(trajectory)
 
     def _watch_drops(self, count: int) -> None:
         stale = self.ledger.dropped["stale_in_flight"] + self.ledger.dropped["stale_in_queue"]
@@ -120,12 +120,12 @@ class StepMixin:
         if lower != limit and self.owns_workers:  # type: ignore[attr-defined]
             self.worker.limit(lower)
 
-    def _refused(self, conversation: Conversation) -> str | None:
+    def _refused(self, trajectory: Trajectory) -> str | None:
         bound = self.args.max_staleness_hard
         assert bound is not None
-        if self.version - conversation.version > bound:
+        if self.version - trajectory.version > bound:
             return "stale_in_queue"
-        longest = max(len(sample) for sample in conversation.samples)
+        longest = max(len(sample) for sample in trajectory.samples)
         if 0 < self.token_budget < longest:
             self._straight += 1
             logger.warning("a rollout of %d tokens does not fit token_budget=%d: dropped", longest, self.token_budget)
@@ -138,7 +138,7 @@ class StepMixin:
         self._straight = 0
         return None
 
-    def _wait(self) -> Conversation | None:
+    def _wait(self) -> Trajectory | None:
         """The next rollout from the queue; while there is none, whoever should bring it is looked at.
 
         Returns:
@@ -160,13 +160,13 @@ class StepMixin:
                 continue
             return item if self.owns_workers else self._booked(item)  # type: ignore[attr-defined]
 
-    def _booked(self, item: Any) -> Conversation:
-        """What a worker of the caller's own hands over, which counts from now on: a sample, several rows, a conversation."""
+    def _booked(self, item: Any) -> Trajectory:
+        """What a worker of the caller's own hands over, which counts from now on: a sample, several rows, a trajectory."""
         self.ledger.dispatch(1)
         self.ledger.arrive(1)
-        if isinstance(item, Conversation):
+        if isinstance(item, Trajectory):
             return replace(item, arrived=self.version)
-        return Conversation([item] if isinstance(item, RolloutSample) else list(item), arrived=self.version)
+        return Trajectory([item] if isinstance(item, RolloutSample) else list(item), arrived=self.version)
 
     def _nothing(self, waited: float) -> RolloutError:
         dropped = dict(self.ledger.dropped)
@@ -195,7 +195,7 @@ class StepMixin:
 
     def _sample_metrics(self) -> dict[str, Metric]:
         """Means over rollouts of what came with them; one that lacks a number is left out of its mean."""
-        first = [conversation.samples[0] for conversation in self._held]
+        first = [trajectory.samples[0] for trajectory in self._held]
         names = sorted({name for sample in first for name in sample.metrics})
         found: dict[str, Metric] = {}
         for name in names:
@@ -247,7 +247,7 @@ class StepMixin:
 
     def _watch(self) -> None:
         """Rewards that cannot teach anything end the run, as in synchronous training."""
-        first = [conversation.samples[0] for conversation in self._held]
+        first = [trajectory.samples[0] for trajectory in self._held]
         names = self.rewards.names  # type: ignore[attr-defined]
         values = torch.tensor([[s.metrics.get(f"rewards/{n}", math.nan) for n in names] for s in first])
         totals = torch.tensor([s.metrics.get("reward", math.nan) for s in first])
@@ -259,11 +259,11 @@ class StepMixin:
             groups = torch.tensor([first[i].group_id for i in known])
             self.rewards.judge(judged, groups, prompts=[first[i].prompt for i in known])  # type: ignore[attr-defined]
             self.log_metrics_now(judged.metrics)  # type: ignore[attr-defined]
-        self.tell_clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))  # type: ignore[attr-defined]
-        self.watch_rewards(table, totals, torch.tensor([s.advantage for s in first]))  # type: ignore[attr-defined]
+        self.reward_watch.clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))  # type: ignore[attr-defined]
+        self.reward_watch.batch(table, totals, torch.tensor([s.advantage for s in first]))  # type: ignore[attr-defined]
 
-    def _completion_row(self, conversation: Conversation) -> dict[str, Any]:
-        sample = conversation.samples[0]
+    def _completion_row(self, trajectory: Trajectory) -> dict[str, Any]:
+        sample = trajectory.samples[0]
         decode, start = self.processing_class.decode, sample.start  # type: ignore[attr-defined]
         rewards = {n: sample.metrics.get(f"rewards/{n}", math.nan) for n in self.rewards.names}  # type: ignore[attr-defined]
         return {

@@ -25,11 +25,10 @@ from posttrain.models import parallel
 from posttrain.report.completions import RolloutTableCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.workers.ledger import DropWatch, Ledger, MismatchGuard
 from posttrain.rollouts.workers.samples import TaskSource
 from posttrain.rollouts.workers.worker import check_picklable
-from posttrain.training.episodes import EpisodeMixin
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
@@ -38,7 +37,7 @@ __all__ = ["AsyncGRPOTrainer"]
 logger = logging.getLogger(__name__)
 
 
-class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
+class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
     """Group-relative policy optimisation whose rollouts are written ahead, by processes of their own (experimental).
 
     Workers write and score completions with the newest weights they have; the trainer takes them from a queue as its steps
@@ -54,7 +53,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
             which makes sessions of an agent of them.
         weight_transfer: Takes weights to it; see `WeightTransferProtocol`.
         engine_factory: ``() -> RolloutEngine``, picklable, instead of the engine that ``args.worker_engine`` names.
-        tools, environment_factory: See `EpisodeMixin` and the pages on tools and environments.
+        tools, environment_factory: See `EpisodeParts` and the pages on tools and environments.
 
     Reference: AReaL, arXiv:2505.24298; DeepSeekMath, arXiv:2402.03300, equation 3.
 
@@ -63,6 +62,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
     """
 
     config_class: ClassVar[type[AsyncGRPOConfig]] = AsyncGRPOConfig
+    takes_episodes: ClassVar[bool] = True
     needs = NEEDS
     _tag_names: ClassVar[list[str]] = ["posttrain", "async-grpo"]
     _name: ClassVar[str] = "AsyncGRPO"
@@ -179,7 +179,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
         """Push weights when they are due, book what was trained, and stop when enough was."""
         main = self.accelerator.is_main_process
         if main and not self._skipping:
-            self._count_groups({conversation.group_id for conversation in self._held})
+            self._count_groups({trajectory.group_id for trajectory in self._held})
         (trained,) = parallel.all_reduce_sum([float(self.trained_groups) if main else 0.0], self.accelerator)
         self.trained_groups = int(trained)
         if math.isfinite(self._target):
@@ -210,8 +210,8 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
                 self._held += drained
         else:
             self.ledger.train()
-        for conversation in self._held:
-            self._close_group(conversation.group_id)
+        for trajectory in self._held:
+            self._close_group(trajectory.group_id)
         self._held = []
         self.worker.audit() if self.owns_workers else self.ledger.audit()
 
@@ -227,15 +227,15 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, EpisodeMixin, OnlineTrainer):
 
     # Evaluation --------------------------------------------------------------------------------------------------
 
-    def advantages(self, generation: Generation, table: RewardTable, mode: str) -> torch.Tensor:
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> torch.Tensor:
         """Of completions generated in this process, which is evaluation only."""
         totals = weighted_total(table.values, table.weights)
         size = self.group_size(mode)
         found = torch.cat([population_advantages(group) for group in totals.view(-1, size)])
-        self.log_rewards(table, totals, found, mode)
+        self.reward_watch.log(generation, table, totals, found, mode)
         return found
 
-    def attach_logps(self, generation: Generation, mode: str) -> None:
+    def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Those of the engine, which is the policy itself in evaluation."""
         generation.token_columns["rollout_logp"] = [list(rollout.logp) for rollout in generation.rollouts]
 

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from posttrain.algorithms.grpo.objective import grpo_needs, grpo_objective
 from posttrain.checks.rewards import RunningReward
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import AdvantageStats, group_advantages
-from posttrain.losses.reduce import reduce
-from posttrain.metrics import MetricBuffer, mean
+from posttrain.losses.reduce import Denominators, reduce
+from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm
 from posttrain.models.heads import cast_head_to_fp32
@@ -28,16 +28,13 @@ from posttrain.models.reference import active_dropout
 from posttrain.report.completions import CompletionsHubCallback, RolloutTableCallback
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import Generation
-from posttrain.training.episodes import EpisodeMixin
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.training.dynamic_sampling import groups_without_signal
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
-    "EntropyControlMixin",
+    "EntropyBonus",
     "EntropyController",
     "GRPOTrainer",
 ]
@@ -91,91 +88,84 @@ class EntropyController:
         self.last = entropy
 
 
-class EntropyControlMixin:
-    """The part of `GRPOTrainer` that knows of the entropy bonus."""
+class EntropyBonus:
+    """The entropy term of a run: its coefficient, fixed or controlled, and what the log and the controller need of each step.
 
-    args: GRPOConfig
-    accelerator: Any
-    state: Any
-    model: Any
-    denominators: Any
-    _controlled_step = 0
-    _ever_applied = False
+    Args:
+        args: Of the trainer.
+        accelerator: Of the run.
+    """
 
-    def make_controller(self) -> EntropyController | None:
-        """The controller of a run that steers its coefficient."""
-        args = self.args
-        if not args.use_adaptive_entropy:
-            return None
-        bounds = {"low": args.entropy_coef_min, "high": args.entropy_coef_max}
-        return EntropyController(args.entropy_coef, target=args.entropy_target, step=args.entropy_coef_delta, **bounds)
-
-    def start_entropy_control(self) -> None:
-        """Nothing seen yet."""
-        self.controller = self.make_controller()
-        self._window = torch.zeros(
-            3, dtype=torch.float64
-        )  # Entropy of the tokens it acts on, their count, policy loss.
+    def __init__(self, args: GRPOConfig, accelerator: Any) -> None:
+        self.args, self.accelerator = args, accelerator
+        self.controller: EntropyController | None = None
+        if args.use_adaptive_entropy:
+            bounds = {"low": args.entropy_coef_min, "high": args.entropy_coef_max}
+            self.controller = EntropyController(
+                args.entropy_coef, target=args.entropy_target, step=args.entropy_coef_delta, **bounds
+            )
+        # Entropy of the tokens it acts on, their count, policy loss: (3,) sums over an optimiser step.
+        self._window = torch.zeros(3, dtype=torch.float64)
+        self._ended_at = 0
+        self._ever_applied = False
 
     @property
-    def bonus(self) -> bool:
+    def active(self) -> bool:
         """Whether the loss has an entropy term."""
         return bool(self.args.entropy_coef or self.args.use_adaptive_entropy)
 
     @property
-    def entropy_coef(self) -> float:
-        """The coefficient, before the gate of the controller."""
+    def coefficient(self) -> float:
+        """Before the gate of the controller."""
         return self.args.entropy_coef if self.controller is None else self.controller.coefficient
 
-    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """As the parent's; in training, what the controller and the log need is added up over the optimiser step."""
-        terms, outputs = super().terms(model, batch)  # type: ignore[misc]
-        if self.bonus and model.training:
-            self._window += self._seen(terms, outputs).to(self._window)
-        return terms, outputs
-
     @torch.no_grad()
-    def _seen(self, terms: LossTerms, outputs: ModelOutputs) -> Tensor:
+    def add(self, terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> None:
+        """Take in one forward pass of training."""
+        if not self.active:
+            return
+        assert outputs.entropy is not None
         mask = terms.extra[0].mask
-        policy = reduce(dataclasses.replace(terms, extra=[]), self.denominators) / self.denominators.world_size
-        return torch.stack([outputs.entropy[mask].sum(), mask.sum(), policy])  # type: ignore[index]
+        policy = reduce(dataclasses.replace(terms, extra=[]), denominators) / denominators.world_size
+        self._window += torch.stack([outputs.entropy[mask].sum(), mask.sum(), policy]).to(self._window)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.bonus and self.state.global_step != self._controlled_step:
-            self._controlled_step = self.state.global_step
-            self._end_window()
-        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+    def end_step(self, step: int) -> dict[str, Metric]:
+        """Update the controller, once an optimiser step, from the entropy over all its micro-batches and ranks.
 
-    def _end_window(self) -> None:
-        """One update an optimiser step, from the entropy over all its micro-batches and ranks."""
+        Args:
+            step: Optimiser steps that were made; a second call with the same number does nothing.
+
+        Returns:
+            What is logged of it.
+        """
+        if not self.active or step == self._ended_at:
+            return {}
+        self._ended_at = step
         entropy, tokens, policy = parallel.all_reduce_sum(self._window.tolist(), self.accelerator)
         self._window.zero_()
         if self.controller is not None:
             self.controller.update(entropy / max(tokens, 1.0))
             self._ever_applied = self._ever_applied or self.controller.applied > 0
-            if self.state.global_step == PATIENCE and not self._ever_applied:
+            if step == PATIENCE and not self._ever_applied:
                 logger.warning(
                     "after %d steps the entropy (%.2f nats) never was at or below entropy_target=%s, so there was no bonus "
                     "yet. Set the target near the entropy of the first steps.",
                     PATIENCE, self.controller.last, self.args.entropy_target,
                 )  # fmt: skip
-        told = {"policy_loss": mean(policy), "entropy_coef": mean(float(self.entropy_coef))}
-        self.log_metrics_now(told)  # type: ignore[attr-defined]
+        return {"policy_loss": mean(policy), "entropy_coef": mean(float(self.coefficient))}
 
-    # Checkpoints -------------------------------------------------------------------------------------------------
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)  # type: ignore[misc]
-        if self.controller is not None and self.args.should_save:
+    def save(self, folder: str) -> None:
+        """Write the controller into a checkpoint."""
+        if self.controller is not None:
             last = self.controller.last if math.isfinite(self.controller.last) else None
             state = {"entropy_coef": self.controller.coefficient, "last_world_entropy": last}
-            Path(output_dir, STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+            Path(folder, STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        self._controlled_step = self.state.global_step
-        path = Path(checkpoint or ".", STATE_FILE)
-        if self.controller is None or checkpoint is None or not path.is_file():
+    def load(self, folder: str | None, step: int) -> None:
+        """Undo `save`, in a run that goes on after ``step`` optimiser steps."""
+        self._ended_at = step
+        path = Path(folder or ".", STATE_FILE)
+        if self.controller is None or folder is None or not path.is_file():
             return
         state = json.loads(path.read_text(encoding="utf-8"))
         last = state["last_world_entropy"]
@@ -188,7 +178,7 @@ ENOUGH, LOOKED_AT = 5, 64  # Groups before anything is said of their share, and 
 PADDING = -1e9  # No entropy is negative.
 
 
-class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
+class GRPOTrainer(OnlineTrainer):
     """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
 
     Args:
@@ -196,7 +186,7 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
         reward_funcs: A callable ``f(prompts, completions, **columns) -> list[float | None]``, a reward model, or several.
         args: `GRPOConfig`.
         rollout_engine: An engine object; None makes the one that ``args.rollout_engine`` names.
-        tools, rollout_func, environment_factory: See `EpisodeMixin` and the pages on tools and environments.
+        tools, rollout_func, environment_factory: See `EpisodeParts` and the pages on tools and environments.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
 
@@ -207,6 +197,7 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
     """
 
     config_class: ClassVar[type[GRPOConfig]] = GRPOConfig
+    takes_episodes: ClassVar[bool] = True
     _tag_names: ClassVar[list[str]] = ["posttrain", "grpo"]
     _name: ClassVar[str] = "GRPO"
     _suffix: ClassVar[str] = "GRPO"
@@ -237,8 +228,8 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
         # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
         self.together = args.top_entropy_quantile < 1.0 or args.loss_type == "bnpo"
         self._narrow_told, self._totals = False, RunningReward()
-        self._spreads_seen: deque[float] = deque(maxlen=LOOKED_AT)
-        self.start_entropy_control()
+        self._stds_seen: deque[float] = deque(maxlen=LOOKED_AT)
+        self.entropy_bonus = EntropyBonus(args, self.accelerator)
         if not self.engine_is_policy:
             check_correction(args)
         if args.sync_ref_model:
@@ -268,7 +259,7 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
             cast_head_to_fp32(causal_lm(model))
         return model
 
-    def advantages(self, generation: Generation, table: RewardTable, mode: str) -> Tensor:
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """A completion's reward against its group's mean, divided by a spread."""
         args, size = self.args, self.group_size(mode)
         stats = group_advantages(
@@ -281,14 +272,14 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
         )
         scored = stats.totals[~stats.totals.isnan()]
         whole = float(scored.std()) if scored.numel() > 1 else 0.0
-        spread = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
+        std = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
         divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
-        advantages = self.bounded(stats.advantages, mode) if divided else stats.advantages
-        self.log_rewards(table, stats.totals, advantages, mode, **spread)
+        advantages = self.reward_watch.bounded(stats.advantages, mode) if divided else stats.advantages
+        self.reward_watch.log(generation, table, stats.totals, advantages, mode, **std)
         if mode == "train":
             self._warn_of_noise(stats)
         if args.mask_zero_variance_groups and size > 1:
-            flat = self.flat(table, mode)  # Also where nothing was scored.
+            flat = groups_without_signal(args, table, size)  # Also where nothing was scored.
             mine = flat.repeat_interleave(size)[table.start : table.start + len(generation.rollouts)]
             generation.left_out |= set(mine.nonzero().flatten().tolist())
             self.log_metrics_now({"groups/masked": mean(flat.float())}, mode)
@@ -297,9 +288,9 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
     def _warn_of_noise(self, stats: AdvantageStats) -> None:
         """Tell of groups that are narrow against all rewards so far: a generation may hold a single group."""
         self._totals.add(stats.totals.tolist())
-        self._spreads_seen.extend(stats.group_std[~stats.group_std.isnan()].tolist())
-        known, whole = len(self._spreads_seen), self._totals.std
-        narrow = sum(spread > 0 and self.args.min_group_std <= spread < TINY * whole for spread in self._spreads_seen)
+        self._stds_seen.extend(stats.group_std[~stats.group_std.isnan()].tolist())
+        known, whole = len(self._stds_seen), self._totals.std
+        narrow = sum(std > 0 and self.args.min_group_std <= std < TINY * whole for std in self._stds_seen)
         if self._narrow_told or self.args.scale_rewards != "group" or known < ENOUGH or narrow <= MANY * known:
             return
         self._narrow_told = True
@@ -311,7 +302,8 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `grpo_objective`."""
-        coefficient = None if self.controller is None else self.controller.applied
+        controller = self.entropy_bonus.controller
+        coefficient = None if controller is None else controller.applied
         shared = (
             self.accelerator.num_processes > 1 and self.model.training
         )  # In evaluation passes are not equally many.
@@ -325,9 +317,41 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
         assert isinstance(gathered, torch.Tensor)
         return gathered[gathered != PADDING]
 
+    # The entropy bonus -------------------------------------------------------------------------------------------
+
+    @property
+    def controller(self) -> EntropyController | None:
+        """Of an adaptive entropy coefficient."""
+        return self.entropy_bonus.controller
+
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient, before the gate of the controller."""
+        return self.entropy_bonus.coefficient
+
+    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+        """As the parent's; in training, what the controller and the log need is added up over the optimiser step."""
+        terms, outputs = super().terms(model, batch)
+        if model.training:
+            self.entropy_bonus.add(terms, outputs, self.denominators)
+        return terms, outputs
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.log_metrics_now(self.entropy_bonus.end_step(self.state.global_step))
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.args.should_save:
+            self.entropy_bonus.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.entropy_bonus.load(checkpoint, self.state.global_step)
+
     # Attributes that callbacks and reward functions read, by TRL's names ---------------------------------------------
 
-    def completion_rows(self, generation: Generation, table: RewardTable) -> list[dict[str, Any]]:
+    def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
         """As the parent's, and remembered for `_logs`."""
         self._rows = super().completion_rows(generation, table)
         return self._rows
@@ -351,13 +375,13 @@ class GRPOTrainer(EntropyControlMixin, EpisodeMixin, OnlineTrainer):
 
     @property
     def _buffered_inputs(self) -> Any:
-        return self._buffer
+        return self.window.slices
 
     @_buffered_inputs.setter
     def _buffered_inputs(self, value: Any) -> None:
         if value is not None:
             raise ConfigError("_buffered_inputs holds rows of token forests; set it to None to generate again.")
-        self._buffer = None
+        self.window.slices = None
 
     @property
     def reward_funcs(self) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.losses.ppo import Moments, gae, moments, response_masks, token_rewards, whiten
 from posttrain.metrics import Metric, mean
-from posttrain.rollouts.batch import Generation
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Row
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Episodes:
     metrics: dict[str, Metric]
 
 
-def plain_rows(generation: Generation, length: int, pad_token_id: int) -> list[Row]:
+def plain_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
     """One row a response; one that ended early has a pad token more, which is never trained.
 
     The pad stands for the state after the last token: what predicts it is that token's hidden state, whose value is what
@@ -53,7 +53,7 @@ def plain_rows(generation: Generation, length: int, pad_token_id: int) -> list[R
     return rows
 
 
-def scores_of(generation: Generation, totals: Tensor, ends: set[int], penalty: float | None) -> Tensor:
+def scores_of(generation: RolloutBatch, totals: Tensor, ends: set[int], penalty: float | None) -> Tensor:
     """``(S,)`` float64 rewards of this rank's responses, less the penalty where none of the end tokens occurs."""
     if penalty is None:
         return totals.double()
@@ -61,7 +61,9 @@ def scores_of(generation: Generation, totals: Tensor, ends: set[int], penalty: f
     return totals.double() - penalty * missing
 
 
-def episodes(generation: Generation, scores: Tensor, cfg: PPOConfig, merged: Callable[[Moments], Moments]) -> Episodes:
+def episodes(
+    generation: RolloutBatch, scores: Tensor, cfg: PPOConfig, merged: Callable[[Moments], Moments]
+) -> Episodes:
     """Charge the divergence, credit the score, estimate advantages, whiten over all ranks.
 
     Args:
@@ -106,7 +108,7 @@ def _grid(lists: list[list[float]], width: int) -> Tensor:
     return grid
 
 
-def training_rows(generation: Generation, length: int, pad_token_id: int) -> list[Row]:
+def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
     """`plain_rows` with the columns of `ppo_objective`, of a generation that `attach` completed."""
     rows = plain_rows(generation, length, pad_token_id)
     columns = ("old_logp", "old_values", "advantages", "returns", "states")
@@ -116,7 +118,7 @@ def training_rows(generation: Generation, length: int, pad_token_id: int) -> lis
     return rows
 
 
-def attach(generation: Generation, found: Episodes) -> None:
+def attach(generation: RolloutBatch, found: Episodes) -> None:
     """Put `Episodes` on the generation, one list a response, as long as the row of `plain_rows`."""
     sizes = [len(numbers) for numbers in generation.token_columns["old_values"]]
     grids = {"advantages": found.advantages, "returns": found.returns}

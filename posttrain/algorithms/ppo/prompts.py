@@ -9,66 +9,40 @@ import datasets
 import torch
 
 from posttrain.algorithms.ppo.config import PPOConfig
-from posttrain.data.formats import is_conversational, refuse_images
 from posttrain.data.samplers import check_prompts
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.load import resolve_pad_token
-from posttrain.training.prompts import _splits
+from posttrain.training.prompts import PromptSource
 
-__all__ = ["PromptRowsMixin"]
+__all__ = ["TokenPrompts", "check_pad"]
 
 logger = logging.getLogger(__name__)
 
 
-class PromptRowsMixin:
-    """The part of `PPOTrainer` between the dataset and a rollout batch."""
+class TokenPrompts(PromptSource):
+    """Prompts of a PPO run, of which each is completed once; rows may hold token ids.
+
+    Args:
+        args: Of the trainer.
+        tokenizer: Of the policy.
+        collator: The user's, which turns rows with ``input_ids`` into a padded batch first; None needs none.
+    """
 
     args: PPOConfig
-    processing_class: Any
-    rewards: Any
-    _given_collator: Any
-    _owns_tokenizer: bool
 
-    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
-        """Refuse what cannot be generated from or scored, before the policy loads."""
-        self._check_pad()
-        self.check_vocabularies()  # type: ignore[attr-defined]
-        head: list[dict[str, Any]] = []
-        for name, dataset in {"train_dataset": train, **_splits(evaluation)}.items():
-            if dataset is not None:
-                refuse_images(dataset, name)
-            rows = self._check_rows(dataset, name)
-            head = head or rows
-        self._check_size(train)
-        if self.args.check_rewards:
-            rows = [{**row, "prompt_ids": [0]} for row in self.readable(head[:2])]
-            self.rewards.dry_run(rows, conversational=is_conversational(rows[0]))
-        return train, evaluation
+    def __init__(self, args: PPOConfig, tokenizer: Any, *, collator: Any = None) -> None:
+        super().__init__(args, tokenizer, length_option="response_length")
+        self.collator, self.drops_columns = collator, False
 
-    def _check_pad(self) -> None:
-        """Padding and the end of a response must be two tokens, or rows that come padded could not be told apart."""
-        tokenizer = self.processing_class
-        if tokenizer.pad_token_id is None:
-            resolve_pad_token(tokenizer)
-        if tokenizer.pad_token_id != tokenizer.eos_token_id:
-            return
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        free = [token for token in (tokenizer.unk_token, *added, tokenizer.bos_token) if token]
-        other = next((token for token in free if token != tokenizer.eos_token), None)
-        if self._owns_tokenizer and other is not None:
-            logger.info("the pad token equals the eos token %r; %r pads instead.", tokenizer.eos_token, other)
-            tokenizer.pad_token = other
-            return
-        fix = f"tokenizer.pad_token = {other!r}" if other else "tokenizer.add_special_tokens({'pad_token': '[PAD]'})"
-        raise ConfigError(
-            f"the pad token of processing_class equals its eos token {tokenizer.eos_token!r} (id {tokenizer.eos_token_id}): the "
-            f"end of a response would be taken for padding. Set another one before training: {fix}."
-        )
+    def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With the text of token ids, and with the ids that a rollout brings."""
+        return [{**row, "prompt_ids": [0]} for row in self.readable(head[:2])]
 
-    def _check_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+    def checked_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+        """As the parent's; rows with ``input_ids`` must hold a token that is no padding."""
         first = next(iter(dataset), None)
         if first is None or "input_ids" not in first:
-            return check_prompts(dataset, name, self.processing_class)
+            return check_prompts(dataset, name, self.tokenizer)
         if isinstance(dataset, datasets.Dataset):
             rows = dataset.select_columns([c for c in ("input_ids", "attention_mask") if c in first]).with_format(None)
         else:
@@ -78,7 +52,8 @@ class PromptRowsMixin:
                 raise DataError(f"{name} row {index}, column 'input_ids': it holds no token but padding. Drop the row.")
         return [row for _, row in zip(range(2), dataset, strict=False)]
 
-    def _check_size(self, train: Any) -> None:
+    def check_size(self, train: Any) -> None:
+        """Refuse a training set that does not fill one rollout batch; warn where many rows of an epoch are skipped."""
         args = self.args
         if not isinstance(train, datasets.Dataset):
             return
@@ -95,7 +70,7 @@ class PromptRowsMixin:
                 dropped, len(train), args.batch_size,
             )  # fmt: skip
 
-    def _repeats(self) -> tuple[int, int]:
+    def repeats(self) -> tuple[int, int]:
         """Prompts of a rollout batch, and how many micro-batches are trained on it."""
         args = self.args
         return args.batch_size, args.updates * args.gradient_accumulation_steps
@@ -105,14 +80,12 @@ class PromptRowsMixin:
         if not inputs or "input_ids" not in inputs[0]:
             return [dict(row) for row in inputs]
         given = inputs
-        if self._given_collator is not None:
-            batch = self._given_collator(
-                [{k: row[k] for k in ("input_ids", "attention_mask") if k in row} for row in inputs]
-            )
+        if self.collator is not None:
+            batch = self.collator([{k: row[k] for k in ("input_ids", "attention_mask") if k in row} for row in inputs])
             masks = batch.get("attention_mask", [None] * len(inputs))
             given = [{"input_ids": ids, "attention_mask": m} for ids, m in zip(batch["input_ids"], masks, strict=True)]
         ids = [self._real(row) for row in given]
-        texts = self.processing_class.batch_decode(ids)
+        texts = self.tokenizer.batch_decode(ids)
         return [
             {
                 **{k: v for k, v in row.items() if k != "attention_mask"},
@@ -127,9 +100,37 @@ class PromptRowsMixin:
         ids, mask = _numbers(row["input_ids"]), row.get("attention_mask")
         if mask is not None:
             return [token for token, kept in zip(ids, _numbers(mask), strict=True) if kept]
-        pad = self.processing_class.pad_token_id
+        pad = self.tokenizer.pad_token_id
         real = [i for i, token in enumerate(ids) if token != pad]
         return ids[real[0] : real[-1] + 1] if real else []
+
+
+def check_pad(tokenizer: Any, *, may_change: bool) -> None:
+    """Padding and the end of a response must be two tokens, or rows that come padded could not be told apart.
+
+    Args:
+        tokenizer: Of the policy.
+        may_change: Whether it is ours, so that another pad token may be set.
+
+    Raises:
+        ConfigError: They are one token.
+    """
+    if tokenizer.pad_token_id is None:
+        resolve_pad_token(tokenizer)
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    free = [token for token in (tokenizer.unk_token, *added, tokenizer.bos_token) if token]
+    other = next((token for token in free if token != tokenizer.eos_token), None)
+    if may_change and other is not None:
+        logger.info("the pad token equals the eos token %r; %r pads instead.", tokenizer.eos_token, other)
+        tokenizer.pad_token = other
+        return
+    fix = f"tokenizer.pad_token = {other!r}" if other else "tokenizer.add_special_tokens({'pad_token': '[PAD]'})"
+    raise ConfigError(
+        f"the pad token of processing_class equals its eos token {tokenizer.eos_token!r} (id {tokenizer.eos_token_id}): the "
+        f"end of a response would be taken for padding. Set another one before training: {fix}."
+    )
 
 
 def _numbers(values: Any) -> list[int]:

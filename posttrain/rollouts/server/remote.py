@@ -18,7 +18,7 @@ from posttrain.rollouts.server.engine import WAIT, ServerEngine
 from posttrain.rollouts.server.pool import Server, weight_version
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["FollowingEngine", "Holders", "ServerTransfer"]
+__all__ = ["FollowingEngine", "ServerTransfer", "ServerVersions"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +27,16 @@ KEEPS = ("native", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
-class Holders:
+class ServerVersions:
     """Which servers hold a version of the weights.
 
     Attributes:
         version: The trainer's.
-        wires: By address, the number under which a server knows it (servers number on from what they had).
+        versions: By address, the number under which a server knows it (servers number on from what they had).
     """
 
     version: int = 0
-    wires: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
 
 
 class ServerTransfer:
@@ -53,7 +53,7 @@ class ServerTransfer:
         self.make, self.version = make, 0
         self.engine: ServerEngine | None = None
         self._paused: list[Server] = []
-        self._told = Holders()
+        self._told = ServerVersions()
 
     @property
     def _pushing(self) -> ServerEngine:
@@ -71,10 +71,12 @@ class ServerTransfer:
         return None if self.engine is None else self.engine.capabilities.context
 
     @property
-    def holders(self) -> Holders:
+    def holders(self) -> ServerVersions:
         """Who has the version that was pushed last."""
         live = self._pushing.fleet.live
-        return Holders(self.version, {s.url: s.wire for s in live if s.pushed == self.version and s.wire is not None})
+        return ServerVersions(
+            self.version, {s.url: s.wire for s in live if s.pushed == self.version and s.wire is not None}
+        )
 
     def init_weight_transfer(self) -> None:
         """Meet the servers and take their leases."""
@@ -138,7 +140,7 @@ class ServerTransfer:
                 continue
             if weight_version(info) != server.wire or not info.get("weights_valid", True):
                 server.pushed = server.wire = None
-        known = self._told.wires
+        known = self._told.versions
         return any(server.pushed != self.version or server.url not in known for server in fleet.live)
 
     def trouble(self) -> str:
@@ -168,20 +170,20 @@ class FollowingEngine(ServerEngine):
     """
 
     def __init__(self, *, news_timeout: float = 60.0, **options: Any) -> None:
-        self.holders, self.news_timeout = Holders(), news_timeout
+        self.holders, self.news_timeout = ServerVersions(), news_timeout
         self._known: dict[str, dict[int, int]] = {}  # By address: the number at the server, and the trainer's version.
-        self._noted: dict[Server, Holders] = {}
+        self._noted: dict[Server, ServerVersions] = {}
         self._news = threading.Condition()
-        super().__init__(lambda: list(self.holders.wires), connection_timeout=None, holder=None, **options)
+        super().__init__(lambda: list(self.holders.versions), connection_timeout=None, holder=None, **options)
 
-    def follow(self, holders: Holders) -> None:
+    def set_servers(self, holders: ServerVersions) -> None:
         """Ask these servers from now on."""
         with self._news:
-            for url, wire in holders.wires.items():
+            for url, wire in holders.versions.items():
                 self._known.setdefault(url, {})[wire] = holders.version
             self.holders, self.version, self.pushed = holders, holders.version, True
             self._news.notify_all()
-        if holders.wires.keys() - self.fleet.servers.keys():
+        if holders.versions.keys() - self.fleet.servers.keys():
             self.fleet.look_soon()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -204,7 +206,7 @@ class FollowingEngine(ServerEngine):
         with self._news:
             for server in (known := list(self.fleet.servers.values())):
                 if self._noted.get(server) is not self.holders:
-                    server.wire = self.holders.wires.get(server.url)
+                    server.wire = self.holders.versions.get(server.url)
                     server.pushed = None if server.wire is None else self.holders.version
             self._noted = dict.fromkeys(known, self.holders)
         return super()._generate(requests, sampling)

@@ -28,19 +28,19 @@ class EngineHandle:
         load: Takes the least version wanted, returns that of the weights it has now.
         version: Of the weights it has; 0 before the first.
         holders: Which servers hold them, where it asks servers.
-        follow: Tells an engine that asks servers which of them hold the current weights.
+        set_servers: Tells an engine that asks servers which of them hold the current weights.
     """
 
     engine: RolloutEngine
     load: Callable[[int], int]
     version: int = 0
     holders: Any = None
-    follow: Callable[[Any], None] | None = None
+    set_servers: Callable[[Any], None] | None = None
 
     def refresh(self, wanted: int, holders: Any = None) -> bool:
         """Newer weights, where they are wanted; whether any were loaded."""
-        if self.follow is not None and holders is not None and holders is not self.holders:
-            self.follow(holders)  # Also without a newer version: servers may have come.
+        if self.set_servers is not None and holders is not None and holders is not self.holders:
+            self.set_servers(holders)  # Also without a newer version: servers may have come.
             self.holders = holders
         if self.version >= wanted:
             return False
@@ -107,5 +107,5 @@ class EngineSpec:
             return wanted  # The trainer pushed them to the servers before it said so.
 
         pushed = self.kind == "server" or not Path(self.weights or "/nonexistent").is_dir()
-        follow = engine.follow if self.kind == "server" else None
-        return EngineHandle(engine, believe if pushed else take, follow=follow)
+        set_servers = engine.set_servers if self.kind == "server" else None
+        return EngineHandle(engine, believe if pushed else take, set_servers=set_servers)

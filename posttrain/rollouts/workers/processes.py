@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.errors import RolloutError
 from posttrain.rollouts.workers.ledger import FailureBudget, Ledger
-from posttrain.rollouts.workers.samples import Conversation, GroupTask, RolloutBuffer, TaskSource
+from posttrain.rollouts.workers.samples import GroupTask, RolloutBuffer, TaskSource, Trajectory
 from posttrain.rollouts.workers.worker import GAP_S, JOIN_S, AwakeClock, WorkerJob, WorkerProcess
 
 __all__ = ["GroupResult", "PoolSettings", "WorkerPool"]
@@ -32,7 +32,7 @@ class GroupResult:
 
     Attributes:
         group_id: Of the task.
-        conversations: Scored, with their advantages.
+        trajectories: Scored, with their advantages.
         errors: One for each rollout that failed.
         untrainable: Rollouts in which no token carries loss.
         alone: Rollouts that cannot be compared, since the others of their group failed.
@@ -41,7 +41,7 @@ class GroupResult:
     """
 
     group_id: int
-    conversations: list[Conversation] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     untrainable: int = 0
     alone: int = 0
@@ -254,7 +254,7 @@ class WorkerPool:
         if found is None or found.worker is not worker:
             return  # It was cancelled meanwhile.
         task = self.under_way.pop(result.group_id).task
-        fine, failed = len(result.conversations), len(result.errors)
+        fine, failed = len(result.trajectories), len(result.errors)
         if fine + failed + result.untrainable + result.alone != task.size:
             raise RolloutError(
                 f"group {task.group_id}: {task.size} rollouts were asked for; {fine} came, {failed} failed, "
@@ -269,12 +269,12 @@ class WorkerPool:
             self.ledger.drop(fine, "alone", "writing")
             self._ask_again(task, FAILED_ATTEMPTS)
             return
-        fresh = [c for c in result.conversations if self.version - c.version <= self.settings.max_staleness]
+        fresh = [c for c in result.trajectories if self.version - c.version <= self.settings.max_staleness]
         self.ledger.drop(fine - len(fresh), "stale_in_flight", "writing")
         self.ledger.arrive(len(fresh))
-        for conversation in fresh:
-            conversation.arrived = self.version
-            self.rollout_buffer.put(conversation)
+        for trajectory in fresh:
+            trajectory.arrived = self.version
+            self.rollout_buffer.put(trajectory)
         if not fresh:
             self.source.done(task.group_id)
 

@@ -18,18 +18,18 @@ from posttrain.given import ROUNDING, given_number, token_ids, token_logps
 from posttrain.types import Row
 
 __all__ = [
-    "Conversation",
     "GroupTask",
     "RolloutBuffer",
     "RolloutSample",
     "TaskSource",
+    "Trajectory",
     "sample_rows",
 ]
 
 
 @dataclass(slots=True)
 class RolloutSample:
-    """One row for the trainer: a conversation, or the part of one since its context was last rewritten.
+    """One row for the trainer: a trajectory, or the part of one since its context was last rewritten.
 
     Attributes:
         prompt: As the dataset has it, or the text of the row's context.
@@ -37,7 +37,7 @@ class RolloutSample:
         input_ids: Context and what the model wrote.
         completion_mask: 1 on tokens the model wrote; as long as ``input_ids``, and so is the next.
         old_log_probs: As the engine said; 0.0 where the mask is 0.
-        advantage: Of the whole conversation.
+        advantage: Of the whole trajectory.
         model_version: Of the weights when the group's first request was sent: its oldest token is not older.
         group_id: Completions of one prompt share it.
         metrics: Numbers to log: rewards by name, tool calls, seconds.
@@ -92,7 +92,7 @@ class RolloutSample:
 
 
 @dataclass(slots=True)
-class Conversation:
+class Trajectory:
     """All rows of one rollout, which are trained in one optimiser step or not at all.
 
     Attributes:
@@ -163,13 +163,13 @@ class RolloutBuffer:
     """First in, first out; what does not fit is not refused but asked for later: whoever fills it looks at `room` first.
 
     Args:
-        max_samples: Conversations it is meant to hold.
+        max_samples: Trajectories it is meant to hold.
         max_tokens: Tokens it is meant to hold.
     """
 
     def __init__(self, max_samples: int, max_tokens: int | None = None) -> None:
         self.max_samples, self.max_tokens = max_samples, max_tokens
-        self._items: deque[Conversation] = deque()
+        self._items: deque[Trajectory] = deque()
         self._changed = threading.Condition()
         self.tokens = 0
 
@@ -182,14 +182,14 @@ class RolloutBuffer:
             fits = len(self._items) + samples <= self.max_samples
             return fits and (self.max_tokens is None or self.tokens + tokens <= self.max_tokens)
 
-    def put(self, item: Conversation) -> None:
+    def put(self, item: Trajectory) -> None:
         """Append; never waits."""
         with self._changed:
             self._items.append(item)
             self.tokens += item.tokens
             self._changed.notify()
 
-    def get(self, timeout: float | None = None) -> Conversation:
+    def get(self, timeout: float | None = None) -> Trajectory:
         """The oldest.
 
         Raises:
@@ -207,7 +207,7 @@ class RolloutBuffer:
             return item
 
     def qsize(self) -> int:
-        """Conversations that wait."""
+        """Trajectories that wait."""
         return len(self._items)
 
     def groups(self) -> set[int]:
@@ -215,7 +215,7 @@ class RolloutBuffer:
         with self._changed:
             return {item.group_id for item in self._items}
 
-    def drain(self) -> list[Conversation]:
+    def drain(self) -> list[Trajectory]:
         """Take everything."""
         with self._changed:
             items, self.tokens = list(self._items), 0

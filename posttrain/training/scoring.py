@@ -1,0 +1,357 @@
+"""Rewards of a rollout batch over all ranks; its metrics, its rows of the completions table, and a watch over the rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.checks import rewards as reward_checks
+from posttrain.checks.registry import Preflight, describe, finding
+from posttrain.checks.rewards import RunningReward, check_reward_ranges
+from posttrain.errors import RewardError
+from posttrain.losses.advantages import MOST
+from posttrain.metrics import Metric, maximum, mean, minimum
+from posttrain.models import parallel
+from posttrain.rewards.format import SoftOverlongPunishment
+from posttrain.rewards.runner import RewardRunner, RewardTable
+from posttrain.rewards.transform import length_correlation
+from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
+from posttrain.types import Finding
+
+__all__ = [
+    "WATCHED_CODES",
+    "RewardWatch",
+    "Scorer",
+    "completion_lengths",
+    "completion_rows",
+    "duplicates",
+    "reward_metrics",
+    "reward_model_options",
+    "reward_runner",
+    "rollout_metrics",
+]
+
+# Codes that are looked for in the rewards of every rollout batch.
+BATCH_CODES = ("PT-R019", "PT-R020", "PT-R023", "PT-R027")
+# All codes that `RewardWatch` looks for; the log checks leave them out.
+WATCHED_CODES = (*BATCH_CODES, "PT-R022", "PT-R028")
+
+
+def completion_lengths(batch: RolloutBatch) -> list[int]:
+    """Tokens that the model wrote, of each completion."""
+    return [sum(batch.loss_mask(i, False)) for i in range(len(batch.rollouts))]
+
+
+def rollout_metrics(batch: RolloutBatch, seconds: float, *, masks_truncated: bool) -> dict[str, Metric]:
+    """Lengths of what the model wrote, how many completions were cut or repeat another, tokens a second.
+
+    Args:
+        batch: Completions of this rank, groups consecutive.
+        seconds: That generation took.
+        masks_truncated: Whether truncated completions carry no loss.
+    """
+    lengths = torch.tensor(completion_lengths(batch), dtype=torch.float32)  # (n,)
+    ended = torch.tensor([r.finish_reason == "stop" for r in batch.rollouts])  # (n,)
+    metrics: dict[str, Metric] = {
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": minimum(lengths),
+        "completions/max_length": maximum(lengths),
+        "completions/clipped_ratio": mean((~ended).float()),
+        "completions/mean_terminated_length": mean(lengths, ended),
+        "completions/min_terminated_length": minimum(lengths[ended]),
+        "completions/max_terminated_length": maximum(lengths[ended]),
+        "completions/duplicate_ratio": duplicates(batch),
+        "rollouts/tokens_per_second": mean(float(lengths.sum()) / max(seconds, 1e-9)),
+        "rollouts/seconds": mean(seconds),
+    }
+    if any(rollout.tool_mask for rollout in batch.rollouts):
+        tokens = sum(len(rollout.token_ids) for rollout in batch.rollouts)
+        metrics["tools/token_share"] = mean(1 - float(lengths.sum()) / tokens, weight=tokens)
+    if masks_truncated:
+        metrics["completions/masked_ratio"] = mean((~ended).float())
+    return metrics
+
+
+def duplicates(batch: RolloutBatch) -> Metric:
+    """Share of the completions after the first of their group that repeat another one: 1 where all are equal."""
+    repeated, others = 0, 0
+    for group in batch.groups():
+        different = {tuple(batch.rollouts[i].token_ids) for i in group}
+        repeated += len(group) - len(different)
+        others += len(group) - 1
+    return mean(repeated / max(others, 1), weight=others)
+
+
+def reward_metrics(table: RewardTable, totals: Tensor, advantages: Tensor, lengths: Sequence[int]) -> dict[str, Metric]:
+    """Rewards of all ranks' completions.
+
+    Every rank holds the whole matrix: each emits the same numbers, and the mean over ranks leaves them unchanged.
+
+    Args:
+        table: ``values (n, K)``.
+        totals: ``(n,)`` weighted rewards before any penalty, NaN where no function applied.
+        advantages: ``(n,)``.
+        lengths: Tokens of each completion; of another number than n they are not compared with the rewards.
+    """
+    metrics = {"reward": mean(totals, ~totals.isnan()), "advantages/abs_max": maximum(advantages.abs())}
+    for k, name in enumerate(table.names):
+        column = table.values[:, k]
+        scored = column[~column.isnan()]
+        metrics[f"rewards/{name}/mean"] = mean(scored)
+        metrics[f"rewards/{name}/min"] = minimum(scored)
+        metrics[f"rewards/{name}/max"] = maximum(scored)
+        if scored.numel() > 1:
+            metrics[f"rewards/{name}/std"] = mean(float(scored.std()), weight=scored.numel())
+        metrics[f"rewards/{name}/applicable"] = mean(scored.numel() / max(column.numel(), 1))
+    related = length_correlation(lengths, totals) if len(lengths) == len(totals) else None
+    if related is not None:
+        metrics["rewards/length_corr"] = mean(related)
+    return metrics
+
+
+def completion_rows(batch: RolloutBatch, table: RewardTable, tokenizer: Any, step: int) -> list[dict[str, Any]]:
+    """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage.
+
+    Args:
+        batch: Completions of this rank.
+        table: Rewards of all ranks; this rank's begin at ``start``.
+        tokenizer: Decodes prompts, and the tokens of one group.
+        step: Optimiser steps that were made.
+    """
+    rows = []
+    for i, rollout in enumerate(batch.rollouts):
+        rewards = dict(zip(table.names, table.values[table.start + i].tolist(), strict=True))
+        row = {
+            "step": step,
+            "prompt": tokenizer.decode(rollout.prompt_ids),
+            "completion": rollout.text,
+            **rewards,
+            **{name: column[i] for name, column in table.extra_columns.items()},
+        }
+        rows.append(row | {name: column[i] for name, column in batch.shown().items()})
+    # Single tokens of one group a rollout batch, so that the table stays small.
+    first = batch.groups()[0] if table.start == 0 and len(rows) > 0 else []
+    for i in first:
+        rollout = batch.rollouts[i]
+        rows[i]["tokens"] = [tokenizer.decode([token]) for token in rollout.token_ids]
+        rows[i]["logps"] = list(rollout.logp)
+    return rows
+
+
+def reward_model_options(args: Any) -> dict[str, Any]:
+    """How reward models are loaded and run: as the policy is; nothing is known of it without ``args``."""
+    names = {"batch_size": "per_device_train_batch_size"} | {
+        name: name for name in ("trust_remote_code", "model_init_kwargs", "chat_template_kwargs")
+    }
+    return {} if args is None else {name: getattr(args, option) for name, option in names.items()}
+
+
+def reward_runner(
+    runner_class: type[RewardRunner], functions: Any, args: Any, processing_classes: Any, environments: list[Any]
+) -> RewardRunner:
+    """The reward functions of a trainer, as its config says.
+
+    Args:
+        runner_class: `RewardRunner` or a subclass.
+        functions: As they were given.
+        args: Of the trainer; None where none were given.
+        processing_classes: Tokenizers of reward models.
+        environments: One of each kind; those with ``get_reward`` are reward functions too.
+    """
+    return runner_class(
+        functions,
+        reward_weights=getattr(args, "reward_weights", None),
+        processing_classes=processing_classes,
+        transforms=getattr(args, "reward_transform", None),
+        timeout=getattr(args, "reward_timeout", None),
+        model_options=reward_model_options(args),
+        score_twice=getattr(args, "check_reward_determinism", False),
+        **({"environments": environments} if environments else {}),
+    )
+
+
+class Scorer:
+    """Runs the reward functions on each rank's completions and gives every rank the rewards of all.
+
+    Args:
+        rewards: The reward functions of the run.
+        tokenizer: Decodes the ends of prompts, for format rewards.
+        accelerator: Of the run.
+    """
+
+    def __init__(self, rewards: RewardRunner, tokenizer: Any, accelerator: Any) -> None:
+        self.rewards, self.tokenizer, self.accelerator = rewards, tokenizer, accelerator
+
+    def score(self, batch: RolloutBatch, state: Any, *, group_size: int, training: bool) -> RewardTable:
+        """Rewards of all ranks' completions; a collective.
+
+        Args:
+            batch: Completions of this rank, maybe none.
+            state: Of the trainer, for reward functions.
+            group_size: G.
+            training: Whether the rewards are trained on.
+        """
+        columns = batch.reward_columns()
+        prompts = [example["prompt"] for example in batch.examples]
+        table = parallel.run_and_share(lambda: self._own(batch, prompts, columns, state), self.accelerator)
+        counts = parallel.all_gather_objects([len(prompts)], self.accelerator)
+        rows = parallel.all_gather_objects(table.values.tolist(), self.accelerator)
+        values = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)  # (n, K)
+        start = sum(counts[: self.accelerator.process_index])
+        groups = [row // group_size for row in range(len(rows))]
+        whole = dataclasses.replace(table, values=values, start=start)
+        return self.rewards.finish(whole, groups=groups, prompts=prompts, columns=columns, training=training)
+
+    def _own(self, batch: RolloutBatch, prompts: list[Any], columns: dict[str, list[Any]], state: Any) -> RewardTable:
+        """Rewards of this rank's completions; without any, no function is called."""
+        if not prompts:
+            return RewardTable(torch.empty(0, len(self.rewards.names)), list(self.rewards.names), self.rewards.weights)
+        return self.rewards(
+            prompts=prompts,
+            completions=batch.completions,
+            completion_ids=[rollout.token_ids for rollout in batch.rollouts],
+            columns=columns,
+            trainer_state=state,
+            prompt_suffixes=prompt_suffixes(self.tokenizer, batch.rollouts),
+            environments=batch.environments,
+            judge=False,
+        )
+
+
+class RewardWatch:
+    """Logs the rewards of a run, and notices those that cannot teach anything or teach the wrong thing.
+
+    Args:
+        rewards: The reward functions of the run.
+        accelerator: Of the run.
+        preflight: Counts what was looked for.
+        tell: Reports findings; raises where one is refused.
+        log: Takes metrics and a mode.
+        scaled: Whether rewards are divided by their standard deviation.
+    """
+
+    def __init__(
+        self,
+        rewards: RewardRunner,
+        accelerator: Any,
+        *,
+        preflight: Preflight,
+        tell: Callable[[Iterable[Finding | None]], None],
+        log: Callable[[dict[str, Metric], str], None],
+        scaled: bool,
+    ) -> None:
+        self.rewards, self.accelerator, self.preflight = rewards, accelerator, preflight
+        self.tell, self.log_metrics, self.scaled = tell, log, scaled
+        # Statistics of each reward function since the run began.
+        self.running: dict[str, RunningReward] = {}
+        self._flat_batches = 0
+        self._flat_rewards: tuple[float, ...] = ()
+
+    def start(self, device: Any, longest: int | None) -> None:
+        """Place and try reward models; check length punishments against the longest completion.
+
+        Args:
+            device: For reward models.
+            longest: Most tokens of a completion; None where there is no bound.
+        """
+        self.rewards.start(device)
+        self.rewards.disagreements = {}
+        for function in self._overlong() if longest is not None else ():
+            with self.preflight.looking("config", ("PT-R021",)):
+                self.tell([reward_checks.check_overlong(function.limit, function.cache, longest)])
+
+    def _overlong(self) -> list[SoftOverlongPunishment]:
+        return [function for function in self.rewards.functions if isinstance(function, SoftOverlongPunishment)]
+
+    def tool_findings(self, token_share: float | None) -> Iterable[Finding | None]:
+        """A length punishment that also counts tool output; ``token_share`` is that of tool output in all completions."""
+        if self._overlong():
+            yield reward_checks.check_overlong_tools(token_share)
+
+    def bounded(self, advantages: Tensor, mode: str) -> Tensor:
+        """Standardised advantages stop at 10, so that no completion is worth a step of its own.
+
+        Args:
+            advantages: ``(n,)`` of all ranks, divided by a standard deviation.
+            mode: ``train`` or ``eval``.
+        """
+        sizes = advantages.abs()
+        far = sizes > MOST
+        self.log_metrics({"advantages/clipped_share": mean(far.float())}, mode)
+        if mode == "train":
+            self.clipped(int(far.sum()), far.numel(), float(sizes.max()) if far.any() else None)
+        return advantages.clamp(-MOST, MOST)
+
+    def log(
+        self,
+        batch: RolloutBatch,
+        table: RewardTable,
+        totals: Tensor,
+        advantages: Tensor,
+        mode: str,
+        **std: float | Tensor,
+    ) -> None:
+        """Log the rewards of all ranks' completions; in training, look at them too.
+
+        Args:
+            batch: This rank's completions, with the loss masks that rewards saw.
+            table: ``values (n, K)``.
+            totals: ``(n,)`` weighted rewards before any penalty, NaN where no function applied.
+            advantages: ``(n,)``.
+            mode: ``train`` or ``eval``.
+            std: ``reward_std``, ``frac_reward_zero_std``, as the method defines them.
+        """
+        lengths = parallel.all_gather_objects(completion_lengths(batch), self.accelerator)
+        metrics: dict[str, Metric] = {name: mean(value) for name, value in std.items()}
+        self.log_metrics(metrics | reward_metrics(table, totals, advantages, lengths), mode)
+        if mode == "train":
+            self.batch(table, totals, advantages)
+
+    def clipped(self, far: int, total: int, largest: float | None = None) -> None:
+        """Report that ``far`` of ``total`` advantages were clipped; ``largest`` is their greatest size, where it is known."""
+        with self.preflight.looking("log_step", ("PT-R028",)):
+            self.tell([reward_checks.check_clipped(far, total, MOST, largest)])
+
+    def batch(self, table: RewardTable, totals: Tensor, advantages: Tensor) -> None:
+        """Look at the rewards of one rollout batch, of all ranks.
+
+        Args:
+            table: ``values (n, K)``.
+            totals: ``(n,)`` weighted rewards, NaN where no function applied.
+            advantages: ``(n,)``.
+
+        Raises:
+            RewardError: 20 rollout batches in a row had no signal.
+        """
+        columns = {name: table.values[:, k].tolist() for k, name in enumerate(table.names)}
+        for name, column in columns.items():
+            self.running.setdefault(name, RunningReward()).add(column)
+        weights = dict(zip(table.names, table.weights.tolist(), strict=True))
+        self.preflight.notes["rewards"] = {name: running.to_dict() for name, running in self.running.items()}
+        with self.preflight.looking("log_step", BATCH_CODES):
+            self.tell([check_reward_ranges(self.running, weights), *self._disagreements()])
+            self.tell(reward_checks.check_reward_values(columns, scaled=self.scaled))
+        self._check_signal(totals, advantages)
+
+    def _disagreements(self) -> Iterable[Finding]:
+        """Reward functions that judge this batch's answers by their spelling."""
+        for name, what in (self.rewards.disagreements or {}).items():
+            why = "a right answer in another spelling earns nothing, or a wrong one is paid: the model learns the spelling."
+            yield finding(
+                "PT-R023", "warning", what, f"rewards/{name}", why, "compare with posttrain.rewards.answers_match."
+            )
+        self.rewards.disagreements = {}
+
+    def _check_signal(self, totals: Tensor, advantages: Tensor) -> None:
+        self._flat_batches = 0 if bool(advantages.any()) else self._flat_batches + 1
+        self._flat_rewards = (*self._flat_rewards, *totals.tolist()) if self._flat_batches else ()
+        with self.preflight.looking("log_step", ("PT-R022",)):
+            found = reward_checks.check_no_signal(self._flat_batches, self._flat_rewards)
+            if found is not None and self.preflight.refuses(found):
+                self.preflight.add(found)
+                raise RewardError(describe(found))
+            self.tell([found])
