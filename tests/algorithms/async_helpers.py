@@ -121,7 +121,7 @@ class Evidence(TrainerCallback):
         self.run, self.ages, self.samples = run, [], []
 
     def on_pre_optimizer_step(self, *_, **__):
-        for conversation in self.run._held:
+        for conversation in self.run.planner.held:
             self.ages.append(self.run.version - conversation.version)
             self.samples += conversation.samples
             assert all(version <= self.run.version for s in conversation.samples for version, _ in s.spans)

@@ -11,6 +11,7 @@ import torch
 from posttrain import ConfigError, DataError, GRPOConfig, ModelOutputs, RewardError, RolloutError
 from posttrain.algorithms.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_objective
 from posttrain.algorithms.async_grpo.scoring import Finished, Scorer, population_advantages
+from posttrain.algorithms.async_grpo.service import warn_of_reward_models
 from posttrain.algorithms.grpo.objective import grpo_objective
 from posttrain.data.forest import collate
 from posttrain.losses.reduce import Denominators, reduce
@@ -510,7 +511,7 @@ def test_trap_s54_what_workers_cannot_be_sent_is_told_before_the_model_loads(tmp
 
 
 def test_trap_s42_big_reward_models_in_workers_are_told_of(caplog):
-    AsyncGRPOTrainer.check_reward_models(None, [count_a, "some/reward-model", torch.nn.Linear(10_000, 6_000)])
+    warn_of_reward_models([count_a, "some/reward-model", torch.nn.Linear(10_000, 6_000)])
     assert "some/reward-model runs in the rollout workers, on the CPU" in caplog.text
     assert "of 60M parameters" in caplog.text
 
@@ -536,7 +537,7 @@ def test_trap_s9_a_checkpoint_s_state_restores_prompts_counts_and_version(tiny_t
     run.ledger.arrive(8)
     run.ledger.hold(6)
     run.ledger.train()
-    run.version, run.trained_groups = 7, 3
+    run.service.version, run.trained_groups = 7, 3
     again.load_saved_state(json.loads(json.dumps(run.state_to_save())))
     assert (again.version, again.trained_groups) == (7, 3)
     assert again.account() | {"async/dropped_unfinished": 4} == again.account()

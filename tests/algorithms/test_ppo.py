@@ -24,7 +24,7 @@ from tests.conftest import build_model, build_tokenizer
 from tests.losses.properties import TABLE, layouts, outputs, policy
 from tests.ranks import assert_same_step, leave, part, run_ranks, step_taken
 
-UNREAD = {"chat_template_path"}  # Read only in methods that PPO replaces.
+UNREAD = {"chat_template_path", "balance_ranks"}  # Read only in methods that PPO replaces.
 FREE = ("seconds", "per_second", "runtime", "step_time", "epoch", "eps", "flos")
 
 

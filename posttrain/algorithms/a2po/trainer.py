@@ -7,7 +7,8 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,16 +29,16 @@ from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
 from posttrain.training.checkpoint import STATE_FILE
 from posttrain.training.online import OnlineTrainer
+from posttrain.training.prompts import named_sets
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling
 
 __all__ = [
     "A2POTrainer",
     "ValueCache",
-    "ValueMixin",
+    "ValueEstimator",
     "a2po_objective",
     "fingerprint",
     "model_hash",
-    "named_sets",
     "optimal_value",
     "row_key",
 ]
@@ -133,44 +134,40 @@ TOLERANCE = 1e-6  # By which a reward may differ from 0 or 1 and still be one of
 VALUE_SEED = 20_000_003  # Samples of values have seeds of their own.
 
 
-class ValueMixin:
-    """The part of `A2POTrainer` before the first step: every prompt's value, and which prompts to train on."""
+class ValueEstimator:
+    """Every prompt's rewards under the frozen reference, from which its value follows; and which prompts to train on.
 
-    args: A2POConfig
-    accelerator: Any
-    cache: ValueCache | None
-    engine: Any
-    model: Any
-    eval_dataset: Any
-    processing_class: Any
-    reference: Reference
-    rewards: Any
-    state: Any
-    train_dataset: Any
-    _filtered: bool
-    _own_engine: bool
-    _restored: dict[str, Any]
-    _value_batch = 0
+    Args:
+        args: Of the trainer.
+        accelerator: Of the run.
+        roll_out: Examples to rollouts and completions, sampled with the engine that is in place; a collective.
+        score: Examples, rollouts and completions of this rank to ``(n,)`` weighted rewards; ``groups (n,)`` are prompts.
+        reference_engine: Context manager in which the engine samples from the reference.
+        open_cache: Makes the cache of this run.
+        spare: Examples for a rank that has none of its own.
+    """
 
-    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Estimate values, leave out prompts that nothing solves, then train."""
-        self._restore_values(resume_from_checkpoint)
-        self.estimate_values([self.train_dataset, *(d for _, d in named_sets({"eval_dataset": self.eval_dataset}))])
-        if not self._filtered:
-            self.train_dataset = self.train_dataset.select(self._kept(self.train_dataset))
-            self.prompt_source.check_size(self.train_dataset)
-            self._filtered = True
-        return super().train(resume_from_checkpoint, **kwargs)
+    def __init__(
+        self,
+        args: A2POConfig,
+        accelerator: Any,
+        *,
+        roll_out: Callable[[list[dict[str, Any]]], tuple[list[Rollout], list[Any]]],
+        score: Callable[[RolloutBatch, Tensor], Tensor],
+        reference_engine: Callable[[], AbstractContextManager[None]],
+        open_cache: Callable[[], ValueCache],
+        spare: Callable[[], list[dict[str, Any]]],
+    ) -> None:
+        self.args, self.accelerator = args, accelerator
+        self.roll_out, self.score, self.reference_engine = roll_out, score, reference_engine
+        self.open_cache, self.spare = open_cache, spare
+        self.cache: ValueCache | None = None
+        # Number of the batch that is sampled; seeds follow from it.
+        self.batch = 0
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As every trainer's; prompts without a value get one first."""
-        given = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
-        self.estimate_values([dataset for _, dataset in named_sets({"eval_dataset": given})])
-        return super().evaluate(eval_dataset, *args, **kwargs)
-
-    def estimate_values(self, sets: Iterable[Any]) -> ValueCache:
+    def estimate(self, sets: Iterable[Any]) -> ValueCache:
         """Sample and score completions of the reference for every prompt whose rewards are not known yet."""
-        cache = self.cache = self.cache or self._open_cache()
+        cache = self.cache = self.cache or self.open_cache()
         rows = {row_key(row): row for dataset in sets for row in dataset}
         todo = [(key, row) for key, row in rows.items() if key not in cache.rewards]
         if not todo:
@@ -179,85 +176,31 @@ class ValueMixin:
         size = max(1, self.args.per_device_eval_batch_size)
         main = self.accelerator.is_main_process
         quiet = self.args.disable_tqdm or not main
-        with self._reference_engine(), tqdm(total=len(todo), desc="Values", unit="prompt", disable=quiet) as bar:
+        with self.reference_engine(), tqdm(total=len(todo), desc="Values", unit="prompt", disable=quiet) as bar:
             for start in range(0, len(todo), size * world):
                 part = todo[start + rank * size : start + (rank + 1) * size][:size]
                 found = parallel.run_and_share(
-                    lambda part=part, s=start: self._sampled_rewards(part, s), self.accelerator
+                    lambda part=part, s=start: self._sampled_rewards(part, s + rank), self.accelerator
                 )
                 merged = parallel.all_gather_objects(list(found.items()), self.accelerator)
                 cache.add(dict(merged), write=main)
                 bar.update(len(merged))
         return cache
 
-    def _open_cache(self) -> ValueCache:
-        sampling = self.sampling("value")
-        names = [name for name in Sampling.__slots__ if name != "seed"]
-        run = fingerprint(
-            model=model_hash(self.reference.copy or self.model),
-            sampling={name: getattr(sampling, name) for name in names},
-            samples=self.args.num_value_samples,
-            prompt=[self.args.max_prompt_length, self.args.chat_template_kwargs, self.processing_class.chat_template],
-            rewards=list(zip(self.rewards.names, self.rewards.weights.tolist(), strict=True)),
-            transforms=self.args.reward_transform,
-        )
-        cache = ValueCache(Path(self.args.output_dir, FILE), run)
-        if self._restored.get("run") == run:
-            cache.add(self._restored["rewards"], write=False)
-        return cache
-
-    @contextlib.contextmanager
-    def _reference_engine(self) -> Iterator[None]:
-        """Generate with the reference meanwhile, here in process where the engine has a copy of the policy's weights.
-
-        An engine object that was given, and has none, samples from the policy, which is the reference at first.
-        """
-        engine, far = self.engine, self.engine.capabilities.needs_weight_sync
-        with self.inference() as policy, self.reference.active(policy):
-            copy = self.reference.copy
-            if far or (self._own_engine and copy is not None):
-                model = copy if copy is not None else self.accelerator.unwrap_model(self.model)
-                self.engine = self.engine_on(model)
-            try:
-                yield
-            finally:
-                if self.engine is not engine:
-                    self.engine.close()
-                self.engine = engine
-
     def _sampled_rewards(self, part: Sequence[tuple[str, Any]], number: int) -> dict[str, list[float]]:
         """Weighted rewards of ``num_value_samples`` completions of each of these rows."""
-        n = self.args.num_value_samples
+        n, self.batch = self.args.num_value_samples, number
         examples = [row for _, row in part for _ in range(n)]
-        self._value_batch = number + self.accelerator.process_index
         if not examples:
-            self.roll_out(self.spare_examples(), "value")  # To generate is a collective.
+            # To generate is a collective.
+            self.roll_out(self.spare())
             return {}
-        rollouts, completions = self.roll_out(examples, "value")
-        generation = RolloutBatch(examples, rollouts, completions)
-        table = self.rewards(
-            prompts=[example["prompt"] for example in examples],
-            completions=completions,
-            completion_ids=[rollout.token_ids for rollout in rollouts],
-            columns=generation.reward_columns(),
-            trainer_state=self.state,
-            prompt_suffixes=prompt_suffixes(self.processing_class, rollouts),
-            judge=False,
-        )
+        rollouts, completions = self.roll_out(examples)
         groups = torch.arange(len(part)).repeat_interleave(n)
-        values = self.rewards.transformed(table.values, groups)  # As the rewards they are compared with.
-        totals = weighted_total(values, table.weights).reshape(-1, n).tolist()
+        totals = self.score(RolloutBatch(examples, rollouts, completions), groups).reshape(-1, n).tolist()
         return {key: rewards for (key, _), rewards in zip(part, totals, strict=True)}
 
-    def sampling(self, mode: str) -> Sampling:
-        """As every online trainer's; the samples of values have seeds of their own."""
-        settings = super().sampling("eval" if mode == "value" else mode)
-        if mode != "value":
-            return settings
-        seed = (self.args.seed * 1_000_003 + VALUE_SEED + self._value_batch) % 2**63
-        return Sampling(**{name: getattr(settings, name) for name in Sampling.__slots__} | {"seed": seed})
-
-    def _kept(self, dataset: datasets.Dataset) -> list[int]:
+    def kept(self, dataset: datasets.Dataset) -> list[int]:
         """Rows to train on: with a value, and (for rewards of 0 and 1) solved at least once.
 
         Raises:
@@ -282,24 +225,6 @@ class ValueMixin:
         logger.info("%d of %d training prompts have a value to learn from.", len(kept), len(rewards))
         return kept
 
-    def _restore_values(self, checkpoint: Any) -> None:
-        """Values from the checkpoint, before the dataset is filtered by them: the place in it must not move."""
-        if checkpoint is True:
-            checkpoint = last_complete_checkpoint(self.args.output_dir)
-        path = Path(checkpoint, f"{self.accelerator.process_index}_{STATE_FILE}") if checkpoint else None
-        if path is None or not path.is_file():
-            return
-        self._restored = json.loads(path.read_text(encoding="utf-8")).get("values") or {}
-
-
-def named_sets(sets: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Datasets with their names, those of a dict one by one."""
-    for name, dataset in sets.items():
-        if isinstance(dataset, dict):
-            yield from named_sets({f"{name}[{key!r}]": value for key, value in dataset.items()})
-        elif dataset is not None:
-            yield name, dataset
-
 
 def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerms:
     """``mean_i (beta2 sum_t (logp - ref_logp) - (r_i - V*_i))^2`` over the completions that were scored.
@@ -319,7 +244,7 @@ def _judged(batch: Batch) -> Tensor:
     return sequence_sum(batch.loss_mask.float(), batch.loss_mask, batch.sequence, batch.num_sequences) > 0
 
 
-class A2POTrainer(ValueMixin, OnlineTrainer):
+class A2POTrainer(OnlineTrainer):
     """A*-PO: no group and no value model; a completion is measured against its prompt's value under the optimal policy.
 
     Before the first step, ``num_value_samples`` completions of the frozen reference give each prompt's
@@ -364,7 +289,15 @@ class A2POTrainer(ValueMixin, OnlineTrainer):
         self._own_engine = kwargs.get("rollout_engine") is None
         super().__init__(model, reward_funcs, args, callbacks=callbacks, optimizers=optimizers, **data, **kwargs)
         disable_dropout_in_model(self.model)  # The log-ratio would carry its noise.
-        self.cache: ValueCache | None = None
+        self.values = ValueEstimator(
+            self.args,
+            self.accelerator,
+            roll_out=lambda examples: self.roll_out(examples, "value"),
+            score=self._value_totals,
+            reference_engine=self._reference_engine,
+            open_cache=self._open_cache,
+            spare=self.spare_examples,
+        )
         self._restored: dict[str, Any] = {}
         self._filtered = False
         self._cut_told = False
@@ -372,6 +305,102 @@ class A2POTrainer(ValueMixin, OnlineTrainer):
     def make_reference(self) -> Reference:
         """Always: values and log-ratios are relative to it."""
         return Reference(self.model, fresh_adapter=self.fresh_adapter)
+
+    # Stage 1: values of all prompts ------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Estimate values, leave out prompts that nothing solves, then train."""
+        self._restore_values(resume_from_checkpoint)
+        self.estimate_values([self.train_dataset, *(d for _, d in named_sets({"eval_dataset": self.eval_dataset}))])
+        if not self._filtered:
+            self.train_dataset = self.train_dataset.select(self.values.kept(self.train_dataset))
+            self.prompt_source.check_size(self.train_dataset)
+            self._filtered = True
+        return super().train(resume_from_checkpoint, **kwargs)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As every trainer's; prompts without a value get one first."""
+        given = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
+        self.estimate_values([dataset for _, dataset in named_sets({"eval_dataset": given})])
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def estimate_values(self, sets: Iterable[Any]) -> ValueCache:
+        """Sample and score completions of the reference for every prompt whose rewards are not known yet."""
+        return self.values.estimate(sets)
+
+    @property
+    def cache(self) -> ValueCache | None:
+        """Rewards of the reference by prompt; None before the first estimate."""
+        return self.values.cache
+
+    @cache.setter
+    def cache(self, cache: ValueCache | None) -> None:
+        self.values.cache = cache
+
+    def _value_totals(self, generation: RolloutBatch, groups: Tensor) -> Tensor:
+        """``(n,)`` weighted rewards of this rank's completions, transformed as those they are compared with."""
+        table = self.rewards(
+            prompts=[example["prompt"] for example in generation.examples],
+            completions=generation.completions,
+            completion_ids=[rollout.token_ids for rollout in generation.rollouts],
+            columns=generation.reward_columns(),
+            trainer_state=self.state,
+            prompt_suffixes=prompt_suffixes(self.processing_class, generation.rollouts),
+            judge=False,
+        )
+        return weighted_total(self.rewards.transformed(table.values, groups), table.weights)
+
+    def _open_cache(self) -> ValueCache:
+        sampling = self.sampling("value")
+        names = [name for name in Sampling.__slots__ if name != "seed"]
+        run = fingerprint(
+            model=model_hash(self.reference.copy or self.model),
+            sampling={name: getattr(sampling, name) for name in names},
+            samples=self.args.num_value_samples,
+            prompt=[self.args.max_prompt_length, self.args.chat_template_kwargs, self.processing_class.chat_template],
+            rewards=list(zip(self.rewards.names, self.rewards.weights.tolist(), strict=True)),
+            transforms=self.args.reward_transform,
+        )
+        cache = ValueCache(Path(self.args.output_dir, FILE), run)
+        if self._restored.get("run") == run:
+            cache.add(self._restored["rewards"], write=False)
+        return cache
+
+    @contextlib.contextmanager
+    def _reference_engine(self) -> Iterator[None]:
+        """Generate with the reference meanwhile, here in process where the engine has a copy of the policy's weights.
+
+        An engine object that was given, and has none, samples from the policy, which is the reference at first.
+        """
+        engine, far = self.engine, self.engine.capabilities.needs_weight_sync
+        with self.inference() as policy, self.reference.active(policy):
+            copy = self.reference.copy
+            if far or (self._own_engine and copy is not None):
+                model = copy if copy is not None else self.accelerator.unwrap_model(self.model)
+                self.engine = self.engine_on(model)
+            try:
+                yield
+            finally:
+                if self.engine is not engine:
+                    self.engine.close()
+                self.engine = engine
+
+    def sampling(self, mode: str) -> Sampling:
+        """As every online trainer's; the samples of values have seeds of their own."""
+        settings = super().sampling("eval" if mode == "value" else mode)
+        if mode != "value":
+            return settings
+        seed = (self.args.seed * 1_000_003 + VALUE_SEED + self.values.batch) % 2**63
+        return Sampling(**{name: getattr(settings, name) for name in Sampling.__slots__} | {"seed": seed})
+
+    def _restore_values(self, checkpoint: Any) -> None:
+        """Values from the checkpoint, before the dataset is filtered by them: the place in it must not move."""
+        if checkpoint is True:
+            checkpoint = last_complete_checkpoint(self.args.output_dir)
+        path = Path(checkpoint, f"{self.accelerator.process_index}_{STATE_FILE}") if checkpoint else None
+        if path is None or not path.is_file():
+            return
+        self._restored = json.loads(path.read_text(encoding="utf-8")).get("values") or {}
 
     # Stage 2: one completion a prompt ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from posttrain.algorithms.async_grpo.config import AsyncGRPOConfig
 from posttrain.algorithms.async_grpo.episodes import EpisodeSetup
 from posttrain.algorithms.async_grpo.producer import RolloutJob
-from posttrain.metrics import mean
+from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm
 from posttrain.rollouts.base import RolloutEngine
@@ -26,9 +26,10 @@ from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, TaskSource
 from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights
 from posttrain.training.scoring import reward_model_options
-from posttrain.training.weight_sync import sync_option, whole_update
+from posttrain.training.weight_sync import WeightSync, sync_option, whole_update
+from posttrain.types import Sampling
 
-__all__ = ["RolloutWorkerProtocol", "ServiceMixin", "WeightTransferProtocol"]
+__all__ = ["RolloutService", "RolloutWorkerProtocol", "WeightTransferProtocol", "warn_of_reward_models"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,30 +60,63 @@ class WeightTransferProtocol(Protocol):
     def destroy(self) -> None: ...
 
 
-class ServiceMixin:
-    """The part of `AsyncGRPOTrainer` that has workers and their weights in its care; only the main process has workers."""
+def warn_of_reward_models(functions: Any) -> None:
+    """Reward models run where the workers are: on the CPU."""
+    for function in functions if isinstance(functions, list | tuple) else [functions]:
+        size = sum(p.numel() for p in function.parameters()) if isinstance(function, nn.Module) else 0
+        if size > BIG_MODEL or isinstance(function, str):
+            logger.warning(
+                "the reward model %s runs in the rollout workers, on the CPU: slow. Serve it, and let a function ask the "
+                "server.", function if isinstance(function, str) else f"of {size / 1e6:.0f}M parameters",
+            )  # fmt: skip
 
-    args: AsyncGRPOConfig
-    accelerator: Any
-    model: Any
-    state: Any
-    given: dict[str, Any]
-    worker: Any = None
-    transfer: Any = None
-    version = 0
-    _held: list[Any]
-    _serving = False
-    _sent_at = -1  # Step after which weights were pushed last.
 
-    def check_reward_models(self, functions: Any) -> None:
-        """Reward models run where the workers are: on the CPU."""
-        for function in functions if isinstance(functions, list | tuple) else [functions]:
-            size = sum(p.numel() for p in function.parameters()) if isinstance(function, nn.Module) else 0
-            if size > BIG_MODEL or isinstance(function, str):
-                logger.warning(
-                    "the reward model %s runs in the rollout workers, on the CPU: slow. Serve it, and let a function ask the "
-                    "server.", function if isinstance(function, str) else f"of {size / 1e6:.0f}M parameters",
-                )  # fmt: skip
+class RolloutService:
+    """Has the rollout workers and their weights in its care; only the main process has workers.
+
+    Args:
+        args: Of the trainer.
+        accelerator: Of the run.
+        given: What the trainer was given: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, reward functions, tools.
+        source: Prompts.
+        ledger: Counts rollouts.
+        tokenizer: Of the policy.
+        pad_token_id: Of the policy.
+        sync: Checks servers; knows the context of the model.
+        model: The policy as it is now.
+        wrapped: The same as the run wraps it.
+        sampling: Settings of the workers' engines.
+        step: Optimiser steps that were made.
+        log: Takes metrics.
+    """
+
+    def __init__(
+        self,
+        args: AsyncGRPOConfig,
+        accelerator: Any,
+        given: dict[str, Any],
+        *,
+        source: TaskSource,
+        ledger: Ledger,
+        tokenizer: Any,
+        pad_token_id: int,
+        sync: WeightSync,
+        model: Callable[[], Any],
+        wrapped: Callable[[], Any],
+        sampling: Callable[[], Sampling],
+        step: Callable[[], int],
+        log: Callable[[dict[str, Metric]], None],
+    ) -> None:
+        self.args, self.accelerator, self.given = args, accelerator, given
+        self.source, self.ledger = source, ledger
+        self.tokenizer, self.pad_token_id, self.sync = tokenizer, pad_token_id, sync
+        self.model, self.wrapped, self.sampling, self.step, self.log = model, wrapped, sampling, step, log
+        self.worker: Any = None
+        self.transfer: Any = None
+        self.version = 0
+        self._serving = False
+        # Step after which weights were pushed last.
+        self._sent_at = -1
 
     @property
     def owns_workers(self) -> bool:
@@ -101,7 +135,7 @@ class ServiceMixin:
             self.transfer.version = self.version
         parallel.run_and_share(self._on_main(self.transfer.init_weight_transfer), self.accelerator)
         if self._engine_kind == "server":
-            self.weight_sync.check_engine(getattr(self.transfer, "engine", None))  # type: ignore[attr-defined]
+            self.sync.check_engine(getattr(self.transfer, "engine", None))
         self.worker = (self.given["rollout_worker"] or self.make_worker()) if self._is_main else None
         self.push_weights()
         parallel.run_and_share(self._on_main(lambda: self.worker.start()), self.accelerator)
@@ -113,7 +147,7 @@ class ServiceMixin:
     def _on_main(self, function: Callable[[], Any]) -> Callable[[], Any]:
         return function if self._is_main else lambda: None
 
-    def close_service(self) -> None:
+    def close(self) -> None:
         """Stop workers and remove weights; never raises over another error."""
         if not self._serving:
             return
@@ -126,7 +160,6 @@ class ServiceMixin:
                 logger.exception("the %s could not be closed", name)
         for place in ("writing", "waiting", "held"):  # Nothing is left there unless an error ended the run.
             self.ledger.drop(getattr(self.ledger, place), "unfinished", place)
-        self._held = []
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -141,17 +174,17 @@ class ServiceMixin:
         """
         began = time.perf_counter()
         names = getattr(self.transfer, "checkpoint_names", False)
-        tensors = Weights(self.model_wrapped, checkpoint_names=names)  # type: ignore[attr-defined]
-        tries = sync_option(self.args, "vllm_sync_retries") + 1 if self._engine_kind == "server" else 1  # type: ignore[attr-defined]
+        tensors = Weights(self.wrapped(), checkpoint_names=names)
+        tries = sync_option(self.args, "vllm_sync_retries") + 1 if self._engine_kind == "server" else 1
         whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
         self.version += not again
-        self._sent_at = self.state.global_step
+        self._sent_at = self.step()
         if self.worker is not None:
             if self.owns_workers:
                 self.worker.holders = getattr(self.transfer, "holders", None)
             self.worker.update_model_version(self.version)
         seconds = mean(time.perf_counter() - began)
-        self.log_metrics_now({"weight_sync_time_s": seconds})  # type: ignore[attr-defined]
+        self.log({"weight_sync_time_s": seconds})
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]], again: bool) -> None:
         if not self._is_main:
@@ -168,7 +201,7 @@ class ServiceMixin:
 
     def serve_again(self) -> None:
         """Give servers that lack the weights what the others have; every rank must call it."""
-        self.push_weights(again=self._sent_at == self.state.global_step)
+        self.push_weights(again=self._sent_at == self.step())
 
     def make_transfer(self) -> Any:
         """Shared memory for engines that hold a copy, the servers' own way for servers."""
@@ -201,7 +234,7 @@ class ServiceMixin:
     def make_worker(self) -> WorkerPool:
         """Processes as the config says."""
         args = self.args
-        longest = self.context or LONGEST_PROMPT * args.max_completion_length  # type: ignore[attr-defined]
+        longest = self.sync.context or LONGEST_PROMPT * args.max_completion_length
         settings = PoolSettings(
             workers=args.num_rollout_workers,
             group_size=args.num_generations,
@@ -251,13 +284,13 @@ class ServiceMixin:
         )
 
     def _engine_spec(self) -> EngineSpec:
-        kind, inner = self._engine_kind, causal_lm(self.model)
+        kind, inner = self._engine_kind, causal_lm(self.model())
         factory = self._following() if kind == "server" else self.given["engine_factory"]
         return EngineSpec(
             kind,
             config=inner.config,
             dtype=str(next(inner.parameters()).dtype).removeprefix("torch."),
-            pad_token_id=self.pad_token_id,  # type: ignore[attr-defined]
+            pad_token_id=self.pad_token_id,
             trust_remote_code=self.args.trust_remote_code,
             weights=str(self.transfer.folder) if isinstance(self.transfer, SharedWeights) else "",
             factory=factory,
@@ -265,12 +298,12 @@ class ServiceMixin:
 
     def _episode_setup(self) -> EpisodeSetup:
         args, rounds = self.args, self.args.max_tool_calling_iterations
-        contexts = [self.context, getattr(self.transfer, "context", None)]  # type: ignore[attr-defined]
+        contexts = [self.sync.context, getattr(self.transfer, "context", None)]
         return EpisodeSetup(
-            tokenizer=self.processing_class,  # type: ignore[attr-defined]
-            sampling=self.sampling("train"),  # type: ignore[attr-defined]
+            tokenizer=self.tokenizer,
+            sampling=self.sampling(),
             context=min((c for c in contexts if c), default=None),
-            template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
+            template_kwargs=dict(args.chat_template_kwargs or {}),
             tools=list(self.given["tools"] or ()),
             environment_factory=self.given["environment_factory"],
             max_iterations=MAX_ITERATIONS if rounds is None else None if rounds == -1 else rounds,
@@ -279,6 +312,3 @@ class ServiceMixin:
             tool_timeout=args.tool_timeout,
             environment_retries=args.environment_retries,
         )
-
-    ledger: Ledger
-    source: TaskSource

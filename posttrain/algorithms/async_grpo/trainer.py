@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -17,8 +18,9 @@ from transformers import TrainerCallback
 from posttrain.algorithms.async_grpo.config import AsyncGRPOConfig
 from posttrain.algorithms.async_grpo.objective import NEEDS, async_grpo_objective
 from posttrain.algorithms.async_grpo.scoring import population_advantages
-from posttrain.algorithms.async_grpo.service import ServiceMixin
-from posttrain.algorithms.async_grpo.steps import StepMixin
+from posttrain.algorithms.async_grpo.service import RolloutService, warn_of_reward_models
+from posttrain.algorithms.async_grpo.steps import StepPlanner
+from posttrain.data.forest import collate
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import weighted_total
 from posttrain.models import parallel
@@ -27,7 +29,7 @@ from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.workers.ledger import DropWatch, Ledger, MismatchGuard
-from posttrain.rollouts.workers.samples import TaskSource
+from posttrain.rollouts.workers.samples import RolloutSample, TaskSource, sample_rows
 from posttrain.rollouts.workers.worker import check_picklable
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs
@@ -37,7 +39,7 @@ __all__ = ["AsyncGRPOTrainer"]
 logger = logging.getLogger(__name__)
 
 
-class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
+class AsyncGRPOTrainer(OnlineTrainer):
     """Group-relative policy optimisation whose rollouts are written ahead, by processes of their own (experimental).
 
     Workers write and score completions with the newest weights they have; the trainer takes them from a queue as its steps
@@ -86,7 +88,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
         sent |= {"reward_funcs": reward_funcs, "engine_factory": engine_factory}
         if rollout_worker is None:
             check_picklable({**sent, "processing_class": processing_class})
-            self.check_reward_models(reward_funcs)
+            warn_of_reward_models(reward_funcs)
         if kwargs.get("rollout_func") is not None:
             raise ConfigError(
                 "rollout_func runs in the trainer; rollouts are written elsewhere here. Give rollout_worker."
@@ -106,7 +108,9 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
         self.ledger, self.drops = Ledger(), DropWatch(args.max_staleness)
         self.mismatch = MismatchGuard()
         self.trained_groups: int = 0
-        self._held, self._new_groups = [], set()
+        self._new_groups: set[int] = set()
+        self.service = self._make_service()
+        self.planner = self._make_planner()
         self._step_kl = torch.zeros(2, dtype=torch.float64)
         self._skipping = False
         self.add_callback(_Steps(self))
@@ -114,6 +118,58 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
             shown = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
             rows = args.samples_per_step or 1
             self.add_callback(RolloutTableCallback(self.record, self.rewards.names, rows=rows, **shown))
+
+    def _make_service(self) -> RolloutService:
+        return RolloutService(
+            self.args,
+            self.accelerator,
+            self.given,
+            source=self.source,
+            ledger=self.ledger,
+            tokenizer=self.processing_class,
+            pad_token_id=self.pad_token_id,
+            sync=self.weight_sync,
+            model=lambda: self.model,
+            wrapped=lambda: self.model_wrapped,
+            sampling=lambda: self.sampling("train"),
+            step=lambda: self.state.global_step,
+            log=self.log_metrics_now,
+        )
+
+    def _make_planner(self) -> StepPlanner:
+        return StepPlanner(
+            self.args,
+            self.accelerator,
+            self.service,
+            ledger=self.ledger,
+            drops=self.drops,
+            rewards=self.rewards,
+            watch=self.reward_watch,
+            tokenizer=self.processing_class,
+            context=self.context,
+            step=lambda: self.state.global_step,
+            log=self.log_metrics_now,
+            add_completions=lambda rows: self.record.add_completions(rows),
+        )
+
+    @property
+    def worker(self) -> Any:
+        """Writes rollouts; None before the first step, and on processes other than the main one."""
+        return self.service.worker
+
+    @property
+    def transfer(self) -> Any:
+        """Takes weights to the engines; None before the first step."""
+        return self.service.transfer
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were pushed last."""
+        return self.service.version
+
+    def account(self) -> dict[str, float]:
+        """Where all rollouts are, in one moment: ``produced = trained + dropped + in_flight``."""
+        return self.planner.account()
 
     def schedule_text(self, prompts: int | None) -> str:
         """How rollouts and updates follow each other."""
@@ -139,7 +195,8 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
             return super().train(resume_from_checkpoint, **kwargs)
         finally:
             args.max_steps = given
-            self.close_service()
+            self.service.close()
+            self.planner.held = []
             logger.info("rollouts: %s", {k.removeprefix("async/"): int(v) for k, v in self.account().items() if v})
 
     def get_train_dataloader(self) -> DataLoader:
@@ -153,10 +210,22 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
         self._window_start = time.perf_counter()
         for _ in itertools.islice(epoch_iterator, num_batches):
             pass
-        self.serve()
-        batches = self.next_step()
+        self.service.serve()
+        batches = self._batches(self.planner.next_step())
         self.denominators = self._count([batches])
         return [batches], None
+
+    def _batches(self, shares: list[list[RolloutSample]]) -> list[Batch]:
+        """Forward passes of this process; ``shares`` are the samples of each process."""
+        self.counters["num_tokens"] += sum(len(sample) for share in shares for sample in share)
+        rows, layout, budget = (
+            sample_rows(shares[self.accelerator.process_index]),
+            self.layout,
+            self.planner.token_budget,
+        )
+        if self.args.token_budget is not None and budget > 0:
+            layout = dataclasses.replace(layout, row_tokens=min(layout.row_tokens, budget))
+        return collate(rows, pad_token_id=self.pad_token_id, layout=layout)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `async_grpo_objective`; the mismatch of the step is added up for the guard."""
@@ -179,7 +248,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
         """Push weights when they are due, book what was trained, and stop when enough was."""
         main = self.accelerator.is_main_process
         if main and not self._skipping:
-            self._count_groups({trajectory.group_id for trajectory in self._held})
+            self._count_groups({trajectory.group_id for trajectory in self.planner.held})
         (trained,) = parallel.all_reduce_sum([float(self.trained_groups) if main else 0.0], self.accelerator)
         self.trained_groups = int(trained)
         if math.isfinite(self._target):
@@ -190,7 +259,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
             control.should_training_stop or self.state.global_step >= self.args.max_steps,
         )
         if (step % self.args.weight_sync_steps == 0 or self._skipping) and not last:
-            self.push_weights()  # Before the step is booked: what is written in its place gets the new version.
+            self.service.push_weights()  # Before the step is booked: what is written in its place gets the new version.
         if main:
             self._book()
         self._skipping = False
@@ -203,17 +272,17 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
     def _book(self) -> None:
         if self._skipping:
             self.ledger.drop(self.ledger.held, "skipped", "held")
-            if self.owns_workers:
+            if self.service.owns_workers:
                 with self.worker.lock:
                     drained = self.worker.rollout_buffer.drain()
                     self.ledger.drop(len(drained), "skipped", "waiting")
-                self._held += drained
+                self.planner.held += drained
         else:
             self.ledger.train()
-        for trajectory in self._held:
-            self._close_group(trajectory.group_id)
-        self._held = []
-        self.worker.audit() if self.owns_workers else self.ledger.audit()
+        for trajectory in self.planner.held:
+            self.planner.close_group(trajectory.group_id)
+        self.planner.held = []
+        self.worker.audit() if self.service.owns_workers else self.ledger.audit()
 
     @property
     def _remembered(self) -> int:
@@ -243,7 +312,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
 
     def state_to_save(self) -> dict[str, Any]:
         """Where prompts and counts stand; rollouts under way are asked for again by whoever resumes."""
-        lock = self.worker.lock if self.owns_workers else self.ledger.lock
+        lock = self.worker.lock if self.service.owns_workers else self.ledger.lock
         with lock:
             mine = {"source": self.source.state(), "ledger": self.ledger.state()}
         mine |= {"version": self.version, "trained_groups": self.trained_groups}
@@ -255,7 +324,7 @@ class AsyncGRPOTrainer(StepMixin, ServiceMixin, OnlineTrainer):
         saved = state["async"]
         self.source.load(saved["source"])
         self.ledger.load(saved["ledger"])
-        self.version, self.trained_groups = saved["version"], saved["trained_groups"]
+        self.service.version, self.trained_groups = saved["version"], saved["trained_groups"]
 
 
 class _Ticks(IterableDataset):
