@@ -8,6 +8,7 @@ import posttrain
 
 SECTIONS = {
     "algorithms": "Trainers and configs",
+    "training": "What trainers share",
     "types": "Types",
     "errors": "Errors",
     "metrics": "Metrics",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.checks import rewards as reward_checks
-from posttrain.checks.registry import Preflight, describe, finding
+from posttrain.checks.registry import Preflight, describe
 from posttrain.checks.rewards import RunningReward, check_reward_ranges
 from posttrain.errors import RewardError
 from posttrain.losses.advantages import MOST
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 # Codes that are looked for in the rewards of every rollout batch.
-BATCH_CODES = ("PT-R019", "PT-R020", "PT-R023", "PT-R027")
+BATCH_CODES = ("PT-R019", "PT-R020", "PT-R027")
 # All codes that `RewardWatch` looks for; the log checks leave them out.
 WATCHED_CODES = (*BATCH_CODES, "PT-R022", "PT-R028")
 
@@ -259,7 +259,6 @@ class RewardWatch:
             longest: Most tokens of a completion; None where there is no bound.
         """
         self.rewards.start(device)
-        self.rewards.disagreements = {}
         for function in self._overlong() if longest is not None else ():
             with self.preflight.looking("config", ("PT-R021",)):
                 self.tell([reward_checks.check_overlong(function.limit, function.cache, longest)])
@@ -333,18 +332,9 @@ class RewardWatch:
         weights = dict(zip(table.names, table.weights.tolist(), strict=True))
         self.preflight.notes["rewards"] = {name: running.to_dict() for name, running in self.running.items()}
         with self.preflight.looking("log_step", BATCH_CODES):
-            self.tell([check_reward_ranges(self.running, weights), *self._disagreements()])
+            self.tell([check_reward_ranges(self.running, weights)])
             self.tell(reward_checks.check_reward_values(columns, scaled=self.scaled))
         self._check_signal(totals, advantages)
-
-    def _disagreements(self) -> Iterable[Finding]:
-        """Reward functions that judge this batch's answers by their spelling."""
-        for name, what in (self.rewards.disagreements or {}).items():
-            why = "a right answer in another spelling earns nothing, or a wrong one is paid: the model learns the spelling."
-            yield finding(
-                "PT-R023", "warning", what, f"rewards/{name}", why, "compare with posttrain.rewards.answers_match."
-            )
-        self.rewards.disagreements = {}
 
     def _check_signal(self, totals: Tensor, advantages: Tensor) -> None:
         self._flat_batches = 0 if bool(advantages.any()) else self._flat_batches + 1
