@@ -59,9 +59,8 @@ class RLOOConfig(OnlineConfig):
                 "whole sequences. Use 'sequence_mask', 'sequence_truncate' or 'geometric'."
             )
 
-    def check_vllm_settings(self) -> None:
-        """See `OnlineConfig.check_vllm_settings`."""
-        super().check_vllm_settings()
+    def check_foreign_logprobs(self) -> None:
+        """See `refuse_truncated`."""
         refuse_truncated(self)
 
     def _check_clip_range(self) -> None:

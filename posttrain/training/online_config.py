@@ -300,12 +300,16 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
                 "completions repeat each other and their advantages vanish. Remove it; the config's seed makes runs repeat."
             )
 
+    def check_foreign_logprobs(self) -> None:
+        """Refuse settings that do not fit log-probs of an engine that is not the policy; nothing where none are corrected."""
+
     def check_vllm_settings(self) -> None:
         """Refuse settings with which vLLM, on a server or in process, cannot sample for this method.
 
         Raises:
             ConfigError: There is one.
         """
+        self.check_foreign_logprobs()
         size = (self.generation_kwargs or {}).get("no_repeat_ngram_size")
         if size:
             raise ConfigError(
@@ -368,6 +372,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         for name, check in {"vllm": self.check_vllm_settings, "paged": self._check_paged_settings}.items():
             try:
                 check()
+                self.check_foreign_logprobs()  # In half precision those of continuous batching are foreign too.
             except (ConfigError, MissingDependencyError) as error:
                 found[name] = str(error)
         return found

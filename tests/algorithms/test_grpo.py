@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, RewardError
 from posttrain.errors import PreflightError
+from posttrain.rollouts.base import RolloutEngine
 from posttrain.types import Sampling
 from tests.algorithms.helpers import count_a, grpo, grpo_args, losses, prompts, scripted, weights
 from tests.conftest import build_model
@@ -299,7 +300,7 @@ def test_an_interrupt_finishes_the_step_and_saves(tiny_tokenizer, tmp_path, numb
 
 
 def test_seeds_differ_by_call_and_repeat_by_run(tiny_tokenizer, tmp_path):
-    class Spy:
+    class Spy(RolloutEngine):
         name, seeds = "spy", []
 
         def __init__(self):

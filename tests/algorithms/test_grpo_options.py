@@ -11,13 +11,14 @@ import torch
 from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, ScriptedEngine
 from posttrain.algorithms.grpo.trainer import EntropyController
 from posttrain.models.heads import Float32Linear, cast_head_to_fp32
+from posttrain.rollouts.base import RolloutEngine
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts, scripted, weights
 from tests.conftest import build_model
 
 OFF_POLICY = {"steps_per_generation": 2}  # One update old in the second slice: the ratio is not 1.
 
 
-class Foreign:
+class Foreign(RolloutEngine):
     """A scripted engine that is not the trainer's model: what it says of its tokens is to be corrected."""
 
     name = "foreign"

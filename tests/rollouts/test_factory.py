@@ -141,8 +141,10 @@ def resolved(tmp_path, kind=GRPOConfig, processor=None, **settings):
     [
         (GRPOConfig, {}, "vllm"),
         (GRPOConfig, {"rollout_engine": "hf"}, "hf"),
-        # Ratios would be off by the mass that was cut; continuous batching is corrected for as well where it is foreign.
-        (GRPOConfig, {"top_p": 0.9}, "paged"),
+        # A correction would be off by the mass that was cut, and in half precision continuous batching is corrected for too.
+        (GRPOConfig, {"top_p": 0.9}, "native"),
+        (GRPOConfig, {"top_p": 0.9, "vllm_importance_sampling_correction": False}, "vllm"),
+        (RLOOConfig, {"top_p": 0.9}, "native"),
         (GRPOConfig, {"min_p": 0.1}, "native"),
         (GRPOConfig, {"generation_kwargs": {"no_repeat_ngram_size": 3}}, "native"),
         (RLOOConfig, {}, "vllm"),

@@ -248,9 +248,8 @@ class GRPOConfig(EpisodeFields, OnlineConfig):
         self._check_ranges()
         self._check_combinations()
 
-    def check_vllm_settings(self) -> None:
-        """See `OnlineConfig.check_vllm_settings`."""
-        super().check_vllm_settings()
+    def check_foreign_logprobs(self) -> None:
+        """See `check_correction`."""
         check_correction(self)
 
     def _check_choices(self) -> None:
