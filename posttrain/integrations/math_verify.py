@@ -19,7 +19,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
 from posttrain.errors import RewardError
-from posttrain.integrations import require
+from posttrain.integrations import is_available, require
 
 __all__ = ["SECONDS", "TIMED_OUT", "compare_formulas", "need_math_verify", "parse_golds"]
 
@@ -34,7 +34,8 @@ TIMED_OUT = "[timed out]"
 def need_math_verify(purpose: str) -> None:
     """Raise `MissingDependencyError` when math-verify or pebble is not installed."""
     for package in ("math_verify", "pebble"):
-        require(package, purpose)
+        if not is_available(package):
+            require(package, purpose)
 
 
 def parse_golds(golds: Sequence[str]) -> dict[str, str | None]:

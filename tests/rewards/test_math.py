@@ -244,6 +244,7 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
     def missing(name, purpose):
         raise MissingDependencyError(f"{purpose} needs {name}")
 
+    monkeypatch.setattr(math_verify, "is_available", lambda name: False)
     monkeypatch.setattr(math_verify, "require", missing)
     calls = [
         accuracy_reward,

@@ -1,13 +1,17 @@
 """Rewards in processes: a row that hangs is killed, the rest is judged, and nothing is lost on the way."""
 
+import importlib
 import pickle
 
 import pytest
 
 from posttrain.errors import ConfigError, RewardError
+from posttrain.rewards import pool
 from posttrain.rewards.pool import pooled
 from posttrain.rewards.runner import RewardRunner
-from tests.rewards import pooled_functions as functions
+
+pytest.importorskip("pebble")
+functions = importlib.import_module("tests.rewards.pooled_functions")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,3 +75,12 @@ def test_what_cannot_be_sent_is_told_before_it_runs():
         pooled(waits)
     with pytest.raises(ConfigError, match=r"pooled\(timeout=0"):
         pooled(timeout=0)
+
+
+def test_a_time_out_of_the_function_itself_is_an_error_and_not_taken_for_that_of_the_pool(monkeypatch):
+    def waits(completions):
+        raise TimeoutError("server")
+
+    monkeypatch.setattr(pool, "_functions", [waits])
+    with pytest.raises(RewardError, match="server"):
+        pool._answer({"completions": ["x"]})
