@@ -100,9 +100,9 @@ def _report(argv: list[str]) -> int:
 
 
 def _watch(argv: list[str]) -> int:
-    from posttrain.cli.watch import run
+    from posttrain.cli.report import watch
 
-    return run(argv)
+    return watch(argv)
 
 
 def _serve(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""`posttrain report RUN [RUN...]`: one HTML file with everything a run recorded, and runs side by side."""
+"""`posttrain report` and `posttrain watch`: what runs recorded, as one HTML file, on the terminal, or as a live page."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-__all__ = ["run"]
+__all__ = ["run", "watch"]
 
 
 def run(argv: list[str]) -> int:
-    """The command itself; what it wrote is its output.
+    """`posttrain report RUN [RUN...]`: write one HTML file with all that runs recorded; prints its path.
 
     Returns:
         0.
@@ -40,4 +40,55 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; several are laid over each other")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: report.html in the first folder)")
+    return parser
+
+
+def watch(argv: list[str]) -> int:
+    """`posttrain watch RUN`: a run while it trains, on the terminal or as a live page on this machine.
+
+    Returns:
+        0.
+
+    Raises:
+        DataError: A folder that holds no record.
+        ConfigError: The port is taken.
+    """
+    arguments = _watch_parser().parse_args(argv)
+    if arguments.serve is not None:
+        return _serve(arguments.runs, arguments.serve)
+    from posttrain.errors import ConfigError
+    from posttrain.report.watch import watch as show
+
+    if len(arguments.runs) > 1:
+        raise ConfigError("the terminal shows one run. Name one folder, or add --serve for a page with all of them.")
+    show(arguments.runs[0], once=arguments.once, every=max(arguments.every, 0.1))
+    return 0
+
+
+def _serve(folders: list[str], port: int) -> int:
+    from posttrain.report.page.serve import serve
+
+    server = serve(folders, port)
+    sys.stdout.write(f"http://127.0.0.1:{server.server_address[1]}/ (Ctrl-C ends)\n")
+    sys.stdout.flush()
+    try:
+        server.serve_forever()
+    finally:
+        server.server_close()
+    return 0
+
+
+def _watch_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="posttrain watch",
+        description="Show a run while it trains, or as it ended: its main metrics, latest findings and latest completion.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; several with --serve")
+    parser.add_argument("--once", action="store_true", help="show it once and stop")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="how often to look (default: 2)")
+    parser.add_argument(
+        "--serve", nargs="?", type=int, const=0, metavar="PORT",
+        help="serve the page of `posttrain report`, live, on 127.0.0.1 only (default: any free port)",
+    )  # fmt: skip
     return parser

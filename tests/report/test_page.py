@@ -12,8 +12,7 @@ from posttrain.checks.online import RULES, check_online, review
 from posttrain.cli.main import main
 from posttrain.errors import ConfigError, DataError
 from posttrain.report.page import read_run, read_runs, render
-from posttrain.report.page.build import content
-from posttrain.report.page.panels import panels_of
+from posttrain.report.page.build import content, panels_of
 from tests.report.page_runs import EVIL, break_record, dpo_record, grpo_record
 
 
