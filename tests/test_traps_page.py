@@ -6,6 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VISION = {"22", "32", "33", "T19", "T20", "R13"}  # Vision models are not trained yet.
+REMOVED = {"T11", "T32"}  # Of process reward models, which are not trained any more.
+REMOVED = {"T11", "T32"}  # Of process reward models, which are not trained any more.
 # Traps without a row, each with what is missing. The list may only shrink.
 PENDING: dict[str, str] = {}
 KNOWN = [str(number) for number in range(1, 49)] + [f"T{number}" for number in range(1, 54)]
@@ -43,7 +45,7 @@ def names_of(cell):
 
 
 def test_every_known_trap_in_scope_has_a_row():
-    assert set(rows()) == set(KNOWN) - VISION - set(PENDING)
+    assert set(rows()) == set(KNOWN) - VISION - REMOVED - set(PENDING)
 
 
 def test_rows_stand_in_order_and_are_complete():

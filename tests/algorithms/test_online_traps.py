@@ -11,7 +11,6 @@ from posttrain import DataError, GRPOConfig, Rollout, ScriptedEngine
 from posttrain.checks.online import check_online
 from posttrain.errors import ConfigError, RewardError
 from posttrain.training.prompts import describe_schedule
-from posttrain.training.scoring import reward_model_options
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts, scripted
 from tests.conftest import build_model
 
