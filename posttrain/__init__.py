@@ -64,7 +64,7 @@ _PUBLIC = {
     "MergeModelCallback": "compat.merge",
     "Metric": "metrics",
     "MissingDependencyError": "errors",
-    "MixtureEngine": "rollouts.mixture",
+    "MixtureEngine": "algorithms.nash_md",
     "ModelConfig": "models.load",
     "ModelError": "errors",
     "ModelOutputs": "types",

@@ -13,7 +13,7 @@ from torch import nn
 from posttrain.data.preference import pair_rows, prepare_reward_dataset
 from posttrain.data.sft import unbatched_pairs
 from posttrain.errors import ConfigError, ModelError
-from posttrain.losses.ranking import bradley_terry, centering
+from posttrain.losses.preference import bradley_terry, centering
 from posttrain.losses.reduce import row_terms
 from posttrain.metrics import maximum, mean, minimum
 from posttrain.models.forward import forward

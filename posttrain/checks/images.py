@@ -2,16 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from posttrain.checks.registry import Context, finding, probe, register
-from posttrain.integrations.pictures import image_size, unreadable
+from posttrain.integrations import require
 from posttrain.types import Finding
 
-__all__ = ["ImageRow", "check_image_fit", "check_image_places", "image_rows", "image_tokens"]
+__all__ = [
+    "ImageRow",
+    "check_image_fit",
+    "check_image_places",
+    "image_rows",
+    "image_size",
+    "image_tokens",
+    "unreadable",
+]
+
+
+def _open(picture: Any) -> Any:
+    """An image object that has read no more than its header."""
+    library = require("PIL.Image", "looking at images")
+    if isinstance(picture, Mapping):  # As `datasets` keeps an image that it has not decoded.
+        picture = picture.get("bytes") or picture.get("path")
+    if isinstance(picture, bytes | bytearray):
+        picture = io.BytesIO(picture)
+    return library.open(picture)
+
+
+def image_size(picture: Any) -> tuple[int, int]:
+    """Height and width in pixels of an image object, a file, or the bytes of one; about 0.1 ms, whatever its size.
+
+    Raises:
+        OSError: It is no image, or its header is damaged.
+        ValueError: There is nothing: None, or a row of `datasets` without bytes and path.
+    """
+    if picture is None or (isinstance(picture, Mapping) and not (picture.get("bytes") or picture.get("path"))):
+        raise ValueError("there is no picture")
+    if hasattr(picture, "size") and isinstance(getattr(picture, "size", None), tuple):
+        width, height = picture.size
+        return int(height), int(width)
+    with _open(picture) as opened:
+        width, height = opened.size
+    return int(height), int(width)
+
+
+def unreadable(picture: Any) -> str:
+    """Why the pixels of a picture cannot be read, or nothing; reads all of it."""
+    try:
+        if hasattr(picture, "load") and not isinstance(picture, Mapping):
+            picture.load()
+            return ""
+        with _open(picture) as opened:
+            opened.load()
+    except Exception as error:  # Image libraries raise whatever their format's decoder raises.
+        return f"{type(error).__name__}: {error}"
+    return ""
+
 
 register("PT-G001", "images-do-not-fit", moment="data", title="images and text longer than the context", page="g")
 register("PT-G002", "image-places", moment="data", title="as many images as there are not places for them", page="g")

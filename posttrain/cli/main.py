@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
 
 from posttrain.cli import ranks
 
-__all__ = ["main"]
+__all__ = [
+    "main",
+    "run",
+]
+
 
 HELP = """usage: posttrain COMMAND [options]
 
@@ -69,7 +74,7 @@ def _env(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write("usage: posttrain env\n\nShow versions, hardware and settings, ready to paste.\n")
         return 0
-    from posttrain.cli.env import report
+    from posttrain.cli.check import report
 
     sys.stdout.write(report() + "\n")
     return 0
@@ -106,7 +111,7 @@ def _watch(argv: list[str]) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    from posttrain.cli.serve import run
+    pass  # self-import dropped
 
     return run(argv)
 
@@ -188,3 +193,19 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def run(argv: list[str]) -> int:
+    """The command itself.
+
+    Returns:
+        0 after a shutdown that was asked for, 1 after a worker died.
+    """
+    from posttrain.cli.parser import PosttrainArgumentParser
+    from posttrain.serve.config import ServeConfig
+    from posttrain.serve.server import run_server
+
+    (config,) = PosttrainArgumentParser(ServeConfig, prog="posttrain serve").parse_args_and_config(argv)
+    level = {"critical": 50, "error": 40, "warning": 30}.get(config.log_level, 20)
+    logging.getLogger("posttrain").setLevel(level)
+    return run_server(config)

@@ -32,6 +32,8 @@ __all__ = [
     "apo_down",
     "apo_zero",
     "bco_pair",
+    "bradley_terry",
+    "centering",
     "discopop",
     "exo_pair",
     "hinge",
@@ -47,16 +49,15 @@ __all__ = [
     "smoothed_sigmoid",
     "sppo_hard",
     "squared_gap",
+    "step_nll",
 ]
+
 
 MAX_SQUARED = 1e18  # Its square is the last that float32 holds with room to sum; exponential links go far beyond it.
 
 
 def _square(x: Tensor) -> Tensor:
     return x.clamp(-MAX_SQUARED, MAX_SQUARED).square()
-
-
-# DPO ------------------------------------------------------------------------------------------------------------------
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
@@ -295,9 +296,6 @@ def mean_nll(logp: Tensor, length: Tensor, *, mean_length: float | None = None) 
     return -logp / per_row
 
 
-# Without a reference --------------------------------------------------------------------------------------------------
-
-
 def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float, label_smoothing: float) -> Tensor:
     """`smoothed_sigmoid` of ``u - gamma / beta``: the gap a token has to reach a margin.
 
@@ -325,9 +323,6 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     Reference: ORPO, arXiv:2403.07691, equation 6.
     """
     return -beta * F.logsigmoid(log_odds_ratio(chosen, rejected))
-
-
-# Tables ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,3 +387,37 @@ _REFERENCE_FREE = {
 }
 CPO_LOSSES: dict[str, Formula] = {**_REFERENCE_FREE, "simpo": _SIMPO, "alphapo": _SIMPO}
 TPO_LOSSES: dict[str, Formula] = {**_REFERENCE_FREE, "tpo-l": _SIMPO}
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
+    """``-log sigmoid(r+ - r- - m)``: the chosen answer scores higher, by at least the margin.
+
+    Args:
+        chosen: ``(P,)`` scores r+.
+        rejected: ``(P,)`` scores r-.
+        margin: ``(P,)`` m, 0 without.
+
+    Returns:
+        ``(P,)``.
+
+    Reference: Training a helpful and harmless assistant, arXiv:2204.05862; margin: Llama 2, arXiv:2307.09288, equation 2.
+    """
+    difference = chosen - rejected if margin is None else chosen - rejected - margin
+    return -F.logsigmoid(difference)
+
+
+def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """``(r+ + r-)^2``, ``(P,)``: keeps the scores' mean near 0, which differences alone leave free.
+
+    Reference: Helping or herding, arXiv:2312.09244, equation 2.
+    """
+    return (chosen + rejected) ** 2
+
+
+def step_nll(logits: Tensor, good: Tensor) -> Tensor:
+    """``-(y log p_1 + (1 - y) log p_0)`` of ``(N, 2)`` logits, y in [0, 1] says how good a step is, ``(N,)``.
+
+    Reference: Solving math word problems with process- and outcome-based feedback, arXiv:2211.14275, section 2.4.
+    """
+    logp = torch.log_softmax(logits.float(), -1)
+    return -(good * logp[:, 1] + (1 - good) * logp[:, 0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from posttrain.rewards.call import environment_rewards, parallel
-from posttrain.rewards.code import CodeTestsReward, get_code_tests_reward, run_tests
+from posttrain.rewards.code import CodeTestsReward, Limits, get_code_tests_reward, run_tests
 from posttrain.rewards.format import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
@@ -22,7 +22,6 @@ from posttrain.rewards.math import (
 from posttrain.rewards.model import ModelReward
 from posttrain.rewards.pool import pooled
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rewards.sandbox import Limits
 
 __all__ = [
     "REWARDS",

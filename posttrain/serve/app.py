@@ -18,12 +18,13 @@ from starlette.requests import ClientDisconnect
 
 import posttrain
 from posttrain.rollouts.server.replies import CHECKSUM_HEADER, LEASE_HEADER, SAFETENSORS, VERSION_HEADER
-from posttrain.serve import holding, schema, updating
+from posttrain.serve import asking as schema
+from posttrain.serve import holding, updating
 from posttrain.serve.asking import bad
 from posttrain.serve.metrics import exposition
-from posttrain.serve.ranks import WorkerFailure
 from posttrain.serve.service import RolloutService, failed
 from posttrain.serve.state import Refusal
+from posttrain.serve.worker import WorkerFailure
 
 __all__ = ["create_app"]
 

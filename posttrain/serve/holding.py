@@ -6,9 +6,8 @@ import logging
 from typing import Any
 
 from posttrain.rollouts.server.replies import UPDATE_TIMEOUT_S
-from posttrain.serve.awake import awake
 from posttrain.serve.service import CONTROL_S, RolloutService
-from posttrain.serve.state import Refusal
+from posttrain.serve.state import Refusal, awake
 from posttrain.serve.updating import drop_update
 
 __all__ = ["clear_up", "expire", "pause", "resume", "sleep", "wake_up"]

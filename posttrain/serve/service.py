@@ -13,16 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import posttrain
-from posttrain.serve.asking import Limits, Wanted, bad, render_chat, wanted
-from posttrain.serve.awake import awake
+from posttrain.serve.asking import Chat, Generate, Limits, ScoreBody, Wanted, bad, render_chat, wanted
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.jobs import Ask, Failure, Score
 from posttrain.serve.layout import generation_reply, renormalize, score_reply
-from posttrain.serve.merging import ScoreMerger
 from posttrain.serve.metrics import Metrics
-from posttrain.serve.ranks import Rank, Ranks, WorkerFailure
-from posttrain.serve.schema import Chat, Generate, ScoreBody
-from posttrain.serve.state import Refusal, State
+from posttrain.serve.scoring import ScoreMerger
+from posttrain.serve.state import Refusal, State, awake
+from posttrain.serve.worker import Rank, Ranks, WorkerFailure
 
 __all__ = ["RolloutService", "split_evenly"]
 

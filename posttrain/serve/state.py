@@ -11,11 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.rollouts.server.replies import LEASE_TTL_S, LONGEST_LEASE_S
-from posttrain.serve.awake import awake
+from posttrain.rollouts.workers.worker import AwakeClock
 
-__all__ = ["Lease", "Refusal", "State", "Update"]
+__all__ = [
+    "Lease",
+    "Refusal",
+    "State",
+    "Update",
+    "awake",
+]
 
 logger = logging.getLogger(__name__)
+
+
+GAP_S = 5.0  # The service looks four times a second: a longer gap is a job that was suspended, or a machine that stood still.
+
+awake = AwakeClock(GAP_S).look
 
 
 class Refusal(Exception):

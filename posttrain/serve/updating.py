@@ -21,12 +21,10 @@ from posttrain.rollouts.server.replies import (
     checked_adapter,
     shared_path,
 )
-from posttrain.serve.asking import bad
-from posttrain.serve.awake import awake
-from posttrain.serve.ranks import WorkerFailure, gathered
-from posttrain.serve.schema import BeginUpdate, Bucket, InitCommunicator, NamedParam
+from posttrain.serve.asking import BeginUpdate, Bucket, InitCommunicator, NamedParam, bad
 from posttrain.serve.service import CONTROL_S, RolloutService
-from posttrain.serve.state import Refusal, Update
+from posttrain.serve.state import Refusal, Update, awake
+from posttrain.serve.worker import WorkerFailure, gathered
 
 __all__ = [
     "abort_update", "begin_update", "bucket_bytes", "bucket_file", "close_communicator", "drop_update", "end_update",

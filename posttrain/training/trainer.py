@@ -35,6 +35,7 @@ from posttrain.report.record import RunRecordCallback
 from posttrain.rollouts.server.replies import remove_orphans
 from posttrain.training import checkpoint, construct
 from posttrain.training.config import PostTrainingConfig
+from posttrain.training.construct import check_hooks, user_override
 from posttrain.training.data_report import (
     ROWS,
     DataReport,
@@ -45,7 +46,6 @@ from posttrain.training.data_report import (
 )
 from posttrain.training.dry_step import DryStep, dry_step, fit_memory
 from posttrain.training.evaluation import evaluate, evaluation_loader, predicted_rows
-from posttrain.training.hooks import check_hooks, user_override
 from posttrain.training.passes import PassRunner
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 

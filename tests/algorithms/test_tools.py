@@ -640,7 +640,7 @@ def test_values_of_a_rollout_function_outside_their_range_are_named_by_key_row_a
 
 
 def test_log_probs_are_read_from_any_container_and_need_not_exist_for_tokens_of_tools():
-    from posttrain.rollouts.episodes.custom import custom_rollouts
+    from posttrain.training.episodes import custom_rollouts
 
     for logprobs in ([[-1.0, None, 1e-9]], torch.tensor([[-1.0, float("nan"), 0.0]])):
         given = {
@@ -653,7 +653,7 @@ def test_log_probs_are_read_from_any_container_and_need_not_exist_for_tokens_of_
 
 
 def test_candidates_of_each_token_are_read_by_their_ids(tokenizer):
-    from posttrain.rollouts.episodes.custom import custom_rollouts
+    from posttrain.training.episodes import custom_rollouts
 
     given = {
         "prompt_ids": [[1]], "completion_ids": [[5, 6]], "logprobs": [[[-0.5, -0.1], [-0.2, -0.9]]],

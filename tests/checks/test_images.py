@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from posttrain.checks import images as checks
+from posttrain.checks.images import image_size, unreadable
 from posttrain.checks.registry import Context
-from posttrain.integrations.pictures import image_size, unreadable
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -4,7 +4,7 @@ import re
 import socket
 
 from posttrain.checks import machine as versions
-from posttrain.cli import env
+from posttrain.cli import check as env
 
 
 def test_the_block_is_one_key_a_line_with_commit_ports_and_verdict():

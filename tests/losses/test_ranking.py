@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from posttrain.losses.ranking import bradley_terry, centering, step_nll
+from posttrain.losses.preference import bradley_terry, centering, step_nll
 
 
 def test_equal_scores_cost_ln_2_and_a_margin_adds_to_it():

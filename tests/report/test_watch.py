@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from posttrain.cli.main import main
+from posttrain.cli.report import LivePage, serve
 from posttrain.errors import ConfigError
 from posttrain.report.lock import FolderLock
-from posttrain.report.page.serve import LivePage, serve
 from posttrain.report.record import RunRecord
 from posttrain.report.watch import sparkline, watch
 from tests.report.page_runs import break_record, grpo_record

@@ -14,15 +14,19 @@ import pytest
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError
 from posttrain.rewards import code
 from posttrain.rewards.code import (
+    Bubblewrap,
     CaseResult,
     CodeTestsReward,
+    Limits,
+    Outcome,
+    SandboxService,
     code_block,
     get_code_tests_reward,
+    open_sandbox,
     read_tests,
     run_tests,
 )
 from posttrain.rewards.runner import RewardRunner
-from posttrain.rewards.sandbox import Bubblewrap, Limits, Outcome, SandboxService, open_sandbox
 
 QUICK = Limits(timeout=0.7, memory_mb=512, file_mb=1, processes=8)
 # For code that ends by itself, on a busy machine.

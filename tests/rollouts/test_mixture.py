@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chisquare
 
 from posttrain import ConfigError, ModelError
-from posttrain.rollouts.mixture import MixtureEngine
+from posttrain.algorithms.nash_md import MixtureEngine
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.rollouts import test_contract as contract

@@ -8,11 +8,10 @@ import torch
 
 from posttrain.errors import RolloutServerError, ServerBusy, ServerUnreachable, WeightSyncError
 from posttrain.rollouts.server import client as connection
+from posttrain.rollouts.server import engine as remote
 from posttrain.rollouts.server import engine as server
 from posttrain.rollouts.server import pool as fleet
-from posttrain.rollouts.server import remote
-from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.server.remote import FollowingEngine, ServerTransfer, ServerVersions
+from posttrain.rollouts.server.engine import FollowingEngine, ServerEngine, ServerTransfer, ServerVersions
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model

@@ -6,10 +6,9 @@ import types
 import pytest
 import torch
 
-import posttrain.rollouts.sleep
+import posttrain.rollouts.vllm
 from posttrain.errors import ConfigError, RolloutError, WeightSyncError
-from posttrain.rollouts.sleep import Sleeper, choose_level
-from posttrain.rollouts.vllm import VLLMEngine
+from posttrain.rollouts.vllm import Sleeper, VLLMEngine, choose_level
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 
@@ -194,7 +193,7 @@ def test_on_a_cpu_prompts_are_read_whole_so_that_seeds_hold(monkeypatch, on_cpu)
 
 
 def test_the_level_follows_how_often_a_push_is_used_and_what_fits():
-    assert doctest.testmod(posttrain.rollouts.sleep).failed == 0
+    assert doctest.testmod(posttrain.rollouts.vllm).failed == 0
     roomy = {"model_bytes": 100, "ranks": 2, "free_bytes": 240}
     assert choose_level("auto", generations_per_push=3.0, **roomy) == 1
     assert choose_level("auto", generations_per_push=3.0, **(roomy | {"free_bytes": 239})) == 2

@@ -15,9 +15,8 @@ from posttrain.serve.app import create_app
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.engines import create_backend
 from posttrain.serve.jobs import Answer
-from posttrain.serve.ranks import Rank
 from posttrain.serve.service import RolloutService
-from posttrain.serve.worker import Worker, _scoring_heeds_temperature
+from posttrain.serve.worker import Rank, Worker, _scoring_heeds_temperature
 
 
 class ThreadProcess:

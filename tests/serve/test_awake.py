@@ -5,10 +5,9 @@ import asyncio
 import pytest
 
 from posttrain.rollouts.workers import worker as clock
-from posttrain.serve.awake import awake
 from posttrain.serve.config import ServeConfig
-from posttrain.serve.ranks import STUCK_S, Rank
-from posttrain.serve.state import State
+from posttrain.serve.state import State, awake
+from posttrain.serve.worker import STUCK_S, Rank
 
 
 @pytest.fixture

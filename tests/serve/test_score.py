@@ -116,7 +116,7 @@ def test_an_engine_that_does_not_heed_it_refuses_or_renormalises_over_what_it_re
 def test_a_large_request_waits_at_the_front_and_not_behind_all_later_ones():
     """The budget is 64 tokens: a request of 60 does not join one of 30, and comes before those that came after it."""
     from posttrain.serve.jobs import Score
-    from posttrain.serve.merging import ScoreMerger, _Waiting
+    from posttrain.serve.scoring import ScoreMerger, _Waiting
 
     class Service:
         class ranks:

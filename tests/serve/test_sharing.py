@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain.rollouts.native.layers import can_pack
-from posttrain.serve import live
+from posttrain.serve import native as live
 from posttrain.serve.jobs import Ask, Command, Job
 from posttrain.serve.native import NativeBackend
 from posttrain.serve.worker import Worker

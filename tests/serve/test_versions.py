@@ -3,11 +3,10 @@
 import concurrent.futures
 import time
 
-from posttrain.serve.asking import Limits, wanted
+from posttrain.serve.asking import Generate, Limits, wanted
 from posttrain.serve.jobs import Ask, Job
 from posttrain.serve.layout import generation_reply
 from posttrain.serve.native import NativeBackend
-from posttrain.serve.schema import Generate
 from posttrain.types import Sampling
 from tests.conftest import build_model
 from tests.serve.support import serving

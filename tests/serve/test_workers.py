@@ -63,7 +63,7 @@ def test_a_death_in_the_middle_of_an_update_is_an_error_of_that_update():
 
 
 def test_a_worker_that_is_silent_with_work_is_unhealthy(monkeypatch):
-    monkeypatch.setattr("posttrain.serve.ranks.STUCK_S", 0.3)
+    monkeypatch.setattr("posttrain.serve.worker.STUCK_S", 0.3)
     with serving(request_timeout=0.3) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.post, "/generate/", {"prompts": [[SLOW]]})
         time.sleep(0.7)

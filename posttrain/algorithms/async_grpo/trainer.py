@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
 from posttrain.algorithms.async_grpo.config import AsyncGRPOConfig
-from posttrain.algorithms.async_grpo.objective import NEEDS, async_grpo_objective
 from posttrain.algorithms.async_grpo.scoring import population_advantages
 from posttrain.algorithms.async_grpo.service import RolloutService, warn_of_reward_models
-from posttrain.algorithms.async_grpo.steps import StepPlanner
+from posttrain.algorithms.async_grpo.steps import NEEDS, StepPlanner, async_grpo_objective
 from posttrain.data.forest import collate
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import weighted_total

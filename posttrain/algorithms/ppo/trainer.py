@@ -15,10 +15,20 @@ import torch
 from torch import nn
 
 from posttrain.algorithms.ppo.config import PPOConfig
-from posttrain.algorithms.ppo.gae import attach, episodes, plain_rows, scores_of, training_rows
-from posttrain.algorithms.ppo.objective import STATES, ppo_objective, states_mask
+from posttrain.algorithms.ppo.objective import (
+    STATES,
+    attach,
+    episodes,
+    plain_rows,
+    ppo_objective,
+    scores_of,
+    states_mask,
+    training_rows,
+)
 from posttrain.algorithms.ppo.parts import (
     AdapterReference,
+    TokenPrompts,
+    check_pad,
     check_vocabularies,
     join_value,
     load_with_value,
@@ -30,7 +40,6 @@ from posttrain.algorithms.ppo.parts import (
     save_value,
     value_state_keys,
 )
-from posttrain.algorithms.ppo.prompts import TokenPrompts, check_pad
 from posttrain.data.forest import collate, share_prompts, split_by_sequence
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.ppo import Moments, merge_moments
