@@ -431,8 +431,8 @@ class PreferenceTrainer(PostTrainer):
     def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
         done = precomputed_logps(self, dataset, reference, self.reference_columns, name=name)
         if len(self.reference_columns) == 2:
-            with self.preflight.looking("data", ("PT-P002",)):
-                self.tell([reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))])
+            with self.checks.preflight.looking("data", ("PT-P002",)):
+                self.checks.tell([reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))])
         return done
 
     @functools.cached_property
@@ -481,8 +481,10 @@ class PreferenceTrainer(PostTrainer):
         if training and hasattr(prepared, "select") and len(self.branches) > 1:
             sample = prepared.select(range(min(CHECKED_ROWS, len(prepared))))
             stops = terminal_token_ids(self.processing_class)
-            with self.preflight.looking("data", PAIR_CODES):
-                self.tell(check_pairs(answer_rows(sample, self.branches[:2]), limit=self.args.max_length, stops=stops))
+            with self.checks.preflight.looking("data", PAIR_CODES):
+                self.checks.tell(
+                    check_pairs(answer_rows(sample, self.branches[:2]), limit=self.args.max_length, stops=stops)
+                )
         return self.pairs.numbered(prepared) if training else prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:

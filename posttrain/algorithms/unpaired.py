@@ -58,8 +58,8 @@ class JudgedTrainer(PreferenceTrainer):
             if training:
                 sample = prepared.select(range(min(CHECKED_ROWS, len(prepared))))
                 stops = terminal_token_ids(self.processing_class)
-                with self.preflight.looking("data", JUDGED_CODES):
-                    self.tell(check_judged(self.rows(list(sample)), limit=self.args.max_length, stops=stops))
+                with self.checks.preflight.looking("data", JUDGED_CODES):
+                    self.checks.tell(check_judged(self.rows(list(sample)), limit=self.args.max_length, stops=stops))
                 self._check_order([bool(label) for label in labels])
                 self._check_balance(sum(map(bool, labels)), len(labels))
         return prepared

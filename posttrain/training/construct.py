@@ -14,6 +14,7 @@ import datasets
 import transformers
 
 from posttrain.data.forest import Layout
+from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.models.activations import check_offloading
 from posttrain.models.attention import padded_layout, probe_head, probe_layout
@@ -32,6 +33,7 @@ __all__ = [
     "choose_layout",
     "loading_options",
     "make_checks",
+    "measured",
     "prepared_model",
     "user_override",
     "warn_of_unused",
@@ -236,3 +238,10 @@ def _told_apart(nodes: list[ast.AST], calls: list[ast.Call], name: str) -> bool:
 
 def _is(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
+
+
+def measured(dataset: Any, args: Any) -> Any:
+    """The dataset with the lengths of its rows, where the sampling strategy wants rows of like length."""
+    if args.train_sampling_strategy not in ("group_by_length", "batch_rebalance"):
+        return dataset
+    return with_lengths(dataset, args.length_column_name)

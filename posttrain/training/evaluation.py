@@ -22,7 +22,7 @@ from posttrain.types import Batch, LossTerms
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer
 
-__all__ = ["Evaluation", "evaluate", "evaluation_loader", "full_logits", "predicted_rows"]
+__all__ = ["Evaluation", "count_rounds", "evaluate", "evaluation_loader", "full_logits", "predicted_rows"]
 
 IGNORED = -100
 OWN = "own"  # What the user's own loss is a mean over.
@@ -337,6 +337,14 @@ def _loss_sums(terms: LossTerms) -> dict[str, float]:
         key = part.count or part.reduction
         sums[key] = sums.get(key, 0.0) + float(reduce(replace(part, extra=[]), Denominators(1, 1, 1)))
     return sums
+
+
+def count_rounds(metrics: dict[str, float], rounds: int) -> None:
+    """Correct steps a second to the batches there were: transformers divides rows of the dataset by rows of a batch."""
+    for name in metrics:
+        if name.endswith("_steps_per_second") and not name.startswith("train_"):
+            seconds = metrics[name.replace("_steps_per_second", "_runtime")]
+            metrics[name] = round(rounds / max(seconds, 1e-9), 3)
 
 
 def _divisor(reduction: str, counts: Mapping[str, float]) -> str:

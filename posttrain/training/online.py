@@ -157,8 +157,8 @@ class OnlineTrainer(PostTrainer):
             step=lambda: self.state.global_step,
             inference=self.inference,
             log=self.log_metrics_now,
-            preflight=self.preflight,
-            tell=self.tell,
+            preflight=self.checks.preflight,
+            tell=self.checks.tell,
             record=lambda found: self.record.add_findings(found),
         )
 
@@ -514,8 +514,8 @@ class OnlineTrainer(PostTrainer):
         self.reward_watch = RewardWatch(
             self.rewards,
             self.accelerator,
-            preflight=self.preflight,
-            tell=self.tell,
+            preflight=self.checks.preflight,
+            tell=self.checks.tell,
             log=self.log_metrics_now,
             scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
         )

@@ -22,13 +22,12 @@ from transformers.trainer_utils import EvalLoopOutput, set_seed
 
 from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate, halves
-from posttrain.data.samplers import Deal, with_lengths
+from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import activations, load, parallel
 from posttrain.models.clone import clone_chat_template
 from posttrain.models.forward import causal_lm, forward, noisy_embeddings
-from posttrain.models.parallel import main_process_first
 from posttrain.report.card import create_model_card
 from posttrain.report.progress import GracefulInterrupt
 from posttrain.report.record import RunRecordCallback
@@ -45,7 +44,7 @@ from posttrain.training.data_report import (
     warnings_are_errors,
 )
 from posttrain.training.dry_step import DryStep, dry_step, fit_memory
-from posttrain.training.evaluation import evaluate, evaluation_loader, predicted_rows
+from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.training.passes import PassRunner
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
@@ -81,8 +80,7 @@ class PostTrainer(transformers.Trainer):
     zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
     answers_per_row = 1  # Sequences of a row of the dataset.
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
-    _tokens_checked = False
-    _in_loop = False
+    _tokens_checked = _in_loop = False
     reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
     _eval_rounds = 0
 
@@ -118,7 +116,7 @@ class PostTrainer(transformers.Trainer):
         load.prepare_tokenizer(self.processing_class, args)
         self.checks, self._raw = construct.make_checks(self, args), train_dataset
         train_dataset = self.checks.config(model, train_dataset, eval_dataset, peft_config)
-        with main_process_first(), warnings_are_errors(args.strict_data):
+        with parallel.main_process_first(), warnings_are_errors(args.strict_data):
             train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
         model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
@@ -133,14 +131,14 @@ class PostTrainer(transformers.Trainer):
             processing_class=self.processing_class,
             **trainer_kwargs,
         )
+        self._begin()
+
+    def _begin(self) -> None:
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
         self.checks.knows(model=self.model)
         self.check_start()
-        self._make_components()
-
-    def _make_components(self) -> None:
         args, shards = self.args, parallel.shards_parameters(self.accelerator)
         # Looked up at every call: a user may replace them on the instance.
         loss, backward = lambda *given: self._loss_of_pass(*given), lambda value: self.accelerator.backward(value)
@@ -225,14 +223,10 @@ class PostTrainer(transformers.Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        return super()._get_train_sampler(self._measured(dataset))
+        return super()._get_train_sampler(construct.measured(dataset, self.args))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return super()._get_eval_sampler(self._measured(eval_dataset))
-
-    def _measured(self, dataset: Any) -> Any:
-        wanted = self.args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
-        return with_lengths(dataset, self.args.length_column_name) if wanted else dataset
+        return super()._get_eval_sampler(construct.measured(eval_dataset, self.args))
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         return dataset  # Rows are read by name; what is not read costs nothing.
@@ -261,14 +255,6 @@ class PostTrainer(transformers.Trainer):
     def preflight(self) -> Preflight:
         """What was looked for in this run, and what was found."""
         return self.checks.preflight
-
-    def tell(self, findings: Iterable[Finding | None]) -> None:
-        """Report findings that every rank has; an error among them ends the run."""
-        self.checks.tell(findings)
-
-    def tell_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
-        """Let the main process look and report to every rank; all ranks must call this."""
-        self.checks.tell_from_main(look)
 
     def data_report(self, rows: int = ROWS) -> DataReport:
         """What the training set looks like to the model, from at most ``rows`` rows spread over it.
@@ -442,12 +428,8 @@ class PostTrainer(transformers.Trainer):
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
         """The metrics of the window since the last call, over all ranks."""
-        gather = None
-        if self.accelerator.num_processes > 1:
-
-            def gather(rows: list) -> list:
-                return parallel.all_gather_objects(rows, self.accelerator)
-
+        ranks = partial(parallel.all_gather_objects, accelerator=self.accelerator)
+        gather = ranks if self.accelerator.num_processes > 1 else None
         return self.derived(self.buffers[mode].compute(gather))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -471,8 +453,8 @@ class PostTrainer(transformers.Trainer):
         """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is checked, once."""
         if not self._tokens_checked:
             self._tokens_checked = True
-            with self.preflight.looking("config", ("PT-K101", "PT-K102", "PT-K103")):
-                self.tell(checkpoint.special_token_findings(self.model, self.processing_class))
+            with self.checks.preflight.looking("config", ("PT-K101", "PT-K102", "PT-K103")):
+                self.checks.tell(checkpoint.special_token_findings(self.model, self.processing_class))
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -517,7 +499,7 @@ class PostTrainer(transformers.Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""
-        self.count_rounds(logs)
+        count_rounds(logs, self._eval_rounds)
         if not any(key.startswith("eval_") for key in logs):
             logs.update(self.reduced_metrics("train"))
             logs["num_tokens"] = self.counters["num_tokens"]
@@ -539,15 +521,8 @@ class PostTrainer(transformers.Trainer):
             output = super().predict(self.prepare_evaluation(test_dataset), *args, **kwargs)
         finally:
             self.layout = layout
-        self.count_rounds(output.metrics)
+        count_rounds(output.metrics, self._eval_rounds)
         return output
-
-    def count_rounds(self, metrics: dict[str, float]) -> None:
-        """Steps a second by the batches there were: transformers divides rows of the dataset by rows of a batch."""
-        for name in metrics:
-            if name.endswith("_steps_per_second") and not name.startswith("train_"):
-                seconds = metrics[name.replace("_steps_per_second", "_runtime")]
-                metrics[name] = round(self._eval_rounds / max(seconds, 1e-9), 3)
 
     def _get_dataloader(  # The signature is transformers'.
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None = None,
