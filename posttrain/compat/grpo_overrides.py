@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -218,7 +218,14 @@ def _adapted(cls: type) -> type:
     return type(cls.__name__, (cls, adapter), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-class GRPOOverrides:
+if TYPE_CHECKING:
+    # What stands behind it when it is put in place, so that its calls of `super` are known.
+    from posttrain.algorithms.grpo.trainer import GRPOTrainer as Behind
+else:
+    Behind = object
+
+
+class GRPOOverrides(Behind):
     """Calls methods by TRL's names where ours would be called, and gives a subclass's ``super()`` what TRL's would."""
 
     args: Any
@@ -244,7 +251,7 @@ class GRPOOverrides:
     def may_read_images(self) -> bool:
         """A subclass that tokenises or generates by itself may show the model more than text."""
         own = ("_tokenize_prompts", "_generate_single_turn", "_generate")
-        return super().may_read_images or any(overrides(self, name) for name in own)  # type: ignore[misc]
+        return super().may_read_images or any(overrides(self, name) for name in own)
 
     def check_turns(self) -> None:
         """Refuse overrides that several turns would go around."""
@@ -262,7 +269,7 @@ class GRPOOverrides:
     def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """Through `_generate_and_score_completions` where a subclass has its own."""
         if not overrides(self, "_generate_and_score_completions"):
-            return super().generate_and_score(examples, mode)  # type: ignore[misc]
+            return super().generate_and_score(examples, mode)
         self._now = examples, mode
         output = self._generate_and_score_completions(examples)
         return from_padded(output, examples, self._last, self.args)
@@ -270,18 +277,18 @@ class GRPOOverrides:
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """A generation as padded tensors; what a subclass changes in them is what is trained."""
         mode = self._now[1] if self._now else "train"
-        self._last = super().generate_and_score(inputs, mode)  # type: ignore[misc]
+        self._last = super().generate_and_score(inputs, mode)
         return to_padded(
             self._last,
             pad_token_id=self.pad_token_id,
             skip_truncated=self.args.mask_truncated_completions,
-            accelerator=self.accelerator,  # type: ignore[attr-defined]
+            accelerator=self.accelerator,
         )
 
     def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
         """Through `_generate` where a subclass has its own."""
         if not overrides(self, "_generate"):
-            return super().roll_out(examples, mode)  # type: ignore[misc]
+            return super().roll_out(examples, mode)
         self._now = examples, mode
         prompt_ids, completion_ids, tool_mask, completions, logps, *more = self._generate(
             [e["prompt"] for e in examples]
@@ -296,7 +303,7 @@ class GRPOOverrides:
         examples, mode = self._now or ([{"prompt": prompt} for prompt in prompts], "train")
         same = len(examples) == len(prompts)
         rows = [{**(examples[i] if same else {}), "prompt": prompt} for i, prompt in enumerate(prompts)]
-        rollouts, completions = super().roll_out(rows, mode)  # type: ignore[misc]
+        rollouts, completions = super().roll_out(rows, mode)
         masks = [r.tool_mask for r in rollouts]
         filled = [m or [1] * len(r.token_ids) for m, r in zip(masks, rollouts, strict=True)]
         logps = None if self.engine_is_policy else [r.logp for r in rollouts]
@@ -307,7 +314,7 @@ class GRPOOverrides:
         """Through `_generate_single_turn` where a subclass has its own."""
         self._sampling_now = sampling
         if not overrides(self, "_generate_single_turn"):
-            return super().sample(prompts, sampling)  # type: ignore[misc]
+            return super().sample(prompts, sampling)
         known = inspect.signature(self._generate_single_turn).parameters
         extra = {"num_generations": self.args.num_generations} if "num_generations" in known else {}
         given: Any = self._generate_single_turn(prompts, None, {}, **extra)
@@ -318,15 +325,15 @@ class GRPOOverrides:
         self, prompt_ids: list[list[int]], images: Any = None, multimodal_fields: Any = None, **_: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         """Completion ids, and log-probs where they are not those of the weights that are trained."""
-        sampling = self._sampling_now or self.sampling("train")  # type: ignore[attr-defined]
-        rollouts = super().sample(prompt_ids, sampling)  # type: ignore[misc]
+        sampling = self._sampling_now or self.sampling("train")
+        rollouts = super().sample(prompt_ids, sampling)
         logps = None if self.engine_is_policy else [r.logp for r in rollouts]
         return [r.token_ids for r in rollouts], logps
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
         """Through `_tokenize_prompts` where a subclass has its own."""
         if not overrides(self, "_tokenize_prompts"):
-            return super().tokenize(examples)  # type: ignore[misc]
+            return super().tokenize(examples)
         self._now = examples, "train"
         given: Any = self._tokenize_prompts([example["prompt"] for example in examples])
         return given[0] if isinstance(given, tuple) else given
@@ -335,12 +342,12 @@ class GRPOOverrides:
         """Prompt ids, images, multimodal fields."""
         examples = self._now[0] if self._now and len(self._now[0]) == len(prompts) else [{}] * len(prompts)
         rows = [{**example, "prompt": prompt} for example, prompt in zip(examples, prompts, strict=True)]
-        return super().tokenize(rows), None, {}  # type: ignore[misc]
+        return super().tokenize(rows), None, {}
 
     def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
         """Through `_calculate_rewards` where a subclass has its own."""
         if not (owner := overrides(self, "_calculate_rewards")):
-            return super().score(generation, mode)  # type: ignore[misc]
+            return super().score(generation, mode)
         self._last, self._now, self._scored = generation, (generation.examples, mode), None
         ids = [rollout.token_ids for rollout in generation.rollouts]
         prompts = [example["prompt"] for example in generation.examples]
@@ -352,14 +359,14 @@ class GRPOOverrides:
                 f"{owner.__name__}._calculate_rewards returned rewards of shape {tuple(values.shape)}; it must be one row a "
                 f"completion of all processes and one column a function, {(sum(counts), len(self.rewards.names))}."
             )
-        start = sum(counts[: self.accelerator.process_index])  # type: ignore[attr-defined]
+        start = sum(counts[: self.accelerator.process_index])
         table = self._scored or RewardTable(values, list(self.rewards.names), self.rewards.weights, start=start)
         return dataclasses.replace(table, values=values.clone())
 
     def _row_counts(self, mine: int) -> list[int]:
         from posttrain.models import parallel
 
-        return parallel.all_gather_objects([mine], self.accelerator)  # type: ignore[attr-defined]
+        return parallel.all_gather_objects([mine], self.accelerator)
 
     def _calculate_rewards(
         self,
@@ -377,7 +384,7 @@ class GRPOOverrides:
         ]
         examples = [{**example, "prompt": prompt} for example, prompt in zip(inputs, prompts, strict=True)]
         asked = dataclasses.replace(self._last, examples=examples, rollouts=rollouts, completions=completions)
-        self._scored = super().score(asked, self._now[1])  # type: ignore[misc]
+        self._scored = super().score(asked, self._now[1])
         return self._scored.values
 
     def _rollouts(self, prompts: Any, completions: Any, logps: Any, tool_mask: Any) -> list[Rollout]:
@@ -395,16 +402,16 @@ class GRPOOverrides:
     @property
     def engine_is_policy(self) -> bool:
         """Log-probs that a subclass returned are those of another sampler."""
-        return not self._foreign_logps and super().engine_is_policy  # type: ignore[misc]
+        return not self._foreign_logps and super().engine_is_policy
 
     # Called ------------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
-        return self.compute_loss(model, inputs)  # type: ignore[attr-defined]
+        return self.compute_loss(model, inputs)
 
     def compute_liger_loss(self, unwrapped_model: nn.Module, inputs: Batch) -> Tensor:
         """The loss of one forest; it is computed in chunks without any kernel."""
-        return self.compute_loss(unwrapped_model, inputs)  # type: ignore[attr-defined]
+        return self.compute_loss(unwrapped_model, inputs)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -458,7 +465,7 @@ class GRPOOverrides:
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """``(B, T)`` tokens whose entropy reaches the quantile ``threshold`` of all ranks' tokens."""
-        gather = self._gather_entropies if self.accelerator.num_processes > 1 else None  # type: ignore[attr-defined]
+        gather = self._gather_entropies if self.accelerator.num_processes > 1 else None
         return entropy_mask(entropies, mask.bool(), quantile=1.0 - threshold, gather=gather)
 
 
