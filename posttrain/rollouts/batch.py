@@ -239,13 +239,14 @@ class RolloutWindow:
         born: Optimiser step at which the rollout batch was sampled.
 
     Args:
-        count: Slices of a rollout batch.
         passes: How often each slice is trained.
         spool: Makes a `Spool` of slices.
     """
 
-    def __init__(self, count: int, passes: int, spool: Callable[[Sequence[list[Row]]], Spool]) -> None:
-        self.count, self.passes, self.spool = count, passes, spool
+    def __init__(self, passes: int, spool: Callable[[Sequence[list[Row]]], Spool]) -> None:
+        self.passes, self.spool = passes, spool
+        # Slices of the rollout batch that is trained: an automatic batch size changes how many there are.
+        self.count = 1
         self.slices: Sequence[list[Row]] | None = None
         self.step = self.generations = self.born = 0
 
@@ -258,7 +259,7 @@ class RolloutWindow:
         """Put the slices of a new generation in the place of the old ones."""
         if isinstance(self.slices, Spool):
             self.slices.close()
-        self.slices, self.born = self.spool(slices), born
+        self.slices, self.count, self.born = self.spool(slices), len(slices), born
 
     def take(self) -> list[Row]:
         """Rows of the next micro-batch."""
@@ -286,6 +287,7 @@ class RolloutWindow:
         """Undo `state`."""
         self.step, self.generations, self.born = state["step"], state["generations"], state["born"]
         saved = state["buffer"]
+        self.count = 1 if saved is None else len(saved)
         self.slices = None if saved is None else self.spool([[Row(**row) for row in rows] for rows in saved])
 
 

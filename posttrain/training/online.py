@@ -106,10 +106,11 @@ class OnlineTrainer(PostTrainer):
         # By the names that TRL's trainers have.
         self.tools, self.rollout_func, self.environments = parts.tools, parts.rollout_func, parts.environments
         self.rewards = reward_runner(self.runner_class, reward_funcs, args, reward_processing_classes, parts.probes)
+        if args is not None and type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
+            check_stream(args, train_dataset)
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
         spool = {"most": getattr(self.args, "rollout_buffer_bytes", None), "rank": self.accelerator.process_index}
         self.window = RolloutWindow(
-            self.args.steps_per_generation or 1,
             self.args.num_iterations,
             functools.partial(Spool, folder=Path(self.args.output_dir, "rollout_buffer"), **spool),
         )
@@ -210,11 +211,6 @@ class OnlineTrainer(PostTrainer):
         """Where prompts come from."""
         return PromptSource(self.args, self.processing_class)
 
-    def _check_arguments(self, model: Any, args: Any, train_dataset: Any, collator: Any) -> None:
-        if type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
-            check_stream(args, train_dataset)
-        super()._check_arguments(model, args, train_dataset, collator)
-
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
         self.prompt_source = self.make_prompt_source()
@@ -292,7 +288,7 @@ class OnlineTrainer(PostTrainer):
         """The next slice of the buffer; a new generation first, when the buffer is used up."""
         if self.window.used_up:
             generation = self.generate_and_score(inputs, "train")
-            self.window.fill(self._slices(generation, self.window.count), self.state.global_step)
+            self.window.fill(self._slices(generation, self.args.steps_per_generation or 1), self.state.global_step)
         rows = self.window.take()
         self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self.window.born))})
         return self.collate(rows)

@@ -370,7 +370,7 @@ class Sink(TrainerCallback):
 
 def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
     trainer = dpo(tmp_path, tiny_tokenizer, max_steps=12, learning_rate=1e-3)
-    trainer.health.history = [
+    trainer.pairs.health.history = [
         {"rewards/chosen": -0.1 * i, "rewards/rejected": -0.3 * i, "rewards/accuracies": 0.9} for i in range(5)
     ]
     trainer.log({"rewards/chosen": -5.0, "rewards/rejected": -9.0, "rewards/accuracies": 1.0})

@@ -11,6 +11,7 @@ from posttrain import DataError, GRPOConfig, Rollout, ScriptedEngine
 from posttrain.checks.online import check_online
 from posttrain.errors import ConfigError, RewardError
 from posttrain.training.prompts import describe_schedule
+from posttrain.training.scoring import reward_model_options
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts, scripted
 from tests.conftest import build_model
 
@@ -122,7 +123,7 @@ def test_r14_one_rendering_for_prompts_and_reward_models_and_it_is_shown(tiny_to
     assert "<no>" in caplog.text
     shape = {"vocab_size": len(tiny_tokenizer), "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     judge = LlamaForSequenceClassification(LlamaConfig(**shape, num_attention_heads=2, num_labels=1, pad_token_id=2))
-    given = thinking._reward_model_options(thinking.args)
+    given = reward_model_options(thinking.args)
     reward = ModelReward(judge, tiny_tokenizer, **given)
     talk = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
     assert "<no>" not in tiny_tokenizer.decode(reward._ids(*talk))
