@@ -9,10 +9,7 @@ from collections.abc import Callable
 
 from posttrain.cli import ranks
 
-__all__ = [
-    "main",
-    "run",
-]
+__all__ = ["main"]
 
 
 HELP = """usage: posttrain COMMAND [options]
@@ -111,9 +108,15 @@ def _watch(argv: list[str]) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    pass  # self-import dropped
+    """Returns 0 after a shutdown that was asked for, 1 after a worker died."""
+    from posttrain.cli.parser import PosttrainArgumentParser
+    from posttrain.serve.config import ServeConfig
+    from posttrain.serve.server import run_server
 
-    return run(argv)
+    (config,) = PosttrainArgumentParser(ServeConfig, prog="posttrain serve").parse_args_and_config(argv)
+    level = {"critical": 50, "error": 40, "warning": 30}.get(config.log_level, 20)
+    logging.getLogger("posttrain").setLevel(level)
+    return run_server(config)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -193,19 +196,3 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-def run(argv: list[str]) -> int:
-    """The command itself.
-
-    Returns:
-        0 after a shutdown that was asked for, 1 after a worker died.
-    """
-    from posttrain.cli.parser import PosttrainArgumentParser
-    from posttrain.serve.config import ServeConfig
-    from posttrain.serve.server import run_server
-
-    (config,) = PosttrainArgumentParser(ServeConfig, prog="posttrain serve").parse_args_and_config(argv)
-    level = {"critical": 50, "error": 40, "warning": 30}.get(config.log_level, 20)
-    logging.getLogger("posttrain").setLevel(level)
-    return run_server(config)

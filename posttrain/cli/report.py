@@ -86,7 +86,6 @@ def watch(argv: list[str]) -> int:
 
 
 def _serve(folders: list[str], port: int) -> int:
-    pass  # self-import dropped
 
     server = serve(folders, port)
     sys.stdout.write(f"http://127.0.0.1:{server.server_address[1]}/ (Ctrl-C ends)\n")

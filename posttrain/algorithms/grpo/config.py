@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.policy import LOSS_TYPES
 from posttrain.losses.ratio import CORRECTIONS
 from posttrain.training.online_config import EpisodeFields, OnlineConfig, refuse_truncated, truncated_sampling
-
-if TYPE_CHECKING:
-    pass  # self-import dropped
 
 __all__ = [
     "GRPOConfig",
