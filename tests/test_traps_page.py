@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VISION = {"22", "32", "33", "T19", "T20", "R13"}  # Vision models are not trained yet.
-REMOVED = {"T11", "T32"}  # Of process reward models, which are not trained any more.
-REMOVED = {"T11", "T32"}  # Of process reward models, which are not trained any more.
+REMOVED = {"T11", "T32", "S40"}  # Of process reward models and the agent harness, which are gone.
+REMOVED = {"T11", "T32", "S40"}  # Of process reward models and the agent harness, which are gone.
 # Traps without a row, each with what is missing. The list may only shrink.
 PENDING: dict[str, str] = {}
 KNOWN = [str(number) for number in range(1, 49)] + [f"T{number}" for number in range(1, 54)]
