@@ -245,26 +245,25 @@ class RolloutWindow:
 
     def __init__(self, passes: int, spool: Callable[[Sequence[list[Row]]], Spool]) -> None:
         self.passes, self.spool = passes, spool
-        # Slices of the rollout batch that is trained: an automatic batch size changes how many there are.
-        self.count = 1
         self.slices: Sequence[list[Row]] | None = None
         self.step = self.generations = self.born = 0
 
     @property
     def used_up(self) -> bool:
         """Whether the next micro-batch wants a new generation."""
-        return self.slices is None or self.step % (self.count * self.passes) == 0
+        # Their number is not fixed at construction: an automatic batch size changes it.
+        return self.slices is None or self.step % (len(self.slices) * self.passes) == 0
 
     def fill(self, slices: Sequence[list[Row]], born: int) -> None:
         """Put the slices of a new generation in the place of the old ones."""
         if isinstance(self.slices, Spool):
             self.slices.close()
-        self.slices, self.count, self.born = self.spool(slices), len(slices), born
+        self.slices, self.born = self.spool(slices), born
 
     def take(self) -> list[Row]:
         """Rows of the next micro-batch."""
         assert self.slices is not None
-        rows = self.slices[self.step % self.count]
+        rows = self.slices[self.step % len(self.slices)]
         self.step += 1
         return rows
 
@@ -287,7 +286,6 @@ class RolloutWindow:
         """Undo `state`."""
         self.step, self.generations, self.born = state["step"], state["generations"], state["born"]
         saved = state["buffer"]
-        self.count = 1 if saved is None else len(saved)
         self.slices = None if saved is None else self.spool([[Row(**row) for row in rows] for rows in saved])
 
 
