@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import random
-import time
+from time import monotonic, sleep
 from typing import Any
 
 import httpx2
@@ -62,7 +62,7 @@ def post_json(
         RewardError: The server is down or refuses; names the URL and the number of attempts.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    started = time.monotonic()
+    started = monotonic()
     for attempt in range(retries + 1):
         try:
             return _post(url, body, headers, who, timeout)
@@ -70,12 +70,12 @@ def post_json(
             if attempt == retries:
                 raise RewardError(
                     f"the {who} at {url} did not answer in {attempt + 1} attempts over "
-                    f"{time.monotonic() - started:.1f} s (timeout {timeout:g} s): {busy}. Is the server running and "
+                    f"{monotonic() - started:.1f} s (timeout {timeout:g} s): {busy}. Is the server running and "
                     "reachable? Fix: start it, check its URL, or raise timeout and retries."
                 ) from busy
             delay = busy.after if busy.after is not None else backoff * 2**attempt * random.uniform(0.5, 1.0)
             logger.info("%s at %s: %s; next attempt in %.1f s", who, url, busy, delay)
-            time.sleep(min(delay, LONGEST_WAIT))
+            sleep(min(delay, LONGEST_WAIT))
     raise AssertionError("unreachable")
 
 

@@ -162,7 +162,7 @@ def test_the_server_says_how_long_to_wait(server):
 
 def test_pauses_grow(server, monkeypatch):
     pauses = []
-    monkeypatch.setattr("posttrain.rewards.remote.time.sleep", pauses.append)
+    monkeypatch.setattr("posttrain.rewards.remote.sleep", pauses.append)
     server.answer = lambda text, number: (500, {}, "broken")
     with pytest.raises(RewardError, match=r"4 attempts"):
         judge_of(server, retries=3, backoff=1.0).judge(["q"], [["a", "b"]])
