@@ -6,6 +6,8 @@ Every public name is importable from here, and is loaded when it is first used: 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -47,6 +49,7 @@ _PUBLIC = {
     "DataError": "errors",
     "DatasetConfig": "data.mixture",
     "DatasetMixtureConfig": "data.mixture",
+    "EnvironmentFactory": "compat.names",
     "Episode": "rollouts.episodes.driver",
     "Finding": "types",
     "GMPOConfig": "algorithms.grpo.gmpo",
@@ -98,11 +101,13 @@ _PUBLIC = {
     "Request": "types",
     "RewardConfig": "algorithms.reward",
     "RewardError": "errors",
+    "RewardFunc": "compat.names",
     "RewardTrainer": "algorithms.reward",
     "RichProgressCallback": "report.progress",
     "Rollout": "types",
     "RolloutEngine": "rollouts.base",
     "RolloutError": "errors",
+    "RolloutFunc": "compat.names",
     "RolloutInterrupted": "errors",
     "RolloutSample": "rollouts.workers.samples",
     "RolloutServerError": "errors",
@@ -122,6 +127,7 @@ _PUBLIC = {
     "SyncRefModelCallback": "report.sync_reference",
     "TPOConfig": "algorithms.tpo",
     "TPOTrainer": "algorithms.tpo",
+    "TRLExperimentalWarning": "compat.names",
     "TokenizerMatch": "checks.tokenizers",
     "Trajectory": "rollouts.workers.samples",
     "TrlParser": "cli.parser",
@@ -150,6 +156,7 @@ _PUBLIC = {
     "convert_dataset": "compat.sequences",
     "create_model_from_path": "models.load",
     "create_reference_model": "models.reference",
+    "decode_and_strip_padding": "compat.names",
     "describe_dataset": "data.formats",
     "dft_loss": "losses.likelihood",
     "disable_dropout_in_model": "models.reference",
@@ -157,6 +164,7 @@ _PUBLIC = {
     "empty_cache": "compat.preparing",
     "enable_gradient_checkpointing": "compat.preparing",
     "encode_with_byte_offsets": "compat.sequences",
+    "ensure_master_addr_port": "compat.names",
     "entropy_from_logits": "compat.tensors",
     "exact_div": "compat.tensors",
     "extract_prompt": "data.formats",
@@ -177,6 +185,7 @@ _PUBLIC = {
     "has_generation_markers": "data.chat",
     "hash_module": "models.reference",
     "identity": "compat.collators",
+    "init_zero_verbose": "compat.names",
     "is_chat_template_prefix_preserving": "data.templates",
     "is_chat_template_stop_token_trained": "data.templates",
     "is_conversational": "data.formats",
@@ -219,6 +228,8 @@ _PUBLIC = {
     "prepare_multimodal_messages_vllm": "compat.messages",
     "prepare_peft_model": "compat.preparing",
     "print_prompt_completions_sample": "report.completions",
+    "profiling_context": "compat.names",
+    "profiling_decorator": "compat.names",
     "reasoning_accuracy_reward": "rewards.math",
     "reasoning_gym_task": "integrations.reasoning_gym",
     "reasoning_policy": "data.responses",
@@ -258,3 +269,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
+
+
+class _TRLPaths(importlib.abc.MetaPathFinder):
+    """Asked for modules of this package that no file holds: `posttrain.compat.paths` knows those of TRL."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """Return the spec of ``posttrain.trainer`` and its like; None for every other name."""
+        if not fullname.startswith("posttrain.") or fullname.startswith("posttrain.compat"):
+            return None
+        from posttrain.compat.paths import Finder
+
+        return Finder().find_spec(fullname, path, target)
+
+
+sys.meta_path.append(_TRLPaths())
