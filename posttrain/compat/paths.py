@@ -6,7 +6,6 @@ answers for the paths in `MODULES`. A name read from such a module is the public
 
 from __future__ import annotations
 
-import importlib
 import importlib.abc
 import importlib.machinery
 from collections.abc import Sequence
@@ -15,38 +14,39 @@ from typing import Any
 
 __all__ = ["INSTEAD", "MODULES", "Finder", "public_name"]
 
-_METHODS = "cpo gkd gmpo gold iw_opd minillm online_dpo orpo sdft sdpo ssd server_distillation tpo a2po async_grpo"
-_OLD_METHODS = "bco nash_md ppo xpo kto dpo"
-_TRAINERS = "sft dpo grpo rloo reward kto distillation ppo online_dpo cpo orpo bco nash_md xpo gkd"
-
-# Every module of TRL 1.16 whose names are public, and those of older versions that scripts still import.
+# Every module of TRL 1.16 whose names are public, and those of older versions that scripts still import. For a trainer
+# ``X`` under ``trainer``, ``X_trainer`` and ``X_config`` are meant; under ``experimental`` also ``X`` itself.
+_PATHS = """
+chat_template_utils core data_utils distributed experimental extras generation import_utils kernels mergekit_utils
+scripts trainer
+extras.dataset_formatting extras.profiling extras.vllm_client generation.vllm_client generation.vllm_generation
+kernels.chunked_divergence kernels.chunked_logprob kernels.logprob_entropy
+models.activation_offloading models.modeling_base models.modeling_value_head
+models.selective_activation_checkpointing models.utils
+rewards.accuracy_rewards rewards.format_rewards rewards.other_rewards
+scripts.distillation scripts.dpo scripts.env scripts.grpo scripts.kto scripts.reward scripts.rloo scripts.sft
+scripts.utils scripts.vllm_serve
+trainer.base_config trainer.base_trainer trainer.callbacks trainer.judges trainer.model_config trainer.utils
+experimental.async_distillation experimental.async_grpo.async_rollout_worker
+experimental.async_grpo.openenv_harness experimental.async_grpo.packing experimental.async_grpo.vllm_client
+experimental.async_grpo.weight_transfer experimental.bema_for_ref_model experimental.bema_for_ref_model.callback
+experimental.bema_for_ref_model.dpo_trainer experimental.distillation experimental.harbor experimental.judges
+experimental.merge_model_callback experimental.openenv experimental.openreward experimental.sdft.loss_utils
+experimental.sdft.teacher_sync experimental.sdpo.loss_utils experimental.sdpo.teacher_sync experimental.utils
+experimental.winrate_callback
+"""
+_STABLE = "sft dpo grpo rloo reward kto distillation ppo online_dpo cpo orpo bco nash_md xpo gkd"
+_EXPERIMENTAL = (
+    "a2po async_grpo bco cpo dpo gkd gmpo gold iw_opd kto minillm nash_md online_dpo orpo ppo sdft sdpo "
+    "server_distillation ssd tpo xpo"
+)
 MODULES = frozenset(
     f"posttrain.{path}"
     for path in [
-        *"chat_template_utils core data_utils experimental extras extras.profiling generation".split(),
-        *"generation.vllm_client generation.vllm_generation import_utils mergekit_utils kernels".split(),
-        *"extras.dataset_formatting extras.vllm_client models.activation_offloading models.utils".split(),
-        *"models.modeling_base models.modeling_value_head models.selective_activation_checkpointing".split(),
-        *"rewards.accuracy_rewards rewards.format_rewards rewards.other_rewards".split(),
-        *"scripts scripts.utils scripts.vllm_serve scripts.grpo scripts.rloo scripts.env".split(),
-        *"trainer trainer.callbacks trainer.judges trainer.model_config trainer.utils".split(),
-        *"trainer.base_config trainer.base_trainer experimental.utils experimental.judges".split(),
-        *"experimental.bema_for_ref_model experimental.distillation experimental.merge_model_callback".split(),
-        *"experimental.winrate_callback experimental.harbor experimental.openreward experimental.openenv".split(),
-        *(f"scripts.{name}" for name in "sft dpo kto reward distillation".split()),
-        *"kernels.chunked_divergence kernels.chunked_logprob kernels.logprob_entropy".split(),
-        *"experimental.bema_for_ref_model.callback experimental.bema_for_ref_model.dpo_trainer".split(),
-        *"experimental.sdft.loss_utils experimental.sdft.teacher_sync experimental.sdpo.loss_utils".split(),
-        *"experimental.sdpo.teacher_sync experimental.async_distillation experimental.async_grpo.packing".split(),
-        *"experimental.async_grpo.async_rollout_worker experimental.async_grpo.vllm_client".split(),
-        *"experimental.async_grpo.weight_transfer experimental.async_grpo.openenv_harness".split(),
-        *(f"trainer.{name}_{part}" for name in _TRAINERS.split() for part in ("trainer", "config")),
-        *(f"experimental.{name}" for name in f"{_METHODS} {_OLD_METHODS}".split()),
-        *(
-            f"experimental.{name}.{name}_{part}"
-            for name in f"{_METHODS} {_OLD_METHODS}".split()
-            for part in ("trainer", "config")
-        ),
+        *_PATHS.split(),
+        *(f"trainer.{name}_{part}" for name in _STABLE.split() for part in ("trainer", "config")),
+        *(f"experimental.{name}" for name in _EXPERIMENTAL.split()),
+        *(f"experimental.{n}.{n}_{part}" for n in _EXPERIMENTAL.split() for part in ("trainer", "config")),
     ]
 )
 
