@@ -27,7 +27,8 @@ rewards.accuracy_rewards rewards.format_rewards rewards.other_rewards
 scripts.distillation scripts.dpo scripts.env scripts.grpo scripts.kto scripts.reward scripts.rloo scripts.sft
 scripts.utils scripts.vllm_serve
 trainer.base_config trainer.base_trainer trainer.callbacks trainer.judges trainer.model_config trainer.utils
-experimental.async_distillation experimental.async_grpo.async_rollout_worker
+experimental.async_distillation.async_rollout_worker experimental.async_grpo.async_rollout_worker
+experimental.async_distillation.vllm_client experimental.async_distillation.weight_transfer
 experimental.async_grpo.openenv_harness experimental.async_grpo.packing experimental.async_grpo.vllm_client
 experimental.async_grpo.weight_transfer experimental.bema_for_ref_model experimental.bema_for_ref_model.callback
 experimental.bema_for_ref_model.dpo_trainer experimental.distillation experimental.harbor experimental.judges
@@ -37,7 +38,7 @@ experimental.winrate_callback
 """
 _STABLE = "sft dpo grpo rloo reward kto distillation ppo online_dpo cpo orpo bco nash_md xpo gkd"
 _EXPERIMENTAL = (
-    "a2po async_grpo bco cpo dpo gkd gmpo gold iw_opd kto minillm nash_md online_dpo orpo ppo sdft sdpo "
+    "a2po async_distillation async_grpo bco cpo dpo gkd gmpo gold iw_opd kto minillm nash_md online_dpo orpo ppo sdft sdpo "
     "server_distillation ssd tpo xpo"
 )
 MODULES = frozenset(
