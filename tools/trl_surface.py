@@ -1,9 +1,10 @@
 """Compare the public surface with TRL's: import paths, config fields and defaults, constructors, methods.
 
-    python tools/trl_surface.py --trl PATH/TO/PYTHON [--json tests/snapshots/trl_surface.json]
+    python tools/trl_surface.py --trl PATH/TO/PYTHON --json tests/snapshots/trl_surface.json --page docs/migration.md
 
 ``--trl`` is the Python of an environment with ``trl==1.16.0``. It only reads names, defaults and signatures there;
-posttrain never imports TRL. Without ``--trl`` the names of the snapshot are compared.
+posttrain never imports TRL. Without ``--trl`` the names of the snapshot are compared. ``--page`` writes the tables between
+the two marks of the page on migration.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def fields_of(config: type) -> dict[str, Any]:
 def surface(package: str) -> dict[str, Any]:
     """What this environment's TRL offers."""
     trl = importlib.import_module(package)
-    pairs = {name: trl for name in STABLE}
+    pairs = dict.fromkeys(STABLE, trl)
     for path, name in EXPERIMENTAL.items():
         try:
             pairs[name] = importlib.import_module(f"{package}.experimental.{path}")
@@ -159,6 +160,60 @@ def constructors(trainers: dict[str, dict[str, Any]]) -> dict[str, tuple[list[st
     return found
 
 
+# Defaults that differ on purpose: why, and what restores TRL's.
+ON_PURPOSE = {
+    ("KTO", "train_sampling_strategy"): (
+        "the baseline of KTO wants mixed batches",
+        'train_sampling_strategy="sequential"',
+    ),
+    ("AsyncGRPO", "vllm_server_base_url"): (
+        "workers on this machine sample; no server has to run",
+        'vllm_server_base_url="http://localhost:8000"',
+    ),
+    ("AsyncGRPO", "max_inflight_tasks"): ("-1 is shown as the number it stands for", "max_inflight_tasks=-1"),
+    ("GMPO", "loss_type"): ("GMPO is a row of GRPO's loss types", "GRPOConfig(loss_type=...)"),
+}
+
+
+def spelled_alike(theirs: Any, ours: Any) -> bool:
+    """None here means what 0, False or an empty value means there."""
+    return not theirs and not ours
+
+
+def tables(trl: dict[str, Any]) -> str:
+    """The comparison as Markdown."""
+    from posttrain.compat.paths import INSTEAD
+
+    paths = import_paths(trl["modules"])
+    total = sum(map(len, paths.values()))
+    lines = [
+        f"Compared with TRL {trl['version']}: of {total} public names by their modules, {len(paths['resolved'])} resolve, "
+        f"{total - len(paths['resolved']) - len(paths['lost'])} are refused by name, {len(paths['lost'])} are lost.",
+        "",
+        "| TRL's name | use instead |",
+        "|---|---|",
+        *(f"| `{name}` | {instead} |" for name, instead in sorted(INSTEAD.items())),
+        "",
+        "| config field | TRL's default | ours | why, and what restores TRL's |",
+        "|---|---|---|---|",
+    ]
+    for name, fields in config_differences(trl["configs"]).items():
+        for field, what in fields.items():
+            if isinstance(what, str) or spelled_alike(*what):
+                continue
+            why, switch = ON_PURPOSE.get((name, field), ("", ""))
+            lines.append(f"| `{name}Config.{field}` | `{what[0]!r}` | `{what[1]!r}` | {why}: `{switch}` |")
+    return "\n".join(lines)
+
+
+def write_page(page: Path, trl: dict[str, Any]) -> None:
+    """Replace what stands between the marks of the page."""
+    begin, end = "<!-- tables -->", "<!-- end of tables -->"
+    text = page.read_text(encoding="utf-8")
+    head, tail = text.split(begin)[0], text.split(end)[1]
+    page.write_text(f"{head}{begin}\n{tables(trl)}\n{end}{tail}", encoding="utf-8")
+
+
 def report(trl: dict[str, Any]) -> None:
     """Print the comparison."""
     paths = import_paths(trl["modules"])
@@ -181,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trl", help="Python of an environment with TRL; None reads the snapshot")
     parser.add_argument("--json", type=Path, help="also write TRL's surface to this file")
+    parser.add_argument("--page", type=Path, help="also write the tables of this page")
     parser.add_argument("--dump", action="store_true", help="only print this environment's TRL surface as JSON")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -197,6 +253,8 @@ def main() -> None:
         trl = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
     if args.json:
         args.json.write_text(json.dumps(trl, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    if args.page:
+        write_page(args.page, trl)
     report(trl)
 
 

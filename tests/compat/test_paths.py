@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -170,3 +171,9 @@ def test_a_port_is_chosen_where_the_environment_names_none(monkeypatch):
 def test_a_filter_for_trls_warning_is_accepted():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=posttrain.TRLExperimentalWarning)
+
+
+def test_what_the_table_says_to_use_is_there():
+    for instead in INSTEAD.values():
+        for name in re.findall(r"posttrain\.(\w+)", instead):
+            assert name in posttrain.__all__, instead
