@@ -57,7 +57,7 @@ INSTEAD = {
     "maybe_gather_lm_head_ctx": "nothing: sharded heads are gathered by posttrain.token_logprobs",
     "FusedCausalLMOutput": "posttrain.ModelOutputs",
     "DataCollatorForRollout": "posttrain.AsyncGRPOTrainer, which batches rollouts itself",
-    "AsyncRolloutWorker": "posttrain.AsyncGRPOTrainer, which starts its workers (rollout_engine, num_workers)",
+    "AsyncRolloutWorker": "posttrain.AsyncGRPOTrainer, which starts its workers (num_rollout_workers)",
     "VLLMGeneration": "posttrain.VLLMEngine",
     "is_aiohttp_available": "importlib.util.find_spec('aiohttp')",
     "ProfilingContext": "posttrain.profiling_context",
