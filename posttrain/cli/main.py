@@ -38,7 +38,7 @@ training commands (all take --config file.yaml; COMMAND --help lists every optio
 other commands:
   demo    teach a small language model to add, on this machine, in a few minutes
   check   everything that can be known of a training command without training; exit code 78 where it would be refused
-  estimate  memory by component, time of a step, the largest batch that fits; exit code 78 where nothing does
+  estimate  memory by component, the largest batch that fits; exit code 78 where the run does not
   inspect show the rows a training command would train on: text, masks, lengths, findings
   report  make one HTML file of what runs recorded: curves, findings, completions, comparison
   watch   show a run while it trains, on the terminal or as a live page on this machine
