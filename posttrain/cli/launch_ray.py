@@ -6,6 +6,7 @@ is a task that runs `posttrain` in a child process and returns its exit code.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -140,10 +141,11 @@ class RayRun:
 
     def serve_arguments(self, host: str = "127.0.0.1", port: int = 8000) -> list[str]:
         """Of ``posttrain serve`` for this training."""
-        given, words = self.trained, ["--model", str(self.trained.model_name_or_path)]
-        words += ["--revision", given.model_revision] if given.model_revision else []
-        words += ["--trust_remote_code", given.trust_remote_code] if given.trust_remote_code else []
-        return [*words, "--host", host, "--port", str(port), *shlex.split(self.options.rollout_server_args)]
+        given = self.trained
+        options = {"model": given.model_name_or_path, "host": host, "port": port}
+        options |= {"revision": given.model_revision, "trust_remote_code": given.trust_remote_code}
+        words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+        return [*words, *shlex.split(self.options.rollout_server_args)]
 
     def serve_config(self) -> Any:
         """The servers' parsed config; wrong options fail here, before anything is placed."""
@@ -204,7 +206,9 @@ def _run_command(arguments: Sequence[str], env: dict[str, str], folder: str) -> 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "posttrain.cli.main", *arguments]
-    process = subprocess.Popen(command, env=os.environ | env, cwd=folder, preexec_fn=_end_with_parent)
+    process = subprocess.Popen(
+        command, env=os.environ | env, cwd=folder, preexec_fn=_end_with_parent, start_new_session=True
+    )
     try:
         while process.poll() is None:
             # Ray's cancellation interrupts Python, not a system call that blocks.
@@ -214,7 +218,9 @@ def _run_command(arguments: Sequence[str], env: dict[str, str], folder: str) -> 
         process.send_signal(signal.SIGINT)
         return process.wait(PATIENCE)
     finally:
-        process.kill()
+        # With the processes that it started itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         signal.signal(signal.SIGINT, before)
 
 
@@ -239,7 +245,8 @@ def run(name: str, argv: list[str]) -> int:
     Raises:
         MissingDependencyError: Ray is not installed.
         ConfigError: No cluster, too little in it, or options that cannot work.
-        RolloutServerError: A server ended or was not healthy in time, before the trainer began.
+        RolloutServerError: A server was not healthy in time.
+        SystemExit: A server ended before the trainer began; with its exit code.
     """
     job = RayRun(name, argv)
     ray: Any = require("ray", "--launcher ray")
@@ -285,14 +292,9 @@ class _Placed:
 
     def start(self, index: int, function: Any, *arguments: Any) -> Any:
         """A task with the resources of one bundle: 0 is the trainer's, the others are the servers'."""
-        strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=index
-        )
-        bundle = self.bundles[index]
-        task = self.ray.remote(function).options(
-            num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_retries=0, scheduling_strategy=strategy
-        )
-        return task.remote(*arguments)
+        place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
+        takes = {"num_cpus": self.bundles[index]["CPU"], "num_gpus": self.bundles[index].get("GPU", 0)}
+        return self.ray.remote(max_retries=0, scheduling_strategy=place, **takes)(function).remote(*arguments)
 
     def command(self, index: int, arguments: Sequence[str]) -> Any:
         """A posttrain command as a task."""
@@ -338,11 +340,8 @@ class _Placed:
         (first,), _ = self.ray.wait([health, *servers])
         if first in servers:
             code = self.code(first)
-            error = RolloutServerError(
-                f"{servers[first]} ended with code {code} before it was healthy; see its output above"
-            )
-            error.exit_code = code or 1  # type: ignore[misc]
-            raise error
+            _say(f"error: {servers[first]} ended with code {code} before it was healthy; its output above says why")
+            raise SystemExit(code or 1)
         if late := self.ray.get(health):
             raise RolloutServerError(
                 f"{late} is not healthy after {self.job.options.ray_timeout:g} s. Fix: raise ray_timeout.", url=late

@@ -317,9 +317,14 @@ def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulatin
         ) from error
 
 
+def _text_config(model: nn.Module) -> Any:
+    inner: Any = causal_lm(model)
+    return inner.config.get_text_config()
+
+
 def _generation(call: Generating, part: Part, model: nn.Module) -> dict[str, int]:
     """Keys and values ``2 L H_kv d bytes`` a token, and the numbers of one step: logits, their draws, a prefill pass."""
-    config = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+    config = _text_config(model)
     item = part.dtype.itemsize
     each = 2 * sum(map(key_value_width, layer_configs(config))) * item
     live = min(call.slots, call.sequences)
@@ -508,7 +513,7 @@ def trace_pass(
     """
     model = shadow.model
     trained = [p for p in model.parameters() if p.requires_grad]
-    config = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+    config = _text_config(model)
     mask = attention_mask(batch, config, shadow.part.dtype)
     # Read before the fake mode begins, in which tensors have no values.
     counts = batch.num_loss_tokens, batch.num_sequences, int((batch.sequence >= 0).sum())

@@ -74,7 +74,8 @@ def test_servers_serve_the_trainers_model(file):
     config = made.serve_config()
     assert (config.model, config.revision, config.host) == ("n", "abc", "127.0.0.1")
     assert (config.engine, config.max_model_len) == ("hf", 64)
-    assert made.serve_arguments("10.0.0.2", 8123)[4:8] == ["--host", "10.0.0.2", "--port", "8123"]
+    words = made.serve_arguments("10.0.0.2", 8123)
+    assert {("--host", "10.0.0.2"), ("--port", "8123")} <= set(zip(words[::2], words[1::2], strict=True))
 
 
 def test_resources_are_one_trainer_and_its_servers_with_gpus_only_where_there_are_some():
@@ -255,7 +256,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(cluster, folder, tiny_model_dir)
     run = command(folder, tiny_model_dir, cluster, "--disable_tqdm", "true", steps=100000)
     read_until(run.stdout, "'loss'|loss")
     run.send_signal(signal.SIGINT)
-    out, _ = run.communicate(timeout=90)
+    out, _ = run.communicate(timeout=240)
     assert run.returncode == 130, out[-4000:]
     assert list((folder / "run").glob("checkpoint-*")), out[-4000:]
     assert wait_until(lambda: not left(folder)), left(folder)
@@ -286,13 +287,13 @@ def test_a_killed_trainer_ends_its_servers_and_a_killed_launcher_ends_all(cluste
         and is_there(path.parent.name)
     ]
     os.kill(trainer, signal.SIGKILL)
-    out, _ = run.communicate(timeout=60)
+    out, _ = run.communicate(timeout=240)
     assert run.returncode == 128 + signal.SIGKILL, out[-4000:]
     assert wait_until(lambda: not left(folder)), left(folder)
     run = command(folder, tiny_model_dir, cluster, "--disable_tqdm", "true", "--output_dir", "again", steps=100000)
     read_until(run.stdout, "'loss'|loss")
     run.kill()
-    run.communicate(timeout=30)
+    run.communicate(timeout=240)
     assert wait_until(lambda: not left(folder), 60), left(folder)
 
 
@@ -300,7 +301,7 @@ def test_a_killed_trainer_ends_its_servers_and_a_killed_launcher_ends_all(cluste
 @pytest.mark.distributed
 def test_a_server_that_cannot_start_ends_the_run_with_its_last_words(cluster, folder, tmp_path):
     run = command(folder, str(tmp_path / "no-model"), cluster)
-    out, _ = run.communicate(timeout=120)
+    out, _ = run.communicate(timeout=240)
     assert run.returncode == 1 and re.search(r"rollout server 1 \(\S+\) ended with code 1", out), out[-4000:]
     assert "no-model" in out and "ray.exceptions" not in out
     assert not (folder / "run").exists()
@@ -311,7 +312,7 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_last_words(cluster, fo
 @pytest.mark.distributed
 def test_more_than_the_cluster_has_is_refused_with_both_numbers(cluster, folder):
     run = command(folder, "m", cluster, "--rollout_servers", "9")
-    out, _ = run.communicate(timeout=60)
+    out, _ = run.communicate(timeout=240)
     assert run.returncode == 1
     assert re.search(r"needs 10 CPUs and 0 GPUs for the trainer and 9 servers.* has 4 CPUs and 0 GPUs", out)
 
