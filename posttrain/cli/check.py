@@ -220,7 +220,12 @@ class Checkup:
             trainer=train.COMMANDS[self.command].trainer.partition(":")[2].removesuffix("Trainer").lower(),
             args=config,
             peft_config=model_args if model_args.use_peft else None,
-            parts={**parts, "script_args": script_args, "model_args": model_args},
+            parts={
+                **parts,
+                "script_args": script_args,
+                "model_args": model_args,
+                "trainer_class": train._load(train.COMMANDS[self.command].trainer),
+            },
             **{k: v for k, v in self.known.items() if k in Context.__dataclass_fields__},
             **more,
         )

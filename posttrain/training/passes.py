@@ -17,7 +17,7 @@ from posttrain.errors import ModelError
 from posttrain.metrics import MetricBuffer, mean, total
 from posttrain.models import parallel
 from posttrain.models.device_memory import available_memory, peak_in_use
-from posttrain.models.memory_estimate import compute_flops_per_token, compute_mfu
+from posttrain.models.flops import compute_flops_per_token, compute_mfu
 from posttrain.types import Batch
 
 __all__ = [
