@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "GracefulInterrupt",
     "RichProgressCallback",
-    "comparison",
     "use_rich_progress",
 ]
 
@@ -136,16 +135,6 @@ def use_rich_progress(trainer: Any, headline: dict[str, str] | None = None) -> R
     callback = RichProgressCallback(headline)
     trainer.add_callback(callback)
     return callback
-
-
-def comparison(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """A table of the same measurements before and after training."""
-    table = Table(title="held-out questions, greedy")
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name in before:
-        table.add_row(name, str(before[name]), str(after[name]))
-    return table
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; what Slurm, Kubernetes and launchers send before they kill.
