@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.report.page.run import Run, read_run, version
+from posttrain.report.progress import MAIN
 from posttrain.report.templates import visible
 
 __all__ = [
-    "MAIN",
     "sparkline",
     "view",
     "watch",
@@ -29,29 +29,6 @@ WIDTH = 28  # Of a sparkline.
 FINDINGS = 3
 LINES = 8  # Of the latest completion.
 
-# Shown in this order where the run logs them; what else it logs is in the page of `posttrain report`.
-MAIN: dict[str, str] = {
-    "loss": "loss",
-    "eval_loss": "held-out loss",
-    "reward": "reward",
-    "eval_reward": "held-out reward",
-    "reward_std": "reward spread",
-    "frac_reward_zero_std": "groups without spread",
-    "rewards/chosen": "reward of chosen",
-    "rewards/rejected": "reward of rejected",
-    "rewards/accuracies": "preference accuracy",
-    "mean_token_accuracy": "token accuracy",
-    "kl": "KL (nats)",
-    "objective/kl": "KL (nats)",
-    "entropy": "entropy (nats)",
-    "completions/mean_length": "mean length",
-    "completions/clipped_ratio": "cut at the limit",
-    "clip_ratio/region_mean": "clipped tokens",
-    "grad_norm": "gradient norm",
-    "learning_rate": "learning rate",
-    "rollouts/tokens_per_second": "tokens/s",
-    "step_time": "seconds a step",
-}
 COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
