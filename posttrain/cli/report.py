@@ -72,7 +72,9 @@ def watch(argv: list[str]) -> int:
     arguments = _watch_parser().parse_args(argv)
     if arguments.serve is None:
         if len(arguments.runs) > 1:
-            raise ConfigError("the terminal shows one run. Name one folder, or add --serve for a page with all of them.")
+            raise ConfigError(
+                "the terminal shows one run. Name one folder, or add --serve for a page with all of them."
+            )
         watch_run(arguments.runs[0], once=arguments.once, every=max(arguments.every, 0.1))
         return 0
     with serve(arguments.runs, arguments.serve) as server:

@@ -54,6 +54,8 @@ MAIN: dict[str, str] = {
     "learning_rate": "learning rate",
     "rollouts/tokens_per_second": "tokens/s",
     "step_time": "seconds a step",
+    "rewards/margins": "margin",
+    "num_tokens": "tokens seen",
 }
 COLUMNS = 8  # Of the live table.
 
