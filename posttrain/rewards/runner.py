@@ -198,10 +198,10 @@ class RewardRunner:
         self._warnings: dict[str, int] = {}
 
     def start(self, device: torch.device | str) -> None:
-        """Place reward models on the trainer's device and show what they say of three texts, and all weights.
+        """Place reward models on the trainer's device, log their scores of four texts, and all weights.
 
         Raises:
-            RewardError: A reward model gives three different texts one score.
+            RewardError: A reward model gives four different texts one score.
         """
         for function in self.functions:
             if hasattr(function, "probe"):
