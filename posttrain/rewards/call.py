@@ -269,7 +269,8 @@ def parallel(function: F) -> F:
     ... def judged(completions, **kwargs):
     ...     return [1.0 for _ in completions]
     """
-    function.runs_in_thread = True  # type: ignore[attr-defined]
+    marked: Any = function
+    marked.runs_in_thread = True
     return function
 
 

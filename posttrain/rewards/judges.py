@@ -413,7 +413,8 @@ class JudgeReward:
         else:
             answers = [[texts[i] for i in group] for group in groups]
             options = {"return_scores": True} if self.soft else {}
-            verdicts = self.judge.judge(asked, answers, **options)  # type: ignore[call-arg]
+            judge: Any = self.judge
+            verdicts = judge.judge(asked, answers, **options)
             if len(verdicts) != len(groups):
                 raise RewardError(f"{self.__name__} gave {len(verdicts)} verdicts for {len(groups)} prompts.")
             read = self._pair if isinstance(self.judge, BasePairwiseJudge) else self._ranking

@@ -268,7 +268,8 @@ class TokenReward:
             found = [0.0] * len(part)
             for batch in collate(part, pad_token_id=self.pad_token_id, layout=layout):
                 values = forward(self.model, batch.to(device), frozenset({"scores"})).scores
-                for origin, value in zip(batch.origin, values.tolist(), strict=True):  # type: ignore[union-attr]
+                assert values is not None and batch.origin is not None
+                for origin, value in zip(batch.origin, values.tolist(), strict=True):
                     found[origin] = value
             scores += found
         if not self._alike_checked:

@@ -389,11 +389,11 @@ def _read_findings(run: Run) -> None:
     for row in rows:
         if not isinstance(row, Mapping) or "code" not in row:
             continue
-        text = {name: str(row.get(name, "")) for name in names}
+        text: dict[str, Any] = {name: str(row.get(name, "")) for name in names}
         if text["severity"] not in SEVERITIES:
             text["severity"] = "warning"
         step = number(row.get("step", 0)) or 0.0
-        mark = Mark(int(step) if math.isfinite(step) else 0, Finding(**text))  # type: ignore[arg-type]
+        mark = Mark(int(step) if math.isfinite(step) else 0, Finding(**text))
         if mark not in seen:
             seen.add(mark)
             run.marks.append(mark)
