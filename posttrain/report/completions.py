@@ -164,13 +164,14 @@ class EvalPrompts:
         texts: list[str] = []
         with torch.no_grad(), accelerator.autocast(), parallel.whole_parameters(trainer.model_wrapped, accelerator):
             for start in range(0, len(mine), size):
-                texts += self._batch(self._engine, mine[start : start + size])
+                texts += self._batch(mine[start : start + size])
         return parallel.all_gather_objects(texts, accelerator)
 
-    def _batch(self, engine: RolloutEngine, indices: list[int]) -> list[str]:
+    def _batch(self, indices: list[int]) -> list[str]:
         # A seed of its own for every batch, the same at every step: what changes between steps is the model alone.
         sampling = replace(self.sampling, seed=(self.sampling.seed or 0) + indices[0])
-        rollouts = engine.generate([Request(self.ids[i]) for i in indices], sampling)
+        assert self._engine is not None
+        rollouts = self._engine.generate([Request(self.ids[i]) for i in indices], sampling)
         return self.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
 
 

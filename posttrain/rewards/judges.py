@@ -442,7 +442,9 @@ class JudgeReward:
                 raise RewardError(f"{self.__name__} gave the score {verdict!r}; a probability lies in [0, 1].")
             return [first, 1.0 - first]
         if verdict not in (NO_VERDICT, 0, 1):
-            raise RewardError(f"{self.__name__} returned {verdict!r}; a pairwise judge returns 0, 1 or -1 (no verdict).")
+            raise RewardError(
+                f"{self.__name__} returned {verdict!r}; a pairwise judge returns 0, 1 or -1 (no verdict)."
+            )
         return {NO_VERDICT: [0.5, 0.5], 0: [1.0, 0.0], 1: [0.0, 1.0]}[int(verdict)]
 
     def _ranking(self, order: Sequence[int], size: int) -> list[float]:
