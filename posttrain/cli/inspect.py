@@ -284,8 +284,8 @@ def _drawn(dataset: Any, count: int, seed: int) -> tuple[Any, int | None, list[i
     if not examples:
         raise DataError("the dataset is empty: there is nothing to inspect.")
     # A dataset of its own in memory: preparing it leaves no cache file behind.
-    made = datasets.Dataset.from_list(examples, features=dataset.features)
-    return made.add_column(ROW, indices), total, indices  # type: ignore[call-arg]
+    made: Any = datasets.Dataset.from_list(examples, features=dataset.features)
+    return made.add_column(ROW, indices), total, indices
 
 
 @contextlib.contextmanager

@@ -26,35 +26,50 @@ if TYPE_CHECKING:
 __all__ = [
     "GracefulInterrupt",
     "RichProgressCallback",
-    "comparison",
     "use_rich_progress",
 ]
 
 logger = logging.getLogger(__name__)
 
 
-HEADLINE = {
-    "reward": "reward",
-    "rewards/accuracy/mean": "accuracy",
-    "completions/mean_length": "length",
-    "rollouts/tokens_per_second": "tokens/s",
-    "mean_token_accuracy": "token accuracy",
+# Shown in this order where the run logs them; what else it logs is in the page of `posttrain report`.
+MAIN: dict[str, str] = {
     "loss": "loss",
-    "entropy": "entropy",
-    "grad_norm": "grad norm",
+    "eval_loss": "held-out loss",
+    "reward": "reward",
+    "eval_reward": "held-out reward",
+    "reward_std": "reward spread",
+    "frac_reward_zero_std": "groups without spread",
+    "rewards/chosen": "reward of chosen",
+    "rewards/rejected": "reward of rejected",
+    "rewards/accuracies": "preference accuracy",
+    "mean_token_accuracy": "token accuracy",
+    "kl": "KL (nats)",
+    "objective/kl": "KL (nats)",
+    "entropy": "entropy (nats)",
+    "completions/mean_length": "mean length",
+    "completions/clipped_ratio": "cut at the limit",
+    "clip_ratio/region_mean": "clipped tokens",
+    "grad_norm": "gradient norm",
+    "learning_rate": "learning rate",
+    "rollouts/tokens_per_second": "tokens/s",
+    "step_time": "seconds a step",
+    "rewards/margins": "margin",
+    "num_tokens": "tokens seen",
 }
+COLUMNS = 8  # Of the live table.
 
 
 class RichProgressCallback(transformers.TrainerCallback):
     """Shows step, time left and the numbers that matter, live on a terminal and as plain lines elsewhere.
 
     Args:
-        headline: Metric names to show with their labels; None picks what the run logs.
+        headline: Metric names to show with their labels; None shows the first eight of `MAIN` that the run logs.
         console: Where to write; None is the standard output.
     """
 
     def __init__(self, headline: dict[str, str] | None = None, console: Console | None = None) -> None:
-        self.headline = headline or HEADLINE
+        self.headline = headline or MAIN
         self.console = console or Console(file=sys.stdout)
         self.live: Live | None = None
         self.history: list[dict[str, Any]] = []
@@ -108,7 +123,8 @@ class RichProgressCallback(transformers.TrainerCallback):
         self.live, self._started = None, 0.0
 
     def _numbers(self, logs: dict[str, Any]) -> str:
-        return "  ".join(f"{label} {float(logs[key]):.4g}" for key, label in self.headline.items() if key in logs)
+        found = [f"{label} {float(logs[key]):.4g}" for key, label in self.headline.items() if key in logs]
+        return "  ".join(found[:COLUMNS])
 
     def _refresh(self) -> None:
         if self.live is not None:
@@ -116,7 +132,8 @@ class RichProgressCallback(transformers.TrainerCallback):
 
     def _view(self) -> Group:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        shown = {k: label for k, label in self.headline.items() if any(k in row for row in self.history)}
+        logged = [(k, label) for k, label in self.headline.items() if any(k in row for row in self.history)]
+        shown = dict(logged[:COLUMNS])
         if not shown:
             return Group(self.progress, Text("generating the first completions ...", style="dim"))
         table.add_column("step", justify="right")
@@ -136,16 +153,6 @@ def use_rich_progress(trainer: Any, headline: dict[str, str] | None = None) -> R
     callback = RichProgressCallback(headline)
     trainer.add_callback(callback)
     return callback
-
-
-def comparison(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """A table of the same measurements before and after training."""
-    table = Table(title="held-out questions, greedy")
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name in before:
-        table.add_row(name, str(before[name]), str(after[name]))
-    return table
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; what Slurm, Kubernetes and launchers send before they kill.
