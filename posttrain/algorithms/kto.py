@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.preference import ComparedConfig, sequence_logp
-from posttrain.algorithms.unpaired import JudgedTrainer, judged_metrics
+from posttrain.algorithms.answers import judged_metrics, sequence_logp
+from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer
 from posttrain.data.forest import collate
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.reduce import row_terms
@@ -91,7 +91,7 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
     return found
 
 
-class KTOTrainer(JudgedTrainer):
+class KTOTrainer(PreferenceTrainer):
     """Trains on prompts with one answer and a label each; pairs are taken apart.
 
     The baseline z0 is the mean log-ratio of answers to other prompts of the same batch, over the whole optimiser step and
@@ -102,6 +102,10 @@ class KTOTrainer(JudgedTrainer):
     """
 
     config_class: ClassVar[type[KTOConfig]] = KTOConfig
+    judged: ClassVar[bool] = True
+    branches: ClassVar[tuple[str, ...]] = ("completion",)
+    reference_columns: ClassVar[tuple[str, ...]] = ("ref_logps",)
+    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "kto"]
     _name: ClassVar[str] = "KTO"
     _suffix: ClassVar[str] = "KTO"
