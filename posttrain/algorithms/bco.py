@@ -129,7 +129,7 @@ class BCOTrainer(PreferenceTrainer):
     judged: ClassVar[bool] = True
     branches: ClassVar[tuple[str, ...]] = ("completion",)
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_logps",)
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "mean_logit"})
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
     keep: ClassVar[tuple[str, ...]] = ("label",)
     _tag_names: ClassVar[list[str]] = ["posttrain", "bco"]
     _name: ClassVar[str] = "BCO"
@@ -205,7 +205,8 @@ class BCOTrainer(PreferenceTrainer):
         batch = batch.to(self.args.device)
         with self.inference() as policy:
             logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
-        return self.args.beta * (sequence_logp(logp, batch)[0] - self.reference_logp(batch))  # type: ignore[arg-type]
+        assert logp is not None
+        return self.args.beta * (sequence_logp(logp, batch)[0] - self.reference_logp(batch))
 
     def state_to_save(self) -> dict[str, Any]:
         """The running moments too."""

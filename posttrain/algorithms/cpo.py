@@ -73,7 +73,7 @@ class CPOTrainer(PreferenceTrainer):
     config_class: ClassVar[type[CPOConfig]] = CPOConfig
     compared: ClassVar[bool] = False
     reference_columns: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "mean_logit"})
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "cpo"]
     _name: ClassVar[str] = "CPO"
     _suffix: ClassVar[str] = "CPO"

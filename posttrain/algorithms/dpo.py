@@ -185,7 +185,7 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class: ClassVar[type[DPOConfig]] = DPOConfig
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "correct", "mean_logit"})
+    needs: frozenset[str] = frozenset({"logp", "entropy", "correct", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "dpo"]
     _name: ClassVar[str] = "DPO"
     _suffix: ClassVar[str] = "DPO"
@@ -200,7 +200,7 @@ class DPOTrainer(PreferenceTrainer):
     ) -> None:
         super().__init__(model, ref_model, args, **kwargs)
         if self.args.use_weighting:
-            self.needs = self.needs | {"collision"}  # type: ignore[misc]
+            self.needs = self.needs | {"collision"}
         # A sorting loss compares all pairs of a micro-batch.
         self.together = any(DPO_LOSSES[name].kind == "sorted" for name in self.args.loss_type)
         if self.together and self.args.per_device_train_batch_size < 4:

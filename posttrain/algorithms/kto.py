@@ -105,7 +105,7 @@ class KTOTrainer(PreferenceTrainer):
     judged: ClassVar[bool] = True
     branches: ClassVar[tuple[str, ...]] = ("completion",)
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_logps",)
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "mean_logit"})
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "kto"]
     _name: ClassVar[str] = "KTO"
     _suffix: ClassVar[str] = "KTO"
@@ -207,7 +207,8 @@ class KTOTrainer(PreferenceTrainer):
             with self.inference() as policy:
                 logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
             if counts:
-                ratio = sequence_logp(logp, batch)[0] - self.reference_logp(batch)  # type: ignore[arg-type]
+                assert logp is not None
+                ratio = sequence_logp(logp, batch)[0] - self.reference_logp(batch)
                 totals += kl_totals(ratio).double().cpu()
         summed = parallel.all_reduce_sum(totals.tolist(), self.accelerator)
         return kl_baseline(torch.tensor(summed)).float().to(self.args.device)

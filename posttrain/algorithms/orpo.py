@@ -36,7 +36,7 @@ class ORPOTrainer(PreferenceTrainer):
     config_class: ClassVar[type[ORPOConfig]] = ORPOConfig
     compared: ClassVar[bool] = False
     reference_columns: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "mean_logit"})
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "orpo"]
     _name: ClassVar[str] = "ORPO"
     _suffix: ClassVar[str] = "ORPO"

@@ -50,7 +50,7 @@ class TPOTrainer(PreferenceTrainer):
     compared: ClassVar[bool] = False
     reference_columns: ClassVar[tuple[str, ...]] = ()
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected", "reference")
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "mean_logit", "correct"})
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit", "correct"})
     likelihood_branch: ClassVar[int] = 2
     _tag_names: ClassVar[list[str]] = ["posttrain", "tpo"]
     _name: ClassVar[str] = "TPO"

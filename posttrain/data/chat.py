@@ -336,7 +336,7 @@ def has_generation_markers(template: str | dict | None) -> bool:
     """Whether a template marks what the assistant says with ``{% generation %}``."""
     if isinstance(template, dict):
         template = template.get("default")
-    return bool(template) and re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None  # type: ignore[arg-type]
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template or "") is not None
 
 
 def turn_end(tokenizer: Any) -> str:

@@ -136,8 +136,13 @@ def collate(
     parts = _by_rope(trees, layout.rope_switch)
     if len(parts) > 1 and (together or whole_rows):
         _refuse_mixed(parts, layout, together)
-    options = {"pad_token_id": pad_token_id, "layout": layout, "whole_rows": whole_rows, "together": together}
-    return [batch for part in parts for batch in _batches(part, **options)]  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "pad_token_id": pad_token_id,
+        "layout": layout,
+        "whole_rows": whole_rows,
+        "together": together,
+    }
+    return [batch for part in parts for batch in _batches(part, **options)]
 
 
 def _batches(trees: list[_Tree], *, pad_token_id: int, layout: Layout, whole_rows: bool, together: bool) -> list[Batch]:

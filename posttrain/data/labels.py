@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.data.chat import (
     AssistantSpans,
@@ -63,7 +63,7 @@ class SupervisedOptions:
     assistant_only_loss: bool = False
     max_length: int | None = 1024
     truncation_mode: str = "keep_start"
-    packing: str | None = None
+    packing: Literal["bfd", "bfd_split", "wrapped"] | None = None
     allow_untrained_stop: bool = False
     chat_template: str | None = None
 
@@ -267,8 +267,8 @@ def _write(out: dict[str, list], row: dict[str, Any], plan: _Plan, options: Supe
     no_end = ends.isdisjoint(labels)
     limit = options.cut
     truncated = limit is not None and len(ids) > limit
-    if truncated:
-        part = slice(limit) if options.truncation_mode == "keep_start" else slice(-limit, None)  # type: ignore[operator]
+    if limit is not None and truncated:
+        part = slice(limit) if options.truncation_mode == "keep_start" else slice(-limit, None)
         ids, labels = ids[part], labels[part]
     left = len(labels) - labels.count(IGNORED)
     learnt = left - (labels[:1] not in ([], [IGNORED]))  # Nothing predicts a row's first token.

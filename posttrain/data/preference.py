@@ -133,7 +133,8 @@ def _answer_batch(
 
 def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tuple[bool, str, list[str]]:
     """Whether a row (whose prompt stands apart) is plain text, its prompt, and its prompt with each answer."""
-    prompt, answers = row.get("prompt"), [row.get(branch) for branch in branches]
+    prompt: Any = row.get("prompt")
+    answers: list[Any] = [row.get(branch) for branch in branches]
     for branch, answer in zip(branches, answers, strict=True):
         if answer is None:
             raise DataError(f"column {branch!r} is missing; its columns are {sorted(row)}.")
@@ -147,11 +148,11 @@ def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tupl
             raise DataError(
                 f"column 'prompt' is text and {mixed or 'it'} is not. Give all of a row's columns one form."
             )
-        return True, prompt, [prompt + answer for answer in answers]  # type: ignore[operator]
+        return True, prompt, [prompt + answer for answer in answers]
     for branch, answer in zip(branches, answers, strict=True):
         _check_messages(branch, answer)
     kwargs = template_arguments(row)
-    wholes = [render(tokenizer, prompt + answer, **kwargs) for answer in answers]  # type: ignore[operator]
+    wholes = [render(tokenizer, prompt + answer, **kwargs) for answer in answers]
     return False, prompt_text(tokenizer, row, {}), wholes
 
 

@@ -167,7 +167,7 @@ def prepare_sft_dataset(
         assert options.max_length is not None
         if options.packing == "bfd_split":
             kept = _split(kept, options.max_length, report, extra)
-        kept = pack_dataset(kept, options.max_length, options.packing, map_kwargs=extra, seed=seed)  # type: ignore[arg-type]
+        kept = pack_dataset(kept, options.max_length, options.packing, map_kwargs=extra, seed=seed)
         if options.packing == "wrapped":  # It cuts anywhere: a row may hold nothing but the middle of a prompt.
             kept = kept.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
     return kept, report

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.data.chat import assistant_mask, common_prefix, has_generation_markers, render, turn_end
 from posttrain.data.formats import is_messages
@@ -234,8 +234,9 @@ def _listed(findings: list[Finding]) -> str:
     return "\n".join(f"- [{f.code}] {f.what} ({f.where}). {f.why} {f.fix}" for f in findings)
 
 
+Severity = Literal["info", "warning", "error"]
 # Code: how bad it is (where only what the assistant says is trained, else), what was seen, why it matters, how to fix it.
-PROBLEMS: dict[str, tuple[str, str, str, str, str]] = {
+PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
     "PT-K111": (
         "error",
         "error",
@@ -345,7 +346,7 @@ def _finding(code: str, rows: list[int], assistant_only: bool) -> Finding:
     strict, lenient, what, why, fix = PROBLEMS[code]
     listed = ", ".join(map(str, rows[:5])) + (f" and {len(rows) - 5} more" if len(rows) > 5 else "")
     where = f"row{'s' if len(rows) > 1 else ''} {listed}" if rows else "every conversation"
-    return Finding(code, strict if assistant_only else lenient, what, where, why, fix)  # type: ignore[arg-type]
+    return Finding(code, strict if assistant_only else lenient, what, where, why, fix)
 
 
 def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[str, Any]] | None:

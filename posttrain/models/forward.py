@@ -263,7 +263,7 @@ def batch_logps(
 def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     """``(S, labels)`` scores at the last token of every completion, each sequence alone through the model's own forward."""
     given: Any = unwrapped(model)
-    config = causal_lm(given).config.get_text_config()  # type: ignore[union-attr, operator]
+    config = causal_lm(given).config.get_text_config()
     device, pad = next(given.parameters()).device, config.pad_token_id
     scores = []
     config.pad_token_id = None  # Else a last token that is the pad id would not be the one that is read.

@@ -301,17 +301,17 @@ class ScoreHead:
     columns: Tensor
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: Any) -> Any:
     """The model, or the peft wrapper around it, inside what parallelism put on top (DDP's ``module``)."""
     while isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module  # type: ignore[assignment]
+        model = model.module
     return model
 
 
-def causal_lm(model: nn.Module) -> nn.Module:
+def causal_lm(model: nn.Module) -> Any:
     """The transformers model (of any task) inside wrappers (DDP, PEFT)."""
     inner = unwrapped(model)
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[operator]
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 def learns_prompts(model: nn.Module) -> bool:
@@ -356,7 +356,7 @@ def install_token_head(model: nn.Module) -> None:
             return _own_forward(inner, original, token_head, *args, **kwargs)
         return _head_forward(inner, token_head, *args, **kwargs)
 
-    patched._posttrain = True  # type: ignore[attr-defined]
+    vars(patched)["_posttrain"] = True
     inner.forward = patched
 
 

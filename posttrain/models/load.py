@@ -85,14 +85,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_8bit=True and load_in_4bit=True contradict each other. Set one of them.")
-        modules = self.lora_target_modules
+        modules: Any = self.lora_target_modules
         if (
             modules is not None
             and len(modules) == 1
             and (modules[0] == "all-linear" or set(modules[0]) & set("*+|^$(\\"))
         ):
             # A pattern or the word must reach peft as a string; a plain name stays a list, or peft reads it as a regex.
-            self.lora_target_modules = modules[0]  # type: ignore[assignment]
+            self.lora_target_modules = modules[0]
 
     def model_init_kwargs(self, trust_remote_code: bool = False) -> dict[str, Any]:
         """Keywords for the loader."""
@@ -361,8 +361,8 @@ def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None =
     return pad
 
 
-def _unused_token(tokenizer: PreTrainedTokenizerBase, model: Module | None) -> str | None:
-    embedding: Any = model.get_input_embeddings() if model is not None else None  # type: ignore[operator]
+def _unused_token(tokenizer: PreTrainedTokenizerBase, model: Any) -> str | None:
+    embedding = model.get_input_embeddings() if model is not None else None
     rows = embedding.weight.shape[0] if embedding is not None else len(tokenizer)
     template = str(tokenizer.chat_template or "")
     used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}

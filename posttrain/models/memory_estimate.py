@@ -491,7 +491,7 @@ def _rough(shadow: Shadow, batch: Batch, work: Workload, *, training: bool, accu
 
 def _generation(asked: Generating, part: Part, model: nn.Module) -> dict[str, int]:
     """Keys and values ``2 L H_kv d bytes`` a token, and the numbers of one step: logits, their draws, a prefill pass."""
-    config = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+    config = causal_lm(model).config.get_text_config()
     item = part.dtype.itemsize
     each = 2 * sum(map(key_value_width, layer_configs(config))) * item
     live = min(asked.slots, asked.sequences)

@@ -254,7 +254,7 @@ def trace_pass(
     """
     model = shadow.model
     trained = [p for p in model.parameters() if p.requires_grad]
-    config = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+    config = causal_lm(model).config.get_text_config()
     mask = attention_mask(batch, config, shadow.part.dtype)
     counts = (int(batch.loss_mask.sum()), batch.num_sequences, int((batch.sequence >= 0).sum()))
     with shadow.mode:

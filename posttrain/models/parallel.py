@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from posttrain.errors import PosttrainError
+from posttrain.integrations import require
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -140,8 +141,7 @@ def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterat
     name = str(accelerator.distributed_type)
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     if "DEEPSPEED" in name and shards_parameters(accelerator):
-        import deepspeed  # type: ignore[import-not-found]
-
+        deepspeed = require("deepspeed", "ZeRO")
         with deepspeed.zero.GatheredParameters(list(bare.parameters())):
             yield bare
     elif "FSDP" in name:
@@ -176,15 +176,14 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     if not sharded:
         yield
         return
-    import deepspeed  # type: ignore[import-not-found]
-
+    deepspeed = require("deepspeed", "ZeRO")
     with deepspeed.zero.GatheredParameters(sharded):
         yield
 
 
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def whole_tensor(tensor: Any) -> torch.Tensor:
     """All of a tensor that FSDP2 may have cut into shards; then a collective that every rank must join."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def flattens_parameters(model: torch.nn.Module) -> bool:

@@ -136,7 +136,7 @@ def step_time(work: Workload, shadow: Shadow, rates: Rates, *, accumulation: int
     Raises:
         ModelError: A model whose operations cannot be counted.
     """
-    config = causal_lm(shadow.model).config.get_text_config()  # type: ignore[union-attr, operator]
+    config = causal_lm(shadow.model).config.get_text_config()
     head = 2 * config.vocab_size * config.hidden_size
     tokens = sum(b.input_ids.numel() for b in work.batches) * accumulation
     trained = sum(int(b.loss_mask.sum()) for b in work.batches) * accumulation if work.policy.kind == "causal" else 0

@@ -61,7 +61,7 @@ class PostTrainer(transformers.Trainer):
     """
 
     loss_is_scaled_for_ga = True  # Our denominators span the whole optimiser step, over micro-batches and ranks.
-    needs: ClassVar[frozenset[str]] = frozenset({"logp"})
+    needs: frozenset[str] = frozenset({"logp"})
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
     _tag_names: ClassVar[list[str]] = ["posttrain"]
     _name: ClassVar[str] = "post-training"
