@@ -319,7 +319,7 @@ def test_the_table_of_adapters_is_the_fields_of_model_config():
 
 
 def test_the_table_of_template_families_is_the_one_of_the_code():
-    from posttrain.data.template_probes import FAMILIES
+    from posttrain.data.templates import FAMILIES
 
     rows = table("chat_templates.md", "family")
     assert [(ticked(row[0])[0], ticked(row[1])[0]) for row in rows] == [(f.name, f.file) for f in FAMILIES]

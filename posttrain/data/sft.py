@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from posttrain.data.chat import has_generation_markers, render
+from posttrain.data.chat import has_generation_markers, render, with_template
 from posttrain.data.formats import (
     ROW,
     check_ids,
@@ -30,7 +30,6 @@ from posttrain.data.formats import (
 )
 from posttrain.data.labels import COUNTERS, IGNORED, SupervisedOptions, label_batch
 from posttrain.data.packing import LENGTHS, pack_dataset, split_trained
-from posttrain.data.template_probes import with_template
 from posttrain.data.templates import check_template, get_training_chat_template
 from posttrain.errors import DataError, ModelError
 from posttrain.types import Row

@@ -316,7 +316,7 @@ def test_trap_18_a_think_tag_that_the_prompt_opened_is_neither_doubled_nor_lost(
 
 
 def test_trap_18_the_training_template_of_a_thinking_family_renders_one_block(tiny_tokenizer):
-    from posttrain.data.template_probes import FAMILIES, training_template
+    from posttrain.data.templates import FAMILIES, training_template
 
     family = next(f for f in FAMILIES if f.file == "qwen3")
     tiny_tokenizer.chat_template = training_template(family)
