@@ -80,6 +80,7 @@ class Probe:
 
 FOLDER = Path(__file__).parent / "chat_templates"
 PROBES = tuple(Probe(**probe) for probe in json.loads((FOLDER / "probes.json").read_text(encoding="utf-8")))
+TWO_TURNS = next(probe.messages for probe in PROBES if probe.name == "two turns")
 TOOL_CALL = next(i for i, probe in enumerate(PROBES) if probe.name == "a tool call")
 SENTINEL = "zq7 setting zq8"  # Stands for a setting while its place in the rendering is found.
 THINK_BLOCK = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
@@ -229,16 +230,20 @@ def best_match(tokenizer: Any, template: str) -> Match:
     return max(matches, key=lambda match: match.agreed)
 
 
-def offsets_find_turns(processing_class: Any) -> bool:
-    """Whether offsets alone find both assistant turns of a conversation, its end of turn included."""
-    messages = next(probe.messages for probe in PROBES if probe.name == "two turns")
-    tokenizer = with_template(processing_class, template_text(processing_class))
+def _trained(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    """Tokens that the assistant says; none where they cannot be found."""
     try:
         ids, mask = assistant_mask(tokenizer, messages)
     except Exception:
-        return False
-    said = tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained])
-    return all((m["content"] in said) == (m["role"] == "assistant") for m in messages)
+        return []
+    return [token for token, said in zip(ids, mask, strict=True) if said]
+
+
+def _offsets_find_turns(processing_class: Any) -> bool:
+    """Whether offsets alone find both assistant turns of a conversation, its end of turn included."""
+    tokenizer = with_template(processing_class, template_text(processing_class))
+    said = tokenizer.decode(_trained(tokenizer, TWO_TURNS))
+    return all((m["content"] in said) == (m["role"] == "assistant") for m in TWO_TURNS)
 
 
 DIALOGUE = (
@@ -320,12 +325,7 @@ def is_chat_template_stop_token_trained(processing_class: Any, chat_template: st
         chat_template: Looked at instead of the tokenizer's own.
     """
     tokenizer = with_template(processing_class, chat_template or template_text(processing_class))
-    two_turns = next(probe.messages for probe in PROBES if probe.name == "two turns")
-    try:
-        ids, mask = assistant_mask(tokenizer, two_turns[:3])
-    except Exception:
-        return False
-    trained = [token for token, said in zip(ids, mask, strict=True) if said]
+    trained = _trained(tokenizer, TWO_TURNS[:3])
     while trained and not tokenizer.decode([trained[-1]]).strip():
         trained.pop()
     return bool(trained) and trained[-1] in set(tokenizer.get_added_vocab().values())
@@ -369,7 +369,7 @@ def get_training_chat_template(processing_class: Any = None, tokenizer: Any = No
     match = best_match(inner_tokenizer(processing_class), template)
     if match.exact:
         return match.template
-    if not marked and tools_fit and offsets_find_turns(processing_class):
+    if not marked and tools_fit and _offsets_find_turns(processing_class):
         logger.info("chat template of no known family: what the assistant says is found from rendered offsets")
         return None
     raise ModelError(_unknown(match, marked, tools_fit))
