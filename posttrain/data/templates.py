@@ -33,7 +33,6 @@ __all__ = [
     "FAMILIES",
     "PROBES",
     "Family",
-    "Match",
     "Probe",
     "TemplateReport",
     "best_match",
