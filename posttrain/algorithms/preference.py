@@ -26,7 +26,8 @@ from posttrain.checks.preference import (
 )
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.formats import extract_and_unpair, maybe_convert_to_chatml, maybe_extract_prompt
-from posttrain.data.preference import AnswerOptions, AnswerReport, answer_rows, prepare_answers
+from posttrain.data.preference import AnswerOptions, answer_rows, prepare_answers
+from posttrain.data.prepare import PreparationReport
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 from posttrain.losses.reduce import sequence_lengths
 from posttrain.models import parallel
@@ -332,7 +333,7 @@ class PreferenceTrainer(PostTrainer):
         self, model: str | nn.Module, ref_model: nn.Module | None = None, args: Any = None, **kwargs: Any
     ) -> None:
         check_given(self.config_class, model, ref_model, args, kwargs.get("processing_class"))
-        self.reports: dict[str, AnswerReport] = {}
+        self.reports: dict[str, PreparationReport] = {}
         self._own_reference = ref_model is None
         self.reference: Reference | None = None
         super().__init__(model, args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from posttrain.data.preference import pair_rows, prepare_reward_dataset
-from posttrain.data.sft import unbatched_pairs
+from posttrain.data.prepare import unbatched_pairs
 from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.preference import bradley_terry, centering
 from posttrain.losses.reduce import row_terms

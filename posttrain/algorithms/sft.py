@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from posttrain.data.packing import STRATEGIES
+from posttrain.data.prepare import PreparationReport, unbatched
 from posttrain.data.sft import (
-    PreparationReport,
     SupervisedOptions,
     check_prepared,
     document_rows,
     prepare_sft_dataset,
-    unbatched,
     with_training_template,
 )
 from posttrain.errors import ConfigError, check_choice

@@ -60,7 +60,8 @@ def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     from dataclasses import replace
 
     from posttrain.checks.rows import diverged_prompts
-    from posttrain.data.formats import ROW, listed
+    from posttrain.data.formats import ROW
+    from posttrain.data.prepare import listed
     from posttrain.data.sft import check_prepared, document_rows, prepare_sft_dataset, with_training_template
 
     if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
@@ -119,7 +120,7 @@ def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
         made = answer_rows(prepared, branches)
         stops = terminal_token_ids(tokenizer)
         pairs = check_pairs(made, limit=config.max_length, stops=stops) if len(branches) == 2 else []
-        return Prepared(made, pairs, report.cut, numbers=_numbers(prepared))
+        return Prepared(made, pairs, report.truncated, numbers=_numbers(prepared))
 
     return rows
 
