@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -72,6 +73,31 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     if b"\\u" in line:  # An escape may be one half of a surrogate pair.
         check_unicode(json.dumps(row, ensure_ascii=False), where)
     return row
+
+
+def _parquet_conflict(files: list[Path]) -> str | None:
+    """The first column whose kind of value, or presence, differs between parquet files; widths of numbers may differ."""
+    import pyarrow.parquet as pq
+
+    if len(files) < 2:
+        return None
+    try:
+        schemas = {file: pq.read_schema(file) for file in files}
+    except Exception:  # A broken file is the loader's to tell.
+        return None
+    first = schemas[files[0]]
+    for file, schema in schemas.items():
+        for name in sorted({*first.names, *schema.names}):
+            one, two = (str(s.field(name).type) if name in s.names else "absent" for s in (first, schema))
+            if _kind(one) != _kind(two) and "null" not in (one, two):
+                where = f"{one} in {files[0].name} and {two} in {file.name}"
+                return f"column {name!r} is {where}. Give it one type in all files."
+    return None
+
+
+def _kind(type_name: str) -> str:
+    plain = re.sub(r"\blarge_", "", type_name)
+    return re.sub(r"\b(u?int\d+)\b", "int", re.sub(r"\b(halffloat|float|double)\b", "float", plain))
 
 
 SAMPLES = ("head", "random")
@@ -198,6 +224,8 @@ def load_rows(
         return _load_saved(file, split, streaming)
     if (file.is_absolute() or file.suffix in LOADERS or path_or_id.startswith(".")) and not file.exists():
         raise DataError(f"dataset {path_or_id!r} does not exist{_neighbour(file)}. Looked at {file.absolute()}.")
+    if file.is_dir() and (conflict := _parquet_conflict(sorted(file.rglob("*.parquet")))):
+        raise DataError(f"dataset {path_or_id!r} could not be loaded: {conflict}")
     source = str(file) if file.is_dir() else path_or_id
     if file.is_file():
         source, options = _loader_of(file), {"data_files": str(file)}
@@ -212,15 +240,19 @@ def load_rows(
             part.data.validate(full=True)  # Bytes that are no UTF-8 would show when a row is read.
         return loaded
     except Exception as error:
-        if not file.exists() and isinstance(error, NOT_FOUND):
-            raise DataError(not_found("dataset", path_or_id, error)) from error
-        for part in sorted(file.rglob("*")) if file.is_dir() else [file]:
-            if part.suffix in (".jsonl", ".json") and part.is_file():
-                check_json(part)
-        cause = str(error.__cause__ or error).strip().rstrip(".")
-        hint = " One file has one split, 'train', and every column one type." if file.exists() else ""
-        asked = f" (split {split!r})" if split else ""
-        raise DataError(f"dataset {path_or_id!r} could not be loaded{asked}: {cause}.{hint}") from error
+        raise DataError(_failure(path_or_id, file, split, error)) from error
+
+
+def _failure(path_or_id: str, file: Path, split: str | None, error: Exception) -> str:
+    """What is known about a failed load: the broken line, which is raised, or the loader's own words."""
+    if not file.exists() and isinstance(error, NOT_FOUND):
+        return not_found("dataset", path_or_id, error)
+    for part in sorted(file.rglob("*")) if file.is_dir() else [file]:
+        if part.suffix in (".jsonl", ".json") and part.is_file():
+            check_json(part)
+    cause = str(error.__cause__ or error).strip().rstrip(".")
+    hint = " One file has one split, 'train', and every column one type." if file.exists() else ""
+    return f"dataset {path_or_id!r} could not be loaded{f' (split {split!r})' if split else ''}: {cause}.{hint}"
 
 
 def _loader_of(file: Path) -> str:
