@@ -138,7 +138,7 @@ _PUBLIC = {
     "apply_chat_template": "data.chat",
     "check_template": "data.templates",
     "check_tokenizers": "checks.tokenizers",
-    "clone_chat_template": "models.clone",
+    "clone_chat_template": "models.load",
     "compare_tokenizers": "checks.tokenizers",
     "complete": "rollouts.complete",
     "compute_flops_per_token": "models.memory_estimate",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -271,3 +272,19 @@ def run_and_share(function: Callable[[], Any], accelerator: Any) -> Any:
     """Run something that may fail on one rank only, and make every rank see the same result: the value, or the error."""
     with failing_together(accelerator):
         return function()
+
+
+def bf16_is_faster() -> bool:
+    """Whether this device is really faster in bf16: a GPU that has it, or a CPU with AMX or AVX512-BF16.
+
+    On an AVX2 CPU a bf16 product was measured three times slower than an fp32 one.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.backends.mps.is_available():
+        return False
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return "amx_bf16" in flags or "avx512_bf16" in flags
