@@ -25,9 +25,14 @@ from posttrain.checks.preference import (
     reference_prefers_rejected,
 )
 from posttrain.data.chat import terminal_token_ids
-from posttrain.data.formats import extract_and_unpair, maybe_convert_to_chatml, maybe_extract_prompt
-from posttrain.data.preference import AnswerOptions, answer_rows, prepare_answers
-from posttrain.data.prepare import PreparationReport
+from posttrain.data.formats import PreparationReport, maybe_convert_to_chatml
+from posttrain.data.preference import (
+    AnswerOptions,
+    answer_rows,
+    extract_and_unpair,
+    maybe_extract_prompt,
+    prepare_answers,
+)
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 from posttrain.losses.reduce import sequence_lengths
 from posttrain.models import parallel

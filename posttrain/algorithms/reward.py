@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from posttrain.data.forest import unbatched_pairs
 from posttrain.data.preference import pair_rows, prepare_reward_dataset
-from posttrain.data.prepare import unbatched_pairs
 from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.preference import bradley_terry, centering
 from posttrain.losses.reduce import row_terms

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from posttrain.data.forest import unbatched
+from posttrain.data.formats import PreparationReport
 from posttrain.data.packing import STRATEGIES
-from posttrain.data.prepare import PreparationReport, unbatched
 from posttrain.data.sft import (
     SupervisedOptions,
     check_prepared,

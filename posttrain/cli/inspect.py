@@ -60,8 +60,7 @@ def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     from dataclasses import replace
 
     from posttrain.checks.rows import diverged_prompts
-    from posttrain.data.formats import ROW
-    from posttrain.data.prepare import listed
+    from posttrain.data.formats import ROW, listed
     from posttrain.data.sft import check_prepared, document_rows, prepare_sft_dataset, with_training_template
 
     if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
@@ -110,8 +109,8 @@ def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
     def rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
         from posttrain.checks.pairs import check_pairs
         from posttrain.data.chat import terminal_token_ids
-        from posttrain.data.formats import ROW, extract_and_unpair
-        from posttrain.data.preference import AnswerOptions, answer_rows, prepare_answers
+        from posttrain.data.formats import ROW
+        from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 
         if branches == ("completion",):
             examples = extract_and_unpair(examples)

@@ -10,13 +10,8 @@ import datasets
 import torch
 from torch import Tensor
 
-from posttrain.data.formats import (
-    describe_dataset,
-    is_messages,
-    maybe_convert_to_chatml,
-    maybe_extract_prompt,
-    unpair_preference_dataset,
-)
+from posttrain.data.formats import describe_dataset, is_messages, maybe_convert_to_chatml
+from posttrain.data.preference import maybe_extract_prompt, unpair_preference_dataset
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
 __all__ = [

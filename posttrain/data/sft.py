@@ -28,16 +28,20 @@ from posttrain.data.chat import (
 )
 from posttrain.data.formats import (
     ROW,
+    PreparationReport,
+    check_ids,
     describe_dataset,
+    first_row,
     get_dataset_column_names,
     has_nested_none,
     is_conversational_from_value,
     is_messages,
     maybe_convert_to_chatml,
+    one_eos,
     strip_none,
+    tokenized,
 )
 from posttrain.data.packing import LENGTHS, pack_dataset, split_trained
-from posttrain.data.prepare import PreparationReport, check_ids, first_row, one_eos, tokenized
 from posttrain.data.templates import check_template, get_training_chat_template
 from posttrain.errors import DataError, ModelError
 from posttrain.types import Row

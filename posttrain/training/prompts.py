@@ -11,8 +11,7 @@ from typing import Any
 import datasets
 
 from posttrain.data.chat import tokenize_prompts
-from posttrain.data.formats import is_conversational
-from posttrain.data.prepare import refuse_images
+from posttrain.data.formats import is_conversational, refuse_images
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
 from posttrain.training.online_config import OnlineConfig
