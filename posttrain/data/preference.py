@@ -52,10 +52,10 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-UNUSABLE = "the prompt tokenises differently with its answers"
-FULL = "the prompt fills max_length"
-EQUAL = "the answers are equal"
-EMPTY = "an answer is empty"
+UNUSABLE = "whose prompt tokenises differently with its answers"
+FULL = "whose prompt fills max_length"
+EQUAL = "with equal answers"
+EMPTY = "with an empty answer"
 MOST = {UNUSABLE: 0.01, EQUAL: 0.2}  # A larger share of such rows is refused.
 COUNTERS = ("_truncated", "_diverged", "_inner")
 HINT = "Look at the rows with posttrain inspect."
@@ -274,7 +274,7 @@ def _tell(report: PreparationReport, options: AnswerOptions) -> None:
     name, n = report.name, report.rows_in
     for reason, most in MOST.items():
         if (count := report.dropped.get(reason, 0)) > most * n:
-            raise DataError(f"{name} dataset: in {count} of {n} rows {reason}, more than {most:.0%}. {HINT}")
+            raise DataError(f"{name} dataset: {count} of {n} rows {reason}, more than {most:.0%}. {HINT}")
     if report.diverged:
         logger.warning(
             "%s dataset: in %d of %d rows the end of the prompt tokenises differently with its answers; the boundary is where "

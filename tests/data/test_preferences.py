@@ -83,9 +83,9 @@ def test_p2_p9_equal_and_full_rows_are_dropped_and_counted(tiny_tokenizer, caplo
     full = {"prompt": "long " * 30, "chosen": "a", "rejected": "b"}
     rows, report = prepared([good] * 8 + [equal, full], tiny_tokenizer, max_length=20)
     assert len(rows) == 8
-    assert report.dropped == {"the prompt fills max_length": 1, "the answers are equal": 1}
+    assert report.dropped == {"whose prompt fills max_length": 1, "with equal answers": 1}
     assert "dropped 2 of 10 rows" in caplog.text
-    with pytest.raises(DataError, match="in 2 of 4 rows the answers are equal, more than 20%"):
+    with pytest.raises(DataError, match="2 of 4 rows with equal answers, more than 20%"):
         prepared([good, good, equal, equal], tiny_tokenizer)
     with pytest.raises(DataError, match="no row of the train dataset is left: of 1"):
         prepared([full], tiny_tokenizer, max_length=20)
