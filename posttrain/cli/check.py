@@ -428,7 +428,7 @@ def report() -> str:
     """The whole report as text."""
     import torch
 
-    from posttrain.models.load import bf16_is_faster
+    from posttrain.models.parallel import bf16_is_faster
 
     visible = [f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ]
     rows = {

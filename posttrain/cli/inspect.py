@@ -109,8 +109,8 @@ def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
     def rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
         from posttrain.checks.pairs import check_pairs
         from posttrain.data.chat import terminal_token_ids
-        from posttrain.data.formats import ROW, extract_and_unpair
-        from posttrain.data.preference import AnswerOptions, answer_rows, prepare_answers
+        from posttrain.data.formats import ROW
+        from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 
         if branches == ("completion",):
             examples = extract_and_unpair(examples)
@@ -119,7 +119,7 @@ def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
         made = answer_rows(prepared, branches)
         stops = terminal_token_ids(tokenizer)
         pairs = check_pairs(made, limit=config.max_length, stops=stops) if len(branches) == 2 else []
-        return Prepared(made, pairs, report.cut, numbers=_numbers(prepared))
+        return Prepared(made, pairs, report.truncated, numbers=_numbers(prepared))
 
     return rows
 

@@ -12,7 +12,8 @@ import transformers
 
 from posttrain.checks.registry import MODES, silenced_codes
 from posttrain.errors import ConfigError, check_choice
-from posttrain.models.load import bf16_is_faster, with_dtype
+from posttrain.models.load import with_dtype
+from posttrain.models.parallel import bf16_is_faster
 
 __all__ = [
     "AUTO",

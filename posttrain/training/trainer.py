@@ -26,8 +26,7 @@ from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import activations, load, parallel
-from posttrain.models.clone import clone_chat_template
-from posttrain.models.forward import causal_lm, forward, noisy_embeddings
+from posttrain.models.forward import causal_lm, forward, noisy_embeddings, router_coefficient
 from posttrain.report.card import create_model_card
 from posttrain.report.progress import GracefulInterrupt
 from posttrain.report.record import RunRecordCallback
@@ -61,7 +60,7 @@ class PostTrainer(transformers.Trainer):
     """
 
     loss_is_scaled_for_ga = True  # Our denominators span the whole optimiser step, over micro-batches and ranks.
-    needs: ClassVar[frozenset[str]] = frozenset({"logp"})
+    needs: frozenset[str] = frozenset({"logp"})
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
     _tag_names: ClassVar[list[str]] = ["posttrain"]
     _name: ClassVar[str] = "post-training"
@@ -110,7 +109,7 @@ class PostTrainer(transformers.Trainer):
         self.added_tokens: list[int] = []
         if load.changes_vocabulary(args):
             whole = self._load(model, args, init, quantization_config)
-            model, self.processing_class, self.added_tokens = clone_chat_template(
+            model, self.processing_class, self.added_tokens = load.clone_chat_template(
                 whole, self.processing_class, args.chat_template_path
             )
         load.prepare_tokenizer(self.processing_class, args)
@@ -121,7 +120,7 @@ class PostTrainer(transformers.Trainer):
         model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self.counters: dict[str, float] = {"num_tokens": 0.0}
-        self.router_coefficient = load.router_coefficient(model, args)
+        self.router_coefficient = router_coefficient(model, args)
         super().__init__(
             model=model,
             args=args,

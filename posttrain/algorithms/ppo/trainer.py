@@ -93,7 +93,7 @@ class PPOTrainer(OnlineTrainer):
     """
 
     config_class: ClassVar[type[PPOConfig]] = PPOConfig
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "values", "entropy"})
+    needs: frozenset[str] = frozenset({"logp", "values", "entropy"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "ppo"]
     _name: ClassVar[str] = "PPO"
     _suffix: ClassVar[str] = "PPO"
