@@ -297,8 +297,9 @@ def test_the_pages_of_preference_methods_name_every_finding_and_metric():
     from posttrain.algorithms import dpo, orpo, reference_free
     from posttrain.algorithms import preference as shared
     from posttrain.algorithms import unpaired as judged
-    from posttrain.checks import pairs, preference
-    from posttrain.checks import preference as margins
+    from posttrain.checks import pairs
+    from posttrain.checks import pairs as margins
+    from posttrain.checks import pairs as preference
 
     source = "".join(map(inspect.getsource, (margins, pairs, preference)))
     codes = re.findall(r'^ +"(PT-[DP]\d{3})",(?:$| "warning")', source, re.M)

@@ -13,12 +13,13 @@ import datasets
 import torch
 from torch import Tensor, nn
 
-from posttrain.checks.pairs import PAIR_CODES, check_pairs
-from posttrain.checks.preference import (
+from posttrain.checks.pairs import (
     AGREEMENT_CODES,
+    PAIR_CODES,
     PreferenceHealth,
     SecondSight,
     check_agreement,
+    check_pairs,
     check_second_sight,
     reference_mismatch,
     reference_prefers_rejected,
@@ -201,7 +202,7 @@ class PairWatch:
 
 
 def _text(value: Any) -> str:
-    from posttrain.checks.samples import answers_of
+    from posttrain.checks.rows import answers_of
 
     return answers_of(value)[:EXCERPT]
 

@@ -103,6 +103,7 @@ class Context:
         tokenizer: Tokenizer or processor.
         train_dataset, eval_dataset: As they were given.
         rows: A sample of the training set, tokenised.
+        sample: The same rows with what their checks find (`posttrain.checks.rows.RowSample`), where that is shared.
         limit: Tokens at which those rows were cut.
         peft_config: Of an adapter that is trained.
         processes: Ranks of the run.
@@ -117,6 +118,7 @@ class Context:
     train_dataset: Any = None
     eval_dataset: Any = None
     rows: Sequence[Row] = ()
+    sample: Any = None
     limit: int | None = None
     peft_config: Any = None
     processes: int = 1

@@ -5,11 +5,11 @@ The main process looks and all ranks hear the same, so that an error ends all of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -28,7 +28,7 @@ from torch import nn
 from posttrain.checks import training as checks
 from posttrain.checks.pairs import PAIR_TEXT_CODES, PairScan, scan_pairs, score_columns
 from posttrain.checks.registry import Context, Moment, Preflight, codes_of, describe
-from posttrain.checks.samples import (
+from posttrain.checks.rows import (
     ROW_CODES,
     WHOLE,
     answers_of,
@@ -37,6 +37,7 @@ from posttrain.checks.samples import (
     doubt,
     doubtful_rows,
     fault,
+    is_open,
     too_many,
 )
 from posttrain.data.forest import Layout
@@ -47,13 +48,11 @@ from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.report.lock import NAME as LOCK
 from posttrain.report.record import describe_run
-from posttrain.rollouts.episodes.environments import EMPTY_PROMPT
-from posttrain.training.data_report import describe_batches, refuse_data, template_findings
-from posttrain.types import Batch, Finding, Row
+from posttrain.training.data_report import DatasetHead, describe_batches, refuse_data
+from posttrain.types import Batch, Finding
 
 __all__ = [
     "Checks",
-    "is_open",
     "log_codes",
     "model_config_of",
     "note_suspects",
@@ -123,11 +122,6 @@ def _found(faults: dict[int, str], doubts: dict[int, str], total: int) -> list[F
 
 def _is_good(row: Mapping[str, Any], columns: Sequence[str], filled: bool = False) -> bool:
     return not fault(row, columns) and (not doubt(row, columns) or is_open(row, filled))
-
-
-def is_open(row: Mapping[str, Any], filled: bool) -> bool:
-    """Whether a row's prompt is empty for an environment to fill; ``filled`` says that there is one."""
-    return filled and row.get("prompt") == EMPTY_PROMPT
 
 
 def _read(rows: Any, columns: Sequence[str], filled: bool) -> tuple[dict[int, str], dict[int, str]]:
@@ -218,7 +212,6 @@ def _write(folder: str | None, name: str, lines: Iterator[dict[str, Any]], wante
 
 
 FILE = "preflight.json"
-SAMPLE, FEW, SECONDS = 256, 16, 2.0  # Rows that are looked at, unless the first few show that they would take longer.
 
 
 class Checks(transformers.TrainerCallback):
@@ -310,23 +303,26 @@ class Checks(transformers.TrainerCallback):
                 checks.check_dense_masks(implementation, packed=packed, row_tokens=layout.row_tokens),
             ])  # fmt: skip
 
-    def data(self, raw: Any, eval_dataset: Any, rows_of: Callable[[list[Any]], list[Row]], prepared: Any) -> None:
-        """Second moment: the training set is tokenised, and a sample of its rows is looked at.
+    def data(self, head: DatasetHead, eval_dataset: Any) -> None:
+        """Second moment: the training set is tokenised; check the sampled rows and the chat template.
 
         Args:
-            raw: The training set as it was given.
-            eval_dataset: Likewise.
-            rows_of: Makes rows of prepared examples.
-            prepared: The training set as it is trained.
+            head: The sampled rows.
+            eval_dataset: As it was given.
         """
-        active = self.preflight.active
-        rows = self._sampled_rows(rows_of, prepared) if active else []
-        limit = getattr(self.args, "max_length", None)
-        self.look("data", train_dataset=raw, eval_dataset=eval_dataset, rows=rows, limit=limit)
-        if active:
-            with self.preflight.looking("data", tuple(PROBLEMS)):
-                found = template_findings(raw, self.context.tokenizer)
-                self.tell(replace(f, severity="warning" if f.severity == "error" else "info") for f in found)
+        if not self.preflight.active:
+            return
+        sample = None
+        # What is wrong with rows that cannot be made is reported where they are trained, by number.
+        with contextlib.suppress(PosttrainError):
+            sample = head.sample if not head.streams and head.prepared is not None else None
+        rows = sample.rows if sample is not None else ()
+        self.look("data", train_dataset=head.raw, eval_dataset=eval_dataset, rows=rows, sample=sample, limit=head.limit)
+        with self.preflight.looking("data", tuple(PROBLEMS)):
+            self.tell(
+                replace(found, severity="warning" if found.severity == "error" else "info")
+                for found in head.template_findings
+            )
 
     def step(
         self, batches: Sequence[Batch], tokens: float, sequences: float, overlong: float, state: Any
@@ -506,34 +502,11 @@ class Checks(transformers.TrainerCallback):
         os.replace(part, folder / FILE)
         self._written, self.preflight.changed = True, False
 
-    def _sampled_rows(self, rows_of: Callable[[list[Any]], list[Row]], dataset: Any) -> list[Row]:
-        """Rows spread over the training set, as many as are made in a second or two; none where they cannot be made."""
-        if dataset is None or isinstance(dataset, datasets.IterableDataset) or not len(dataset):
-            return []
-        started = time.perf_counter()
-        try:
-            rows = rows_of(self._examples(dataset, FEW))
-            spent = max(time.perf_counter() - started, 1e-6)
-            count = min(SAMPLE, int(SECONDS / spent * FEW))
-            return rows if count <= FEW else rows_of(self._examples(dataset, count))
-        # What is wrong with such rows is told where they are trained, by number.
-        except PosttrainError:
-            return []
-
-    def _examples(self, dataset: Any, count: int) -> list[Any]:
-        rows = (dataset[i] for i in _spread(len(dataset), count))
-        return [row for row in rows if not is_open(row, self.fills_prompts)]
-
 
 @cache
 def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
     """Codes of these letters that are looked for at log lines, but for those ``apart``, which have a moment of their own."""
     return tuple(code for letter in letters for code in codes_of(letter, "log_step") if code not in apart)
-
-
-def _spread(total: int, count: int) -> list[int]:
-    take = min(total, count)
-    return [total * k // take for k in range(take)]
 
 
 def model_config_of(model: Any, args: Any) -> Any:

@@ -6,9 +6,11 @@ import itertools
 import json
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import datasets
 import transformers
 
-from posttrain.checks.rows import check_rows
+from posttrain.checks.rows import RowSample, is_open
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.forest import to_rows
 from posttrain.data.formats import get_dataset_column_names, maybe_convert_to_chatml, strip_none
@@ -28,8 +30,8 @@ from posttrain.types import Batch, Finding, Row
 __all__ = [
     "DataReport",
     "DataReportCallback",
+    "DatasetHead",
     "describe_batches",
-    "describe_data",
     "prompt_rows",
     "refuse_data",
     "template_findings",
@@ -39,7 +41,10 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+# Rows of a chat template's check, and sequences that are shown.
 ROWS, SHOWN = 32, 3
+# Examples that are always tokenised, and those that are where two seconds suffice; of a stream, its first ones.
+FEW, MOST, SECONDS, STREAMED = 16, 256, 2.0, 32
 CHAT = ("messages", "prompt", "chosen", "conversations")
 
 
@@ -123,50 +128,84 @@ def warnings_are_errors(strict: bool) -> Iterator[None]:
         refuse_data(told.said)
 
 
-def describe_data(
-    raw: Any,
-    prepared: Any,
-    rows_of: Callable[[list[dict[str, Any]]], list[Row]],
-    tokenizer: Any,
-    args: Any,
-    *,
-    report: Any = None,
-    ignored_codes: frozenset[str] = frozenset(),
-    count: int = ROWS,
-) -> DataReport:
-    """What the training set looks like to the model, from a few rows spread over it; takes well under two seconds.
+class DatasetHead:
+    """The rows that are looked at before training: read and tokenised once, for the checks, the report and ``strict_data``.
 
     Args:
         raw: The training set as it was given.
         prepared: As it is trained.
         rows_of: Makes rows of prepared examples.
         tokenizer: Of the run.
-        args: The trainer's config: ``max_length``, ``strict_data``.
-        report: What preparation counted (``rows_out``, ``dropped``), where it did.
-        ignored_codes: Codes of findings that do not concern these rows.
-        count: Rows to look at, at most.
-
-    Raises:
-        DataError: ``strict_data`` is set and there is something to warn of.
+        limit: ``max_length``: tokens at which rows were cut.
+        fills_prompts: Whether environments write the prompts, so that rows with an empty one are left out.
     """
-    examples = _spread(prepared, count)
-    made = rows_of(examples)
-    found = _describe(made, tokenizer)
-    streams = isinstance(raw, datasets.IterableDataset) or not hasattr(raw, "__len__")
-    found.rows_in = None if streams else len(raw)
-    found.rows_out = None if streams else getattr(report, "rows_out", 0) or len(prepared)
-    found.dropped = dict(getattr(report, "dropped", {}))
-    limit = getattr(args, "max_length", None)
-    if examples and LENGTHS in examples[0] and limit:
-        found.packing_fill = statistics.fmean(len(example["input_ids"]) for example in examples) / limit
-    labels = [str(bool(example["label"])) for example in examples if isinstance(example.get("label"), bool | int)]
-    found.labels = {label: labels.count(label) for label in sorted(set(labels))}
-    findings = [*template_findings(raw, tokenizer), *(check_rows(made, tokenizer, limit=limit) if made else [])]
-    found.findings = [finding for finding in findings if finding.code not in ignored_codes]
-    worse = [f"{f.code}: {f.what} ({f.where}) {f.fix}" for f in found.findings if f.severity != "info"]
-    if worse and getattr(args, "strict_data", False):
-        refuse_data(worse)
-    return found
+
+    def __init__(
+        self,
+        raw: Any,
+        prepared: Any,
+        rows_of: Callable[[list[dict[str, Any]]], list[Row]],
+        tokenizer: Any,
+        *,
+        limit: int | None,
+        fills_prompts: bool = False,
+    ) -> None:
+        self.raw, self.prepared, self.rows_of, self.tokenizer = raw, prepared, rows_of, tokenizer
+        self.limit, self.fills_prompts = limit, fills_prompts
+        self.streams = isinstance(prepared, datasets.IterableDataset) or not hasattr(prepared, "__len__")
+
+    @cached_property
+    def _read(self) -> tuple[list[dict[str, Any]], list[Row]]:
+        """Examples spread over the set, as many as are tokenised in two seconds, and their rows."""
+        if self.streams:
+            first = self._kept(islice(self.prepared, STREAMED))
+            return first, self.rows_of(first)
+        began, total = time.perf_counter(), len(self.prepared)
+        few = self._kept(self.prepared[i] for i in _evenly(total, FEW))
+        rows = self.rows_of(few)
+        if total <= FEW:
+            return few, rows
+        count = min(MOST, int(SECONDS / max(time.perf_counter() - began, 1e-6) * FEW))
+        places = sorted({*_evenly(total, count)} - {*_evenly(total, FEW)}) if count > FEW else []
+        more = self._kept(self.prepared[i] for i in places)
+        return few + more, rows + (self.rows_of(more) if more else [])
+
+    def _kept(self, examples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [example for example in examples if not is_open(example, self.fills_prompts)]
+
+    @property
+    def examples(self) -> list[dict[str, Any]]:
+        """Prepared examples."""
+        return self._read[0]
+
+    @cached_property
+    def sample(self) -> RowSample:
+        """Their rows, with what the checks of rows find."""
+        return RowSample(self._read[1], self.tokenizer, self.limit)
+
+    @cached_property
+    def template_findings(self) -> list[Finding]:
+        """What the chat template does to the first raw rows."""
+        return template_findings(self.raw, self.tokenizer)
+
+    def report(self, prepared_by: Any = None, ignored_codes: frozenset[str] = frozenset()) -> DataReport:
+        """What the training set looks like to the model.
+
+        Args:
+            prepared_by: What preparation counted (``rows_out``, ``dropped``), where it did.
+            ignored_codes: Codes of findings that do not concern these rows.
+        """
+        found = _describe(self.sample.rows, self.tokenizer)
+        if not self.streams and hasattr(self.raw, "__len__"):
+            found.rows_in, found.rows_out = len(self.raw), getattr(prepared_by, "rows_out", 0) or len(self.prepared)
+        found.dropped = dict(getattr(prepared_by, "dropped", {}))
+        if self.examples and LENGTHS in self.examples[0] and self.limit:
+            found.packing_fill = statistics.fmean(len(example["input_ids"]) for example in self.examples) / self.limit
+        labels = [str(bool(e["label"])) for e in self.examples if isinstance(e.get("label"), bool | int)]
+        found.labels = {label: labels.count(label) for label in sorted(set(labels))}
+        findings = [*self.template_findings, *self.sample.findings]
+        found.findings = [finding for finding in findings if finding.code not in ignored_codes]
+        return found
 
 
 class DataReportCallback(transformers.TrainerCallback):
@@ -229,11 +268,10 @@ def refuse_data(said: Sequence[str]) -> None:
     )
 
 
-def _spread(dataset: Any, count: int) -> list[dict[str, Any]]:
-    if not hasattr(dataset, "__len__") or isinstance(dataset, datasets.IterableDataset):
-        return list(islice(dataset, count))
-    take = min(count, len(dataset))
-    return [dataset[len(dataset) * k // take] for k in range(take)]
+def _evenly(total: int, count: int) -> list[int]:
+    """Up to ``count`` of ``total`` indices, evenly spaced."""
+    take = min(total, count)
+    return [total * k // take for k in range(take)]
 
 
 def template_findings(raw: Any, tokenizer: Any) -> list[Finding]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, set_seed
 
-from posttrain.checks.registry import Preflight
+from posttrain.checks.registry import Preflight, describe
 from posttrain.data.forest import Layout, collate, halves
 from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
@@ -29,23 +29,20 @@ from posttrain.models import activations, load, parallel
 from posttrain.models.clone import clone_chat_template
 from posttrain.models.forward import causal_lm, forward, noisy_embeddings
 from posttrain.report.card import create_model_card
-from posttrain.report.progress import GracefulInterrupt
 from posttrain.report.record import RunRecordCallback
-from posttrain.rollouts.server.replies import remove_orphans
 from posttrain.training import checkpoint, construct
 from posttrain.training.config import PostTrainingConfig
 from posttrain.training.construct import check_hooks, user_override
 from posttrain.training.data_report import (
-    ROWS,
     DataReport,
     DataReportCallback,
-    describe_data,
+    DatasetHead,
     prompt_rows,
+    refuse_data,
     warnings_are_errors,
 )
-from posttrain.training.dry_step import DryStep, dry_step, fit_memory
 from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
-from posttrain.training.passes import PassRunner
+from posttrain.training.passes import DryStep, PassRunner, dry_step, fit_memory
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
 __all__ = ["PostTrainer", "PostTrainingConfig"]
@@ -83,6 +80,7 @@ class PostTrainer(transformers.Trainer):
     _tokens_checked = _in_loop = False
     reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
     _eval_rounds = 0
+    _head: DatasetHead | None = None
 
     def __init__(
         self,
@@ -143,7 +141,7 @@ class PostTrainer(transformers.Trainer):
         # Looked up at every call: a user may replace them on the instance.
         loss, backward = lambda *given: self._loss_of_pass(*given), lambda value: self.accelerator.backward(value)
         self.passes = PassRunner(loss, backward, self._halves, self.buffers, shards=shards)
-        self.record, self.interrupt = RunRecordCallback(args, self.processing_class), GracefulInterrupt()
+        self.record, self.interrupt = RunRecordCallback(args, self.processing_class), checkpoint.GracefulInterrupt()
         size = lambda: checkpoint.checkpoint_bytes(self.model, args)  # noqa: E731
         self.checkpoints = checkpoint.Checkpointer(args, self.accelerator, self.record.lock, size)
         self.checks.record = self.record
@@ -245,7 +243,7 @@ class PostTrainer(transformers.Trainer):
 
     def check_data(self) -> None:
         """A sample of the rows that will be trained; a method adds its own."""
-        self.checks.data(self._raw, self.eval_dataset, self._rows_of, self.train_dataset)
+        self.checks.data(self.head, self.eval_dataset)
 
     def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
         """What the line that was just logged says about the run; a method adds its own."""
@@ -256,17 +254,28 @@ class PostTrainer(transformers.Trainer):
         """What was looked for in this run, and what was found."""
         return self.checks.preflight
 
-    def data_report(self, rows: int = ROWS) -> DataReport:
-        """What the training set looks like to the model, from at most ``rows`` rows spread over it.
+    @property
+    def head(self) -> DatasetHead:
+        """The training rows that are looked at before training, read once; another ``train_dataset`` is read anew."""
+        if self._head is None or self._head.prepared is not self.train_dataset:
+            limit, fills = getattr(self.args, "max_length", None), self.checks.fills_prompts
+            given = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
+            self._head = DatasetHead(*given, limit=limit, fills_prompts=fills)
+        return self._head
+
+    def data_report(self) -> DataReport:
+        """What the training set looks like to the model, from rows spread over it.
 
         Raises:
             DataError: ``strict_data`` is set and there is something to warn of.
 
         >>> print(trainer.data_report())  # doctest: +SKIP
         """
-        known = {"report": getattr(self, "reports", {}).get("train"), "ignored_codes": self.beside_the_point}
-        options: dict[str, Any] = {**known, "count": rows}
-        return describe_data(self._raw, self.train_dataset, self._rows_of, self.processing_class, self.args, **options)
+        report = self.head.report(getattr(self, "reports", {}).get("train"), self.beside_the_point)
+        worse = [describe(finding) for finding in report.findings if finding.severity != "info"]
+        if worse and self.args.strict_data:
+            refuse_data(worse)
+        return report
 
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:
@@ -275,7 +284,7 @@ class PostTrainer(transformers.Trainer):
             return prompt_rows(examples, self.processing_class, self.args)
 
     def dry_step(self, batch_size: int | None = None) -> DryStep:
-        """Forward and backward of the longest rows, see `posttrain.training.dry_step.dry_step`."""
+        """Forward and backward of the longest rows, see `posttrain.training.passes.dry_step`."""
         return dry_step(self, batch_size)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
@@ -292,7 +301,6 @@ class PostTrainer(transformers.Trainer):
         if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
             # Nothing is clipped; but at 0 no norm is taken, and NaN reaches the weights.
             self.args.max_grad_norm = math.inf
-        remove_orphans()  # Weights in shared memory, of runs that were killed.
         self.interrupt.install(self.accelerator)
         # transformers' own hook would take the width of a row for the length of each document in it.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
@@ -499,7 +507,8 @@ class PostTrainer(transformers.Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""
-        count_rounds(logs, self._eval_rounds)
+        if self._eval_rounds:
+            count_rounds(logs, self._eval_rounds)
         if not any(key.startswith("eval_") for key in logs):
             logs.update(self.reduced_metrics("train"))
             logs["num_tokens"] = self.counters["num_tokens"]

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from posttrain.checks.pairs import check_pairs
-from posttrain.checks.preference import PreferenceHealth, reference_mismatch
+from posttrain.checks.pairs import PreferenceHealth, check_pairs, reference_mismatch
 from posttrain.types import Row
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.checks.preference import PreferenceHealth, reference_mismatch
+from posttrain.checks.pairs import PreferenceHealth, reference_mismatch
 
 
 def test_half_precision_moves_the_first_loss_by_more_than_float32():

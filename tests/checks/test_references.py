@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import datasets
 
-from posttrain.checks.preference import check_references, reference_column, references_of_rewards
+from posttrain.checks.pairs import check_references, reference_column, references_of_rewards
 from posttrain.checks.registry import Context
 from posttrain.rewards import (
     accuracy_reward,

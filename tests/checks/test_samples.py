@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.checks.samples import bad_rows, columns_of, doubt, doubtful_rows, fault, too_many
+from posttrain.checks.rows import bad_rows, columns_of, doubt, doubtful_rows, fault, too_many
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
