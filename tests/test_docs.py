@@ -297,12 +297,10 @@ def test_the_pages_of_preference_methods_name_every_finding_and_metric():
     from posttrain.algorithms import dpo, orpo, reference_free
     from posttrain.algorithms import preference as shared
     from posttrain.algorithms import unpaired as judged
-    from posttrain.checks import pairs
-    from posttrain.checks import pairs as margins
-    from posttrain.checks import pairs as preference
+    from posttrain.checks import pairs, rules
 
-    source = "".join(map(inspect.getsource, (margins, pairs, preference)))
-    codes = re.findall(r'^ +"(PT-[DP]\d{3})",(?:$| "warning")', source, re.M)
+    source = "".join(map(inspect.getsource, (pairs, rules)))
+    codes = re.findall(r'^ +"(PT-[DP]\d{3})",(?:$| "warning"| \()', source, re.M)
     assert sorted(names("dpo.md", "code")) == sorted(set(codes)) and len(codes) > 10
     logged = re.compile(r'"([a-z_]+(?:/[a-z_]+)?)": mean|metrics\["([a-z_/]+)"\] = mean')
     for page, modules in (("dpo.md", [dpo, shared]), ("reference_free.md", [orpo, reference_free])):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from posttrain.checks.pairs import (
     AGREEMENT_CODES,
     PAIR_CODES,
-    PreferenceHealth,
     SecondSight,
     check_agreement,
     check_pairs,
@@ -24,6 +23,7 @@ from posttrain.checks.pairs import (
     reference_mismatch,
     reference_prefers_rejected,
 )
+from posttrain.checks.rules import check_log
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.formats import maybe_convert_to_chatml, maybe_extract_prompt
 from posttrain.data.preference import AnswerOptions, AnswerReport, answer_rows, prepare_answers
@@ -33,8 +33,9 @@ from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, precomputed_logps, tell_own_checkpoint
-from posttrain.training.checks import Checks, note_suspects
+from posttrain.training.checks import Checks
 from posttrain.training.config import PostTrainingConfig, refuse_cut_sequences
+from posttrain.training.data_report import note_suspects
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
@@ -78,7 +79,7 @@ class PairWatch:
     ) -> None:
         self.args, self.checks, self.tokenizer, self.branches = args, checks, tokenizer, branches
         self.compared, self.given = compared, given
-        self.health, self.sight = PreferenceHealth(), SecondSight()
+        self.sight = SecondSight()
         self._begun = False
         # Margins stay on the device until the next log line, so that no step waits for them.
         self._margins: list[tuple[int, Tensor, Tensor]] = []
@@ -178,7 +179,7 @@ class PairWatch:
 
     def signs(self, logs: dict[str, float], state: Any, raw: Any, prepared: Any) -> Iterable[Finding | None]:
         """What the rewards of pairs say; of margins seen twice, those of the main process's pairs."""
-        yield from self.health.read(logs)
+        yield from check_log(state.log_history, "P")
         for step, numbers, margins in self._margins:
             progress = step / max(int(state.max_steps or 0), 1)
             self.sight.see(step, numbers.long().tolist(), margins.tolist(), progress=progress)

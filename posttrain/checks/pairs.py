@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.checks.registry import Context, finding, probe, register
+from posttrain.checks.registry import finding, register
 from posttrain.checks.rows import answers_of, count_of
+from posttrain.data.chat import common_prefix
 from posttrain.types import Finding, Row
 
 __all__ = [
@@ -23,16 +21,12 @@ __all__ = [
     "SCORES",
     "SIGHT_CODES",
     "PairScan",
-    "PreferenceHealth",
     "SecondSight",
     "check_agreement",
     "check_judged",
     "check_pairs",
-    "check_references",
     "check_second_sight",
-    "edit_distance",
     "nearly_equal",
-    "reference_column",
     "reference_mismatch",
     "reference_prefers_rejected",
     "scan_pairs",
@@ -40,7 +34,7 @@ __all__ = [
 ]
 
 
-PAIR_CODES = ("PT-D012", "PT-D020", "PT-D021", "PT-D022", "PT-D023", "PT-D024", "PT-D025")
+PAIR_CODES = ("PT-D020", "PT-D022", "PT-D023", "PT-D024", "PT-D025")
 JUDGED_CODES = ("PT-D025", "PT-D026")
 
 LONGER = 0.85  # Share of pairs in which one side is longer, above which length is what there is to learn.
@@ -57,9 +51,9 @@ def check_pairs(rows: Sequence[Row], *, limit: int | None = None, stops: Sequenc
         limit: ``max_length``: a longer side was cut.
         stops: Token ids that end an answer.
 
-    >>> row = Row([1], [[2], [2]], [[1], [1]])
-    >>> [finding.code for finding in check_pairs([row])]
-    ['PT-D012']
+    >>> rows = [Row([1], [[2], [3]], [[1], [1]]), Row([1], [[3], [2]], [[1], [1]])]
+    >>> [finding.code for finding in check_pairs(rows)]
+    ['PT-D020']
     """
     pairs = [row for row in rows if len(row.completions) == 2]
     found = [finding for check in CHECKS if (finding := check(pairs, limit, frozenset(stops))) is not None]
@@ -110,22 +104,6 @@ def _ended(answer: Sequence[int], stops: frozenset[int]) -> bool:
     return not stops.isdisjoint(answer[-3:])
 
 
-def identical(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Finding | None:
-    """Pairs whose two answers are the same tokens: loss ln 2, no gradient."""
-    same = [i for i, row in enumerate(rows) if row.completions[0] == row.completions[1]]
-    if not same:
-        return None
-    everywhere = len(same) == len(rows)
-    return Finding(
-        "PT-D012",
-        "error" if everywhere else "warning",
-        "chosen and rejected are equal" + (" in every pair" if everywhere else ""),
-        _where(same, rows),
-        "such a pair has a loss of ln 2 and no gradient; it only lowers the accuracy",
-        "remove these rows; if all are equal, look at how the two columns were made",
-    )
-
-
 def contradictory(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Finding | None:
     """The same two answers to one prompt, preferred both ways."""
     seen: dict[tuple, tuple[int, bool]] = {}
@@ -147,27 +125,6 @@ def contradictory(rows: Sequence[Row], limit: int | None, stops: frozenset[int])
         _where(against, rows),
         "the two pairs cancel each other; many of them mean that labels were flipped or averaged",
         "keep the more frequent direction, or use loss_type='robust' with label_smoothing near the share of flips",
-    )
-
-
-def repeated(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Finding | None:
-    """Whole pairs that occur more than once."""
-    seen: set[tuple] = set()
-    again = []
-    for index, row in enumerate(rows):
-        key = (tuple(row.prompt_ids), *map(tuple, row.completions))
-        if key in seen:
-            again.append(index)
-        seen.add(key)
-    if not again:
-        return None
-    return Finding(
-        "PT-D021",
-        "warning" if len(again) > 0.01 * len(rows) else "info",
-        "a pair occurs more than once",
-        _where(again, rows),
-        "repeated pairs weigh more than others, and leak into evaluation when the set is split",
-        "remove duplicates before splitting",
     )
 
 
@@ -255,9 +212,7 @@ def unended(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Fi
 
 
 CHECKS: tuple[Callable[[Sequence[Row], int | None, frozenset[int]], Finding | None], ...] = (
-    identical,
     contradictory,
-    repeated,
     length_bias,
     cut_on_one_side,
     ends_on_one_side,
@@ -271,8 +226,7 @@ register("PT-D035", "pair-swapped", moment="data", title="pairs that appear with
 
 PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")
 SCORES = ("score", "rating", "reward", "score_overall")  # chosen_score, score_chosen, ...
-NEAR = 0.02  # Edits over the longer text.
-COMPARED = 4000  # Characters of a text up to which edits are counted.
+NEAR = 0.02  # Of the longer text.
 SOME = 0.001  # Share of near-equal pairs that every real set has.
 SHOWN = 5
 ENOUGH_TEXTS = 20  # Pairs that were judged twice, below which their share says nothing.
@@ -413,7 +367,7 @@ def _compare_scores(scan: PairScan, index: int, chosen: Any, rejected: Any) -> N
 
 
 def nearly_equal(first: str, second: str, share: float = NEAR) -> bool:
-    """Whether two texts, white space and case aside, differ by at most this share of the longer one.
+    """Whether two texts, white space and case aside, differ in one place by at most this share of the longer one.
 
     >>> nearly_equal("The answer to the question about the number of planets in our system is 8", "the  answer" +
     ...     " to the question about the number of planets in our system is 9")
@@ -421,48 +375,11 @@ def nearly_equal(first: str, second: str, share: float = NEAR) -> bool:
     """
     a, b = (" ".join(text.casefold().split()) for text in (first, second))
     most = int(share * max(len(a), len(b)))
-    if abs(len(a) - len(b)) > most:
-        return False
-    if a == b:
-        return True
-    if most == 0 or max(len(a), len(b)) > COMPARED:
-        return False
-    a, b = _middle(a, b)
-    if max(len(a), len(b)) <= most:
-        return True
-    odd = (Counter(a) - Counter(b)).total(), (Counter(b) - Counter(a)).total()
-    return max(odd) <= most and edit_distance(a, b, most) <= most
+    start = common_prefix(a, b)
+    end = common_prefix(a[start:][::-1], b[start:][::-1])
+    return max(len(a), len(b)) - start - end <= most
 
 
-def _middle(a: str, b: str) -> tuple[str, str]:
-    """Two texts without what they begin and end with alike."""
-    shortest = min(len(a), len(b))
-    start = next((i for i in range(shortest) if a[i] != b[i]), shortest)
-    a, b = a[start:], b[start:]
-    shortest = min(len(a), len(b))
-    end = next((i for i in range(shortest) if a[-1 - i] != b[-1 - i]), shortest)
-    return a[: len(a) - end], b[: len(b) - end]
-
-
-def edit_distance(a: str, b: str, most: int) -> int:
-    """Insertions, deletions and substitutions between two texts, counted up to ``most`` and one more.
-
-    >>> edit_distance("kitten", "sitting", 5), edit_distance("kitten", "sitting", 1)
-    (3, 2)
-    """
-    beyond = most + 1
-    row = [min(j, beyond) for j in range(len(b) + 1)]
-    for i, char in enumerate(a, 1):
-        low, high = max(1, i - most), min(len(b), i + most)
-        new = [beyond] * (len(b) + 1)
-        new[0] = min(i, beyond)
-        for j in range(low, high + 1):
-            new[j] = min(row[j] + 1, new[j - 1] + 1, row[j - 1] + (char != b[j - 1]), beyond)
-        row = new
-    return row[-1]
-
-
-SINKING = 5  # Logs in a row in which both rewards fall.
 ENOUGH_PAIRS, FLIPPED = (
     20,
     0.9,
@@ -474,7 +391,6 @@ ENOUGH_PAIRS, FLIPPED = (
 # other weights is further away a token, one of another precision in the loss (0.055 was seen).
 TOLERANCE = {"float32": 1e-3, "half": 0.15}  # Nats a token between policy and reference.
 LOSS_OFF = {"float32": 0.02, "half": 0.04}  # Difference of the first sigmoid loss from ln 2.
-EVALUATIONS, BACKWARDS = 3, 0.45  # Evaluations in a row, and the accuracy below which labels look inverted.
 
 
 def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, given: bool = False) -> Finding | None:
@@ -526,117 +442,6 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
         "the columns may be swapped, or the chosen answers are much longer",
         "look at some pairs with posttrain inspect; rename the columns if they are swapped",
     )
-
-
-def inverted(accuracies: Sequence[float]) -> Finding | None:
-    """Evaluations in a row in which the policy prefers the rejected answer of held-out pairs.
-
-    Args:
-        accuracies: Shares of pairs whose margin is positive, the latest last.
-    """
-    latest = accuracies[-EVALUATIONS:]
-    if len(latest) < EVALUATIONS or max(latest) >= BACKWARDS:
-        return None
-    return Finding(
-        "PT-P007",
-        "warning",
-        f"eval_rewards/accuracies was {', '.join(f'{value:.2f}' for value in latest)} in the last {EVALUATIONS} evaluations",
-        "evaluation",
-        "labels may be inverted: on pairs it never saw, the policy prefers the answer that was rejected",
-        "look at chosen and rejected of some rows with posttrain inspect; swap the columns if they are swapped",
-    )
-
-
-class PreferenceHealth:
-    """Reads each log entry and tells what it means; every code is told once until it clears.
-
-    >>> health = PreferenceHealth()
-    >>> entries = [{"rewards/chosen": -0.1 * i, "rewards/rejected": -0.3 * i, "rewards/accuracies": 1.0} for i in range(8)]
-    >>> [finding.code for entry in entries for finding in health.read(entry)]
-    ['PT-P003']
-    """
-
-    def __init__(self) -> None:
-        self.history: list[Mapping[str, float]] = []
-        self.told: set[str] = set()
-        self.evaluated: list[float] = []
-
-    def read(self, entry: Mapping[str, float]) -> list[Finding]:
-        """Findings that became true with this log entry."""
-        if "eval_rewards/accuracies" in entry:
-            self.evaluated = [*self.evaluated, float(entry["eval_rewards/accuracies"])][-EVALUATIONS:]
-            found = inverted(self.evaluated)
-            return [found] if found is not None else []
-        if "rewards/chosen" not in entry or "rewards/rejected" not in entry:
-            return []
-        self.history = [*self.history, entry][-20:]
-        found = [f for check in (self._sinking, self._saturated, self._backwards, self._still) if (f := check())]
-        new = [finding for finding in found if finding.code not in self.told]
-        self.told = {finding.code for finding in found}
-        return new
-
-    def _last(self, name: str, count: int) -> list[float]:
-        values = [float(entry[name]) for entry in self.history if name in entry]
-        return values[-count:]
-
-    def _sinking(self) -> Finding | None:
-        chosen, rejected = self._last("rewards/chosen", SINKING + 1), self._last("rewards/rejected", SINKING + 1)
-        falls = all(a > b for values in (chosen, rejected) for a, b in itertools.pairwise(values))
-        accuracy = self._last("rewards/accuracies", 1)
-        if len(chosen) <= SINKING or not falls or chosen[-1] >= 0 or not accuracy or accuracy[0] <= 0.5:
-            return None
-        return Finding(
-            "PT-P003",
-            "warning",
-            f"rewards/chosen ({chosen[-1]:.3g}) and rewards/rejected ({rejected[-1]:.3g}) have both fallen for {SINKING} logs",
-            "training metrics",
-            "the margin grows while the chosen answers become less likely too: the model unlearns both, and its samples get "
-            "worse at a rising accuracy",
-            "raise the weight of a likelihood term ('sft' in DPO's loss_type, cpo_alpha, tpo_alpha), try apo_zero, a larger "
-            "beta or a lower learning rate",
-        )
-
-    def _saturated(self) -> Finding | None:
-        margins = self._last("rewards/margins", 3)
-        if len(margins) < 3 or min(margins) < 10:
-            return None
-        return Finding(
-            "PT-P004",
-            "warning",
-            f"rewards/margins is {margins[-1]:.3g}, where a sigmoid has no gradient left",
-            "training metrics",
-            "every further step only moves pairs that are already apart, or noise",
-            "stop here, or lower the learning rate or the number of epochs; a larger beta makes the margin reach this sooner",
-        )
-
-    def _backwards(self) -> Finding | None:
-        accuracy = self._last("rewards/accuracies", 10)
-        if len(accuracy) < 10 or sum(accuracy) / 10 >= 0.45:
-            return None
-        return Finding(
-            "PT-P005",
-            "warning",
-            f"rewards/accuracies has a mean of {sum(accuracy) / 10:.2f} over the last 10 logs",
-            "training metrics",
-            "the policy moves towards the rejected answers: labels are flipped, or the batches contradict each other",
-            "look at chosen and rejected of some rows with posttrain inspect; lower the learning rate",
-        )
-
-    def _still(self) -> Finding | None:
-        margins = [entry for entry in self.history if "rewards/margins" in entry]
-        last = margins[-3:]
-        moved = any(entry["rewards/chosen"] != 0 or entry["rewards/rejected"] != 0 for entry in last)
-        steps = [entry for entry in last if float(entry.get("learning_rate", 1.0)) > 0]
-        if len(steps) < 3 or moved:
-            return None
-        return Finding(
-            "PT-P006",
-            "warning",
-            "rewards/chosen and rewards/rejected are exactly 0 after 3 logs",
-            "training metrics",
-            "policy and reference share their weights, or nothing that is trained changes the output",
-            "check that ref_model is another object, that some parameter requires a gradient, and beta > 0",
-        )
 
 
 register("PT-P008", "margins-stay-negative", moment="log_step", title="pairs that stay against their labels", page="f")
@@ -769,68 +574,3 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
     return finding(
         "PT-D036", "info", what, "the pairs", "it agrees with the labels.", "nothing, or look at the others."
     )
-
-
-register("PT-R030", "references-unread", moment="data", title="reference answers that say nothing", page="d")
-
-MANY = 0.05  # Share of the rows.
-ROWS = 100_000  # That are read.
-
-
-def reference_column(function: Callable) -> tuple[str, str] | None:
-    """Column and mode (see `answers_match`) of a reward of this package that compares with a reference; None of any other.
-
-    >>> from posttrain.rewards import string_match_reward
-    >>> reference_column(string_match_reward("gold", mode="number"))
-    ('gold', 'number')
-    """
-    from posttrain.rewards import accuracy_reward, reasoning_accuracy_reward
-    from posttrain.rewards.format import CosineScaledReward
-    from posttrain.rewards.math import StringMatchReward
-
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, StringMatchReward):
-        return function.column, function.mode
-    reads = function in (accuracy_reward, reasoning_accuracy_reward) or isinstance(function, CosineScaledReward)
-    return ("solution", "auto") if reads else None
-
-
-def check_references(name: str, column: str, golds: Sequence[Any], *, mode: str = "auto") -> Finding | None:
-    """Rows whose reference scores no answer: over 5 % is a warning, all of them an error.
-
-    Args:
-        name: Of the reward function.
-        column: Where references stand.
-        golds: Their values.
-        mode: How the function compares, see `answers_match`.
-    """
-    from posttrain.rewards.math import answers_match
-
-    unread = [row for row, gold in enumerate(golds) if answers_match(None, gold, mode) is None]  # type: ignore[arg-type]
-    if len(unread) <= MANY * len(golds):
-        return None
-    shown = ", ".join(f"row {row}: {golds[row]!r:.60}" for row in unread[:3])
-    return finding(
-        "PT-R030",
-        "error" if len(unread) == len(golds) else "warning",
-        f"{len(unread)} of {len(golds)} references in `{column}` cannot be read by {name} ({shown}).",
-        f"column {column!r}",
-        "such a row gets None from it: no completion of it is right or wrong, and it teaches nothing.",
-        f"drop these rows, mend the column, or give {name} the column that holds the answers.",
-    )
-
-
-@probe("data", "PT-R030", part="rewards")
-def references_of_rewards(context: Context) -> Iterable[Finding | None]:
-    """The reference column of each reward function that says which one it reads."""
-    rewards: Any = context.parts.get("rewards")
-    dataset: Any = context.train_dataset
-    names = getattr(dataset, "column_names", None) or ()
-    if rewards is None or not hasattr(dataset, "select"):  # A stream is read as it comes.
-        return
-    for name, function in zip(rewards.names, rewards.functions, strict=True):
-        column, mode = reference_column(function) or (None, "")
-        if column in names:
-            head = dataset.select(range(min(ROWS, len(dataset)))).select_columns([column]).with_format(None)
-            yield check_references(name, str(column), head[column][:], mode=mode)

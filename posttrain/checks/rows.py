@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from posttrain.checks.registry import Context, Severity, finding, probe, register
+from posttrain.checks.registry import Context, Severity, probe, register
 from posttrain.data.chat import common_prefix, encode, render, terminal_token_ids
 from posttrain.data.formats import ROLES
 from posttrain.errors import PosttrainError
-from posttrain.rollouts.episodes.environments import EMPTY_PROMPT
 from posttrain.types import Finding, Row
 
 __all__ = [
@@ -28,17 +26,14 @@ __all__ = [
     "RowSample",
     "TokenSequence",
     "answers_of",
-    "bad_rows",
     "check_rows",
     "columns_of",
     "count_of",
     "diverged_prompts",
     "doubt",
-    "doubtful_rows",
     "dropped_rows",
     "fault",
     "is_open",
-    "too_many",
     "where",
 ]
 
@@ -484,7 +479,6 @@ ANSWERS = ("completion", "chosen", "rejected", "reference")
 TOKENISED = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")  # What a turn may say, by its key.
 SPEAKERS = frozenset({"system", "user", "assistant", "tool", "developer", *ROLES})
-SHOWN = 5
 
 
 def columns_of(columns: Sequence[str], *, prompts_only: bool) -> list[str]:
@@ -528,7 +522,7 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 def is_open(row: Mapping[str, Any], filled: bool) -> bool:
     """Whether a row's prompt is empty for an environment to fill; ``filled`` says that there is one."""
-    return filled and row.get("prompt") == EMPTY_PROMPT
+    return filled and row.get("prompt") == [{"role": "user", "content": ""}]
 
 
 def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
@@ -581,75 +575,3 @@ def answers_of(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(f"{t.get('role') or t.get('from')}: {t.get('content') or t.get('value') or ''}" for t in value)
     return "" if value is None else str(value)
-
-
-def _about(
-    code: str, severity: Severity, reasons: Mapping[int, str], total: int, *, verb: str, why: str, fix: str
-) -> Finding | None:
-    """A finding about rows, with how many there are of each reason and which come first; None where there are none."""
-    if not reasons:
-        return None
-    counts = Counter(reasons.values()).most_common()
-    listed = ", ".join(f"{count} {reason}" for reason, count in counts)
-    first = sorted(reasons)
-    shown = ", ".join(map(str, first[:SHOWN])) + (", ..." if len(first) > SHOWN else "")
-    what = f"{count_of(len(first), total)} {verb}: {listed}. First rows: {shown}."
-    return finding(code, severity, what, "the training set", why, fix)
-
-
-def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> Finding | None:
-    """Rows that cannot be trained; an error, unless they were dropped.
-
-    Args:
-        reasons: By number of the row.
-        total: Rows that were looked at.
-        dropped: Whether they were left out.
-    """
-    advice = "mend them, or set bad_rows='drop' to leave them out (bad_rows.jsonl then lists them)."
-    return _about(
-        "PT-D030",
-        "warning" if dropped else "error",
-        reasons,
-        total,
-        verb="were dropped" if dropped else "cannot be trained",
-        why="such a row has nothing to learn from; alone in a batch it would make the loss 0 or not a number.",
-        fix="nothing, if that is meant: bad_rows.jsonl lists them." if dropped else advice,
-    )
-
-
-def doubtful_rows(reasons: Mapping[int, str], total: int) -> Finding | None:
-    """Rows that can be trained and teach nothing good; a warning.
-
-    Args:
-        reasons: By number of the row.
-        total: Rows that were looked at.
-    """
-    return _about(
-        "PT-D031",
-        "warning",
-        reasons,
-        total,
-        verb="look wrong",
-        why="a conversation without an answer, a blank answer or two equal ones teach nothing, or to say nothing.",
-        fix="look at these rows with posttrain inspect; bad_rows='drop' leaves them out.",
-    )
-
-
-def too_many(dropped: int, total: int, *, most: float) -> Finding | None:
-    """More rows to be dropped than a healthy set can have.
-
-    Args:
-        dropped: Rows that would be left out.
-        total: All rows.
-        most: The share that may be (``bad_rows_max``).
-    """
-    if dropped <= most * total:
-        return None
-    return finding(
-        "PT-D032",
-        "error",
-        f"bad_rows='drop' would leave out {count_of(dropped, total)}, more than bad_rows_max={most:g} allows.",
-        "the training set",
-        "so many bad rows are seldom accidents: usually a column has another name or form than was thought.",
-        f"look at bad_rows.jsonl; mend the set, or set bad_rows_max={dropped / total + 0.005:.2f} if they may go.",
-    )

@@ -127,7 +127,7 @@ class Checkup:
         return f"{type(config).__name__} on {device}: {batch} rows a step and process, learning rate {config.learning_rate:g}"
 
     def _model(self) -> str:
-        from posttrain.checks.training import check_precision
+        from posttrain.checks.machine import check_precision
         from posttrain.models.load import check_model_source
         from posttrain.training.checks import model_config_of
 
@@ -168,7 +168,7 @@ class Checkup:
         return ", ".join(names)
 
     def _data(self) -> str:
-        from posttrain.training.checks import row_codes, usable_rows
+        from posttrain.training.data_report import row_codes, usable_rows
 
         script_args, config, _, mixture = self.parsed
         split = train._train_split(script_args, mixture)

@@ -20,7 +20,7 @@ import transformers
 from transformers.trainer_callback import ExportableState
 
 from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers, size
-from posttrain.checks.training import check_special_tokens
+from posttrain.checks.tokenizers import check_special_tokens
 from posttrain.data.chat import turn_end
 from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes

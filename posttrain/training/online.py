@@ -13,7 +13,7 @@ import datasets
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from posttrain.checks import online as log_checks
+from posttrain.checks import rules as log_rules
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
@@ -531,7 +531,7 @@ class OnlineTrainer(PostTrainer):
         if rows:
             yield from self.reward_watch.tool_findings(rows[-1].get("tools/token_share"))
         if rows and "loss" in rows[-1]:
-            yield from log_checks.check_online(rows, generations_per_step=self.generations_per_step)
+            yield from log_rules.check_log(rows, generations_per_step=self.generations_per_step)
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
         """Lengths of ended completions are 0 where none ended."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, set_seed
 
-from posttrain.checks.registry import Preflight, describe
+from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate, halves
 from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
@@ -33,14 +33,7 @@ from posttrain.report.record import RunRecordCallback
 from posttrain.training import checkpoint, construct
 from posttrain.training.config import PostTrainingConfig
 from posttrain.training.construct import check_hooks, user_override
-from posttrain.training.data_report import (
-    DataReport,
-    DataReportCallback,
-    DatasetHead,
-    prompt_rows,
-    refuse_data,
-    warnings_are_errors,
-)
+from posttrain.training.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.training.passes import DryStep, PassRunner, dry_step, fit_memory
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
@@ -258,9 +251,8 @@ class PostTrainer(transformers.Trainer):
     def head(self) -> DatasetHead:
         """The training rows that are looked at before training, read once; another ``train_dataset`` is read anew."""
         if self._head is None or self._head.prepared is not self.train_dataset:
-            limit, fills = getattr(self.args, "max_length", None), self.checks.fills_prompts
-            given = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
-            self._head = DatasetHead(*given, limit=limit, fills_prompts=fills)
+            options = {"limit": getattr(self.args, "max_length", None), "fills_prompts": self.checks.fills_prompts}
+            self._head = DatasetHead(self._raw, self.train_dataset, self._rows_of, self.processing_class, **options)
         return self._head
 
     def data_report(self) -> DataReport:
@@ -271,11 +263,8 @@ class PostTrainer(transformers.Trainer):
 
         >>> print(trainer.data_report())  # doctest: +SKIP
         """
-        report = self.head.report(getattr(self, "reports", {}).get("train"), self.beside_the_point)
-        worse = [describe(finding) for finding in report.findings if finding.severity != "info"]
-        if worse and self.args.strict_data:
-            refuse_data(worse)
-        return report
+        prepared_by = getattr(self, "reports", {}).get("train")
+        return self.head.report(prepared_by, self.beside_the_point, strict=self.args.strict_data)
 
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:

@@ -13,7 +13,7 @@ from posttrain.checks.registry import Preflight
 from posttrain.errors import ConfigError, PreflightError
 from posttrain.types import Finding
 
-ERROR = Finding("PT-D012", "error", "all equal", "rows 1", "no gradient.", "remove them.")
+ERROR = Finding("PT-D013", "error", "all equal", "rows 1", "no gradient.", "remove them.")
 SIGN = Finding("PT-R004", "warning", "KL 0.7", "kl", "it runs away.", "raise beta.")
 
 
@@ -22,7 +22,7 @@ def test_errors_end_a_run_together_and_warnings_are_told_first(caplog):
     with pytest.raises(PreflightError) as caught:
         Preflight().tell([ERROR, SIGN, other])
     assert caught.value.findings == [ERROR, other] and caught.value.exit_code == 78
-    assert "PT-D012: all equal (rows 1): no gradient. Do: remove them." in str(caught.value)
+    assert "PT-D013: all equal (rows 1): no gradient. Do: remove them." in str(caught.value)
     assert "PT-D001" in str(caught.value) and "preflight='warn'" in str(caught.value)
     assert "PT-R004: KL 0.7" in caplog.text
 
@@ -49,7 +49,7 @@ def test_a_sign_that_lasts_is_told_first_and_every_hundredth_time(caplog):
 
 
 def test_a_silenced_finding_is_written_down_with_its_reason_and_stops_nothing(caplog):
-    preflight = Preflight(silence={"Pair-Identical": " a control group "})
+    preflight = Preflight(silence={"Data-Pair-Identical": " a control group "})
     assert preflight.tell([ERROR]) == [] and not caplog.text
     (row,) = preflight.to_dict()["checks"]
     assert row["silenced"] == "a control group" and row["findings"][0]["what"] == "all equal"
@@ -58,10 +58,10 @@ def test_a_silenced_finding_is_written_down_with_its_reason_and_stops_nothing(ca
 @pytest.mark.parametrize(
     ("silence", "message"),
     [
-        ({"PT-D912": "x"}, "'PT-D912' is neither code nor name of a check \\(did you mean 'PT-D"),
-        ({"pair-identicle": "x"}, "did you mean 'pair-identical'"),
-        ({"PT-D012": "  "}, "silence_findings\\['PT-D012'\\]='  ': say why PT-D012"),
-        ({"PT-D012": None}, "silence_findings\\['PT-D012'\\]=None: say why"),
+        ({"PT-D912": "x"}, "'PT-D912' is neither code nor name of a check \\(did you mean 'PT-"),
+        ({"data-pair-identicle": "x"}, "did you mean 'data-pair-identical'"),
+        ({"PT-D013": "  "}, "silence_findings\\['PT-D013'\\]='  ': say why PT-D013"),
+        ({"PT-D013": None}, "silence_findings\\['PT-D013'\\]=None: say why"),
     ],
 )
 def test_silencing_needs_a_known_check_and_a_reason(silence, message):
@@ -77,25 +77,25 @@ def test_a_check_that_breaks_is_noted_and_stops_nothing(monkeypatch, caplog):
     def broken(context):
         raise KeyError("odd")
 
-    @core.probe("config", "PT-D012")
+    @core.probe("config", "PT-D013")
     def fine(context):
         yield ERROR
 
     preflight = Preflight()
     assert preflight.run("config", core.Context("sft", None)) == [ERROR]
     rows = {row["code"]: row for row in preflight.to_dict()["checks"]}
-    assert rows["PT-D001"]["failed"] == "KeyError: 'odd'" and "failed" not in rows["PT-D012"]
-    assert rows["PT-D012"]["runs"] == 1 and rows["PT-D012"]["seconds"] >= 0
+    assert rows["PT-D001"]["failed"] == "KeyError: 'odd'" and "failed" not in rows["PT-D013"]
+    assert rows["PT-D013"]["runs"] == 1 and rows["PT-D013"]["seconds"] >= 0
     assert "the checks PT-D001 could not be made: KeyError" in caplog.text
     assert Preflight("off").run("config", core.Context("sft", None)) == []
 
 
 def test_every_look_has_an_outcome_also_where_nothing_was_found():
     preflight = Preflight(silence={"PT-V003": "tried here"})
-    with preflight.looking("config", ("PT-L001", "PT-D012")):
-        preflight.tell([Finding("PT-D012", "warning", "w", "here", "y", "f"), None])
+    with preflight.looking("config", ("PT-L001", "PT-D013")):
+        preflight.tell([Finding("PT-D013", "warning", "w", "here", "y", "f"), None])
     outcomes = {row["code"]: (row["outcome"], row["runs"]) for row in preflight.to_dict()["checks"]}
-    assert outcomes == {"PT-D012": ("found", 1), "PT-L001": ("nothing found", 1), "PT-V003": ("not looked for", 0)}
+    assert outcomes == {"PT-D013": ("found", 1), "PT-L001": ("nothing found", 1), "PT-V003": ("not looked for", 0)}
 
 
 def test_what_is_looked_for_first_while_training_is_worth_writing_down():
