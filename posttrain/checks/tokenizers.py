@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ __all__ = [
     "PROBE_TEXTS",
     "TokenizerMatch",
     "check_match",
-    "check_special_tokens",
     "check_tokenizers",
     "compare_tokenizers",
     "probe_conversations",
@@ -391,64 +390,3 @@ def _template(match: TokenizerMatch, names: tuple[str, str]) -> Finding | None:
 
 def _id(value: int | None) -> str:
     return "none" if value is None else str(value)
-
-
-def check_special_tokens(
-    *,
-    pad: int | None,
-    eos: int | None,
-    generation_pad: int | None = None,
-    generation_eos: int | Collection[int] | None = None,
-    turn_end: int | None = None,
-) -> list[Finding]:
-    """Pad, eos and what the generation config says of them: a model must stop where training ended, and only there.
-
-    Args:
-        pad: Of the tokenizer.
-        eos: Of the tokenizer.
-        generation_pad: Of the model's generation config.
-        generation_eos: Of the model's generation config: one id, several, or None.
-        turn_end: The token that the chat template ends a turn with.
-    """
-    stops = {generation_eos} if isinstance(generation_eos, int) else set(generation_eos or ())
-    found = []
-    if generation_pad is not None and generation_pad in stops:
-        found.append(
-            Finding(
-                "PT-K101",
-                "warning",
-                f"the generation config pads with token {generation_pad}, which is also one that ends a text ({sorted(stops)}).",
-                "generation_config",
-                "programs that tell padding by its id take the end of a text for padding: they cut it off, or never see it and "
-                "generate on. Training here is not affected: masks are positional.",
-                "set tokenizer.pad_token to a token that nothing else uses before the model is saved.",
-            )
-        )
-    if pad is None:
-        found.append(
-            Finding(
-                "PT-K102",
-                "warning",
-                "the tokenizer has no pad token.",
-                "the tokenizer",
-                "batches of different lengths cannot be made by programs that load this model.",
-                "set tokenizer.pad_token to a token that nothing else uses.",
-            )
-        )
-    missing = (
-        {name: token for name, token in (("eos", eos), ("end of turn", turn_end)) if token is not None} if stops else {}
-    )
-    missing = {name: token for name, token in missing.items() if token not in stops}
-    if missing:
-        named = ", ".join(f"{name} {token}" for name, token in missing.items())
-        found.append(
-            Finding(
-                "PT-K103",
-                "warning",
-                f"training ends texts with {named}, and the generation config stops at {sorted(stops)} only.",
-                "generation_config.eos_token_id",
-                "the model learns to end with a token at which generation does not stop, so it runs on to the length limit.",
-                f"set model.generation_config.eos_token_id = {sorted(stops | set(missing.values()))}.",
-            )
-        )
-    return found

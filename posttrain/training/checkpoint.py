@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import transformers
 from transformers.trainer_callback import ExportableState
 
 from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers, size
-from posttrain.checks.tokenizers import check_special_tokens
 from posttrain.data.chat import turn_end
 from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
@@ -35,6 +34,7 @@ __all__ = [
     "Checkpointer",
     "GracefulInterrupt",
     "MachineChecks",
+    "check_special_tokens",
     "checkpoint_bytes",
     "complete_checkpoints",
     "damage",
@@ -411,6 +411,50 @@ def special_token_findings(model: Any, tokenizer: Any) -> list[Finding]:
         generation_eos=generation.eos_token_id,
         turn_end=tokenizer.convert_tokens_to_ids(end) if end else None,
     )
+
+
+def check_special_tokens(
+    *,
+    pad: int | None,
+    eos: int | None,
+    generation_pad: int | None = None,
+    generation_eos: int | Collection[int] | None = None,
+    turn_end: int | None = None,
+) -> list[Finding]:
+    """Pad, eos and what the generation config says of them: a model must stop where training ended, and only there.
+
+    Args:
+        pad: Of the tokenizer.
+        eos: Of the tokenizer.
+        generation_pad: Of the model's generation config.
+        generation_eos: Likewise: one id, several, or None.
+        turn_end: The token that the chat template ends a turn with.
+    """
+    stops = {generation_eos} if isinstance(generation_eos, int) else set(generation_eos or ())
+    found = []
+    if generation_pad is not None and generation_pad in stops:
+        what = f"the generation config pads with token {generation_pad}, which is also one that ends a text ({sorted(stops)})."
+        why = (
+            "programs that tell padding by its id take the end of a text for padding: they cut it off, or never see it and "
+            "generate on. Training here is not affected: masks are positional."
+        )
+        fix = "set tokenizer.pad_token to a token that nothing else uses before the model is saved."
+        found.append(Finding("PT-K101", "warning", what, "generation_config", why, fix))
+    if pad is None:
+        why = "batches of different lengths cannot be made by programs that load this model."
+        fix = "set tokenizer.pad_token to a token that nothing else uses."
+        found.append(Finding("PT-K102", "warning", "the tokenizer has no pad token.", "the tokenizer", why, fix))
+    ends = {name: token for name, token in (("eos", eos), ("end of turn", turn_end)) if token is not None}
+    missing = {name: token for name, token in ends.items() if stops and token not in stops}
+    if missing:
+        named = ", ".join(f"{name} {token}" for name, token in missing.items())
+        what = f"training ends texts with {named}, and the generation config stops at {sorted(stops)} only."
+        why = (
+            "the model learns to end with a token at which generation does not stop, so it runs on to the length limit."
+        )
+        fix = f"set model.generation_config.eos_token_id = {sorted(stops | set(missing.values()))}."
+        found.append(Finding("PT-K103", "warning", what, "generation_config.eos_token_id", why, fix))
+    return found
 
 
 class MachineChecks:

@@ -7,7 +7,7 @@ import torch
 
 from posttrain.checks.machine import check_dense_masks, check_devices, check_precision, smallest_update
 from posttrain.checks.registry import Context
-from posttrain.checks.tokenizers import check_special_tokens
+from posttrain.training.checkpoint import check_special_tokens
 from posttrain.training.checks import (
     check_first_gradients,
     check_idle_memory,
