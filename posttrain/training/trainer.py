@@ -58,15 +58,19 @@ class PostTrainer(transformers.Trainer):
     _paper: ClassVar[dict[str, str]] = {}  # Title, arXiv id and citation, for the model card.
     _suffix: ClassVar[str] = "posttrain"
     generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
-    whole_rows: ClassVar[bool] = False  # Whether the objective compares the completions of a row.
+    # Whether the objective compares the completions of a row, which are then never divided.
+    whole_rows: ClassVar[bool] = False
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
     takes_loss_func: ClassVar[bool] = False  # Whether a user's compute_loss_func says what the loss is.
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
     _window_start: float | None = None
-    together = False  # Whether it compares all rows of a micro-batch, which must then be one forward pass.
-    beside_the_point: ClassVar[frozenset[str]] = frozenset()  # Codes that do not concern this method's rows.
-    signs_of: ClassVar[str] = ""  # Letters of the codes that `signs` looks for,
-    looked_apart: ClassVar[tuple[str, ...]] = ()  # but for these, which have a moment of their own.
+    # Whether the objective compares all rows of a micro-batch, which must then be one forward pass.
+    together = False
+    # Codes of findings that do not concern this method's rows.
+    beside_the_point: ClassVar[frozenset[str]] = frozenset()
+    # Letters of the codes that `signs` may find, but for those that are checked at another moment.
+    signs_of: ClassVar[str] = ""
+    looked_apart: ClassVar[tuple[str, ...]] = ()
     zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
     answers_per_row = 1  # Sequences of a row of the dataset.
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
@@ -239,7 +243,7 @@ class PostTrainer(transformers.Trainer):
         self.checks.data(self.head, self.eval_dataset)
 
     def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
-        """What the line that was just logged says about the run; a method adds its own."""
+        """Findings about the line that was just logged; a method adds its own."""
         return ()
 
     @property
