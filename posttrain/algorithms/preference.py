@@ -91,10 +91,10 @@ class PairWatch:
         if self.args.pair_reward_model is None or not self.checks.preflight.active:
             return
         pairs = list(itertools.islice(self._text_pairs(raw), JUDGED))
-        with self.checks.preflight.looking("data", AGREEMENT_CODES):
+        with self.checks.preflight.record_check("data", AGREEMENT_CODES):
             mine = parallel.run_and_share(lambda: self._scores(pairs, accelerator), accelerator)
             scores = dict(parallel.all_gather_objects(mine, accelerator))
-            self.checks.tell([check_agreement(scores, str(self.args.pair_reward_model))])
+            self.checks.report([check_agreement(scores, str(self.args.pair_reward_model))])
         against = {number for number, (good, bad) in scores.items() if bad > good}
         if accelerator.is_main_process:
             rows = [{"row": n, "prompt": _text(p), "chosen": _text(c), "rejected": _text(r)} for n, p, c, r in pairs]
@@ -171,13 +171,13 @@ class PairWatch:
         if begins and step == 0:
             length = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
             gap = float((ratio.abs() / length).max())
-            with self.checks.preflight.looking("first_batch", ("PT-P001",)):
-                self.checks.tell([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
+            with self.checks.preflight.record_check("first_batch", ("PT-P001",)):
+                self.checks.report([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
         if numbered:
             chosen, rejected = batch.grouped(ratio, 2).unbind(1)
             self._margins.append((step, batch.grouped(batch.columns[ROW_NUMBER], 2)[:, 0], chosen - rejected))
 
-    def signs(self, logs: dict[str, float], state: Any, raw: Any, prepared: Any) -> Iterable[Finding | None]:
+    def log_checks(self, logs: dict[str, float], state: Any, raw: Any, prepared: Any) -> Iterable[Finding | None]:
         """What the rewards of pairs say; of margins seen twice, those of the main process's pairs."""
         yield from check_log(state.log_history, "P")
         for step, numbers, margins in self._margins:
@@ -356,10 +356,10 @@ class PreferenceTrainer(PostTrainer):
     A subclass gives ``branches`` (columns of the answers), ``compared`` (whether it needs a reference) and the objective.
     """
 
-    signs_of: ClassVar[str] = "P"
+    check_area: ClassVar[str] = "P"
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
     compared: ClassVar[bool] = True
-    whole_rows: ClassVar[bool] = True
+    keep_groups_together: ClassVar[bool] = True
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_chosen_logps", "ref_rejected_logps")
     keep: ClassVar[tuple[str, ...]] = ()
     args: Any
@@ -433,8 +433,8 @@ class PreferenceTrainer(PostTrainer):
     def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
         done = precomputed_logps(self, dataset, reference, self.reference_columns, name=name)
         if len(self.reference_columns) == 2:
-            with self.checks.preflight.looking("data", ("PT-P002",)):
-                self.checks.tell([reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))])
+            with self.checks.preflight.record_check("data", ("PT-P002",)):
+                self.checks.report([reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))])
         return done
 
     @functools.cached_property
@@ -448,14 +448,14 @@ class PreferenceTrainer(PostTrainer):
         super().check_data()
         self.pairs.agreement(self._raw, self.accelerator)
 
-    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
         """What the rewards of pairs say."""
-        yield from super().signs(logs)
-        yield from self.pairs.signs(logs, self.state, self._raw, self.train_dataset)
+        yield from super().log_checks(logs)
+        yield from self.pairs.log_checks(logs, self.state, self._raw, self.train_dataset)
 
-    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """As every trainer's; policy and reference are compared before the first update, and margins are kept."""
-        terms, outputs = super().terms(model, batch)
+        terms, outputs = super().compute_loss_terms(model, batch)
         if self.compared and model.training:
             half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
             loss = float(terms.terms.detach().mean()) if self.state.global_step == 0 and self.starts_at_ln_2() else None
@@ -483,8 +483,8 @@ class PreferenceTrainer(PostTrainer):
         if training and hasattr(prepared, "select") and len(self.branches) > 1:
             sample = prepared.select(range(min(CHECKED_ROWS, len(prepared))))
             stops = terminal_token_ids(self.processing_class)
-            with self.checks.preflight.looking("data", PAIR_CODES):
-                self.checks.tell(
+            with self.checks.preflight.record_check("data", PAIR_CODES):
+                self.checks.report(
                     check_pairs(answer_rows(sample, self.branches[:2]), limit=self.args.max_length, stops=stops)
                 )
         return self.pairs.numbered(prepared) if training else prepared

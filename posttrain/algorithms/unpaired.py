@@ -58,8 +58,8 @@ class JudgedTrainer(PreferenceTrainer):
             if training:
                 sample = prepared.select(range(min(CHECKED_ROWS, len(prepared))))
                 stops = terminal_token_ids(self.processing_class)
-                with self.checks.preflight.looking("data", JUDGED_CODES):
-                    self.checks.tell(check_judged(self.rows(list(sample)), limit=self.args.max_length, stops=stops))
+                with self.checks.preflight.record_check("data", JUDGED_CODES):
+                    self.checks.report(check_judged(self.rows(list(sample)), limit=self.args.max_length, stops=stops))
                 self._check_order([bool(label) for label in labels])
                 self._check_balance(sum(map(bool, labels)), len(labels))
         return prepared
@@ -98,7 +98,7 @@ class JudgedTrainer(PreferenceTrainer):
             row.sequence_columns["label"] = [float(_as_bool(example["label"], index))]
         return rows
 
-    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Margins are the difference of two means, over whatever the window holds."""
         if not {"rewards/chosen", "rewards/rejected"} <= set(metrics):
             return metrics

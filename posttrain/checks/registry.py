@@ -426,7 +426,7 @@ class Preflight:
         return self.mode != "off"
 
     @contextmanager
-    def looking(self, moment: Moment, codes: Collection[str]) -> Iterator[None]:
+    def record_check(self, moment: Moment, codes: Collection[str]) -> Iterator[None]:
         """Count what happens inside as one look for these codes."""
         if not self.active:
             yield
@@ -451,7 +451,7 @@ class Preflight:
             if probe.moment != moment or not probe.concerns(context):
                 continue
             try:
-                with self.looking(moment, probe.codes):
+                with self.record_check(moment, probe.codes):
                     found += [finding for finding in probe.function(context) if finding is not None]
             except PreflightError:
                 raise
@@ -484,7 +484,7 @@ class Preflight:
         """Whether a finding ends the run."""
         return finding.severity == "error" and self.mode == "error" and finding.code not in self.silenced
 
-    def tell(self, findings: Iterable[Finding | None], *, log: bool = True) -> list[Finding]:
+    def report(self, findings: Iterable[Finding | None], *, log: bool = True) -> list[Finding]:
         """Log findings, each kind the first time and every hundredth; errors among them end the run together.
 
         Args:

@@ -454,7 +454,7 @@ def sampled_rows(context: Context) -> Iterable[Finding]:
         return
     sample = context.sample or RowSample(context.rows, context.tokenizer, context.limit)
     for found in sample.findings:
-        if found.code in context.parts.get("beside_the_point", frozenset()):
+        if found.code in context.parts.get("ignored_codes", frozenset()):
             continue
         stops = found.code == "PT-D005" or (found.code == "PT-D001" and _beyond_model(context))
         yield found if stops or found.severity != "error" else replace(found, severity="warning")

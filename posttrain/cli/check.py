@@ -177,7 +177,7 @@ class Checkup:
             if split not in data:
                 return "made by the environment while it trains"
             self.known["train_dataset"] = data[split]
-            with self.preflight.looking("data", row_codes(data[split])):
+            with self.preflight.record_check("data", row_codes(data[split])):
                 usable, found = usable_rows(data[split], config, main=False)
         self.known["usable"] = usable
         self._tell(found)
@@ -205,7 +205,7 @@ class Checkup:
             drawn, _, _ = inspect._drawn(usable, self.examples, config.seed)
             made = inspect.ROWS[self.command](drawn, tokenizer, config)
         made = made if isinstance(made, inspect.Prepared) else inspect.Prepared(made, [])
-        self.known |= {"rows": made.rows, "beside_the_point": made.beside_the_point}
+        self.known |= {"rows": made.rows, "ignored_codes": made.ignored_codes}
         limit = None if made.cut == 0 else getattr(config, "max_length", None)
         templates = [_milder(finding) for finding in template_findings(drawn, tokenizer)]
         self._tell([*made.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])

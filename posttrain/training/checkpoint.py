@@ -481,8 +481,8 @@ class MachineChecks:
         """Take the run's folder and report what is found; the main process alone. The folder is free again on an error."""
         checkpointer.lock.acquire()
         try:
-            with checks.preflight.looking("config", self.codes):
-                checks.tell(self.findings(checkpointer.run, resumed=resumed))
+            with checks.preflight.record_check("config", self.codes):
+                checks.report(self.findings(checkpointer.run, resumed=resumed))
         except Exception:
             checkpointer.lock.release()
             raise

@@ -85,7 +85,7 @@ class Checks(transformers.TrainerCallback):
         self.args = args
         self.preflight = Preflight(args.preflight, args.silence_findings)
         self.context = Context(
-            trainer, args, processes=PartialState().num_processes, parts={"beside_the_point": ignored_codes}
+            trainer, args, processes=PartialState().num_processes, parts={"ignored_codes": ignored_codes}
         )
         self.log_codes, self.zero_gradient_is_normal = log_codes, zero_gradient_is_normal
         self.fills_prompts = fills_prompts
@@ -114,12 +114,12 @@ class Checks(transformers.TrainerCallback):
     def config(self, model: Any, train_dataset: Any, eval_dataset: Any, peft_config: Any) -> Any:
         """First moment, before a weight is loaded; returns the training set without the rows that ``bad_rows`` drops."""
         self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
-        self.look("config", train_dataset=train_dataset, eval_dataset=eval_dataset)
+        self.run_probes("config", train_dataset=train_dataset, eval_dataset=eval_dataset)
         state = PartialState()
-        with parallel.failing_together(state), self.preflight.looking("data", row_codes(train_dataset)):
+        with parallel.failing_together(state), self.preflight.record_check("data", row_codes(train_dataset)):
             main = state.is_main_process
             train_dataset, findings = usable_rows(train_dataset, self.args, main=main, filled=self.fills_prompts)
-            self.tell(findings)
+            self.report(findings)
             if self.args.strict_data and any(found.severity != "info" for found in findings):
                 refuse_data([describe(found) for found in findings])
         return train_dataset
@@ -135,8 +135,8 @@ class Checks(transformers.TrainerCallback):
         config: Any = getattr(model, "config", None)
         implementation = str(getattr(config.get_text_config() if config else None, "_attn_implementation", None))
         packed = layout.kind == "tree"
-        with self.preflight.looking("config", ("PT-C001", "PT-C002", "PT-C003", "PT-C004", "PT-C005")):
-            self.tell([
+        with self.preflight.record_check("config", ("PT-C001", "PT-C002", "PT-C003", "PT-C004", "PT-C005")):
+            self.report([
                 machine.check_precision(trainable, learning_rate=self.args.learning_rate, autocast=mixed),
                 machine.check_devices(
                     visible=max(self.args.n_gpu, 1),
@@ -160,12 +160,14 @@ class Checks(transformers.TrainerCallback):
         with contextlib.suppress(PosttrainError):
             sample = head.sample if not head.streams and head.prepared is not None else None
         rows = sample.rows if sample is not None else ()
-        self.look("data", train_dataset=head.raw, eval_dataset=eval_dataset, rows=rows, sample=sample, limit=head.limit)
+        self.run_probes(
+            "data", train_dataset=head.raw, eval_dataset=eval_dataset, rows=rows, sample=sample, limit=head.limit
+        )
         known = replace(self.context, rows=rows)
-        with self.preflight.looking("data", ("PT-B001", "PT-K004", "PT-K005")):
-            self.tell_from_main(lambda: [*self._nothing_trained(), *check_tokens(known), *check_reward_models(known)])
-        with self.preflight.looking("data", tuple(PROBLEMS)):
-            self.tell(
+        with self.preflight.record_check("data", ("PT-B001", "PT-K004", "PT-K005")):
+            self.report_from_main(lambda: [*self._nothing_trained(), *check_tokens(known), *check_reward_models(known)])
+        with self.preflight.record_check("data", tuple(PROBLEMS)):
+            self.report(
                 replace(found, severity="warning" if found.severity == "error" else "info")
                 for found in head.template_findings
             )
@@ -193,21 +195,21 @@ class Checks(transformers.TrainerCallback):
         ]
         passes, lengths = zip(*widths, self.largest_seen, strict=True)
         self.largest_seen = max(passes), max(lengths)
-        with self.preflight.looking("log_step", ("PT-T003",)):
+        with self.preflight.record_check("log_step", ("PT-T003",)):
             found = parallel.all_gather_objects(self._overlong, PartialState()) if overlong else []
-            self.tell(found[:1])
+            self.report(found[:1])
         if self._steps == 0:
-            self.look("first_batch", batches=batches)
+            self.run_probes("first_batch", batches=batches)
             ids = [int(batch.input_ids.max()) for batch in batches if batch.input_ids.numel()]
-            with self.preflight.looking("first_batch", ("PT-K004",)):
-                self.tell_from_main(lambda: [f for f in check_tokens(self.context, ids) if f.code == "PT-K004"])
+            with self.preflight.record_check("first_batch", ("PT-K004",)):
+                self.report_from_main(lambda: [f for f in check_tokens(self.context, ids) if f.code == "PT-K004"])
             self.write()
             if self.record is not None and state.global_step == 0:
                 self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
         self._trained = (*self._trained, tokens)[-EMPTY_STEPS:]
         if not self.zero_gradient_is_normal:
-            with self.preflight.looking("log_step", ("PT-T001",)):
-                self.tell([check_trained_tokens([int(count) for count in self._trained])])
+            with self.preflight.record_check("log_step", ("PT-T001",)):
+                self.report([check_trained_tokens([int(count) for count in self._trained])])
         real = sum(batch.num_tokens for batch in batches)
         computed = sum(batch.input_ids.numel() for batch in batches)
         self.tokens_seen = (self.tokens_seen[0] + real, self.tokens_seen[1] + computed)
@@ -222,8 +224,8 @@ class Checks(transformers.TrainerCallback):
         """Fourth moment: the line is written; look at the log that it ends."""
         if not self.preflight.active:
             return
-        with self.preflight.looking("log_step", self.log_codes):
-            self.tell_from_main(
+        with self.preflight.record_check("log_step", self.log_codes):
+            self.report_from_main(
                 lambda: [
                     *(found for check in self.log_checks for found in check(logs or {})),
                     *self._probed("log_step", history=state.log_history),
@@ -253,8 +255,8 @@ class Checks(transformers.TrainerCallback):
             return
         peak, total = device_memory(self.args.device)
         checkpointing = bool(getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing)
-        with self.preflight.looking("log_step", ("PT-T002", "PT-T004")):
-            self.tell([
+        with self.preflight.record_check("log_step", ("PT-T002", "PT-T004")):
+            self.report([
                 check_padding(*self.tokens_seen),
                 check_idle_memory(peak=peak, total=total, checkpointing=checkpointing, steps=self._steps - 1),
             ])  # fmt: skip
@@ -296,8 +298,8 @@ class Checks(transformers.TrainerCallback):
         norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
-        with self.preflight.looking("first_batch", ("PT-B001", "PT-B002", "PT-B003")):
-            self.tell([check_first_gradients(norms)])
+        with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003")):
+            self.report([check_first_gradients(norms)])
 
     def _nothing_trained(self) -> Iterator[Finding | None]:
         parameters = getattr(self.context.model, "parameters", None)
@@ -306,33 +308,33 @@ class Checks(transformers.TrainerCallback):
 
     # Looking and reporting ---------------------------------------------------------------------------------------
 
-    def look(self, moment: Moment, **known: Any) -> None:
+    def run_probes(self, moment: Moment, **known: Any) -> None:
         """Run all probes of a moment on the main process and report to every rank what they find."""
-        self.tell_from_main(lambda: self._probed(moment, **known))
+        self.report_from_main(lambda: self._probed(moment, **known))
 
     def _probed(self, moment: Moment, **known: Any) -> list[Finding]:
         fields = {name: known.pop(name) for name in tuple(known) if name in Context.__dataclass_fields__}
         return self.preflight.run(moment, replace(self.context, **fields, parts={**self.context.parts, **known}))
 
-    def tell(self, findings: Iterable[Finding | None]) -> None:
+    def report(self, findings: Iterable[Finding | None]) -> None:
         """Report findings that every rank has; an error among them ends the run.
 
         Raises:
             PreflightError: With every error.
         """
         try:
-            told = self.preflight.tell(findings, log=PartialState().is_main_process)
+            told = self.preflight.report(findings, log=PartialState().is_main_process)
         except PreflightError as error:
             self._keep(error.findings)
             self.write(refused=True)
             raise
         self._keep(told)
 
-    def tell_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
+    def report_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
         """Let the main process look and report to every rank; all ranks must call this."""
         state = PartialState()
         found = parallel.run_and_share(lambda: list(look()) if state.is_main_process else [], state)  # type: ignore[arg-type]
-        self.tell(parallel.all_gather_objects(found, state))  # type: ignore[arg-type]
+        self.report(parallel.all_gather_objects(found, state))  # type: ignore[arg-type]
 
     def _keep(self, findings: Iterable[Finding]) -> None:
         if self.record is not None:

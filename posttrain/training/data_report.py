@@ -148,7 +148,7 @@ class DatasetHead:
         prepared: As it is trained.
         rows_of: Makes rows of prepared examples.
         tokenizer: Of the run.
-        limit: ``max_length``: tokens at which rows were cut.
+        args: The trainer's config: ``max_length``, ``strict_data``.
         fills_prompts: Whether environments write the prompts, so that rows with an empty one are left out.
     """
 
@@ -158,12 +158,13 @@ class DatasetHead:
         prepared: Any,
         rows_of: Callable[[list[dict[str, Any]]], list[Row]],
         tokenizer: Any,
+        args: Any,
         *,
-        limit: int | None,
         fills_prompts: bool = False,
     ) -> None:
         self.raw, self.prepared, self.rows_of, self.tokenizer = raw, prepared, rows_of, tokenizer
-        self.limit, self.fills_prompts = limit, fills_prompts
+        self.limit, self.strict = getattr(args, "max_length", None), args.strict_data
+        self.fills_prompts = fills_prompts
         self.streams = isinstance(prepared, datasets.IterableDataset) or not hasattr(prepared, "__len__")
 
     @cached_property
@@ -200,18 +201,15 @@ class DatasetHead:
         """What the chat template does to the first raw rows."""
         return template_findings(self.raw, self.tokenizer)
 
-    def report(
-        self, prepared_by: Any = None, ignored_codes: frozenset[str] = frozenset(), *, strict: bool = False
-    ) -> DataReport:
+    def report(self, prepared_by: Any = None, ignored_codes: frozenset[str] = frozenset()) -> DataReport:
         """What the training set looks like to the model.
 
         Args:
             prepared_by: What preparation counted (``rows_out``, ``dropped``), where it did.
             ignored_codes: Codes of findings that do not concern these rows.
-            strict: Whether warnings are errors.
 
         Raises:
-            DataError: ``strict`` is set and there is something to warn of.
+            DataError: ``strict_data`` is set and there is something to warn of.
         """
         found = _describe(self.sample.rows, self.tokenizer)
         if not self.streams and hasattr(self.raw, "__len__"):
@@ -223,7 +221,7 @@ class DatasetHead:
         found.labels = {label: labels.count(label) for label in sorted(set(labels))}
         findings = [*self.template_findings, *self.sample.findings]
         found.findings = [finding for finding in findings if finding.code not in ignored_codes]
-        if strict and (worse := [describe(finding) for finding in found.findings if finding.severity != "info"]):
+        if self.strict and (worse := [describe(finding) for finding in found.findings if finding.severity != "info"]):
             refuse_data(worse)
         return found
 

@@ -199,8 +199,8 @@ class MemoryProfile(transformers.TrainerCallback):
         imbalance = max(work) * len(work) / max(sum(work), 1)
         seen = self._profile(step, rate, 1 - real / max(computed, 1), imbalance)
         trainer.log_metrics_now({name: mean(value) for name, value in _logged(seen).items()})
-        with trainer.checks.preflight.looking("log_step", codes_of("M", "log_step")):
-            trainer.checks.tell(checks.check_profile(seen))
+        with trainer.checks.preflight.record_check("log_step", codes_of("M", "log_step")):
+            trainer.checks.report(checks.check_profile(seen))
 
     def _profile(self, step: int, rate: float, padding: float, imbalance: float) -> checks.Profile:
         trainer, args = self.trainer, self.trainer.args
@@ -419,10 +419,10 @@ def _recompute(trainer: PostTrainer) -> list[tuple[Any, bool]]:
 
 def _check_dry(trainer: PostTrainer, step: DryStep) -> None:
     has = available_memory(trainer.args.device, memory_limit(trainer.args))
-    divisible = not trainer.together and trainer.accelerator.num_processes == 1
+    divisible = not trainer.single_forward_per_microbatch and trainer.accelerator.num_processes == 1
     worst = max(parallel.all_gather_objects([(step.needed, step.failed)], trainer.accelerator))
-    with trainer.checks.preflight.looking("first_batch", ("PT-M003",)):
-        trainer.checks.tell([
+    with trainer.checks.preflight.record_check("first_batch", ("PT-M003",)):
+        trainer.checks.report([
             checks.check_dry_step(
                 worst[0], has.free, tokens=step.tokens, where=has.where, failed=step.failed or worst[1], divisible=divisible
             )
@@ -439,8 +439,8 @@ def largest_pass(trainer: PostTrainer, batch_size: int) -> Batch:
         rows,
         pad_token_id=trainer.pad_token_id,
         layout=trainer.layout,
-        whole_rows=trainer.whole_rows,
-        together=trainer.together,
+        whole_rows=trainer.keep_groups_together,
+        together=trainer.single_forward_per_microbatch,
     )
     return max(batches, key=lambda batch: (batch.input_ids.numel(), int(batch.loss_mask.sum())))
 
@@ -480,7 +480,7 @@ def batch_sizes(args: Any) -> list[int]:
 
 def _choose_batch_size(trainer: PostTrainer) -> None:
     """Bisect over `batch_sizes` with dry steps at the longest lengths; all ranks take the smallest that any found."""
-    if trainer.together:
+    if trainer.single_forward_per_microbatch:
         raise ConfigError(
             "per_device_train_batch_size='auto' with a loss that compares the rows of a micro-batch: its size is part of "
             "the loss. Set a number."

@@ -59,24 +59,23 @@ class PostTrainer(transformers.Trainer):
     _suffix: ClassVar[str] = "posttrain"
     generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
     # Whether the objective compares the completions of a row, which are then never divided.
-    whole_rows: ClassVar[bool] = False
+    keep_groups_together: ClassVar[bool] = False
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
     takes_loss_func: ClassVar[bool] = False  # Whether a user's compute_loss_func says what the loss is.
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
-    _window_start: float | None = None
-    # Whether the objective compares all rows of a micro-batch, which must then be one forward pass.
-    together = False
+    single_forward_per_microbatch = False  # Whether the objective compares all rows of a micro-batch.
     # Codes of findings that do not concern this method's rows.
-    beside_the_point: ClassVar[frozenset[str]] = frozenset()
+    ignored_codes: ClassVar[frozenset[str]] = frozenset()
     # Letters of the codes that `signs` may find, but for those that are checked at another moment.
-    signs_of: ClassVar[str] = ""
-    looked_apart: ClassVar[tuple[str, ...]] = ()
+    check_area: ClassVar[str] = ""
+    excluded_codes: ClassVar[tuple[str, ...]] = ()
     zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
     answers_per_row = 1  # Sequences of a row of the dataset.
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _tokens_checked = _in_loop = False
     reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
     _eval_rounds = 0
+    _window_start: float | None = None
     _head: DatasetHead | None = None
 
     def __init__(
@@ -209,8 +208,8 @@ class PostTrainer(transformers.Trainer):
             self.rows(examples),
             pad_token_id=self.pad_token_id,
             layout=self.layout,
-            whole_rows=self.whole_rows,
-            together=self.together,
+            whole_rows=self.keep_groups_together,
+            together=self.single_forward_per_microbatch,
         )
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -242,7 +241,7 @@ class PostTrainer(transformers.Trainer):
         """A sample of the rows that will be trained; a method adds its own."""
         self.checks.data(self.head, self.eval_dataset)
 
-    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
         """Findings about the line that was just logged; a method adds its own."""
         return ()
 
@@ -255,8 +254,8 @@ class PostTrainer(transformers.Trainer):
     def head(self) -> DatasetHead:
         """The training rows that are looked at before training, read once; another ``train_dataset`` is read anew."""
         if self._head is None or self._head.prepared is not self.train_dataset:
-            options = {"limit": getattr(self.args, "max_length", None), "fills_prompts": self.checks.fills_prompts}
-            self._head = DatasetHead(self._raw, self.train_dataset, self._rows_of, self.processing_class, **options)
+            given = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
+            self._head = DatasetHead(*given, self.args, fills_prompts=self.checks.fills_prompts)
         return self._head
 
     def data_report(self) -> DataReport:
@@ -267,8 +266,7 @@ class PostTrainer(transformers.Trainer):
 
         >>> print(trainer.data_report())  # doctest: +SKIP
         """
-        prepared_by = getattr(self, "reports", {}).get("train")
-        return self.head.report(prepared_by, self.beside_the_point, strict=self.args.strict_data)
+        return self.head.report(getattr(self, "reports", {}).get("train"), self.ignored_codes)
 
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:
@@ -292,7 +290,7 @@ class PostTrainer(transformers.Trainer):
             lambda: main and machine.begin(self.checks, self.checkpoints, resumed=resumed), self.accelerator
         )
         if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
-            # Nothing is clipped; but at 0 no norm is taken, and NaN reaches the weights.
+            # At 0 no norm is taken, and NaN reaches the weights.
             self.args.max_grad_norm = math.inf
         self.interrupt.install(self.accelerator)
         # transformers' own hook would take the width of a row for the length of each document in it.
@@ -373,9 +371,9 @@ class PostTrainer(transformers.Trainer):
 
     def _halves(self, batch: Batch) -> list[Batch]:
         """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""
-        if self.together or self.router_coefficient or self.accelerator.num_processes > 1:
+        if self.single_forward_per_microbatch or self.router_coefficient or self.accelerator.num_processes > 1:
             return [batch]
-        return halves(batch, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.whole_rows)
+        return halves(batch, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.keep_groups_together)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
@@ -400,13 +398,13 @@ class PostTrainer(transformers.Trainer):
         Returns:
             The sum of the pass's terms over counts of the whole optimiser step, so that losses of passes add up.
         """
-        terms, outputs = self.terms(model, inputs)
+        terms, outputs = self.compute_loss_terms(model, inputs)
         self.buffers["train" if model.training else "eval"].add(terms.metrics)
         self.reduced_by = terms.count or terms.reduction
         loss = reduce(terms, self.denominators)
         return (loss, outputs) if return_outputs else loss
 
-    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
         needs = self.needs | {"aux"} if self.router_coefficient else self.needs
         outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=self.args.logits_chunk_size)
@@ -423,7 +421,7 @@ class PostTrainer(transformers.Trainer):
         """Add metrics to the current window."""
         self.buffers[mode].add(metrics)
 
-    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The window's metrics with those that follow from others; training and evaluation both pass here."""
         return metrics
 
@@ -431,7 +429,7 @@ class PostTrainer(transformers.Trainer):
         """The metrics of the window since the last call, over all ranks."""
         ranks = partial(parallel.all_gather_objects, accelerator=self.accelerator)
         gather = ranks if self.accelerator.num_processes > 1 else None
-        return self.derived(self.buffers[mode].compute(gather))
+        return self.postprocess_metrics(self.buffers[mode].compute(gather))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._window_start is not None:
@@ -454,8 +452,8 @@ class PostTrainer(transformers.Trainer):
         """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is checked, once."""
         if not self._tokens_checked:
             self._tokens_checked = True
-            with self.checks.preflight.looking("config", ("PT-K101", "PT-K102", "PT-K103")):
-                self.checks.tell(checkpoint.special_token_findings(self.model, self.processing_class))
+            with self.checks.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
+                self.checks.report(checkpoint.special_token_findings(self.model, self.processing_class))
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
