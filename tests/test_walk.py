@@ -17,7 +17,7 @@ ASIDE = ("checks/", "report/", "integrations/", "errors.py", "metrics.py", "type
 ASIDE += ("models/load.py", "models/parallel.py", "models/flops.py", "models/memory_estimate.py")
 ASIDE += ("models/activations.py", "models/device_memory.py")
 ASIDE += tuple(f"training/{name}.py" for name in ("checkpoint", "checks", "config", "construct", "data_report"))
-ASIDE += ("training/dry_step.py", "training/evaluation.py")
+ASIDE += ("training/evaluation.py",)
 
 
 def walked(method):

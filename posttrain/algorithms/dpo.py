@@ -202,8 +202,8 @@ class DPOTrainer(PreferenceTrainer):
         if self.args.use_weighting:
             self.needs = self.needs | {"collision"}
         # A sorting loss compares all pairs of a micro-batch.
-        self.together = any(DPO_LOSSES[name].kind == "sorted" for name in self.args.loss_type)
-        if self.together and self.args.per_device_train_batch_size < 4:
+        self.single_forward_per_microbatch = any(DPO_LOSSES[name].kind == "sorted" for name in self.args.loss_type)
+        if self.single_forward_per_microbatch and self.args.per_device_train_batch_size < 4:
             logger.warning(
                 "loss_type=%s sorts the pairs of a device's batch, and per_device_train_batch_size=%d leaves little to sort.",
                 self.args.loss_type, self.args.per_device_train_batch_size,

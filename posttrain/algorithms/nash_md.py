@@ -254,7 +254,7 @@ class NashMDTrainer(OnlinePreferenceTrainer):
     """
 
     config_class: ClassVar[type[NashMDConfig]] = NashMDConfig
-    whole_rows: ClassVar[bool] = False
+    keep_groups_together: ClassVar[bool] = False
     two_samplers: ClassVar[bool] = True
     one_reward: ClassVar[bool] = True
     soft_judge: ClassVar[bool] = True

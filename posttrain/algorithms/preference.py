@@ -14,16 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.algorithms.answers import as_label, check_labels, likelihood_mask, sequence_logp
-from posttrain.checks.pairs import JUDGED_CODES, PAIR_CODES, check_judged, check_pairs
-from posttrain.checks.preference import (
+from posttrain.checks.pairs import (
     AGREEMENT_CODES,
-    PreferenceHealth,
+    JUDGED_CODES,
+    PAIR_CODES,
     SecondSight,
     check_agreement,
+    check_judged,
+    check_pairs,
     check_second_sight,
     reference_mismatch,
     reference_prefers_rejected,
 )
+from posttrain.checks.rules import check_log
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.formats import PreparationReport, maybe_convert_to_chatml
 from posttrain.data.preference import (
@@ -38,8 +41,9 @@ from posttrain.losses.reduce import sequence_lengths
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, precomputed_logps, tell_own_checkpoint
-from posttrain.training.checks import Checks, note_suspects
+from posttrain.training.checks import Checks
 from posttrain.training.config import PostTrainingConfig, refuse_cut_sequences
+from posttrain.training.data_report import note_suspects
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
@@ -79,7 +83,7 @@ class PairWatch:
     ) -> None:
         self.args, self.checks, self.tokenizer, self.branches = args, checks, tokenizer, branches
         self.compared, self.given = compared, given
-        self.health, self.sight = PreferenceHealth(), SecondSight()
+        self.sight = SecondSight()
         self._begun = False
         # Margins stay on the device until the next log line, so that no step waits for them.
         self._margins: list[tuple[int, Tensor, Tensor]] = []
@@ -91,10 +95,10 @@ class PairWatch:
         if self.args.pair_reward_model is None or not self.checks.preflight.active:
             return
         pairs = list(itertools.islice(self._text_pairs(raw), JUDGED))
-        with self.checks.preflight.looking("data", AGREEMENT_CODES):
+        with self.checks.preflight.record_check("data", AGREEMENT_CODES):
             mine = parallel.run_and_share(lambda: self._scores(pairs, accelerator), accelerator)
             scores = dict(parallel.all_gather_objects(mine, accelerator))
-            self.checks.tell([check_agreement(scores, str(self.args.pair_reward_model))])
+            self.checks.report([check_agreement(scores, str(self.args.pair_reward_model))])
         against = {number for number, (good, bad) in scores.items() if bad > good}
         if accelerator.is_main_process:
             rows = [{"row": n, "prompt": _text(p), "chosen": _text(c), "rejected": _text(r)} for n, p, c, r in pairs]
@@ -171,15 +175,15 @@ class PairWatch:
         if begins and step == 0:
             length = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
             gap = float((ratio.abs() / length).max())
-            with self.checks.preflight.looking("first_batch", ("PT-P001",)):
-                self.checks.tell([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
+            with self.checks.preflight.record_check("first_batch", ("PT-P001",)):
+                self.checks.report([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
         if numbered:
             chosen, rejected = batch.grouped(ratio, 2).unbind(1)
             self._margins.append((step, batch.grouped(batch.columns[ROW_NUMBER], 2)[:, 0], chosen - rejected))
 
-    def signs(self, logs: dict[str, float], state: Any, raw: Any, prepared: Any) -> Iterable[Finding | None]:
+    def log_checks(self, logs: dict[str, float], state: Any, raw: Any, prepared: Any) -> Iterable[Finding | None]:
         """What the rewards of pairs say; of margins seen twice, those of the main process's pairs."""
-        yield from self.health.read(logs)
+        yield from check_log(state.log_history, "P")
         for step, numbers, margins in self._margins:
             progress = step / max(int(state.max_steps or 0), 1)
             self.sight.see(step, numbers.long().tolist(), margins.tolist(), progress=progress)
@@ -203,7 +207,7 @@ class PairWatch:
 
 
 def _text(value: Any) -> str:
-    from posttrain.checks.samples import answers_of
+    from posttrain.checks.rows import answers_of
 
     return answers_of(value)[:EXCERPT]
 
@@ -324,12 +328,12 @@ class PreferenceTrainer(PostTrainer):
         keep: Further columns that the loss reads.
     """
 
-    signs_of: ClassVar[str] = "P"
+    check_area: ClassVar[str] = "P"
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
     compared: ClassVar[bool] = True
     judged: ClassVar[bool] = False
     likelihood_branch: ClassVar[int] = 0
-    whole_rows: ClassVar[bool] = True
+    keep_groups_together: ClassVar[bool] = True
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_chosen_logps", "ref_rejected_logps")
     keep: ClassVar[tuple[str, ...]] = ()
     args: Any
@@ -403,8 +407,8 @@ class PreferenceTrainer(PostTrainer):
     def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
         done = precomputed_logps(self, dataset, reference, self.reference_columns, name=name)
         if len(self.reference_columns) == 2:
-            with self.checks.preflight.looking("data", ("PT-P002",)):
-                self.checks.tell([reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))])
+            with self.checks.preflight.record_check("data", ("PT-P002",)):
+                self.checks.report([reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))])
         return done
 
     @functools.cached_property
@@ -418,14 +422,14 @@ class PreferenceTrainer(PostTrainer):
         super().check_data()
         self.pairs.agreement(self._raw, self.accelerator)
 
-    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
         """What the rewards of pairs say."""
-        yield from super().signs(logs)
-        yield from self.pairs.signs(logs, self.state, self._raw, self.train_dataset)
+        yield from super().log_checks(logs)
+        yield from self.pairs.log_checks(logs, self.state, self._raw, self.train_dataset)
 
-    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """As every trainer's; policy and reference are compared before the first update, and margins are kept."""
-        terms, outputs = super().terms(model, batch)
+        terms, outputs = super().compute_loss_terms(model, batch)
         if self.compared and model.training:
             half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
             loss = float(terms.terms.detach().mean()) if self.state.global_step == 0 and self.starts_at_ln_2() else None
@@ -461,11 +465,11 @@ class PreferenceTrainer(PostTrainer):
         if training:
             sample = list(prepared.select(range(min(CHECKED_ROWS, len(prepared)))))
             options = {"limit": self.args.max_length, "stops": terminal_token_ids(self.processing_class)}
-            with self.checks.preflight.looking("data", JUDGED_CODES if self.judged else PAIR_CODES):
+            with self.checks.preflight.record_check("data", JUDGED_CODES if self.judged else PAIR_CODES):
                 if self.judged:
-                    self.checks.tell(check_judged(self.rows(sample), **options))
+                    self.checks.report(check_judged(self.rows(sample), **options))
                 else:
-                    self.checks.tell(check_pairs(answer_rows(sample, self.branches[:2]), **options))
+                    self.checks.report(check_pairs(answer_rows(sample, self.branches[:2]), **options))
         return self.pairs.numbered(prepared) if training else prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:

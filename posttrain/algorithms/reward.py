@@ -89,7 +89,7 @@ class RewardTrainer(PostTrainer):
     config_class: ClassVar[type[RewardConfig]] = RewardConfig
     needs: frozenset[str] = frozenset({"scores"})
     generative: ClassVar[bool] = False
-    whole_rows: ClassVar[bool] = True
+    keep_groups_together: ClassVar[bool] = True
     takes_collator: ClassVar[bool] = True
     answers_per_row = 2
     _tag_names: ClassVar[list[str]] = ["posttrain", "reward-trainer"]

@@ -134,7 +134,7 @@ def run(argv: list[str]) -> int:
 
 
 def _last_checkpoint(folder: str) -> str:
-    from posttrain.report.checkpoints import last_complete_checkpoint
+    from posttrain.training.checkpoint import last_complete_checkpoint
 
     last = last_complete_checkpoint(folder)
     if last is None:

@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
     rows: list[Row]
     findings: list[Finding]
     cut: int | None = None
-    beside_the_point: frozenset[str] = frozenset()
+    ignored_codes: frozenset[str] = frozenset()
     numbers: list[int] | None = None  # Row numbers in the dataset; None: those of the examples, or not known.
     reasons: str = ""  # Why rows were left out.
 
@@ -217,7 +217,7 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
     findings = [
         *([dropped] if dropped else []),
         *made.findings,
-        *(f for f in checked if f.code not in made.beside_the_point),
+        *(f for f in checked if f.code not in made.ignored_codes),
     ]
     telling = {code: row for code, row in telling.items() if code in {finding.code for finding in findings}}
     seen = f"{len(drawn):,}"

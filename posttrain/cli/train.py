@@ -91,7 +91,7 @@ def resume_from(config: Any) -> Any:
     given = config.resume_from_checkpoint
     if str(given).lower() != "auto":
         return {"true": True, "false": None}.get(str(given).lower(), given)
-    from posttrain.report.checkpoints import complete_checkpoints
+    from posttrain.training.checkpoint import complete_checkpoints
 
     config.resume_from_checkpoint = None  # Callbacks read it; where there is one, the trainer writes its path here.
     return True if complete_checkpoints(config.output_dir) else None

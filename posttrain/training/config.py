@@ -167,7 +167,7 @@ class PostTrainingConfig(MemoryFields, transformers.TrainingArguments):
     silence_findings: dict[str, str] | str | None = field(
         default=None,
         metadata={
-            "help": "Findings that are known to be fine here: a reason by code or name, {'PT-D012': 'a control group'}."
+            "help": "Findings that are known to be fine here: a reason by code or name, {'PT-D013': 'a control group'}."
         },
     )
     bad_rows: Literal["error", "drop"] = field(

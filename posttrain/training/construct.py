@@ -147,12 +147,12 @@ def make_checks(trainer: PostTrainer, args: Any) -> Checks:
     checks = Checks(
         args,
         trainer=type(trainer).__name__.removesuffix("Trainer").lower(),
-        ignored_codes=trainer.beside_the_point,
-        log_codes=log_codes(trainer.signs_of, trainer.looked_apart),
+        ignored_codes=trainer.ignored_codes,
+        log_codes=log_codes(trainer.check_area, trainer.excluded_codes),
         zero_gradient_is_normal=trainer.zero_gradient_is_normal,
         fills_prompts=getattr(trainer, "environments", None) is not None,
     )
-    checks.log_checks.append(trainer.signs)
+    checks.log_checks.append(trainer.log_checks)
     parts = {"trainer": trainer, "rewards": getattr(trainer, "rewards", None)}
     checks.knows(tokenizer=trainer.processing_class, parts=parts)
     return checks

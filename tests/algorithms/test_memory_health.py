@@ -10,8 +10,8 @@ import torch
 from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError
 from posttrain.models.device_memory import Available
-from posttrain.training import dry_step as memory_health
-from posttrain.training.dry_step import DryStep
+from posttrain.training import passes as memory_health
+from posttrain.training.passes import DryStep
 from tests.algorithms.helpers import chats, grpo, losses, sft, weights
 from tests.conftest import build_model
 

@@ -39,7 +39,10 @@ def dpo_record(folder, steps=30):
     """Both rewards sink, rejected faster."""
     record = RunRecord(folder)
     for step in range(1, steps + 1):
-        record.metrics(step, {"loss": 0.69, "rewards/chosen": -0.1 * step, "rewards/rejected": -0.2 * step})
+        record.metrics(
+            step,
+            {"loss": 0.69, "rewards/chosen": -0.1 * step, "rewards/rejected": -0.2 * step, "rewards/accuracies": 0.9},
+        )
     return folder
 
 

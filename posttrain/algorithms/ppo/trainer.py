@@ -315,7 +315,7 @@ class PPOTrainer(OnlineTrainer):
         """States with a value, which the value loss is a mean over."""
         return {STATES: float(sum(states_mask(batch).sum() for batch in batches))}
 
-    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The ratio's mean and variance from those of its distance to 1."""
         if "val/ratio" in metrics:
             excess = metrics["val/ratio"]

@@ -21,7 +21,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from posttrain.checks.online import Rule, Verdict, review
+from posttrain.checks.rules import Rule, Verdict, review
 from posttrain.errors import ConfigError
 from posttrain.report.inspect import histogram
 from posttrain.report.page.run import Run, Series, flat
