@@ -41,6 +41,8 @@ INTERRUPTED, TERMINATED = 130, 143
 LOST = 75
 # Seconds that the trainer has to save after Ctrl-C, and a server to end.
 PATIENCE = 15.0
+# Seconds in which Ray forwards what a command has printed.
+LOGS_S = 1.0
 # linux/prctl.h: the signal that a child gets when its parent dies.
 PR_SET_PDEATHSIG = 1
 
@@ -265,6 +267,8 @@ def run(name: str, argv: list[str]) -> int:
         return _Placed(ray, job).run()
     finally:
         signal.signal(signal.SIGTERM, before)
+        # Ray forwards the last lines of the commands a moment after they end.
+        time.sleep(LOGS_S)
         ray.shutdown()
 
 
