@@ -408,7 +408,9 @@ class PreferenceTrainer(PostTrainer):
         done = precomputed_logps(self, dataset, reference, self.reference_columns, name=name)
         if len(self.reference_columns) == 2:
             with self.checks.preflight.record_check("data", ("PT-P002",)):
-                self.checks.report([reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))])
+                self.checks.report(
+                    [reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))]
+                )
         return done
 
     @functools.cached_property
