@@ -155,8 +155,9 @@ def constructors(trainers: dict[str, dict[str, Any]]) -> dict[str, tuple[list[st
             for parameter in inspect.signature(trainer.__init__).parameters.values()
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ][1:]
-        if ours[: len(shape["positional"])] != shape["positional"]:
-            found[name] = (shape["positional"], ours)
+        theirs = [parameter for parameter in shape["positional"] if parameter != "kwargs"]
+        if ours[: len(theirs)] != theirs:
+            found[name] = (theirs, ours)
     return found
 
 

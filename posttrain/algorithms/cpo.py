@@ -13,6 +13,7 @@ from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
+from posttrain.training.construct import attributes, takes
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["CPOConfig", "CPOTrainer"]
@@ -61,6 +62,8 @@ class CPOConfig(AnswerConfig):
             )
 
 
+@attributes("beta", "label_smoothing", "loss_type", "cpo_alpha", "simpo_gamma", "alpha")
+@attributes("max_length", "truncation_mode", fixed=True)
 class CPOTrainer(PreferenceTrainer):
     """Trains on pairs by the policy's own likelihood.
 
@@ -79,6 +82,10 @@ class CPOTrainer(PreferenceTrainer):
     _suffix: ClassVar[str] = "CPO"
     args: CPOConfig
 
+    @takes(
+        "model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, callbacks, optimizers, "
+        "preprocess_logits_for_metrics, peft_config, compute_metrics"
+    )
     def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
         super().__init__(model, None, args, **kwargs)
 

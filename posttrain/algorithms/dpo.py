@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.algorithms.answers import answer_mask, pair_metrics, sequence_logp
-from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer, refuse_removed
+from posttrain.algorithms.preference import PRECOMPUTED, ComparedConfig, PreferenceTrainer, refuse_removed
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import DIVERGENCES, desensitized_sum, pair_values, wpo_weight
 from posttrain.losses.likelihood import nll
@@ -18,6 +18,7 @@ from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_sum
 from posttrain.metrics import mean
 from posttrain.training.config import warn_keep_end
+from posttrain.training.construct import attributes, takes
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]
@@ -174,6 +175,8 @@ def _pair_weight(out: ModelOutputs, batch: Batch, logp: Tensor, length: Tensor) 
     return batch.grouped(wpo_weight(logp, total, length), 2).prod(1)
 
 
+@attributes("beta", "loss_weights", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "padding_free")
+@attributes("ld_alpha", "use_weighting", loss_types="args.loss_type", **PRECOMPUTED, fixed=True)
 class DPOTrainer(PreferenceTrainer):
     """Trains on preference pairs; a pair's prompt is computed once, by the policy and by the reference.
 
@@ -195,6 +198,10 @@ class DPOTrainer(PreferenceTrainer):
     }
     args: DPOConfig
 
+    @takes(
+        "model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, "
+        "callbacks, optimizers, quantization_config, peft_config"
+    )
     def __init__(
         self, model: str | nn.Module, ref_model: nn.Module | None = None, args: DPOConfig | None = None, **kwargs: Any
     ) -> None:

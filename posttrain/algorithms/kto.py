@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.algorithms.answers import judged_metrics, sequence_logp
-from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer
+from posttrain.algorithms.preference import PRECOMPUTED, ComparedConfig, PreferenceTrainer
 from posttrain.data.forest import collate
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.reduce import row_terms
@@ -20,6 +20,7 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, precomputed_logps
+from posttrain.training.construct import attributes, takes
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["KTOConfig", "KTOTrainer", "fixed_partners", "partners"]
@@ -91,6 +92,8 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
     return found
 
 
+@attributes("beta", "desirable_weight", "undesirable_weight")
+@attributes("loss_type", **PRECOMPUTED, fixed=True)
 class KTOTrainer(PreferenceTrainer):
     """Trains on prompts with one answer and a label each; pairs are taken apart.
 
@@ -117,6 +120,10 @@ class KTOTrainer(PreferenceTrainer):
     no_rows = ((), ())
     args: KTOConfig
 
+    @takes(
+        "model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, "
+        "callbacks, optimizers, quantization_config, peft_config"
+    )
     def __init__(
         self, model: str | nn.Module, ref_model: nn.Module | None = None, args: Any = None, **kwargs: Any
     ) -> None:

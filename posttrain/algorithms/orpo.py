@@ -13,6 +13,7 @@ from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import log_odds_ratio, orpo
 from posttrain.metrics import mean
+from posttrain.training.construct import attributes, takes
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["ORPOConfig", "ORPOTrainer"]
@@ -25,6 +26,8 @@ class ORPOConfig(AnswerConfig):
     beta: float = field(default=0.1, metadata={"help": "Weight of the odds-ratio term, the paper's lambda, above 0."})
 
 
+@attributes("beta")
+@attributes("max_length", "truncation_mode", fixed=True)
 class ORPOTrainer(PreferenceTrainer):
     """``NLL(prompt and chosen) - beta lsig(log-odds ratio)``, without a reference.
 
@@ -46,6 +49,10 @@ class ORPOTrainer(PreferenceTrainer):
     }
     args: ORPOConfig
 
+    @takes(
+        "model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, callbacks, optimizers, "
+        "preprocess_logits_for_metrics, peft_config, compute_metrics"
+    )
     def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
         super().__init__(model, None, args, **kwargs)
 

@@ -48,6 +48,7 @@ from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
 __all__ = [
+    "PRECOMPUTED",
     "ROW_NUMBER",
     "AnswerConfig",
     "ComparedConfig",
@@ -63,6 +64,7 @@ logger = logging.getLogger(__name__)
 ROW_NUMBER = "row_number"  # Column of the prepared training set, where the run will meet its pairs more than once.
 JUDGED = 512  # Pairs that a reward model is shown.
 EXCERPT = 200  # Characters of a text in suspect_pairs.jsonl.
+PRECOMPUTED = {"precompute_ref_logps": "args.precompute_ref_log_probs"}  # TRL's name of the attribute.
 Pair = tuple[int, Any, Any, Any]  # Number, prompt, chosen, rejected.
 
 
@@ -292,7 +294,7 @@ class ComparedConfig(AnswerConfig):
             raise ConfigError(f"ref_model_sync_steps={self.ref_model_sync_steps} must be at least 1.")
 
 
-def check_given(config: type, model: Any, ref_model: Any, args: Any, tokenizer: Any) -> None:
+def check_given(model: Any, ref_model: Any, tokenizer: Any) -> None:
     """Refuse arguments of a constructor that cannot work, before anything is loaded."""
     if isinstance(ref_model, str):
         raise ArgumentTypeError(
@@ -303,8 +305,6 @@ def check_given(config: type, model: Any, ref_model: Any, args: Any, tokenizer: 
         raise ConfigError(
             "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
         )
-    if args is not None and not isinstance(args, config):
-        raise ArgumentTypeError(f"args must be a {config.__name__}, not {type(args).__name__}.")
     if ref_model is not None:
         check_reference(ref_model)
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -341,7 +341,7 @@ class PreferenceTrainer(PostTrainer):
     def __init__(
         self, model: str | nn.Module, ref_model: nn.Module | None = None, args: Any = None, **kwargs: Any
     ) -> None:
-        check_given(self.config_class, model, ref_model, args, kwargs.get("processing_class"))
+        check_given(model, ref_model, kwargs.get("processing_class"))
         self.reports: dict[str, PreparationReport] = {}
         self._own_reference = ref_model is None
         self.reference: Reference | None = None
@@ -498,6 +498,22 @@ class PreferenceTrainer(PostTrainer):
         return metrics | {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
 
     # Reference ---------------------------------------------------------------------------------------------------
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The frozen model that is the reference; None where it is the policy with its adapter off, or is not kept.
+
+        Setting it makes another frozen model the reference.
+        """
+        return None if self.reference is None else self.reference.copy
+
+    @ref_model.setter
+    def ref_model(self, model: nn.Module) -> None:
+        check_given(self.model, model, None)
+        self.reference = Reference(self.model, given=model.to(self.args.device))
+        self._own_reference = False
+        for callback in self.callback_handler.callbacks:
+            self._share_reference(callback)
 
     def micro_batch(self, inputs: list[Batch], index: int) -> list[Batch]:
         """Batches with the reference's log-probs."""

@@ -19,6 +19,7 @@ from posttrain.metrics import maximum, mean, minimum
 from posttrain.models.forward import forward
 from posttrain.models.load import load_classifier
 from posttrain.training.config import PostTrainingConfig, refuse_cut_sequences
+from posttrain.training.construct import takes
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
@@ -97,6 +98,10 @@ class RewardTrainer(PostTrainer):
     _suffix: ClassVar[str] = "Reward"
     args: RewardConfig
 
+    @takes(
+        "model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
+        "optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics, quantization_config, peft_config"
+    )
     def __init__(self, model: str | nn.Module, args: RewardConfig | None = None, **kwargs: Any) -> None:
         labels = getattr(getattr(model, "config", None), "num_labels", 1)
         if labels != 1:

@@ -25,6 +25,7 @@ from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.metrics import mean
 from posttrain.models.forward import learns_prompts
 from posttrain.training.config import PostTrainingConfig, warn_keep_end
+from posttrain.training.construct import attributes, takes
 from posttrain.training.evaluation import full_logits
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
@@ -141,6 +142,8 @@ def sft_objective(out: ModelOutputs, batch: Batch, *, loss_type: str, smoothing:
     return LossTerms(terms, batch.loss_mask, "token", metrics=metrics)
 
 
+@attributes("padding_free")
+@attributes(fixed=True, completion_only_loss="args.completion_only_loss or prompts_are_given")
 class SFTTrainer(PostTrainer):
     """Supervised fine-tuning on text, conversations, prompt-completion pairs or tokenised rows.
 
@@ -157,6 +160,11 @@ class SFTTrainer(PostTrainer):
     _suffix: ClassVar[str] = "SFT"
     args: SFTConfig
 
+    @takes(
+        "model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_loss_func, compute_metrics, "
+        "callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics, quantization_config, "
+        "peft_config, formatting_func"
+    )
     def __init__(
         self,
         model: str | nn.Module,
@@ -182,6 +190,11 @@ class SFTTrainer(PostTrainer):
                 "packing=True with prompt learning: every document needs virtual tokens of its own, so there is nothing to gain. "
                 "Set packing=False."
             )
+
+    @property
+    def prompts_are_given(self) -> bool:
+        """Whether rows have their prompt in a column of its own."""
+        return {"prompt", "completion"} <= set(self._raw.column_names or ())
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """Tokenise one set, as `prepare_sft_dataset` does."""

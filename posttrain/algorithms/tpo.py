@@ -13,6 +13,7 @@ from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
 from posttrain.metrics import mean
+from posttrain.training.construct import attributes, takes
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["TPOConfig", "TPOTrainer"]
@@ -40,6 +41,7 @@ class TPOConfig(AnswerConfig):
             )
 
 
+@attributes("beta", "label_smoothing", "loss_type", "tpo_alpha", "tpo_l_gamma")
 class TPOTrainer(PreferenceTrainer):
     """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated.
 
@@ -57,6 +59,10 @@ class TPOTrainer(PreferenceTrainer):
     _suffix: ClassVar[str] = "TPO"
     args: TPOConfig
 
+    @takes(
+        "model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
+        "optimizers, peft_config"
+    )
     def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
         super().__init__(model, None, args, **kwargs)
 

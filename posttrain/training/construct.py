@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +25,15 @@ from posttrain.models.load import check_model_source, wrap_with_peft
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.report.record import check_writable
 from posttrain.training.checks import Checks, log_codes
+from posttrain.training.config import PostTrainingConfig
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer
 
 __all__ = [
+    "Alias",
+    "as_config",
+    "attributes",
     "check_arguments",
     "check_hooks",
     "choose_layout",
@@ -34,11 +41,106 @@ __all__ = [
     "make_checks",
     "measured",
     "prepared_model",
+    "takes",
     "user_override",
     "warn_of_unused",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+def takes(parameters: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a constructor be called with arguments by position, in TRL's order; further ones are keywords.
+
+    ``args`` of `transformers.TrainingArguments` becomes the trainer's own config before the constructor sees it.
+
+    Args:
+        parameters: Names of all that have a position, the model first, with commas between.
+    """
+    names = parameters.split(", ")
+
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(init).parameters
+        standard = {"optimizers": (None, None)}
+        ordered = [
+            own[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            if name in own
+            else inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=standard.get(name))
+            for name in names
+        ]
+        further = [
+            parameter if parameter.kind is parameter.VAR_KEYWORD else parameter.replace(kind=parameter.KEYWORD_ONLY)
+            for name, parameter in own.items()
+            if name not in ("self", *names)
+        ]
+        signature = inspect.Signature([own["self"], *ordered, *further])
+
+        @functools.wraps(init)
+        def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(self, *args, **kwargs).arguments
+            given |= given.pop("kwargs", {})
+            if "args" in given:
+                given["args"] = as_config(type(self).config_class, given["args"])
+            init(**given)
+
+        constructor.__signature__ = signature  # type: ignore[attr-defined]
+        return constructor
+
+    return decorate
+
+
+def as_config(config: type, args: Any) -> Any:
+    """The config of a trainer: what was given; made of the fields of a plain `transformers.TrainingArguments`, or of a folder.
+
+    Raises:
+        ArgumentTypeError: It is something else, or the config of another trainer.
+    """
+    if args is None or isinstance(args, config):
+        return args
+    if isinstance(args, str):
+        return config(args)
+    if not isinstance(args, transformers.TrainingArguments) or isinstance(args, PostTrainingConfig):
+        raise ArgumentTypeError(f"args must be a {config.__name__}, not {type(args).__name__}.")
+    fields = args.to_dict()
+    fields.pop("push_to_hub_token", None)
+    return config(**fields | {"hub_token": args.hub_token})  # to_dict() hides the token.
+
+
+class Alias:
+    """An attribute of a trainer by TRL's name: reading and setting it reads and sets what stands at a path.
+
+    Args:
+        path: From the trainer, such as ``args.beta``; several, joined by " or ", where None stands for the next one.
+        fixed: Setting it is an error, as a trainer that is made would not read it again.
+    """
+
+    def __init__(self, path: str, *, fixed: bool = False) -> None:
+        self.paths, self.fixed = path.split(" or "), fixed
+
+    def __get__(self, trainer: Any, owner: type) -> Any:
+        if trainer is None:
+            return self
+        found = (operator.attrgetter(path)(trainer) for path in self.paths)
+        return next((value for value in found if value is not None), None)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if self.fixed:
+            raise AttributeError(
+                f"{type(trainer).__name__} has read {self.paths[0]} already. Fix: set it before the trainer is made."
+            )
+        holder, _, name = self.paths[0].rpartition(".")
+        setattr(operator.attrgetter(holder)(trainer) if holder else trainer, name, value)
+
+
+def attributes(*fields: str, fixed: bool = False, **paths: str) -> Callable[[Any], Any]:
+    """A class decorator that adds an `Alias` for fields of the config by their names, and for others by their paths."""
+
+    def decorate(cls: Any) -> Any:
+        for name, path in ({name: f"args.{name}" for name in fields} | paths).items():
+            setattr(cls, name, Alias(path, fixed=fixed))
+        return cls
+
+    return decorate
 
 
 def check_arguments(trainer: type, model: Any, args: Any, train_dataset: Any, collator: Any) -> None:
@@ -52,13 +154,11 @@ def check_arguments(trainer: type, model: Any, args: Any, train_dataset: Any, co
         collator: The user's ``data_collator``.
 
     Raises:
-        ArgumentTypeError: ``args`` or ``train_dataset`` is of another type.
+        ArgumentTypeError: ``train_dataset`` is of another type.
         ConfigError: A collator that has no place, a stream without ``max_steps``.
         DataError: There is no training set.
     """
     name: str = trainer.__name__
-    if not isinstance(args, transformers.TrainingArguments):
-        raise ArgumentTypeError(f"args must be a {trainer.config_class.__name__}, not {type(args).__name__}.")  # type: ignore[attr-defined]
     if collator is not None and not trainer.takes_collator:  # type: ignore[attr-defined]
         raise ConfigError(
             f"{name} makes its own batches of tokenised rows, and data_collator={collator!r:.80} "

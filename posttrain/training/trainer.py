@@ -31,7 +31,6 @@ from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
 from posttrain.training import checkpoint, construct
 from posttrain.training.config import PostTrainingConfig
-from posttrain.training.construct import check_hooks, user_override
 from posttrain.training.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.training.passes import DryStep, PassRunner, dry_step, fit_memory
@@ -42,6 +41,7 @@ __all__ = ["PostTrainer", "PostTrainingConfig"]
 logger = logging.getLogger(__name__)
 
 
+@construct.attributes(_metrics="buffers")
 class PostTrainer(transformers.Trainer):
     """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
 
@@ -74,6 +74,7 @@ class PostTrainer(transformers.Trainer):
     _tokens_checked = _in_loop = False
     reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
     _eval_rounds = 0
+    aux_loss_enabled = property(lambda self: bool(self.router_coefficient))
     _window_start: float | None = None
     _head: DatasetHead | None = None
 
@@ -90,8 +91,8 @@ class PostTrainer(transformers.Trainer):
         **trainer_kwargs: Any,
     ) -> None:
         model_id = model if isinstance(model, str) else load.get_config_model_id(causal_lm(model).config)
-        args = self.config_class(f"{Path(model_id).name or 'model'}-{self._suffix}") if args is None else args
-        check_hooks(self, trainer_kwargs.get("compute_loss_func"))
+        args = construct.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
+        construct.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         self.user_collator = trainer_kwargs.pop("data_collator", None)
         construct.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
@@ -570,7 +571,7 @@ class PostTrainer(transformers.Trainer):
     @property
     def own_loss(self) -> bool:
         """Whether the user's code says what the loss is: a subclass's ``compute_loss``, or ``compute_loss_func``."""
-        return self.compute_loss_func is not None or user_override(self, "compute_loss") is not None
+        return self.compute_loss_func is not None or construct.user_override(self, "compute_loss") is not None
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
         """One (logits, labels) a row, in the order of the dataset; ``preprocess_logits_for_metrics`` makes them small."""

@@ -1,0 +1,110 @@
+"""Constructors take what TRL's take: positions, plain arguments of transformers, attributes that are read and set."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import posttrain as pt
+from posttrain import ArgumentTypeError, ConfigError
+from tests.algorithms.every_trainer import EVERY, OFFLINE, data, every
+from tests.algorithms.helpers import SHORT
+from tests.conftest import build_model
+
+TRL = json.loads(Path(__file__).parents[1].joinpath("snapshots", "trl_surface.json").read_text(encoding="utf-8"))
+offline = pytest.mark.parametrize("kind", sorted(OFFLINE))
+
+
+@pytest.fixture
+def tokenizer(tiny_tokenizer):
+    tiny_tokenizer.pad_token = "<|endoftext|>"
+    return tiny_tokenizer
+
+
+def positional(trainer):
+    parameters = list(inspect.signature(trainer.__init__).parameters.values())[1:]
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TRL["trainers"] if hasattr(pt, f"{name}Trainer")))
+def test_arguments_have_the_positions_of_trl(name):
+    theirs = [n for n in TRL["trainers"][name]["positional"] if n != "kwargs"]
+    assert positional(getattr(pt, f"{name}Trainer"))[: len(theirs)] == theirs
+
+
+def test_arguments_by_position_are_what_they_are_called(tokenizer, tmp_path):
+    args = pt.SFTConfig(str(tmp_path), use_cpu=True, **SHORT)
+    rows = data("sft", 4)
+    trainer = pt.SFTTrainer(build_model(len(tokenizer)), args, None, rows, rows, tokenizer)
+    assert trainer.eval_dataset is not None and trainer.processing_class is tokenizer
+    with pytest.raises(TypeError, match="multiple values"):
+        pt.SFTTrainer("model", args, None, rows, train_dataset=rows)
+
+
+@offline
+def test_plain_arguments_become_the_config_of_the_trainer(kind, tokenizer, tmp_path):
+    plain = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=1, report_to=[], learning_rate=0.25, hub_token="secret",
+        per_device_train_batch_size=2, per_device_eval_batch_size=2,
+    )  # fmt: skip
+    made = every(kind, tmp_path, tokenizer)
+    trainer = type(made)(made.model, args=plain, train_dataset=data(kind, 4), processing_class=tokenizer)
+    assert type(trainer.args) is OFFLINE[kind][1]
+    assert (trainer.args.learning_rate, trainer.args.max_steps, trainer.args.hub_token) == (0.25, 1, "secret")
+    with pytest.raises(ArgumentTypeError):
+        type(made)(made.model, args=pt.PPOConfig(str(tmp_path)), train_dataset=data(kind, 4))
+
+
+ATTRIBUTES = {
+    "dpo": {"beta": 0.3, "loss_weights": [2.0], "label_smoothing": 0.0, "f_divergence_type": "reverse_kl"},
+    "kto": {"beta": 0.3, "desirable_weight": 2.0, "undesirable_weight": 0.5},
+    "cpo": {"beta": 0.3, "cpo_alpha": 0.0},
+    "orpo": {"beta": 0.3},
+    "tpo": {"beta": 0.3, "tpo_alpha": 0.0},
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ATTRIBUTES))
+def test_an_attribute_that_is_set_takes_effect(kind, tokenizer, tmp_path):
+    def loss(**given):
+        trainer = every(kind, tmp_path, tokenizer, eval_dataset=data(kind, 4))
+        for name, value in given.items():
+            setattr(trainer, name, value)
+            assert getattr(trainer, name) == value == getattr(trainer.args, name)
+        with torch.no_grad():
+            trainer.model.get_output_embeddings().weight.mul_(3)  # Else the policy is its own reference.
+        return trainer.evaluate()["eval_loss"]
+
+    assert loss(**ATTRIBUTES[kind]) != pytest.approx(loss(), rel=1e-3)
+
+
+def test_attributes_that_are_read_once_cannot_be_set(tokenizer, tmp_path):
+    trainer = every("dpo", tmp_path, tokenizer)
+    assert trainer.loss_types == ["sigmoid"] and trainer.precompute_ref_logps is False
+    with pytest.raises(AttributeError, match=r"Fix: set it before"):
+        trainer.loss_types = ["ipo"]
+    sft = every("sft", tmp_path, tokenizer)
+    assert sft.completion_only_loss is True and sft.padding_free is False
+    with pytest.raises(AttributeError):
+        sft.completion_only_loss = False
+
+
+@pytest.mark.parametrize("kind", sorted(set(EVERY) - {"ppo"}))
+def test_metrics_of_a_subclass_are_logged(kind, tokenizer, tmp_path):
+    trainer = every(kind, tmp_path, tokenizer)
+    trainer._metrics["train"]["mine"].append(2.0)
+    assert trainer.reduced_metrics("train")["mine"] == 2.0
+    assert trainer.aux_loss_enabled is False
+
+
+def test_another_reference_model_is_compared_with(tokenizer, tmp_path):
+    trainer = every("dpo", tmp_path, tokenizer, eval_dataset=data("dpo", 4))
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+    before = trainer.evaluate()["eval_loss"]
+    trainer.ref_model = other = build_model(len(tokenizer), seed=9)
+    assert trainer.ref_model is other and trainer.evaluate()["eval_loss"] != pytest.approx(before, rel=1e-4)
+    with pytest.raises(ConfigError):
+        trainer.ref_model = trainer.model
