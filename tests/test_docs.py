@@ -412,5 +412,5 @@ def test_config_files_are_understood(page, tmp_path, monkeypatch):
         path = tmp_path / "config.yaml"
         path.write_text(code, encoding="utf-8")
         _, config, _, mixture = parser_for("sft").parse_args_and_config(["--config", str(path)])
-        assert config.loss_type == "chunked_nll"
+        assert config.loss_type == "nll"
         assert len(mixture.datasets) == code.count("- path:")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from posttrain.algorithms.answers import branch_sums, likelihood_terms, reference_free_metrics
-from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer
+from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer, UnreadFields
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class CPOConfig(AnswerConfig):
+class CPOConfig(UnreadFields, AnswerConfig):
     """Arguments of `CPOTrainer`."""
 
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = field(
@@ -37,6 +37,7 @@ class CPOConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.refuse_unread()
         check_choice("loss_type", self.loss_type, CPO_LOSSES)
         if self.loss_type == "alphapo":
             self.loss_type, self.cpo_alpha = "simpo", 0.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.algorithms.answers import answer_mask, pair_metrics, sequence_logp
-from posttrain.algorithms.preference import PRECOMPUTED, ComparedConfig, PreferenceTrainer, refuse_removed
+from posttrain.algorithms.preference import PRECOMPUTED, ComparedConfig, PreferenceTrainer
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import DIVERGENCES, desensitized_sum, pair_values, wpo_weight
 from posttrain.losses.likelihood import nll
@@ -25,24 +25,20 @@ __all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]
 
 logger = logging.getLogger(__name__)
 
-# What earlier releases of TRL had, and what to do instead.
-REMOVED = {
-    "rpo_alpha": "add 'sft' to loss_type and its weight to loss_weights",
-    "reference_free": "use CPOTrainer with cpo_alpha=0",
-    "max_prompt_length": "filter the data, or set max_length",
-    "max_completion_length": "filter the data, or set max_length",
-    "generate_during_eval": "use LogCompletionsCallback",
-    "force_use_ref_model": "pass ref_model",
-    "ref_model_init_kwargs": "load the reference yourself and pass ref_model",
-    "f_divergence_params": "use f_alpha_divergence_coef",
-}
 
-
-@refuse_removed(REMOVED)
 @dataclass
 class DPOConfig(ComparedConfig):
     """Arguments of `DPOTrainer`."""
 
+    removed: ClassVar[dict[str, str]] = ComparedConfig.removed | {
+        "rpo_alpha": "add 'sft' to loss_type and its weight to loss_weights",
+        "reference_free": "use CPOTrainer with cpo_alpha=0",
+        "max_completion_length": "filter the data, or set max_length",
+        "generate_during_eval": "use LogCompletionsCallback",
+        "force_use_ref_model": "pass ref_model",
+        "ref_model_init_kwargs": "load the reference yourself and pass ref_model",
+        "f_divergence_params": "use f_alpha_divergence_coef",
+    }
     loss_type: list[str] = field(
         default_factory=lambda: ["sigmoid"], metadata={"help": f"One or more of: {', '.join(DPO_LOSSES)}."}
     )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from posttrain.algorithms.answers import branch_sums, likelihood_terms, reference_free_metrics
-from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer
+from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer, UnreadFields
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import log_odds_ratio, orpo
 from posttrain.metrics import mean
@@ -20,10 +20,14 @@ __all__ = ["ORPOConfig", "ORPOTrainer"]
 
 
 @dataclass
-class ORPOConfig(AnswerConfig):
+class ORPOConfig(UnreadFields, AnswerConfig):
     """Arguments of `ORPOTrainer`."""
 
     beta: float = field(default=0.1, metadata={"help": "Weight of the odds-ratio term, the paper's lambda, above 0."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_unread()
 
 
 @attributes("beta")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -54,8 +54,8 @@ __all__ = [
     "ComparedConfig",
     "PairWatch",
     "PreferenceTrainer",
+    "UnreadFields",
     "check_given",
-    "refuse_removed",
 ]
 
 logger = logging.getLogger(__name__)
@@ -217,25 +217,6 @@ def _text(value: Any) -> str:
 CHECKED_ROWS = 1000
 
 
-def refuse_removed(removed: Mapping[str, str]) -> Callable[[type], type]:
-    """A class decorator for configs: options of the past are refused with what replaced them, not as unknown names."""
-
-    def decorate(cls: type) -> type:
-        original: Any = cls.__init__
-
-        @functools.wraps(original)
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            for name in kwargs:
-                if name in removed:
-                    raise ConfigError(f"{cls.__name__} has no option {name!r} any more: {removed[name]}.")
-            original(self, *args, **kwargs)
-
-        cls.__init__ = init  # type: ignore[misc]
-        return cls
-
-    return decorate
-
-
 @dataclass
 class AnswerConfig(PostTrainingConfig):
     """Fields of every method on given answers."""
@@ -252,7 +233,9 @@ class AnswerConfig(PostTrainingConfig):
         default=False, metadata={"help": "Turns of the user or of tools within an answer have no loss."}
     )
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the dataset."})
-    pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
+    pad_to_multiple_of: int | str | None = field(
+        default=None, metadata={"help": "Rounds row widths up; auto or None: what the layout wants."}
+    )
     beta: float = field(default=0.1, metadata={"help": "Strength of the tie to the reference, above 0."})
     pair_reward_model: str | None = field(
         default=None, metadata={"help": "A reward model that up to 512 pairs are shown to: how often does it agree?"}
@@ -268,6 +251,35 @@ class AnswerConfig(PostTrainingConfig):
             raise ConfigError(
                 f"beta={self.beta!r} must be above 0, as a number: with 0 the loss is constant, and some losses divide by it."
             )
+
+
+UNREAD = {
+    "max_completion_length": "filter the data, or set max_length",
+    "generate_during_eval": "use LogCompletionsCallback",
+    "is_encoder_decoder": "train a causal language model",
+    "padding_value": "set tokenizer.pad_token; padding has no part in any loss",
+}
+
+
+@dataclass
+class UnreadFields:
+    """Fields of TRL's CPO and ORPO that nothing reads here; they are refused where they are set."""
+
+    max_completion_length: int | None = field(default=None, metadata={"help": "Leave it out: max_length cuts answers."})
+    generate_during_eval: bool = field(default=False, metadata={"help": "Leave it out: use LogCompletionsCallback."})
+    is_encoder_decoder: bool | None = field(default=None, metadata={"help": "Leave it out: models are causal."})
+    padding_value: int | None = field(default=None, metadata={"help": "Leave it out: the tokenizer has a pad token."})
+
+    def refuse_unread(self) -> None:
+        """Raise for each that is set.
+
+        Raises:
+            ConfigError: Names the field and what to do instead.
+        """
+        for name, instead in UNREAD.items():
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                raise ConfigError(f"{name}={value!r} is not read by {type(self).__name__}. Fix: {instead}.")
 
 
 @dataclass

@@ -47,7 +47,9 @@ class RewardConfig(PostTrainingConfig):
     center_rewards_coefficient: float | None = field(
         default=None, metadata={"help": "Weight of (r+ + r-)^2, which keeps scores near 0; 0.01 is usual. None: off."}
     )
-    pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
+    pad_to_multiple_of: int | str | None = field(
+        default=None, metadata={"help": "Rounds row widths up; auto or None: what the layout wants."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

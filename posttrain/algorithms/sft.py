@@ -68,8 +68,10 @@ class SFTConfig(PostTrainingConfig):
         default=False, metadata={"help": "Go on when assistant_only_loss trains no token that ends a turn."}
     )
     loss_type: Literal["nll", "chunked_nll", "dft"] | None = field(
-        default=None,
-        metadata={"help": "nll; dft weighs it by the token's probability; None: chunked_nll, nll in little memory."},
+        default="nll",
+        metadata={
+            "help": "nll, a chunk of logits at a time, and chunked_nll its other name; dft weighs it by the probability."
+        },
     )
     packing: bool = field(
         default=False,
@@ -85,12 +87,14 @@ class SFTConfig(PostTrainingConfig):
         default=False, metadata={"help": "For compatibility: batches carry no padding either way."}
     )
     shuffle_dataset: bool = field(default=False, metadata={"help": "Shuffle once before training."})
-    pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
+    pad_to_multiple_of: int | str | None = field(
+        default=None, metadata={"help": "Rounds row widths up; auto or None: what the layout wants."}
+    )
 
     def __post_init__(self) -> None:
         self._rename_deprecated()
         super().__post_init__()
-        self.loss_type = self.loss_type or "chunked_nll"
+        self.loss_type = self.loss_type or "nll"
         check_choice("loss_type", self.loss_type, LOSSES)
         check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
         check_choice("packing_strategy", self.packing_strategy, STRATEGIES)

@@ -6,11 +6,13 @@ import ctypes
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -51,14 +53,39 @@ def layers_to_keep(model: nn.Module) -> int:
     return min(len(layers), 2 * head.weight.shape[0] // kept) if kept else 0
 
 
+# Kernels of scaled_dot_product_attention: not every build of torch has all of them.
+ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+ATTENTION_OPS = {getattr(torch.ops.aten, name).default for name in ATTENTION if hasattr(torch.ops.aten, name)}
+
+
+def keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What backward does about one operation: attention, which costs the square of the length, is not computed again."""
+    kept = op in ATTENTION_OPS or "flash_attn" in str(op)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def recompute_activations(model: Any, options: dict[str, Any] | None = None) -> None:
     """Switch checkpointing on in all layers, by the name that this version of transformers gives it.
 
     Args:
         model: Of transformers.
-        options: As ``gradient_checkpointing_kwargs``.
+        options: As ``gradient_checkpointing_kwargs``; ``selective`` keeps what attention computed.
+
+    Raises:
+        ConfigError: ``selective`` with reentrant checkpointing, which cannot choose.
     """
     given = dict(options or {"use_reentrant": False})
+    if given.pop("selective", False):
+        if given.get("use_reentrant"):
+            raise ConfigError(
+                "gradient_checkpointing_kwargs: selective=True needs use_reentrant=False, and it is True. Leave it out."
+            )
+        given |= {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, keep_attention)}
     own = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(given or None, **own)
@@ -85,6 +112,10 @@ class KeepLastActivations(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
+        if "selective" in options and (getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing):
+            recompute_activations(
+                causal_lm(model), options
+            )  # The trainer passed it on as it is written, which torch does not know.
         if "every_n_layers" not in options:
             keep_last_activations(model, args.kept_layers)
 

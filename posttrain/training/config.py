@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import transformers
@@ -125,6 +125,11 @@ class PostTrainingConfig(MemoryFields, transformers.TrainingArguments):
     _VALID_DICT_FIELDS = [  # noqa: RUF012
         *transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "silence_findings"
     ]  # fmt: skip
+    # Options that an older TRL had and this config has not: what to do instead.
+    removed: ClassVar[dict[str, str]] = {
+        "max_seq_length": "set max_length",
+        "max_prompt_length": "filter the data, or set max_length",
+    }
 
     logging_steps: float = field(
         default=10, metadata={"help": "Optimiser steps between two log lines; below 1 a share of all steps."}
@@ -188,8 +193,17 @@ class PostTrainingConfig(MemoryFields, transformers.TrainingArguments):
         },
     )
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> PostTrainingConfig:
+        """Refuse what was removed by its name, before the constructor calls it unknown."""
+        for name in set(kwargs) & set(cls.removed):
+            if name not in cls.__dataclass_fields__:
+                raise ConfigError(f"{cls.__name__} has no option {name}={kwargs[name]!r}. Fix: {cls.removed[name]}.")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         self._resolve_checkpointing()
+        if hasattr(self, "pad_to_multiple_of"):
+            self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
         self._resolve_bf16()
         super().__post_init__()
         for item in fields(self):
@@ -239,6 +253,17 @@ class PostTrainingConfig(MemoryFields, transformers.TrainingArguments):
             self.use_cpu = True  # transformers allows bf16 on a CPU only when it is asked for by name.
 
 
+def row_multiple(given: Any) -> int | None:
+    """``pad_to_multiple_of`` as a number; "auto" is None: what the layout of rows wants."""
+    if given in (None, "auto", "none", "null"):
+        return None
+    if not str(given).isdigit() or int(given) < 1:
+        raise ConfigError(
+            f"pad_to_multiple_of={given!r} must be at least 1, or 'auto' or None for what the layout wants."
+        )
+    return int(given)
+
+
 def warn_keep_end(truncation_mode: str) -> None:
     """``keep_end`` trains on texts without their beginning, which no generation looks like; it will go."""
     if truncation_mode == "keep_end":
@@ -284,7 +309,9 @@ class GenerationFields:
             "exact; on a GPU vllm, else paged, first."
         },
     )
-    pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Rounds row widths up."})
+    pad_to_multiple_of: int | str | None = field(
+        default=None, metadata={"help": "Rounds row widths up; auto or None: what the layout wants."}
+    )
     ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Gather ZeRO-3 shards to generate."})
 
 

@@ -108,3 +108,49 @@ def test_another_reference_model_is_compared_with(tokenizer, tmp_path):
     assert trainer.ref_model is other and trainer.evaluate()["eval_loss"] != pytest.approx(before, rel=1e-4)
     with pytest.raises(ConfigError):
         trainer.ref_model = trainer.model
+
+
+CONFIGS = sorted(name for name in vars(pt) | dict.fromkeys(pt.__all__) if name.endswith("Config"))
+TRAINED = [c for c in (getattr(pt, n) for n in CONFIGS) if isinstance(c, type) and issubclass(c, pt.PostTrainingConfig)]
+OLD = {"max_seq_length": 64, "max_prompt_length": 64}
+
+
+def config(cls, folder, **given):
+    least = {"stop_token": "eos"} if cls is pt.PPOConfig else {}
+    return cls(str(folder), use_cpu=True, report_to=[], **least | given)
+
+
+@pytest.mark.parametrize("cls", TRAINED, ids=lambda cls: cls.__name__)
+def test_options_of_the_past_are_refused_by_name(cls, tmp_path):
+    for name, value in OLD.items():
+        if name not in cls.__dataclass_fields__:
+            with pytest.raises(ConfigError, match=rf"{name}=64\. Fix: "):
+                config(cls, tmp_path, **{name: value})
+    with pytest.raises(TypeError):
+        config(cls, tmp_path, no_such_option=1)
+
+
+@pytest.mark.parametrize(
+    "cls", [c for c in TRAINED if "pad_to_multiple_of" in c.__dataclass_fields__], ids=lambda cls: cls.__name__
+)
+def test_a_multiple_may_be_left_to_the_layout(cls, tmp_path):
+    assert config(cls, tmp_path, pad_to_multiple_of="auto").pad_to_multiple_of is None
+    assert config(cls, tmp_path, pad_to_multiple_of="8").pad_to_multiple_of == 8
+    for wrong in (0, "wide", -8):
+        with pytest.raises(ConfigError, match=f"{wrong!r}"):
+            config(cls, tmp_path, pad_to_multiple_of=wrong)
+
+
+UNREAD = {"max_completion_length": 64, "generate_during_eval": True, "is_encoder_decoder": True, "padding_value": 0}
+
+
+@pytest.mark.parametrize("cls", [pt.CPOConfig, pt.ORPOConfig])
+def test_fields_that_nothing_reads_are_refused_where_they_are_set(cls, tmp_path):
+    config(cls, tmp_path, max_completion_length=None, generate_during_eval=False, is_encoder_decoder=False)
+    for name, value in UNREAD.items():
+        with pytest.raises(ConfigError, match=rf"{name}={value!r} .*Fix: "):
+            config(cls, tmp_path, **{name: value})
+
+
+def test_the_loss_of_sft_is_called_nll(tmp_path):
+    assert config(pt.SFTConfig, tmp_path).loss_type == config(pt.SFTConfig, tmp_path, loss_type=None).loss_type == "nll"

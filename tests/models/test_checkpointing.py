@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from datasets import Dataset
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from posttrain import SFTConfig, SFTTrainer
+from posttrain import ConfigError, SFTConfig, SFTTrainer
+from posttrain.models import activations
 from posttrain.models.activations import keep_last_activations, layers_to_keep
 from tests.conftest import build_model
 
@@ -51,8 +54,6 @@ def test_the_last_layers_are_kept():
     ],
 )
 def test_training_keeps_the_last_layers_unless_told_otherwise(options, expected, tiny_tokenizer, tmp_path):
-    from datasets import Dataset
-
     model = build_model(len(tiny_tokenizer), num_hidden_layers=4)
     config = SFTConfig(str(tmp_path), max_steps=1, report_to="none", **options)
     data = Dataset.from_list([{"text": "What is the sum?"}] * 8)
@@ -65,8 +66,6 @@ def test_training_keeps_the_last_layers_unless_told_otherwise(options, expected,
 
 
 def test_keeping_layers_does_not_move_the_loss_or_the_gradient(tiny_tokenizer, tmp_path):
-    from datasets import Dataset
-
     data = Dataset.from_list([{"text": "What is the sum of two numbers?"}, {"text": "The answer is 3."}] * 4)
     found = []
     for kept in (0, 2):
@@ -76,3 +75,45 @@ def test_keeping_layers_does_not_move_the_loss_or_the_gradient(tiny_tokenizer, t
         trainer.train()
         found.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry])
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-6, atol=1e-7)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the attention kernels that really run."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in activations.ATTENTION_OPS
+        return func(*args, **kwargs or {})
+
+
+def test_selective_checkpointing_computes_attention_once(tiny_tokenizer, tmp_path):
+    rows = Dataset.from_list([{"text": "What is the sum?"}] * 8)
+    losses, calls = [], []
+    for options in (None, {"selective": True}):
+        args = SFTConfig(
+            str(tmp_path), max_steps=1, use_cpu=True, report_to=[], gradient_checkpointing_kwargs=options, kept_layers=0
+        )
+        trainer = SFTTrainer(
+            build_model(len(tiny_tokenizer)), args, train_dataset=rows, processing_class=tiny_tokenizer
+        )
+        counter = Calls()
+        step = trainer.training_step
+        trainer.training_step = lambda *given, step=step, counter=counter: counting(step, counter, *given)
+        trainer.train()
+        losses.append(trainer.state.log_history[-1]["train_loss"])
+        calls.append(counter.count)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert calls[0] == 2 * calls[1] > 0
+
+
+def counting(step, counter, *given):
+    with counter:
+        return step(*given)
+
+
+def test_selective_checkpointing_is_never_reentrant():
+    with pytest.raises(ConfigError, match="use_reentrant=False"):
+        activations.recompute_activations(build_model(64), {"selective": True, "use_reentrant": True})
