@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "check_followed",
     "check_requests",
     "check_rope",
+    "evaluating",
     "refuse_virtual_tokens",
     "require_engine",
 ]
@@ -245,3 +246,16 @@ def check_followed(
                 )
         if replace(one, **{name: getattr(sampling, name) for name in own}) != sampling:
             raise ConfigError(f"{engine} samples all requests of a call alike, and one has settings of its own. {fix}.")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; training mode is restored (checkpointing is idle in eval mode and keeps its settings)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

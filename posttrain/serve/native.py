@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from posttrain.errors import ModelError
-from posttrain.rollouts.hf import evaluating
+from posttrain.rollouts.base import evaluating
 from posttrain.rollouts.native.attention import Block, plugged_in
 from posttrain.rollouts.native.engine import KEEP_BYTES, NativeEngine
 from posttrain.rollouts.native.layers import (
@@ -26,8 +26,7 @@ from posttrain.rollouts.native.layers import (
     quick_products,
     worth_packing,
 )
-from posttrain.rollouts.native.prefill import STEM_LEAST
-from posttrain.rollouts.native.prefix_cache import Kept, match
+from posttrain.rollouts.native.prefix_cache import STEM_LEAST, Kept, match
 from posttrain.rollouts.native.sampler import Asked, Completion, Prompt
 from posttrain.rollouts.native.scheduler import SHARED_LEAST, Run, common_beginning
 from posttrain.serve.backends import Backend, failure_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from posttrain.rollouts.hf import evaluating
+from posttrain.rollouts.base import evaluating
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.serve.jobs import Score, Scored
 from posttrain.serve.worker import gathered
