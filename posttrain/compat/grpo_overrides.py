@@ -19,7 +19,7 @@ from posttrain.models.attention import padded_layout
 from posttrain.models.forward import forward
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.training.episodes import EpisodeParts
+from posttrain.rollouts.episodes.driver import EpisodeDriver
 from posttrain.types import Batch, Rollout, Row, Sampling
 
 __all__ = [
@@ -238,7 +238,7 @@ class GRPOOverrides(Behind):
     _scored: RewardTable | None = None
     _sampling_now: Sampling | None = None
     _foreign_logps = False
-    _parts: EpisodeParts
+    driver: EpisodeDriver | None
     rollout_func: Any
     _extra: dict[str, list[Any]]
 
@@ -255,7 +255,7 @@ class GRPOOverrides(Behind):
 
     def check_turns(self) -> None:
         """Refuse overrides that several turns would go around."""
-        if not (self._parts.calls_tools or self.rollout_func):
+        if self.driver is None or not (self.driver.calls_tools or self.rollout_func):
             return
         for name in SINGLE_TURN:
             if owner := overrides(self, name):

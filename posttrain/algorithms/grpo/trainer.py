@@ -186,7 +186,7 @@ class GRPOTrainer(OnlineTrainer):
         reward_funcs: A callable ``f(prompts, completions, **columns) -> list[float | None]``, a reward model, or several.
         args: `GRPOConfig`.
         rollout_engine: An engine object; None makes the one that ``args.rollout_engine`` names.
-        tools, rollout_func, environment_factory: See `EpisodeParts` and the pages on tools and environments.
+        tools, rollout_func, environment_factory: See `EpisodeSetup` and the pages on tools and environments.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
 
