@@ -158,7 +158,7 @@ _PUBLIC = {
     "enable_gradient_checkpointing": "compat.preparing",
     "encode_with_byte_offsets": "compat.sequences",
     "entropy_from_logits": "compat.tensors",
-    "exact_div": "compat.tensors",
+    "exact_div": "errors",
     "extract_prompt": "data.formats",
     "first_true_indices": "compat.tensors",
     "flush_left": "compat.tensors",

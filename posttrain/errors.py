@@ -32,6 +32,7 @@ __all__ = [
     "WeightSyncError",
     "check_choice",
     "did_you_mean",
+    "exact_div",
 ]
 
 
@@ -194,6 +195,21 @@ def did_you_mean(value: object, choices: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def exact_div(a: int, b: int, custom_error_message: str = "") -> int:
+    """``a / b`` as an integer.
+
+    Raises:
+        ConfigError: b does not divide a; the message ends with ``custom_error_message``.
+
+    >>> exact_div(12, 4)
+    3
+    """
+    if b == 0 or a % b != 0:
+        detail = f": {custom_error_message}" if custom_error_message else "."
+        raise ConfigError(f"{a} cannot be divided by {b} without a remainder{detail}")
+    return a // b
 
 
 def check_choice(field: str, value: object, choices: Iterable[str]) -> None:

@@ -352,7 +352,7 @@ class GRPOOverrides(Behind):
         ids = [rollout.token_ids for rollout in generation.rollouts]
         prompts = [example["prompt"] for example in generation.examples]
         values = self._calculate_rewards(generation.examples, prompts, generation.completions, ids)
-        counts = self._row_counts(len(ids))
+        counts = parallel.all_gather_objects([len(ids)], self.accelerator)
         values = torch.as_tensor(values, dtype=torch.float32).cpu()
         if values.shape != (sum(counts), len(self.rewards.names)):
             raise RewardError(
@@ -362,11 +362,6 @@ class GRPOOverrides(Behind):
         start = sum(counts[: self.accelerator.process_index])
         table = self._scored or RewardTable(values, list(self.rewards.names), self.rewards.weights, start=start)
         return dataclasses.replace(table, values=values.clone())
-
-    def _row_counts(self, mine: int) -> list[int]:
-        from posttrain.models import parallel
-
-        return parallel.all_gather_objects([mine], self.accelerator)
 
     def _calculate_rewards(
         self,

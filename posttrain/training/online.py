@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import datasets
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
 from posttrain.data.samplers import PromptStream, RepeatSampler
-from posttrain.errors import ConfigError, RolloutServerError
+from posttrain.errors import RolloutServerError
 from posttrain.losses.ratio import engine_gap
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
@@ -38,15 +38,7 @@ from posttrain.rollouts.batch import (
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.training.dynamic_sampling import DynamicSampler, groups_without_signal
 from posttrain.training.online_config import OnlineConfig, resolve_auto
-from posttrain.training.prompts import (
-    PromptSource,
-    check_stream,
-    check_tool_prompts,
-    describe_schedule,
-    empty_prompts,
-    with_prompts,
-    without_workers,
-)
+from posttrain.training.prompts import PromptSource, check_stream, describe_schedule, empty_prompts, without_workers
 from posttrain.training.scoring import (
     WATCHED_CODES,
     RewardWatch,
@@ -57,13 +49,10 @@ from posttrain.training.scoring import (
     reward_runner,
     rollout_metrics,
 )
-from posttrain.training.sources import RolloutSource, SyncRollouts
+from posttrain.training.sources import RolloutSource, SyncRollouts, make_driver
 from posttrain.training.trainer import PostTrainer
 from posttrain.training.weight_sync import WeightSync, training_engine, vllm_engine
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Request, Rollout, Row, Sampling
-
-if TYPE_CHECKING:
-    from posttrain.rollouts.episodes.driver import EpisodeDriver
 
 __all__ = ["OnlineConfig", "OnlineTrainer", "RolloutBatch"]
 
@@ -110,7 +99,7 @@ class OnlineTrainer(PostTrainer):
         **kwargs: Any,
     ) -> None:
         given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-        self.driver = self._make_driver(args, {name: value for name, value in given.items() if value is not None})
+        self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
         # By the names that TRL's trainers have.
         self.tools, self.rollout_func = list(tools or ()), rollout_func
         self.environments = None if self.driver is None else self.driver.pool
@@ -174,18 +163,6 @@ class OnlineTrainer(PostTrainer):
             record=lambda found: self.record.add_findings(found),
         )
 
-    def _make_driver(self, args: Any, given: dict[str, Any]) -> EpisodeDriver | None:
-        if given and not self.takes_episodes:
-            raise ConfigError(
-                f"{type(self).__name__} has no {', '.join(given)}: its completions are single turns of the engine. Fix: use "
-                "GRPOTrainer, or leave it out."
-            )
-        if not any(given.values()):
-            return None
-        from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
-
-        return EpisodeDriver(EpisodeSetup.of(args, **given))
-
     def make_source(self) -> RolloutSource:
         """Where the rollouts of a step come from."""
         return self.local_rollouts
@@ -241,13 +218,8 @@ class OnlineTrainer(PostTrainer):
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
         self.prompt_source = self.make_prompt_source()
-        if self.environments is not None:
-            drops = self.prompt_source.drops_columns
-            train, evaluation = [with_prompts(dataset, drops_columns=drops) for dataset in (train, evaluation)]
         if self.driver is not None:
-            if self.driver.calls_tools:
-                check_tool_prompts(train)
-            self.driver.use_tokenizer(self.processing_class)
+            train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation)
         train, evaluation, head = self.prompt_source.prepared(train, evaluation, images=self.may_read_images)
         if self.args.check_rewards and self.can_dry_run:
             rows = self.prompt_source.trial_rows(head)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 
@@ -18,11 +18,13 @@ from posttrain.rollouts.episodes.environments import EMPTY_PROMPT, EnvironmentPo
 from posttrain.training.online_config import OnlineConfig
 from posttrain.types import Request
 
+if TYPE_CHECKING:
+    from posttrain.rollouts.episodes.driver import EpisodeDriver
+
 __all__ = [
     "PROMPT_COLUMNS",
     "PromptSource",
     "check_stream",
-    "check_tool_prompts",
     "describe_schedule",
     "empty_prompts",
     "named_sets",
@@ -88,6 +90,24 @@ class PromptSource:
             head = head or rows
         self.check_size(train)
         return train, evaluation, head
+
+    def for_episodes(self, driver: EpisodeDriver, train: Any, evaluation: Any) -> tuple[Any, Any]:
+        """Datasets as a driver of episodes needs them: a prompt in every row, messages where there are tools.
+
+        Raises:
+            DataError: The model may call tools, and prompts are text.
+            ModelError: The chat template cannot hold tool calls.
+        """
+        if driver.pool is not None:
+            train, evaluation = [with_prompts(one, drops_columns=self.drops_columns) for one in (train, evaluation)]
+        row: dict[str, Any] = next(iter(train), {}) if driver.calls_tools else {}
+        if "prompt" in row and not is_conversational({"prompt": row["prompt"]}):
+            raise DataError(
+                "tools need conversational prompts, and train_dataset has text in 'prompt'. Give lists of messages: "
+                "[{'role': 'user', 'content': ...}]."
+            )
+        driver.use_tokenizer(self.tokenizer)
+        return train, evaluation
 
     def checked_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
         """The first rows of a dataset, all of whose prompts can be generated from."""
@@ -263,9 +283,7 @@ def empty_prompts(pool: EnvironmentPool | None, trainer: str, args: Any) -> data
         ConfigError: Rows must choose an environment, or nothing bounds the run.
     """
     if pool is None:
-        raise DataError(
-            f"{trainer} needs train_dataset, and it is None: only an environment_factory can do without."
-        )
+        raise DataError(f"{trainer} needs train_dataset, and it is None: only an environment_factory can do without.")
     if pool.routed:
         raise ConfigError(
             "train_dataset=None with a dict of environments: each row says which it wants, in a column 'environment'. Give "
@@ -298,16 +316,6 @@ def with_prompts(dataset: Any, *, drops_columns: bool) -> Any:
     if isinstance(dataset, datasets.Dataset):
         return dataset.add_column("prompt", [list(EMPTY_PROMPT)] * len(dataset))
     return dataset.map(lambda row: {"prompt": row.get("prompt") or list(EMPTY_PROMPT)})
-
-
-def check_tool_prompts(dataset: Any) -> None:
-    """Refuse prompts that are text where the model may call tools."""
-    row: dict[str, Any] = next(iter(dataset), {})
-    if "prompt" in row and not is_conversational({"prompt": row["prompt"]}):
-        raise DataError(
-            "tools need conversational prompts, and train_dataset has text in 'prompt'. Give lists of messages: "
-            "[{'role': 'user', 'content': ...}]."
-        )
 
 
 def _only_prompts(dataset: Any) -> Any:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from posttrain.errors import ConfigError
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.rollouts.batch import RolloutBatch
@@ -17,12 +18,35 @@ if TYPE_CHECKING:
     from posttrain.rollouts.episodes.driver import EpisodeDriver
     from posttrain.rollouts.episodes.loop import Batches, Episode
 
-__all__ = ["Rolled", "RolloutSource", "SyncRollouts"]
+__all__ = ["Rolled", "RolloutSource", "SyncRollouts", "make_driver"]
 
 logger = logging.getLogger(__name__)
 
 # Rollouts, what reward functions see of each, further columns for them.
 Rolled = tuple[list[Rollout], list[Any], dict[str, list[Any]]]
+
+
+def make_driver(trainer: Any, args: Any, given: dict[str, Any]) -> EpisodeDriver | None:
+    """The driver of what a trainer was given; None where completions are single turns of the engine.
+
+    Args:
+        trainer: The trainer's class.
+        args: Its config; None where none was given.
+        given: ``tools``, ``environment_factory``, ``rollout_func``, those that are not None.
+
+    Raises:
+        ConfigError: The trainer takes none of them.
+    """
+    if given and not trainer.takes_episodes:
+        raise ConfigError(
+            f"{trainer.__name__} has no {', '.join(given)}: its completions are single turns of the engine. Fix: use "
+            "GRPOTrainer, or leave it out."
+        )
+    if not any(given.values()):
+        return None
+    from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
+
+    return EpisodeDriver(EpisodeSetup.of(args, **given))
 
 
 class RolloutSource(abc.ABC):

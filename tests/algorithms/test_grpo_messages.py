@@ -62,7 +62,9 @@ def test_an_asynchronous_run_reads_an_answer_as_a_synchronous_one(tokenizer):
     ids = [*tokenizer(THOUGHT, add_special_tokens=False)["input_ids"], EOS]
     found = runner.single_turn(task, 1, [Rollout(prompt, ids, [0.0] * len(ids), "stop", 1)])
     assert found.batch.completions == [[{"role": "assistant", "content": "42", "reasoning_content": "six times seven"}]]
-    assert pickle.loads(pickle.dumps(found.batch.completions))[0][0].raw == THOUGHT  # Rewards may be in another process.
+    assert (
+        pickle.loads(pickle.dumps(found.batch.completions))[0][0].raw == THOUGHT
+    )  # Rewards may be in another process.
 
 
 THINKS = "<think>\nsix times seven\n</think>\n\n\\boxed{42}"

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError, check_choice, exact_div
 from posttrain.rewards.transform import transform_names
 from posttrain.training.config import PostTrainingConfig, check_gathering
 from posttrain.training.online_config import ENGINES
@@ -210,8 +210,8 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
         self.micro_batch_size = self.per_device_train_batch_size * self.world_size
         self.local_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps
         self.batch_size = self.local_batch_size * self.world_size
-        self.local_mini_batch_size = _exactly(self.local_batch_size, self.num_mini_batches, said)
-        self.mini_batch_size = _exactly(self.batch_size, self.num_mini_batches, said)
+        self.local_mini_batch_size = exact_div(self.local_batch_size, self.num_mini_batches, said)
+        self.mini_batch_size = exact_div(self.batch_size, self.num_mini_batches, said)
         if self.whiten_rewards and self.local_mini_batch_size < WHITEN_LEAST:
             raise ConfigError(
                 f"whiten_rewards=True with mini-batches of {self.local_mini_batch_size} responses a process: their spread is "
@@ -239,9 +239,3 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
     def updates(self) -> int:
         """Optimiser steps of one rollout batch."""
         return self.num_ppo_epochs * self.num_mini_batches
-
-
-def _exactly(whole: int, parts: int, what: str) -> int:
-    if parts == 0 or whole % parts:
-        raise ConfigError(f"{whole} cannot be divided by {parts} without a remainder: {what}")
-    return whole // parts

@@ -19,6 +19,7 @@ from posttrain.types import Rollout, Sampling
 
 __all__ = ["EpisodeDriver", "EpisodeSetup", "custom_rollouts"]
 
+
 @dataclass
 class EpisodeSetup:
     """What a user gave for episodes, with its options; picklable where the functions are, so that workers get the same.
@@ -130,7 +131,9 @@ class EpisodeDriver:
         """An episode of each row, with its prompt and its tools, before its first turn."""
         each, shared = environments or [None] * len(rows), self.toolbox
         boxes = [shared if e is None or self.pool is None else self.pool.toolbox(e, shared) for e in each]
-        rows = [{**row, "tools": box.schemas} for row, box in zip(rows, boxes, strict=True)] if self.calls_tools else rows
+        rows = (
+            [{**row, "tools": box.schemas} for row, box in zip(rows, boxes, strict=True)] if self.calls_tools else rows
+        )
         return [Episode(ids, box, e) for ids, box, e in zip(self.tokenize(rows), boxes, each, strict=True)]
 
     def run_tools(
@@ -193,7 +196,11 @@ class EpisodeDriver:
         limits = {"stop_ids": stop_ids, "vocabulary": vocabulary, "most": most}
         assert self.setup.rollout_func is not None
         rollouts, extra = custom_rollouts(self.setup.rollout_func, prompts, trainer, **limits)
-        return rollouts, completions_for_rewards(self.tokenizer, rollouts, conversational=is_conversational(rows[0])), extra
+        return (
+            rollouts,
+            completions_for_rewards(self.tokenizer, rollouts, conversational=is_conversational(rows[0])),
+            extra,
+        )
 
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
