@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "check_followed",
     "check_requests",
     "check_rope",
+    "evaluating",
     "refuse_virtual_tokens",
     "require_engine",
 ]
@@ -67,6 +68,19 @@ class Capabilities:
     per_request_sampling: bool = True
     context: int | None = None
     dtype: torch.dtype | None = None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; training mode is restored (checkpointing is idle in eval mode and keeps its settings)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 class RolloutEngine(abc.ABC):

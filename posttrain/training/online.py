@@ -291,12 +291,16 @@ class OnlineTrainer(PostTrainer):
     def micro_batch(self, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
         """The next slice of the buffer; a new generation first, when the buffer is used up."""
         if self.window.used_up:
-            self.local_rollouts.prompts = inputs
-            generation = self.source.next(len(inputs))
+            generation = self.next_rollouts(inputs)
             self.window.fill(self._slices(generation, self.args.steps_per_generation or 1), self.state.global_step)
         rows = self.window.take()
         self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self.window.born))})
         return self.collate(rows)
+
+    def next_rollouts(self, examples: list[dict[str, Any]]) -> RolloutBatch:
+        """A scored rollout batch from the source, of these examples where the source is this process."""
+        self.local_rollouts.prompts = examples
+        return self.source.next(len(examples))
 
     def _slices(self, generation: RolloutBatch, count: int) -> list[list[Row]]:
         """Whole groups in random order, cut into ``count`` slices, then exchanged with other ranks where that pays."""

@@ -287,24 +287,6 @@ class TokenPrompts(PromptSource):
                 raise DataError(f"{name} row {index}, column 'input_ids': it holds no token but padding. Drop the row.")
         return [row for _, row in zip(range(2), dataset, strict=False)]
 
-    def check_size(self, train: Any) -> None:
-        """Refuse a training set that does not fill one rollout batch; warn where many rows of an epoch are skipped."""
-        args = self.args
-        if not isinstance(train, datasets.Dataset):
-            return
-        if len(train) < args.batch_size:
-            raise ConfigError(
-                f"train_dataset has {len(train)} rows, and one rollout batch takes {args.batch_size} "
-                "(per_device_train_batch_size x gradient_accumulation_steps x processes): nothing would ever be trained. Give at "
-                f"least {args.batch_size} rows, or lower per_device_train_batch_size or gradient_accumulation_steps."
-            )
-        dropped = len(train) % args.batch_size
-        if dropped > 0.05 * len(train):
-            logger.warning(
-                "%d of %d rows do not fill a last rollout batch of %d and are skipped in every epoch.",
-                dropped, len(train), args.batch_size,
-            )  # fmt: skip
-
     def repeats(self) -> tuple[int, int]:
         """Prompts of a rollout batch, and how many micro-batches are trained on it."""
         args = self.args
