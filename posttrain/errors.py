@@ -31,6 +31,7 @@ __all__ = [
     "ServerUnreachable",
     "WeightSyncError",
     "check_choice",
+    "check_rules",
     "did_you_mean",
     "exact_div",
 ]
@@ -195,6 +196,21 @@ def did_you_mean(value: object, choices: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:
+    """Refuse the first field of a config whose rule does not hold.
+
+    Args:
+        config: Has the fields.
+        rules: Name of a field, whether its rule holds, and the rule in words: "must be above 0".
+
+    Raises:
+        ConfigError: Names the field, its value and the rule.
+    """
+    for name, holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"{name}={getattr(config, name)!r} {rule}.")
 
 
 def exact_div(a: int, b: int, custom_error_message: str = "") -> int:

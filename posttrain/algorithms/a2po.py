@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from posttrain.errors import ConfigError, DataError
+from posttrain.errors import DataError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import mean
@@ -112,9 +112,7 @@ class A2POConfig(OnlineConfig):
                 "clip, log1p or tanh",
             ),
         }
-        for name, (holds, rule) in rules.items():
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        check_rules(self, ((name, *rule) for name, rule in rules.items()))
 
 
 def optimal_value(rewards: Sequence[float], beta1: float) -> float:

@@ -447,16 +447,16 @@ class OnlineTrainer(PostTrainer):
     def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Run forward and objective; log the log-prob gap to the engine (only rounding error for the in-process engine)."""
         terms, outputs = super().terms(model, batch)
-        said, trained = batch.columns.get("engine_logp"), batch.old_logp
+        sampled, trained = batch.columns.get("engine_logp"), batch.old_logp
         if trained is None or self.old_logp_is_engines:
             moved = model.training and self.window.born != self.state.global_step
             trained = None if moved and batch.old_logp is not None else outputs.logp
-        if said is not None and trained is not None:
-            terms.metrics |= engine_gap(trained, said, batch.loss_mask)
+        if sampled is not None and trained is not None:
+            terms.metrics |= engine_gap(trained, sampled, batch.loss_mask)
         return terms, outputs
 
     @property
-    def engine_tells_logp(self) -> bool:
+    def engine_has_logprobs(self) -> bool:
         """Whether the log-probs of the engine are real; those of `ScriptedEngine` are placeholders."""
         return self.engine.capabilities.has_logprobs
 
@@ -478,15 +478,16 @@ class OnlineTrainer(PostTrainer):
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
-        told = [len(r.logp) == len(r.token_ids) for r in generation.rollouts]
-        known = all(parallel.all_gather_objects(told, self.accelerator))  # What is computed may be a collective.
-        said = [list(rollout.logp) for rollout in generation.rollouts]
+        complete = [len(r.logp) == len(r.token_ids) for r in generation.rollouts]
+        # The same on every rank: the passes below are collectives.
+        known = all(parallel.all_gather_objects(complete, self.accelerator))
+        sampled = [list(rollout.logp) for rollout in generation.rollouts]
         if known and not self.engine_is_policy:
-            generation.token_columns["rollout_logp"] = said
-        elif known and self.engine_tells_logp:
-            generation.token_columns["engine_logp"] = said
+            generation.token_columns["rollout_logp"] = sampled
+        elif known and self.engine_has_logprobs:
+            generation.token_columns["engine_logp"] = sampled
         if self.needs_old_logp(mode) and known and self.old_logp_is_engines:
-            generation.token_columns["old_logp"] = said
+            generation.token_columns["old_logp"] = sampled
         elif self.needs_old_logp(mode):
             with self.inference() as policy:
                 generation.token_columns["old_logp"] = self.logps(policy, generation.every_row())
@@ -496,7 +497,7 @@ class OnlineTrainer(PostTrainer):
 
     def log_engine_gap(self, rollouts: list[Rollout], trained: list[list[float]], mode: str) -> None:
         """How far the engine's log-probs are from ``trained``, those of the same completions by this trainer's forward."""
-        if self.engine_tells_logp:
+        if self.engine_has_logprobs:
             self.log_metrics_now(sampler_gap(rollouts, trained), mode)
 
     def logps(self, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:

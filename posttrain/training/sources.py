@@ -50,7 +50,7 @@ def make_driver(trainer: Any, args: Any, given: dict[str, Any]) -> EpisodeDriver
 
 
 class RolloutSource(abc.ABC):
-    """Scored rollouts of a process, whoever generates them."""
+    """Gives scored rollouts, generated in this process or in others."""
 
     @abc.abstractmethod
     def next(self, n: int) -> RolloutBatch:

@@ -7,7 +7,7 @@ import time
 import pytest
 import requests
 
-from posttrain.algorithms.async_grpo import steps as steps_module
+from posttrain.algorithms.async_grpo import rollouts as rollouts_module
 from posttrain.errors import ConfigError
 from tests.algorithms.async_helpers import At, Evidence, Recovering, assert_exact, sample, steps, trainer
 from tests.algorithms.helpers import prompts
@@ -137,7 +137,7 @@ def test_servers_that_lack_the_weights_get_them_while_the_trainer_waits(
     tiny_tokenizer, tmp_path, monkeypatch, every, wanted
 ):
     """The same version where the weights are those of the last push, and the next one where they have moved since."""
-    monkeypatch.setattr(steps_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(rollouts_module, "LOOK_S", 0.01)
     taken = []
 
     def make(number, version):

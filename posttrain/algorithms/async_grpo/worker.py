@@ -391,7 +391,7 @@ class RolloutWorkerLoop:
                 self.link.send("loaded", version=self.handle.version, seconds=time.perf_counter() - began)
 
     def run(self) -> None:
-        """Until told to stop."""
+        """Serve until the trainer asks to stop."""
         while not self.link.stopping.is_set():
             self.link.progress()
             if self.link.version:

@@ -1,4 +1,4 @@
-"""The models of a PPO run before and beside training: policy, reference, value function, reward models; what ends a response."""
+"""What a PPO run is made of: policy, reference, value function, reward models, prompts, ends of responses."""
 
 from __future__ import annotations
 

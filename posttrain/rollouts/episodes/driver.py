@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +112,9 @@ class EpisodeDriver:
         Raises:
             ModelError: Its chat template cannot hold tool calls.
         """
+        schema, template = [getattr(tokenizer, f"response_{x}", None) for x in ("schema", "template")]
+        if self.calls_tools and schema is not None and template is None:
+            warnings.warn("response_schema is not read any more: set response_template.", FutureWarning, stacklevel=2)
         self.tokenizer = prepare_tokenizer(tokenizer) if self.calls_tools else tokenizer
 
     def begin(

@@ -38,7 +38,7 @@ class _Kind:
 
 
 def _tool_names(made: type) -> list[str]:
-    """Public methods that are tools, told by the class so that no property runs."""
+    """Public methods that are tools, read from the class so that no property runs."""
     names = [name for name in dir(made) if not name.startswith("_") and name not in NOT_TOOLS]
     return [n for n in names if callable(getattr(made, n)) and not inspect.isclass(getattr(made, n))]
 
@@ -94,8 +94,8 @@ def is_done(environment: Any) -> bool:
     Raises:
         RolloutError: It is neither True nor False, nor a 0 or 1 of any library.
     """
-    said = getattr(environment, "done", False)
-    return not callable(said) and given_truth(said, f"environment {type(environment).__name__}: done")
+    done = getattr(environment, "done", False)
+    return not callable(done) and given_truth(done, f"environment {type(environment).__name__}: done")
 
 
 class EnvironmentPool:

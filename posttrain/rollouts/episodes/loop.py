@@ -19,10 +19,13 @@ from posttrain.types import FinishReason, Request, Rollout, Sampling
 
 __all__ = ["Batches", "Episode", "ToolLoop", "roll_out_with_tools", "share_prompts"]
 
-MAX_ITERATIONS = 32  # Rounds of calls when nobody said; unlimited is said explicitly.
-SEED_STRIDE = 7_919  # Later calls to the engine draw other numbers than the first,
-BATCH_STRIDE = 15_485_863  # and batches of a call: not those of the next rank, whose seeds are the next numbers.
-TURN_WASTE = 2  # Rollouts share a call to the engine while none can be generated this many times beyond its budget.
+# Rounds of tool calls, unless another number (or no limit) is given.
+MAX_ITERATIONS = 32
+# Later calls to the engine draw other numbers than the first; and batches of a call others than the next rank, whose seeds are
+# the next numbers.
+SEED_STRIDE, BATCH_STRIDE = 7_919, 15_485_863
+# Rollouts share a call to the engine while none can be generated this many times beyond its budget.
+TURN_WASTE = 2
 
 Batches = list[tuple[list[list[int]], Sampling]]
 Generate = Callable[[Batches], list[list[Rollout]]]
@@ -38,7 +41,7 @@ class Episode:
         environment: Whose methods are among them.
         token_ids: Everything after the prompt: what the model wrote and what its tools answered.
         tool_mask: 1 on the model's tokens, 0 on the tools'.
-        logp: Of the model's tokens as the engine said, 0.0 on the tools'; empty when the engine cannot say.
+        logp: Log-probs of the model's tokens from the engine, 0.0 on the tools'; empty where the engine has none.
         processed_logp: The same under the distribution they were drawn from.
         messages: The same as messages, tool calls parsed.
         finish_reason: ``stop``, or ``length`` when the budget of the whole episode cut the last turn.
@@ -61,7 +64,7 @@ class Episode:
     spans: list[tuple[int, int]] = field(default_factory=list)
     calls: int = 0
     failures: int = 0
-    waiting: list[dict[str, Any]] = field(default_factory=list)
+    pending_calls: list[dict[str, Any]] = field(default_factory=list)
     suffix: list[int] = field(default_factory=list)
     knows_logp: bool = True
     processed: bool = False
@@ -139,15 +142,15 @@ class ToolLoop:
 
     def run(self, episodes: Sequence[Episode], sampling: Sampling) -> None:
         """Take every episode to its end, in place."""
-        self._speak(list(episodes), sampling)
+        self._generate_turn(list(episodes), sampling)
         rounds = itertools.count(1) if self.max_iterations is None else range(1, self.max_iterations + 1)
         for number in rounds:
-            calling = [e for e in episodes if e.waiting]
+            calling = [e for e in episodes if e.pending_calls]
             if not self.any_process(bool(calling)):
                 return
-            answers = self.runner.run([(e.tools, e.waiting) for e in calling])
+            answers = self.runner.run([(e.tools, e.pending_calls) for e in calling])
             ready = [e for e, results in zip(calling, answers, strict=True) if self._answer(e, results, sampling)]
-            self._speak(ready, replace(sampling, seed=_later(sampling.seed, number)))
+            self._generate_turn(ready, replace(sampling, seed=_later(sampling.seed, number)))
 
     def _left(self, episode: Episode, sampling: Sampling) -> int:
         """Tokens that may still come."""
@@ -155,8 +158,8 @@ class ToolLoop:
         return left if self.context is None else min(left, self.context - len(episode.ids))
 
     def _answer(self, episode: Episode, results: list[ToolResult], sampling: Sampling) -> bool:
-        """Append what the tools said; False when the episode ends here."""
-        calls, episode.waiting = episode.waiting, []
+        """Append the results of the tools; False when the episode ends here."""
+        calls, episode.pending_calls = episode.pending_calls, []
         episode.calls += len(calls)
         episode.failures += sum(result.failed for result in results)
         messages = [self._message(call, result) for call, result in zip(calls, results, strict=True)]
@@ -197,7 +200,7 @@ class ToolLoop:
 
     # Turns of the model ------------------------------------------------------------------------------------------
 
-    def _speak(self, episodes: list[Episode], sampling: Sampling) -> None:
+    def _generate_turn(self, episodes: list[Episode], sampling: Sampling) -> None:
         """One turn of each episode."""
         groups = self._batches(episodes, sampling)
         batches = [
@@ -209,7 +212,7 @@ class ToolLoop:
         ]
         for (members, _), rollouts in zip(groups, self.generate(batches), strict=True):
             for index, rollout in zip(members, rollouts, strict=True):
-                self._said(episodes[index], rollout, self._left(episodes[index], sampling))
+                self._append_turn(episodes[index], rollout, self._left(episodes[index], sampling))
 
     def _batches(self, episodes: list[Episode], sampling: Sampling) -> list[tuple[list[int], int]]:
         """Which episodes share a call to the engine, and its token limit: the largest budget among them.
@@ -236,7 +239,7 @@ class ToolLoop:
     def _room(self, episode: Episode) -> float:
         return float("inf") if self.context is None else self.context - len(episode.ids)
 
-    def _said(self, episode: Episode, rollout: Rollout, left: int) -> None:
+    def _append_turn(self, episode: Episode, rollout: Rollout, left: int) -> None:
         """Append what the model wrote and read it."""
         ids = rollout.token_ids[:left]
         cut = len(ids) < len(rollout.token_ids)
@@ -252,7 +255,7 @@ class ToolLoop:
         message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
         episode.messages.append(message)
         if episode.finish_reason == "stop":  # A turn that was cut has used up the budget: nobody could read the answer.
-            episode.waiting = list(message.get("tool_calls") or [])
+            episode.pending_calls = list(message.get("tool_calls") or [])
 
 
 def _spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:

@@ -116,7 +116,7 @@ class Ledger:
             )
 
     def state(self) -> dict[str, object]:
-        """For a checkpoint: what is in flight is unfinished for whoever resumes from it."""
+        """For a checkpoint: what is in flight counts as unfinished after a resume."""
         with self.lock:
             dropped = self.dropped + Counter({"unfinished": self.in_flight})
             return {"produced": self.produced, "trained": self.trained, "dropped": dict(dropped)}

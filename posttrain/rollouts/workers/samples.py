@@ -41,7 +41,7 @@ class RolloutSample:
         completion: What reward functions saw: text or messages.
         input_ids: Context and what the model wrote.
         completion_mask: 1 on tokens the model wrote; as long as ``input_ids``, and so is the next.
-        old_log_probs: As the engine said; 0.0 where the mask is 0.
+        old_log_probs: Of the engine; 0.0 where the mask is 0.
         advantage: Of the whole trajectory.
         model_version: Of the weights when the group's first request was sent: its oldest token is not older.
         group_id: Completions of one prompt share it.
@@ -177,7 +177,7 @@ class WeightTransferProtocol(Protocol):
 
 
 class RolloutBuffer:
-    """First in, first out; what does not fit is not refused but asked for later: whoever fills it looks at `room` first.
+    """First in, first out. It never refuses: the pool asks `room` before it begins another group.
 
     Args:
         max_samples: Trajectories it is meant to hold.
