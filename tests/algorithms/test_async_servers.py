@@ -22,9 +22,10 @@ class Scripted(StubServer):
     """Writes a token a step, which tells the version of the weights it is written under; waits while it is paused or updated."""
 
     def __init__(self, held=0, token_s=0.02, port=0):
+        # Before it serves: a client may have waited for it.
+        self.token_s, self.busy, self.most, self.held = token_s, 0, 0, held
         super().__init__(build_model(len(build_tokenizer())), port)
-        self.held = self.version = held  # What it calls the weights it begins with.
-        self.token_s, self.busy, self.most = token_s, 0, 0
+        self.version = held  # What it calls the weights it begins with.
 
     def on_generate(self, asked, headers, body):
         count = asked["max_tokens"]

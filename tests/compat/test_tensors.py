@@ -372,5 +372,3 @@ def test_variance_of_a_single_value_is_zero_and_whitening_leaves_it_alone():
 
 def test_whitening_equal_values_gives_zeros():
     assert masked_whiten(torch.full((3,), 4.0), torch.ones(3)).tolist() == [0, 0, 0]
-
-
