@@ -64,7 +64,7 @@ class Episode:
     spans: list[tuple[int, int]] = field(default_factory=list)
     calls: int = 0
     failures: int = 0
-    pending_calls: list[dict[str, Any]] = field(default_factory=list)
+    waiting: list[dict[str, Any]] = field(default_factory=list)
     suffix: list[int] = field(default_factory=list)
     knows_logp: bool = True
     processed: bool = False
@@ -145,10 +145,10 @@ class ToolLoop:
         self._generate_turn(list(episodes), sampling)
         rounds = itertools.count(1) if self.max_iterations is None else range(1, self.max_iterations + 1)
         for number in rounds:
-            calling = [e for e in episodes if e.pending_calls]
+            calling = [e for e in episodes if e.waiting]
             if not self.any_process(bool(calling)):
                 return
-            answers = self.runner.run([(e.tools, e.pending_calls) for e in calling])
+            answers = self.runner.run([(e.tools, e.waiting) for e in calling])
             ready = [e for e, results in zip(calling, answers, strict=True) if self._answer(e, results, sampling)]
             self._generate_turn(ready, replace(sampling, seed=_later(sampling.seed, number)))
 
@@ -159,7 +159,7 @@ class ToolLoop:
 
     def _answer(self, episode: Episode, results: list[ToolResult], sampling: Sampling) -> bool:
         """Append the results of the tools; False when the episode ends here."""
-        calls, episode.pending_calls = episode.pending_calls, []
+        calls, episode.waiting = episode.waiting, []
         episode.calls += len(calls)
         episode.failures += sum(result.failed for result in results)
         messages = [self._message(call, result) for call, result in zip(calls, results, strict=True)]
@@ -255,7 +255,7 @@ class ToolLoop:
         message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
         episode.messages.append(message)
         if episode.finish_reason == "stop":  # A turn that was cut has used up the budget: nobody could read the answer.
-            episode.pending_calls = list(message.get("tool_calls") or [])
+            episode.waiting = list(message.get("tool_calls") or [])
 
 
 def _spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
