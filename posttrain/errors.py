@@ -31,7 +31,9 @@ __all__ = [
     "ServerUnreachable",
     "WeightSyncError",
     "check_choice",
+    "check_rules",
     "did_you_mean",
+    "exact_div",
 ]
 
 
@@ -194,6 +196,36 @@ def did_you_mean(value: object, choices: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:
+    """Refuse the first field of a config whose rule does not hold.
+
+    Args:
+        config: Has the fields.
+        rules: Name of a field, whether its rule holds, and the rule in words: "must be above 0".
+
+    Raises:
+        ConfigError: Names the field, its value and the rule.
+    """
+    for name, holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"{name}={getattr(config, name)!r} {rule}.")
+
+
+def exact_div(a: int, b: int, custom_error_message: str = "") -> int:
+    """``a / b`` as an integer.
+
+    Raises:
+        ConfigError: b does not divide a; the message ends with ``custom_error_message``.
+
+    >>> exact_div(12, 4)
+    3
+    """
+    if b == 0 or a % b != 0:
+        detail = f": {custom_error_message}" if custom_error_message else "."
+        raise ConfigError(f"{a} cannot be divided by {b} without a remainder{detail}")
+    return a // b
 
 
 def check_choice(field: str, value: object, choices: Iterable[str]) -> None:

@@ -70,6 +70,19 @@ class Capabilities:
     dtype: torch.dtype | None = None
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; training mode is restored (checkpointing is idle in eval mode and keeps its settings)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 class RolloutEngine(abc.ABC):
     """Samples completions. Every engine passes the same contract tests (tests/rollouts/test_contract.py).
 
@@ -246,16 +259,3 @@ def check_followed(
                 )
         if replace(one, **{name: getattr(sampling, name) for name in own}) != sampling:
             raise ConfigError(f"{engine} samples all requests of a call alike, and one has settings of its own. {fix}.")
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; training mode is restored (checkpointing is idle in eval mode and keeps its settings)."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -7,7 +7,7 @@ import time
 import pytest
 import requests
 
-from posttrain.algorithms.async_grpo import steps as steps_module
+from posttrain.algorithms.async_grpo import rollouts as rollouts_module
 from posttrain.errors import ConfigError
 from tests.algorithms.async_helpers import At, Evidence, Recovering, assert_exact, sample, steps, trainer
 from tests.algorithms.helpers import prompts
@@ -22,9 +22,10 @@ class Scripted(StubServer):
     """Writes a token a step, which tells the version of the weights it is written under; waits while it is paused or updated."""
 
     def __init__(self, held=0, token_s=0.02, port=0):
+        # Before it serves: a client may have waited for it.
+        self.token_s, self.busy, self.most, self.held = token_s, 0, 0, held
         super().__init__(build_model(len(build_tokenizer())), port)
-        self.held = self.version = held  # What it calls the weights it begins with.
-        self.token_s, self.busy, self.most = token_s, 0, 0
+        self.version = held  # What it calls the weights it begins with.
 
     def on_generate(self, asked, headers, body):
         count = asked["max_tokens"]
@@ -137,7 +138,7 @@ def test_servers_that_lack_the_weights_get_them_while_the_trainer_waits(
     tiny_tokenizer, tmp_path, monkeypatch, every, wanted
 ):
     """The same version where the weights are those of the last push, and the next one where they have moved since."""
-    monkeypatch.setattr(steps_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(rollouts_module, "LOOK_S", 0.01)
     taken = []
 
     def make(number, version):
