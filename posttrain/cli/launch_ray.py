@@ -47,10 +47,10 @@ class RayArguments:
     )
     ray_timeout: float = _help("Seconds to wait for machines, and again for servers to be healthy.", 900.0)
     rollout_servers: int = _help("Rollout servers; 0: the trainer generates itself.", 1)
-    rollout_server_args: str = _help("More options of posttrain serve, in one text: '--engine vllm'.", "")
+    rollout_server_args: str = _help("More options of posttrain serve, in one text: '--max_num_seqs 128'.", "")
     rollout_server_cpus: float = _help("Cores of each server.", 1.0)
     rollout_server_gpus: float | None = _help(
-        "GPUs of each server; None: one a copy and shard, none without GPUs.", None
+        "GPUs of each server; None: one, none without GPUs.", None
     )
     trainer_cpus: float = _help("Cores of the trainer, all its processes together.", 1.0)
     trainer_gpus: float | None = _help("GPUs of the trainer; None: --num_processes, or 1; none without GPUs.", None)
@@ -150,7 +150,7 @@ class Plan:
 
     def serve_config(self, host: str, port: int) -> Any:
         """What those arguments mean; wrong ones fail here, before anything is placed."""
-        from posttrain.serve.config import ServeConfig
+        from posttrain.serve.server import ServeConfig
 
         parser = PosttrainArgumentParser(ServeConfig, prog="rollout_server_args")
         return parser.parse_args_and_config(self.serve_arguments(host, port))[0]
@@ -172,10 +172,7 @@ class Plan:
 
         options, server, trainer = self.options, self.options.rollout_server_gpus, self.options.trainer_gpus
         if server is None:
-            server = 0.0
-            if with_gpus and options.rollout_servers:
-                config = self.serve_config("127.0.0.1", 0)
-                server = config.tensor_parallel_size * config.data_parallel_size
+            server = 1.0 if with_gpus and options.rollout_servers else 0.0
         if trainer is None:
             trainer = float(self.value("num_processes") or 1) if with_gpus else 0.0
         servers = [

@@ -19,6 +19,7 @@ EXTRAS = {
     "math_verify": "math",
     "pebble": "rewards",
     "matplotlib": "plots",
+    "prometheus_client": "serve",
     "pydantic": "serve",
     "ray": "ray",
     "reasoning_gym": "reasoning-gym",
