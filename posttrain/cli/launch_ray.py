@@ -49,9 +49,7 @@ class RayArguments:
     rollout_servers: int = _help("Rollout servers; 0: the trainer generates itself.", 1)
     rollout_server_args: str = _help("More options of posttrain serve, in one text: '--max_num_seqs 128'.", "")
     rollout_server_cpus: float = _help("Cores of each server.", 1.0)
-    rollout_server_gpus: float | None = _help(
-        "GPUs of each server; None: one, none without GPUs.", None
-    )
+    rollout_server_gpus: float | None = _help("GPUs of each server; None: one, none without GPUs.", None)
     trainer_cpus: float = _help("Cores of the trainer, all its processes together.", 1.0)
     trainer_gpus: float | None = _help("GPUs of the trainer; None: --num_processes, or 1; none without GPUs.", None)
 

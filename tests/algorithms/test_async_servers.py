@@ -35,7 +35,11 @@ class Scripted(StubServer):
         finally:
             self.busy -= 1
         versions = [
-            {"version": str(wire or "default"), "start": wires.index(wire), "end": wires.index(wire) + wires.count(wire)}
+            {
+                "version": str(wire or "default"),
+                "start": wires.index(wire),
+                "end": wires.index(wire) + wires.count(wire),
+            }
             for wire in sorted(set(wires))
         ]
         prompts = asked["prompt"] if isinstance(asked["prompt"][0], list) else [asked["prompt"]]

@@ -55,6 +55,11 @@ def test_each_difference_is_found_with_both_values_and_what_to_do(lie, changed, 
     assert found.fix
 
 
+def test_trap_s13_one_accelerator_on_both_sides_is_found_before_anybody_joins():
+    assert codes(GOOD | {"device_uuids": ["GPU-1"]}, devices=("GPU-1",)) == ["PT-S013"]
+    assert codes(GOOD | {"device_uuids": ["GPU-1"]}, devices=("GPU-2",)) == []
+
+
 def test_a_larger_vocabulary_and_another_name_of_the_same_model_are_fine():
     assert codes(GOOD | {"vocab_size": 64, "model": "elsewhere"}) == []
 

@@ -95,7 +95,9 @@ class StubServer:
         self.calls.append((handler.command, path))
         status, reply = 200, None
         try:
-            reply = self.answer(path, asked | {name: values[0] for name, values in query.items()}, handler.headers, body)
+            reply = self.answer(
+                path, asked | {name: values[0] for name, values in query.items()}, handler.headers, body
+            )
         except Refused as refused:
             status, reply = refused.status, {"error": refused.detail}
         except (BrokenPipeError, ConnectionError):
@@ -187,7 +189,9 @@ class StubServer:
         sampling = wanted.sampling(())
         version = str(self.version or "default")
         with self.lock:
-            rollouts = self.engine.generate([Request(p, wanted.n, sampling) for p in prompts], replace(sampling, seed=None))
+            rollouts = self.engine.generate(
+                [Request(p, wanted.n, sampling) for p in prompts], replace(sampling, seed=None)
+            )
         choices = []
         for number, rollout in enumerate(rollouts):
             job = Job(rollout.prompt_ids, 1, sampling, lambda job: None)
@@ -242,7 +246,9 @@ class StubServer:
 
     def on_complete(self, asked, headers, body):
         tied = set(self.model.all_tied_weights_keys)
-        missing = [] if asked["update_info"]["partial"] else sorted(set(self.model.state_dict()) - set(self.came) - tied)
+        missing = (
+            [] if asked["update_info"]["partial"] else sorted(set(self.model.state_dict()) - set(self.came) - tied)
+        )
         missing += [self.lies["drop_name"]] if self.lies.get("drop_name") else []
         if missing:
             raise Refused(409, f"the server still has old values of {len(missing)} weights: {', '.join(missing)}")

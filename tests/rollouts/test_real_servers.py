@@ -34,9 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(folder, tmp_path_factory):
-    with process(
-        tmp_path_factory.mktemp("log"), "--model", str(folder), "--dtype", "float32"
-    ) as made:
+    with process(tmp_path_factory.mktemp("log"), "--model", str(folder), "--dtype", "float32") as made:
         yield made[0]
 
 
@@ -112,9 +110,7 @@ def test_of_three_servers_one_is_killed_and_one_joins_and_no_completion_is_lost_
 
         def start(name):
             (tmp_path / name).mkdir()
-            return stack.enter_context(
-                process(tmp_path / name, "--model", str(folder), "--dtype", "float32")
-            )
+            return stack.enter_context(process(tmp_path / name, "--model", str(folder), "--dtype", "float32"))
 
         servers = [start(f"s{i}") for i in range(3)]
         urls = [made[0] for made in servers]

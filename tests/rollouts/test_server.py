@@ -125,9 +125,15 @@ def test_a_slow_answer_ends_after_the_time_out_and_is_not_asked_for_again(made, 
         (lambda c: [c[0] | {"prompt_token_ids": [1]}, c[1]], "answered other prompts than it was asked"),
         (lambda c: c[:-1], "sent 1 completions for 1 prompts x 2"),
         (lambda c: [x | {"logprobs": None} for x in c], "no log-probs"),
-        (lambda c: [x | {"token_ids": x["token_ids"][:-1]} for x in c], "sent 6 log-probs for a completion of 5 tokens"),
+        (
+            lambda c: [x | {"token_ids": x["token_ids"][:-1]} for x in c],
+            "sent 6 log-probs for a completion of 5 tokens",
+        ),
         (lambda c: [x | {"token_ids": [99] * 6} for x in c], "token id 99, and its vocabulary has 37"),
-        (lambda c: [x | {"token_ids": [1] * 7, "logprobs": {"token_logprobs": [0.0] * 7}} for x in c], "7 tokens, and 1 to 6"),
+        (
+            lambda c: [x | {"token_ids": [1] * 7, "logprobs": {"token_logprobs": [0.0] * 7}} for x in c],
+            "7 tokens, and 1 to 6",
+        ),
         (lambda c: [x | {"weight_versions": [{"version": "1", "start": 0, "end": 5}]} for x in c], "wrote 5 tokens"),
     ],
 )
@@ -218,7 +224,9 @@ def test_a_server_with_old_weights_is_found_at_its_first_answer_and_works_after_
 
 
 def test_a_reply_of_another_version_never_reaches_the_trainer(engine, stub):
-    stub.lies["edit"] = lambda choices: [c | {"weight_versions": [{"version": "17", "start": 0, "end": 6}]} for c in choices]
+    stub.lies["edit"] = lambda choices: [
+        c | {"weight_versions": [{"version": "17", "start": 0, "end": 6}]} for c in choices
+    ]
     with pytest.raises(
         WeightSyncError, match=r"sampled from weights of version 17, and version 1 was pushed last"
     ) as caught:
@@ -239,7 +247,7 @@ def test_a_reply_of_another_version_never_reaches_the_trainer(engine, stub):
         ({"stuck": True}, "end", "refused to forget"),
     ],
 )
-def test_trap_s6_s12_a_push_that_fails_names_its_phase_is_not_repeated_and_the_next_one_cures_it(
+def test_trap_s5_s6_s12_a_push_that_fails_names_its_phase_is_not_repeated_and_the_next_one_cures_it(
     engine, stub, model, lie, phase, text
 ):
     stub.lies.update(lie)
@@ -385,7 +393,9 @@ def test_trl_s_arguments_and_reply(made, stub):
     reply = client.generate([[5, 6], [7]], n=2, max_tokens=3, logprobs=2, generation_kwargs={"seed": 1})
     assert reply["prompt_ids"] == [[5, 6], [7]]
     assert [len(ids) for ids in reply["completion_ids"]] == [3] * 4
-    for ids, logps, tokens in zip(*(reply[k] for k in ("completion_ids", "logprobs", "logprob_token_ids")), strict=True):
+    for ids, logps, tokens in zip(
+        *(reply[k] for k in ("completion_ids", "logprobs", "logprob_token_ids")), strict=True
+    ):
         assert all(at == sorted(at, reverse=True) for at in logps)
         assert all(token in at for token, at in zip(ids, tokens, strict=True))
     assert client.generate([[5]], logprobs=None)["logprobs"] is None

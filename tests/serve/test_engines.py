@@ -139,7 +139,7 @@ def test_weights_that_are_pushed_are_the_weights_that_write_and_score(kind):
         assert set(line.topk(3).indices.tolist()) <= set(at) and len(at) <= 4
 
 
-def test_weights_that_did_not_come_or_are_not_known_or_of_another_shape_are_refused():
+def test_trap_s7_weights_that_did_not_come_or_are_not_known_or_of_another_shape_are_refused():
     served, norm = NativeServed(build_model(VOCAB)), [("model.norm.weight", torch.ones(32))]
     served.begin_update()
     served.load(norm)
@@ -165,6 +165,20 @@ def test_weights_that_are_not_numbers_fail_the_jobs_that_run_and_none_after():
     jobs = submit(served, PROMPTS, 1, SAMPLING)
     finish(served)
     same(jobs, alone(model, PROMPTS, 1, SAMPLING))
+
+
+@pytest.mark.parametrize("kind", [NativeServed, BatchServed])
+def test_trap_s28_sampling_is_the_request_s_and_never_the_checkpoint_s(kind):
+    found = []
+    for settings in ({}, {"do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.1, "repetition_penalty": 5.0}):
+        model = build_model(VOCAB)
+        model.generation_config.update(**settings)
+        served = kind(model)
+        (job,) = submit(served, [[5, 6, 7]], 4, Sampling(6, seed=3))
+        finish(served)
+        found.append([r.token_ids for r in job.rollouts])
+    assert found[0] == found[1]
+    assert len(set(map(tuple, found[0]))) > 1  # It was sampled, not argmax.
 
 
 def test_a_run_ends_after_so_many_requests_and_the_next_one_serves_the_rest(monkeypatch):

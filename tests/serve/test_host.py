@@ -60,7 +60,9 @@ def push(server, version, seed=1):
 def test_completions_come_prompt_by_prompt_as_the_engine_says_them_in_process(server):
     prompts, sampling = [[1, 2], [3], [4, 5, 6]], Sampling(3, seed=5)
     reply = server.complete(prompts, n=2, max_tokens=3, seed=5, return_token_ids=True).json()
-    wanted = NativeEngine(build_model(VOCAB), pad_token_id=0).generate([Request(p, 2, sampling) for p in prompts], sampling)
+    wanted = NativeEngine(build_model(VOCAB), pad_token_id=0).generate(
+        [Request(p, 2, sampling) for p in prompts], sampling
+    )
     assert [choice["index"] for choice in reply["choices"]] == list(range(6))
     for choice, rollout in zip(reply["choices"], wanted, strict=True):
         assert (choice["prompt_token_ids"], choice["token_ids"]) == (rollout.prompt_ids, rollout.token_ids)
@@ -135,7 +137,9 @@ def test_a_whole_update_is_confirmed_by_its_version_and_every_reply_says_it(fres
     push(fresh, "3")
     assert fresh.get("/weight_info").json() == {"weight_version": "3"}
     choice = fresh.complete([5, 6, 7], max_tokens=6, seed=2).json()["choices"][0]
-    wanted = NativeEngine(build_model(VOCAB, seed=1), pad_token_id=0).generate([Request([5, 6, 7])], Sampling(6, seed=2))
+    wanted = NativeEngine(build_model(VOCAB, seed=1), pad_token_id=0).generate(
+        [Request([5, 6, 7])], Sampling(6, seed=2)
+    )
     assert choice["token_ids"] == wanted[0].token_ids
     assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 6}]
 
@@ -182,7 +186,9 @@ def test_a_bucket_in_shared_memory_is_mapped_by_its_path_and_no_other_file_is(fr
         assert complete(fresh).status_code == 200
         for wrong in ("/etc/passwd", "/dev/shm/../etc/posttrain-x.safetensors", "/dev/shm/other.safetensors"):
             fresh.post("/start_weight_update")
-            assert "the only files" in error(fresh.post("/update_weights", {"update_info": part | {"path": wrong}}), 409)
+            assert "the only files" in error(
+                fresh.post("/update_weights", {"update_info": part | {"path": wrong}}), 409
+            )
     finally:
         path.unlink()
 

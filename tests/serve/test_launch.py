@@ -30,7 +30,9 @@ def test_vllm_s_own_options_are_kept_and_those_of_training_are_added():
 
 
 def test_an_option_that_was_given_is_not_given_twice_and_nccl_may_be_chosen():
-    words = vllm_command([*BASE, "--weight-transfer-config", '{"backend": "nccl"}', "--generation_config=vllm"], cpu=False)
+    words = vllm_command(
+        [*BASE, "--weight-transfer-config", '{"backend": "nccl"}', "--generation_config=vllm"], cpu=False
+    )
     assert words.count("--weight-transfer-config") == 1 and "--generation-config" not in words
 
 

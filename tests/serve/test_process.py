@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import requests
+
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.types import Request, Sampling

@@ -377,7 +377,9 @@ class VLLMClient:
         """
         body: dict[str, Any] = {"repetition_penalty": repetition_penalty, "temperature": temperature, "top_p": top_p}
         body |= {"top_k": top_k, "min_p": min_p, "max_tokens": max_tokens, "logprobs": logprobs or 0}
-        if unknown := sorted(set(generation_kwargs or {}) - FURTHER - set(body)):  # vLLM would leave them out in silence.
+        if unknown := sorted(
+            set(generation_kwargs or {}) - FURTHER - set(body)
+        ):  # vLLM would leave them out in silence.
             raise BadRequest(f"generation_kwargs: {', '.join(unknown)}: servers have no such field.", url=self.base_url)
         body |= dict(generation_kwargs or {})
         if structured_outputs_regex is not None:
