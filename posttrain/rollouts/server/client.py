@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,11 +26,13 @@ from posttrain.rollouts.server.replies import (
     API_KEY_VARIABLE,
     INCOMPLETE,
     LOOPBACK,
+    Scores,
     checked_choices,
     ranked,
+    scores_of,
 )
 
-__all__ = ["Scores", "VLLMClient"]
+__all__ = ["VLLMClient"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +47,6 @@ PHASES = {"start_weight_update": "begin", "update_weights": "bucket", "finish_we
 PHASES |= {"init_weight_transfer_engine": "init"}
 FURTHER = {"ignore_eos", "stop_token_ids", "min_tokens", "stop", "logit_bias", "structured_outputs", "seed"}
 FURTHER |= {"frequency_penalty", "presence_penalty"}  # Of vLLM alone; our host refuses them.
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Log-probs of one given sequence behind its prompt, T positions.
-
-    Attributes:
-        logps: Of the T tokens that stand there; NaN where the server has none (the first token of a sequence, the last of one
-            that fills the context).
-        top_ids: For each position the k most likely tokens, by rank.
-        top_logps: Their log-probs.
-    """
-
-    logps: list[float]
-    top_ids: list[list[int]]
-    top_logps: list[list[float]]
 
 
 class VLLMClient:
@@ -447,7 +432,7 @@ class VLLMClient:
 
         with ThreadPoolExecutor(max_workers=16) as pool:
             known = list(pool.map(ask, sequences))
-        return [_scores(*one, top) for one in zip(sequences, prompt_lengths, known, strict=True)]
+        return [scores_of(*one, top) for one in zip(sequences, prompt_lengths, known, strict=True)]
 
     def get_sequence_logprobs(
         self,
@@ -502,14 +487,6 @@ class VLLMClient:
             return bool(self.call("GET", "/is_paused", timeout=QUICK).get("is_paused"))
         except RolloutServerError:
             return False
-
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back (vLLM on GPUs); from level 2 only a whole weight update leads back to generation."""
-        self.call("POST", f"/sleep?level={level}")
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again."""
-        self.call("POST", "/wake_up" + "".join(f"{'&' if i else '?'}tags={t}" for i, t in enumerate(tags or ())))
 
     # Weights -------------------------------------------------------------------------------------------------------------
 
@@ -623,16 +600,3 @@ class VLLMClient:
 def _may_pass(error: BaseException) -> bool:
     """Whether the same request may be answered a little later; one that timed out would take as long again."""
     return isinstance(error, ServerUnreachable | ServerBusy) and not getattr(error, "timed_out", False)
-
-
-def _scores(ids: Sequence[int], begin: int, entries: Sequence[Any], top: int) -> Scores:
-    """What the server has no entry for (the first token, the last of a full context) is NaN."""
-    found = Scores([], [], [])
-    for t in range(begin, len(ids)):
-        at = (entries[t] if t < len(entries) else None) or {}
-        by_rank = sorted(at.items(), key=lambda entry: entry[1]["rank"])[:top]
-        found.top_ids.append([int(token) for token, _ in by_rank])
-        found.top_logps.append([float(entry["logprob"]) for _, entry in by_rank])
-        own = at.get(str(ids[t]))
-        found.logps.append(math.nan if own is None else float(own["logprob"]))
-    return found

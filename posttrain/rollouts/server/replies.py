@@ -9,6 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "LOOPBACK",
     "SAFETENSORS",
     "SHARED_FOLDER",
+    "Scores",
     "check_each",
     "checked_choices",
     "checksum",
@@ -34,6 +36,7 @@ __all__ = [
     "read_choice",
     "remove_orphans",
     "sampling_body",
+    "scores_of",
     "shape_of",
     "shared_path",
     "shared_root",
@@ -162,6 +165,35 @@ def read_choice(choice: dict[str, Any], prompt: Sequence[int], sampling: Samplin
         reason = "stop" if ids and ids[-1] in sampling.stop_token_ids else "length"
     tops = [at[: sampling.top_logps] for at in ranked(choice)] if sampling.top_logps else None
     return Rollout(list(prompt), ids, logps, reason, processed_logp=processed, top_logps=tops)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probs of one given sequence behind its prompt, T positions.
+
+    Attributes:
+        logps: Of the T tokens that stand there; NaN where the server has none (the first token of a sequence, the last of one
+            that fills the context).
+        top_ids: For each position the k most likely tokens, by rank.
+        top_logps: Their log-probs.
+    """
+
+    logps: list[float]
+    top_ids: list[list[int]]
+    top_logps: list[list[float]]
+
+
+def scores_of(ids: Sequence[int], begin: int, entries: Sequence[Any], top: int) -> Scores:
+    """Scores of a sequence behind its first ``begin`` tokens, from entries as vLLM's ``prompt_logprobs`` has them."""
+    found = Scores([], [], [])
+    for t in range(begin, len(ids)):
+        at = (entries[t] if t < len(entries) else None) or {}
+        by_rank = sorted(at.items(), key=lambda entry: entry[1]["rank"])[:top]
+        found.top_ids.append([int(token) for token, _ in by_rank])
+        found.top_logps.append([float(entry["logprob"]) for _, entry in by_rank])
+        own = at.get(str(ids[t]))
+        found.logps.append(math.nan if own is None else float(own["logprob"]))
+    return found
 
 
 def shape_of(text: Any) -> dict[str, Any]:
