@@ -120,7 +120,7 @@ def _serve(argv: list[str]) -> int:
 
 
 def _vllm_serve(argv: list[str]) -> int:
-    from posttrain.serve.launch import run_vllm
+    from posttrain.serve.server import run_vllm
 
     return run_vllm(argv)
 

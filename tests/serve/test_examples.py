@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from posttrain.cli.parser import PosttrainArgumentParser
-from posttrain.serve.launch import vllm_command
-from posttrain.serve.server import ServeConfig
+from posttrain.serve.server import ServeConfig, vllm_command
 
 FOLDER = Path(__file__).parents[2] / "examples" / "serving"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -174,8 +175,7 @@ class VLLMClient:
         except (ValueError, AttributeError):
             pass
         reason = detail.get("message", detail) if isinstance(detail, dict) else detail
-        text, url = f"{self.base_url}{path} answered {status}: {reason}", self.base_url
-        phase = PHASES.get(path.strip("/"))
+        text, url, phase = f"{self.base_url}{path} answered {status}: {reason}", self.base_url, PHASES.get(path.strip("/"))
         if phase is not None or status == 409:
             return WeightSyncError(text, phase=phase or "generate", url=url)
         if status in (400, 413, 422):
@@ -204,7 +204,7 @@ class VLLMClient:
             ) from last
 
     def health(self) -> None:
-        """An error where the server is not healthy."""
+        """Raise where the server is not healthy."""
         self.call("GET", "/health", timeout=QUICK)
 
     # What the server is --------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class VLLMClient:
             config.get("model_config") or {},
             {"engine": "vllm", "transfer": backend, "checkpoint_names": True},
         )
-        known |= {name: model.get(name) for name in ("dtype", "revision", "quantization", "logprobs_mode")}
+        known |= {name: model.get(name) for name in ("dtype", "revision", "quantization")}
         if backend != "nccl":
             known["takes_no_weights"] = (
                 f"its --weight-transfer-config says {backend}, and it has no worker extension of ours"
@@ -253,7 +253,7 @@ class VLLMClient:
 
     def get_world_size(self) -> int:
         """Workers that take part in a weight update."""
-        return int(self.call("GET", "/get_world_size", timeout=QUICK, retries=2)["world_size"])
+        return int(self.call("GET", "/get_world_size", timeout=QUICK)["world_size"])
 
     # Generation ----------------------------------------------------------------------------------------------------------
 
@@ -505,16 +505,14 @@ class VLLMClient:
         # Completions that can be held go on under the new weights; the others end what they write first.
         self.pause("keep" if self.facts.get("keeps") else "wait")
         self.call("POST", "/update_weight_version", {"new_version": INCOMPLETE}, timeout=QUICK)
+        start = functools.partial(self.call, "POST", "/start_weight_update", {}, timeout=self.sync_timeout)
         try:
-            self._start()
+            start()
         except WeightSyncError as error:
             if "already active" not in str(error):
                 raise
             self.call("POST", "/finish_weight_update", {}, timeout=self.sync_timeout)  # Its trainer died in the middle.
-            self._start()
-
-    def _start(self) -> None:
-        self.call("POST", "/start_weight_update", {}, timeout=self.sync_timeout)
+            start()
 
     def send_part(self, **update_info: Any) -> None:
         """One ``/update_weights``: a bucket in shared memory, what is broadcast next, or that all buckets came.
