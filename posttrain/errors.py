@@ -27,7 +27,6 @@ __all__ = [
     "RolloutInterrupted",
     "RolloutServerError",
     "ServerBusy",
-    "ServerDied",
     "ServerUnreachable",
     "WeightSyncError",
     "check_choice",
@@ -131,28 +130,15 @@ class ServerUnreachable(RolloutServerError, ConnectionError):
 
 
 class ServerBusy(RolloutServerError):
-    """A rollout server that refuses work for now: it is full, paused, asleep, or belongs to another trainer.
+    """A rollout server that refuses work for now: it is full, asleep, or belongs to another trainer.
 
     Attributes:
-        retry_after: Seconds after which it may be asked again; None where it did not say.
         held: It belongs to another trainer: asking again does not help.
     """
 
-    def __init__(self, message: str, *, retry_after: float | None = None, held: bool = False, **kwargs: Any) -> None:
+    def __init__(self, message: str, *, held: bool = False, **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
-        self.retry_after, self.held = retry_after, held
-
-
-class ServerDied(RolloutServerError):
-    """A worker of a rollout server has ended.
-
-    Attributes:
-        rank: Of the worker; None where the server did not say.
-    """
-
-    def __init__(self, message: str, *, rank: int | None = None, **kwargs: Any) -> None:
-        super().__init__(message, **kwargs)
-        self.rank = rank
+        self.held = held
 
 
 class BadRequest(RolloutServerError, ValueError):

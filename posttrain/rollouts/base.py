@@ -46,7 +46,6 @@ class Capabilities:
         prefix_cache: `RolloutEngine.prefix_cache` keeps keys and values between calls.
         sleeps: `RolloutEngine.sleep` gives device memory back until the next push or call.
         checkpoint_names: It takes weights under the names of checkpoints instead of those of the model's parameters.
-        max_lora_rank: Largest rank of an adapter that can be pushed without the base weights; 0: none can.
         unsupported: Fields of `Sampling` that it refuses unless they are at their defaults (guides, stop strings, ...).
         per_request_sampling: A request may bring a `Sampling` that differs from that of the call.
         context: Most tokens of prompt and completion; None: those of the model.
@@ -63,7 +62,6 @@ class Capabilities:
     prefix_cache: bool = False
     sleeps: bool = False
     checkpoint_names: bool = False
-    max_lora_rank: int = 0
     unsupported: tuple[str, ...] = ()
     per_request_sampling: bool = True
     context: int | None = None
@@ -131,11 +129,6 @@ class RolloutEngine(abc.ABC):
 
     def mark_stale(self) -> None:  # noqa: B027
         """Treat the weights of every copy as outdated, so that the next push reaches all of them."""
-
-    @property
-    def has_initial_weights(self) -> bool:
-        """Whether every copy still has the weights it loaded at its start, so that an adapter alone can be pushed."""
-        return False
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
         """Log-probs of given tokens behind their prompts: by the name of each copy, one list a sequence."""

@@ -48,13 +48,6 @@ class VllmSyncFields:
     vllm_sync_retries: int = field(
         default=2, metadata={"help": "Whole weight updates that are tried again before the run stops."}
     )
-    vllm_lora_sync: Literal["auto", "adapter", "merge"] = field(
-        default="auto",
-        metadata={
-            "help": "Send an adapter alone (adapter) or added to a copy of the weights (merge); auto: alone where the servers "
-            "take it and still have the base they loaded."
-        },
-    )
     vllm_sleep_level: Literal["auto", "1", "2"] = field(
         default="auto",
         metadata={
@@ -78,7 +71,6 @@ class VllmSyncFields:
 
     def validate_weight_sync(self) -> None:
         """Refuse what no engine could do with these fields."""
-        check_choice("vllm_lora_sync", self.vllm_lora_sync, ("auto", "adapter", "merge"))
         check_choice("vllm_sleep_level", str(self.vllm_sleep_level), ("auto", "1", "2"))
         rules = {
             "vllm_weight_bucket_mb": (self.vllm_weight_bucket_mb >= 1, "must be at least 1"),
