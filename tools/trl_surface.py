@@ -136,7 +136,7 @@ def config_differences(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str
         found[name] = {
             field: "missing" if field not in ours else (value, ours[field])
             for field, value in fields.items()
-            if field not in ours or ours[field] != value
+            if field not in ours or not (ours[field] == value or spelled_alike(value, ours[field]))
         }
     return found
 
@@ -200,7 +200,7 @@ def tables(trl: dict[str, Any]) -> str:
     ]
     for name, fields in config_differences(trl["configs"]).items():
         for field, what in fields.items():
-            if isinstance(what, str) or spelled_alike(*what):
+            if isinstance(what, str):
                 continue
             why, switch = ON_PURPOSE.get((name, field), ("", ""))
             lines.append(f"| `{name}Config.{field}` | `{what[0]!r}` | `{what[1]!r}` | {why}: `{switch}` |")
@@ -226,7 +226,8 @@ def report(trl: dict[str, Any]) -> None:
     print("config fields that are missing or have another default (TRL's, ours)")
     for name, fields in config_differences(trl["configs"]).items():
         for field, what in fields.items():
-            print(f"  {name}Config.{field}: {what}")
+            why = f" ({ON_PURPOSE[name, field][0]})" if (name, field) in ON_PURPOSE else ""
+            print(f"  {name}Config.{field}: {what}{why}")
     print("constructors with another positional order")
     for name, (theirs, ours) in constructors(trl["trainers"]).items():
         print(f"  {name}Trainer: {', '.join(theirs)} | {', '.join(ours)}")

@@ -28,6 +28,7 @@ from posttrain.rewards.runner import RewardTable
 from posttrain.rewards.transform import transform_names
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.checkpoint import STATE_FILE, last_complete_checkpoint
+from posttrain.training.construct import takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
 from posttrain.training.prompts import named_sets
@@ -335,6 +336,7 @@ class A2POTrainer(OnlineTrainer):
     _suffix: ClassVar[str] = "A2PO"
     args: A2POConfig
 
+    @takes("model, reward_funcs, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers")
     def __init__(
         self,
         model: str | nn.Module,

@@ -22,6 +22,7 @@ from posttrain.rewards.judges import BaseJudge, JudgeReward
 from posttrain.rewards.model import WholeTextReward
 from posttrain.rewards.runner import PairRewards, RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.training.construct import takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling
@@ -237,6 +238,10 @@ class OnlinePreferenceTrainer(OnlineTrainer):
     soft_judge: ClassVar[bool] = False  # Whether a judge's probabilities are read.
     args: OnlinePreferenceConfig
 
+    @takes(
+        "model, ref_model, reward_funcs, args, data_collator, train_dataset, eval_dataset, processing_class, "
+        "reward_processing_classes, peft_config, compute_metrics, callbacks, optimizers, preprocess_logits_for_metrics"
+    )
     def __init__(
         self,
         model: str | nn.Module,

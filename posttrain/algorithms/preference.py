@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -394,7 +395,7 @@ class PreferenceTrainer(PostTrainer):
         args = self.args
         if given is None:
             tell_own_checkpoint(self.model)
-        if args.precompute_ref_log_probs and given is None:
+        if args.precompute_ref_log_probs and given is None and not self.fresh_adapter:
             # The policy as it is now is the reference: no copy is needed.
             self.train_dataset = self._precompute(self.train_dataset, None, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, None)
@@ -405,7 +406,8 @@ class PreferenceTrainer(PostTrainer):
         if args.precompute_ref_log_probs:
             self.train_dataset = self._precompute(self.train_dataset, self.reference, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, self.reference)
-            self.reference = None
+            if self.reference.copy is not None:  # Without a copy it costs nothing, and other sets may be evaluated.
+                self.reference = None
         elif args.sync_ref_model:
             from posttrain.report.sync_reference import SyncRefModelCallback
 
@@ -552,10 +554,14 @@ class PreferenceTrainer(PostTrainer):
 
     def with_reference(self, batch: Batch) -> Batch:
         """Add ``ref_logp``, from the reference in eval mode and under the training precision."""
-        if self.reference is None or "ref_logps" in batch.columns:
+        if not self.compared or "ref_logps" in batch.columns:
+            return batch
+        if self.reference is None and (not self._own_reference or self.state.global_step):
             return batch
         batch = batch.to(self.args.device)
-        with self.inference() as policy, self.reference.active(policy) as reference:
+        # Before the first update a policy without another reference is its own.
+        active = contextlib.nullcontext if self.reference is None else self.reference.active
+        with self.inference() as policy, active(policy) as reference:
             logp = forward(reference, batch, chunk_size=self.args.logits_chunk_size).logp
         return replace(batch, ref_logp=logp)
 

@@ -20,8 +20,10 @@ from posttrain.models import parallel
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.training.construct import attributes, takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig, reject_truncated_sampling
+from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["RLOOConfig", "RLOOTrainer", "rloo_objective"]
@@ -118,6 +120,8 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
     return LossTerms(terms, whole, "sequence", num_sequences=batch.num_sequences, metrics=metrics)
 
 
+@attributes(*SETTABLE, "normalize_advantages", "reward_clip_range", **SETTABLE_PATHS)
+@attributes(*FIXED, **FIXED_PATHS, fixed=True)
 class RLOOTrainer(OnlineTrainer):
     """REINFORCE with the mean of a prompt's other completions as the baseline; the KL is part of the reward.
 
@@ -151,30 +155,16 @@ class RLOOTrainer(OnlineTrainer):
     }
     args: RLOOConfig
     _told = False
+    _logs = property(last_logged)
 
+    @takes(
+        "model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes, "
+        "callbacks, optimizers, quantization_config, peft_config"
+    )
     def __init__(
-        self,
-        model: str | nn.Module,
-        reward_funcs: Any = None,
-        args: RLOOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: Any = None,
-        **kwargs: Any,
+        self, model: str | nn.Module, reward_funcs: Any = None, args: RLOOConfig | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            **kwargs,
-        )
+        super().__init__(model, reward_funcs, args, **kwargs)
         self._clipped_steps, self._last_logged = 0, 0
         if self.args.sync_ref_model and self.reference is not None:
             self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))

@@ -165,17 +165,19 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
     Args:
         flat: How many there were.
         rewards: Total rewards of their completions.
-        limit: How many are too many.
+        limit: How many are too many; one, where no completion got any reward.
     """
-    if flat < limit:
+    unscored = bool(rewards) and all(math.isnan(reward) for reward in rewards)
+    if flat < (1 if unscored else limit):
         return None
     return Finding(
         "PT-R022",
-        "error",
+        "warning",
         f"all advantages of {flat} generations in a row were 0. Rewards of these completions: {histogram(rewards)}.",
         "rewards",
         "no learning signal: every completion was worth as much as the others of its group.",
-        "take prompts that the model solves sometimes, give partial credit, raise temperature, or check what the reward reads.",
+        "take prompts that the model solves sometimes, give partial credit, raise temperature, or check what the reward reads; "
+        "stop_without_signal=N ends such a run.",
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError
@@ -189,13 +190,30 @@ class RewardRunner:
         specs = [*one_each("reward_transform", transforms, count), *[None] * len(own)]
         self.functions = [as_callable(f, t, options) for f, t in zip(functions, tokenizers, strict=True)] + own
         self.names = unique([reward_name(f) for f in [*functions, *own]])
-        self.weights = torch.tensor([1.0 if w is None else float(w) for w in [*weights, *[None] * len(own)]])
+        self.processing_classes = [
+            getattr(f, "tokenizer", t) for f, t in zip(self.functions, [*tokenizers, *[None] * len(own)], strict=True)
+        ]
+        self._weights = torch.tensor([1.0 if w is None else float(w) for w in [*weights, *[None] * len(own)]])
         self.transforms = [parse_transform(spec) for spec in specs]
         self.timeout, self.score_twice = timeout, score_twice
         self.described = describe_weights(self.names, self.functions, self.weights.tolist(), specs)
         self._tables = self._calls = self._reports = 0
         self._mostly_unscored = 0
         self._warnings: dict[str, int] = {}
+
+    @property
+    def weights(self) -> Tensor:
+        """``(K,)`` float32; may be set while training."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Any) -> None:
+        weights = torch.as_tensor(weights, dtype=torch.float32)
+        if weights.shape != self._weights.shape:
+            raise ConfigError(
+                f"reward_weights has shape {tuple(weights.shape)} for {len(self.names)} reward functions. Give one each."
+            )
+        self._weights = weights
 
     def start(self, device: torch.device | str) -> None:
         """Place reward models on the trainer's device, log their scores of four texts, and all weights.
@@ -236,7 +254,7 @@ class RewardRunner:
             judge: Transform and judge these rows. With several processes: False, gather ``values``, then `finish`.
 
         Raises:
-            RewardError: Names the function and, where there is one, the row; or no function scored anything.
+            RewardError: Names the function and, where there is one, the row;
         """
         kept = {name: values for name, values in (columns or {}).items() if name not in RESERVED}
         always = {"trainer_state": trainer_state, "prompt_suffixes": prompt_suffixes, "environments": environments}
@@ -336,8 +354,6 @@ class RewardRunner:
             columns: For the warning and the error; may be this process's only.
             training: Show the share of each function after generations 1, 10 and 100.
 
-        Raises:
-            RewardError: All rows of the first batch, or more than half in 5 consecutive batches, were scored by nobody.
         """
         numbers = torch.as_tensor(list(groups))
         self.judge(table, numbers, prompts=prompts, columns=columns)
@@ -359,16 +375,13 @@ class RewardRunner:
         prompts: Sequence[Any] = (),
         columns: Mapping[str, Any] | None = None,
     ) -> None:
-        """Warn of rows that no function scored, and refuse to go on with nothing but those; wherever rewards were computed.
+        """Warn of rows that no function scored, loudly where there is little else; wherever rewards were computed.
 
         Args:
             table: Gets ``groups/unscorable`` where there are such rows.
             groups: ``(n,)`` group number of each row.
             prompts: For the warning; may be this process's only.
             columns: For the warning and the error; may be this process's only.
-
-        Raises:
-            RewardError: As for `finish`.
         """
         unscored = table.values.isnan().all(-1)  # (n,)
         if unscored.any():
@@ -382,7 +395,7 @@ class RewardRunner:
                 rows[0], len(rows) - 1, head(prompts[rows[0]]) if rows[0] < len(prompts) else "(on another process)",
                 head(row, 300),
             )  # fmt: skip
-        self._refuse_unscored(unscored, sorted(columns or {}))
+        self._warn_unscored(unscored, sorted(columns or {}))
         self._warn_partial(table, groups, unscored)
 
     def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
@@ -400,7 +413,7 @@ class RewardRunner:
             shown = describe_shares(table.names, table.values, table.weights)
             logger.info("share of the rewards' variance at generation %d: %s", self._reports, shown)
 
-    def _refuse_unscored(self, unscored: Tensor, columns: list[str]) -> None:
+    def _warn_unscored(self, unscored: Tensor, columns: list[str]) -> None:
         share = float(unscored.float().mean()) if unscored.numel() else 0.0
         self._mostly_unscored = self._mostly_unscored + 1 if share > MANY else 0
         self._tables += 1
@@ -410,11 +423,13 @@ class RewardRunner:
             which = f"{share:.0%} of the rows, in {PATIENCE} batches in a row"
         else:
             return
-        raise RewardError(
-            f"no usable reward: all reward functions ({', '.join(self.names)}) returned None for {which}. Nothing can "
-            f"be learned from that. They got the columns {columns}; usually a value they look for never occurs in one "
-            "(a task called 'code' in the data and 'coding' in the function, a reference answer that does not parse)."
-        )
+        self._warn(
+            "unscored",
+            "NO USABLE REWARD: all reward functions (%s) returned None for %s. Nothing can be learned from that. They got the "
+            "columns %s; usually a value they look for never occurs in one (a task called 'code' in the data and 'coding' in "
+            "the function, a reference answer that does not parse). stop_without_signal=N ends such a run.",
+            ", ".join(self.names), which, columns,
+        )  # fmt: skip
 
     def _warn_partial(self, table: RewardTable, groups: Tensor, unscored: Tensor) -> None:
         """Totals inside a group are not comparable when a function scored only some of its rows."""
@@ -449,6 +464,7 @@ class RewardRunner:
             completion_ids=[[0], [0, 1]],
             columns={name: [row.get(name) for row in rows] for name in rows[0] if name not in RESERVED},
             prompt_suffixes=["", ""],
+            trainer_state=transformers.TrainerState(),
             strict=True,
             judge=False,
         )

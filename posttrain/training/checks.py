@@ -102,6 +102,7 @@ class Checks(transformers.TrainerCallback):
         self._steps = self._bad_steps = 0
         self._first_gradients_checked = self._lengths_reported = self._written = False
         self._overlong: list[Finding] = []
+        self._early: list[Finding] = []  # Until there is a record of the run.
 
     def knows(self, *, parts: Mapping[str, Any] | None = None, **fields: Any) -> None:
         """Give probes what has come to be known of the run: fields of `Context`, and parts by name."""
@@ -199,6 +200,7 @@ class Checks(transformers.TrainerCallback):
             found = parallel.all_gather_objects(self._overlong, PartialState()) if overlong else []
             self.report(found[:1])
         if self._steps == 0:
+            self._keep(())
             self.run_probes("first_batch", batches=batches)
             ids = [int(batch.input_ids.max()) for batch in batches if batch.input_ids.numel()]
             with self.preflight.record_check("first_batch", ("PT-K004",)):
@@ -337,8 +339,10 @@ class Checks(transformers.TrainerCallback):
         self.report(parallel.all_gather_objects(found, state))  # type: ignore[arg-type]
 
     def _keep(self, findings: Iterable[Finding]) -> None:
+        self._early += findings
         if self.record is not None:
-            self.record.add_findings(findings)
+            self.record.add_findings(self._early)
+            self._early = []
 
     def write(self, *, refused: bool = False) -> None:
         """Write ``preflight.json`` into the run's folder where something new is known; the main process alone.

@@ -296,7 +296,7 @@ class GenerationFields:
         default=1.0, metadata={"help": "Divides the logits, in sampling and in every log-prob; > 0."}
     )
     top_p: float = field(default=1.0, metadata={"help": "Nucleus mass in (0, 1]; 1 is off."})
-    top_k: int = field(default=0, metadata={"help": "Keep the k most likely tokens; 0 is off."})
+    top_k: int | None = field(default=0, metadata={"help": "Keep the k most likely tokens; 0 or None is off."})
     min_p: float | None = field(default=None, metadata={"help": "Least share of the top probability; None is off."})
     repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1 discourages repeats; 1 is off."})
     generation_kwargs: dict | str | None = field(default=None, metadata={"help": "Override sampling settings by name."})
@@ -338,6 +338,9 @@ class VllmFields:
     ] = field(default="sequence_mask", metadata={"help": "How the ratio of trainer to engine is bounded."})
     vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata={"help": "Upper bound of the ratio."})
     vllm_importance_sampling_clip_min: float | None = field(default=None, metadata={"help": "Lower bound; None is 0."})
+    vllm_importance_sampling_cap: float | None = field(
+        default=None, metadata={"help": "The old name of vllm_importance_sampling_clip_max."}
+    )
     use_transformers_continuous_batching: bool = field(default=False, metadata={"help": "Paged generation."})
     transformers_continuous_batching_config: dict | str | None = field(default=None, metadata={"help": "Its settings."})
     use_transformers_paged: bool | None = field(

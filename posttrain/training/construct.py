@@ -6,13 +6,14 @@ import functools
 import importlib
 import inspect
 import logging
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import datasets
+import torch
 import transformers
+from torch import nn
 
 from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
@@ -120,7 +121,7 @@ class Alias:
     def __get__(self, trainer: Any, owner: type) -> Any:
         if trainer is None:
             return self
-        found = (operator.attrgetter(path)(trainer) for path in self.paths)
+        found = (self._at(trainer, path.split(".")) for path in self.paths)
         return next((value for value in found if value is not None), None)
 
     def __set__(self, trainer: Any, value: Any) -> None:
@@ -128,8 +129,11 @@ class Alias:
             raise AttributeError(
                 f"{type(trainer).__name__} has read {self.paths[0]} already. Fix: set it before the trainer is made."
             )
-        holder, _, name = self.paths[0].rpartition(".")
-        setattr(operator.attrgetter(holder)(trainer) if holder else trainer, name, value)
+        *holder, name = self.paths[0].split(".")
+        setattr(self._at(trainer, holder), name, value)
+
+    def _at(self, trainer: Any, names: list[str]) -> Any:
+        return functools.reduce(lambda at, name: None if at is None else getattr(at, name), names, trainer)
 
 
 def attributes(*fields: str, fixed: bool = False, **paths: str) -> Callable[[Any], Any]:
@@ -218,7 +222,26 @@ def prepared_model(model: Any, args: Any, peft_config: Any, *, added_tokens: Seq
     checkpointing = bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
     model = wrap_with_peft(model, peft_config, activation_checkpointing=checkpointing)
     install_token_head(model)
+    refuse_float16(model, args)
     return model
+
+
+def refuse_float16(model: nn.Module, args: Any) -> None:
+    """Refuse to train weights in float16, whose gradients leave its range; ``preflight="warn"`` goes on with a warning.
+
+    Raises:
+        ConfigError: A trained parameter is stored in float16, and DeepSpeed does not keep a copy in float32.
+    """
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad and p.dtype == torch.float16)
+    if not count or args.deepspeed:
+        return
+    text = (
+        f"{count} trained parameters are stored in float16: gradients below 6e-8 become 0 and those above 65504 infinite, and "
+        "no scaler works on them. Fix: load the model with dtype='float32' and set fp16=True or bf16=True, or train an adapter."
+    )
+    if args.preflight == "error":
+        raise ConfigError(text)
+    logger.warning("%s", text)
 
 
 def choose_layout(model: Any, args: Any, *, padded: bool) -> Layout:

@@ -240,8 +240,7 @@ class OnlineTrainer(PostTrainer):
         """Log the schedule and the first prompt as the model reads it; refuse prompts that leave no room."""
         length = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
         schedule = self.schedule_text(length) if isinstance(self.args, OnlineConfig) else None
-        limit = None if self.cuts_prompts else self.context
-        self.prompt_source.announce(self.train_dataset, limit, schedule=schedule)
+        self.prompt_source.announce(self.train_dataset, None if self.cuts_prompts else self.context, schedule=schedule)
 
     def schedule_text(self, prompts: int | None) -> str:
         """How generations and updates follow each other; ``prompts`` is the length of the training set, if it has one."""
@@ -410,8 +409,9 @@ class OnlineTrainer(PostTrainer):
         """Prompts as the engine must see them; what an environment added cannot open or end a turn."""
         if self.driver is not None and self.environments is not None:
             return self.driver.tokenize(examples)
-        kwargs = self.args.chat_template_kwargs or {}
-        return tokenize_prompts(examples, self.processing_class, chat_template_kwargs=kwargs)
+        return tokenize_prompts(
+            examples, self.processing_class, chat_template_kwargs=self.args.chat_template_kwargs or {}
+        )
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """One call to the engine, one completion a prompt; equal neighbours are one request and share their prompt."""
@@ -421,16 +421,15 @@ class OnlineTrainer(PostTrainer):
 
     def sampling(self, mode: str) -> Sampling:
         """Sampling settings of the next call; the seed is a function of the run's seed, the rank and the call's number."""
-        args = self.args
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         number = self._generation_number(mode)
-        seed = (args.seed * 1_000_003 + number * world + rank) % 2**63
-        return configured_sampling(args, stop_token_ids=self.stop_ids, seed=seed)
+        seed = (self.args.seed * 1_000_003 + number * world + rank) % 2**63
+        return configured_sampling(self.args, stop_token_ids=self.stop_ids, seed=seed)
 
     def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
         """Rewards of all ranks' rows."""
-        training, size = mode == "train", self.group_size(mode)
-        table = self.scorer.score(generation, self.state, group_size=size, training=training)
+        options = {"group_size": self.group_size(mode), "training": mode == "train"}
+        table = self.scorer.score(generation, self.state, **options)
         self.log_metrics_now(table.metrics, mode)
         return table
 
@@ -520,6 +519,7 @@ class OnlineTrainer(PostTrainer):
             tell=self.checks.report,
             log=self.log_metrics_now,
             scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
+            stop_after=getattr(self.args, "stop_without_signal", None),
         )
         self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)
         self.reward_watch.start(self.args.device, getattr(self.args, "max_completion_length", None))
@@ -527,8 +527,9 @@ class OnlineTrainer(PostTrainer):
     @property
     def generations_per_step(self) -> float:
         """Generations of one optimiser step."""
-        args = self.args
-        return args.gradient_accumulation_steps / ((args.steps_per_generation or 1) * args.num_iterations)
+        return self.args.gradient_accumulation_steps / (
+            (self.args.steps_per_generation or 1) * self.args.num_iterations
+        )
 
     def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
         """Of generating and learning, where a step was logged."""
@@ -551,7 +552,8 @@ class OnlineTrainer(PostTrainer):
 
     def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
         """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage."""
-        return completion_rows(generation, table, self.processing_class, self.state.global_step)
+        self._rows = completion_rows(generation, table, self.processing_class, self.state.global_step)
+        return self._rows
 
     # The loop, checkpoints ---------------------------------------------------------------------------------------
 

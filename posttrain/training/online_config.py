@@ -9,6 +9,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import transformers
+
 from posttrain.errors import ConfigError, MissingDependencyError, check_choice, check_rules
 from posttrain.rollouts.factory import choose_engine
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
@@ -199,6 +201,12 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             "output_dir/rollout_buffer. None: no bound."
         },
     )
+    stop_without_signal: int | None = field(
+        default=None,
+        metadata={
+            "help": "Generations in a row with all advantages 0, after which the run ends; None: it warns and goes on."
+        },
+    )
     check_reward_determinism: bool = field(
         default=False,
         metadata={
@@ -218,6 +226,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             if isinstance(value, str):
                 setattr(self, name, json.loads(value))
         super().__post_init__()
+        self.top_k = self.top_k or 0
+        if self.vllm_importance_sampling_cap is not None:
+            text = "vllm_importance_sampling_cap is deprecated: use vllm_importance_sampling_clip_max."
+            warnings.warn(text, FutureWarning, stacklevel=3)
+            self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
         self._take_overrides()
         self._check_sampling()
         self._check_engine()
@@ -262,6 +275,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
                 "num_generations_eval",
                 (self.num_generations_eval or 1) >= 1,
                 "must be at least 1, or None for num_generations",
+            ),
+            (
+                "stop_without_signal",
+                self.stop_without_signal is None or self.stop_without_signal >= 1,
+                "must be at least 1, or None to go on",
             ),
             ("max_completion_length", self.max_completion_length >= 1, "must be at least 1"),
             ("beta", self.beta >= 0, "must be 0 (no penalty) or positive"),
@@ -353,6 +371,13 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
                     f"{name}={value} with transformers' continuous batching, which knows temperature, top_k and top_p alone and "
                     "would leave it out. Take it out, or use rollout_engine='native'."
                 )
+
+    @property
+    def generation_config(self) -> transformers.GenerationConfig:
+        """A copy of the sampling settings for ``model.generate``; changing it changes nothing here."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")
+        settings = {name: getattr(self, name) for name in names} | {"max_new_tokens": self.max_completion_length}
+        return transformers.GenerationConfig(do_sample=True, **settings)
 
     def refused_engines(self) -> dict[str, str]:
         """Engines that these settings rule out for ``rollout_engine="auto"``, with the reasons."""

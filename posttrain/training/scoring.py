@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.checks import rewards as reward_checks
 from posttrain.checks.registry import Preflight, describe
-from posttrain.checks.rewards import RunningReward, check_reward_ranges
+from posttrain.checks.rewards import FLAT_GENERATIONS, RunningReward, check_reward_ranges
 from posttrain.errors import RewardError
 from posttrain.losses.advantages import MOST
 from posttrain.metrics import Metric, maximum, mean, minimum
@@ -213,6 +213,43 @@ def score_rollouts(rewards: RewardRunner, batch: RolloutBatch, tokenizer: Any, s
     )
 
 
+# Attributes of trainers that compare the completions of a prompt, by TRL's names: those that may be set while training...
+SETTABLE = ("beta", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length",
+            "mask_truncated_completions", "chat_template_kwargs", "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_clip_min", "num_completions_to_print")  # fmt: skip
+SETTABLE_PATHS = {
+    "epsilon_low": "args.epsilon",
+    "epsilon_high": "args.epsilon_high or args.epsilon",
+    "reward_weights": "rewards.weights",
+    "chat_template": "processing_class.chat_template",
+}
+# ... and those that are read when the trainer is made.
+FIXED = ("num_generations", "num_iterations", "use_vllm", "vllm_mode", "shuffle_dataset", "log_completions",
+         "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_importance_sampling_correction",
+         "vllm_importance_sampling_mode", "pad_to_multiple_of", "generation_config", "generation_kwargs")  # fmt: skip
+FIXED_PATHS = {
+    "num_generations_eval": "args.num_generations_eval or args.num_generations",
+    "reward_funcs": "rewards.functions",
+    "reward_func_names": "rewards.names",
+    "reward_processing_classes": "rewards.processing_classes",
+    "ref_model": "reference.copy",
+}
+
+
+def last_logged(trainer: Any) -> dict[str, Any]:
+    """The completions of this process's last generation by column, as TRL's trainers keep them in ``_logs``."""
+    rows, names = getattr(trainer, "_rows", []), trainer.rewards.names
+    own = {"step", "prompt", "completion", "advantage", *names}
+    columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
+    return {
+        "prompt": columns.get("prompt", []),
+        "completion": columns.get("completion", []),
+        "rewards": {name: columns.get(name, []) for name in names},
+        "advantages": columns.get("advantage", []),
+        "extra": {key: values for key, values in columns.items() if key not in own},
+    }
+
+
 class Scorer:
     """Runs the reward functions on each rank's completions and gives every rank the rewards of all.
 
@@ -257,6 +294,7 @@ class RewardWatch:
         tell: Reports findings; raises where one is refused.
         log: Takes metrics and a mode.
         scaled: Whether rewards are divided by their standard deviation.
+        stop_after: Rollout batches without a signal, in a row, that end the run; None: it goes on.
     """
 
     def __init__(
@@ -268,13 +306,15 @@ class RewardWatch:
         tell: Callable[[Iterable[Finding | None]], None],
         log: Callable[[dict[str, Metric], str], None],
         scaled: bool,
+        stop_after: int | None = None,
     ) -> None:
         self.rewards, self.accelerator, self.preflight = rewards, accelerator, preflight
+        self.stop_after = stop_after
         self.tell, self.log_metrics, self.scaled = tell, log, scaled
         # Statistics of each reward function since the run began.
         self.running: dict[str, RunningReward] = {}
         self._flat_batches = 0
-        self._flat_rewards: tuple[float, ...] = ()
+        self._flat_rewards: list[list[float]] = []
 
     def start(self, device: Any, longest: int | None) -> None:
         """Place and try reward models; check length punishments against the longest completion.
@@ -349,7 +389,7 @@ class RewardWatch:
             advantages: ``(n,)``.
 
         Raises:
-            RewardError: 20 rollout batches in a row had no signal.
+            RewardError: As many rollout batches in a row as ``stop_without_signal`` says had no signal.
         """
         columns = {name: table.values[:, k].tolist() for k, name in enumerate(table.names)}
         for name, column in columns.items():
@@ -363,10 +403,14 @@ class RewardWatch:
 
     def _check_signal(self, totals: Tensor, advantages: Tensor) -> None:
         self._flat_batches = 0 if bool(advantages.any()) else self._flat_batches + 1
-        self._flat_rewards = (*self._flat_rewards, *totals.tolist()) if self._flat_batches else ()
+        self._flat_rewards = [*self._flat_rewards, totals.tolist()][-FLAT_GENERATIONS:] if self._flat_batches else []
+        rewards = [reward for batch in self._flat_rewards for reward in batch]
+        ends = self.stop_after is not None and self._flat_batches >= self.stop_after
         with self.preflight.record_check("log_step", ("PT-R022",)):
-            found = reward_checks.check_no_signal(self._flat_batches, self._flat_rewards)
-            if found is not None and self.preflight.refuses(found):
-                self.preflight.add(found)
-                raise RewardError(describe(found))
+            found = reward_checks.check_no_signal(
+                self._flat_batches, rewards, **({"limit": self.stop_after} if ends else {})
+            )
+            if found is not None and ends:
+                self.preflight.add(dataclasses.replace(found, severity="error"))
+                raise RewardError(f"{describe(found)} stop_without_signal={self.stop_after} ends the run here.")
             self.tell([found])

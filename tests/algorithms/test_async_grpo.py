@@ -462,7 +462,7 @@ def test_defaults_are_the_documented_ones(tmp_path):
         "learning_rate": 1e-6, "epsilon": 0.2, "epsilon_high": None, "lr_scheduler_type": "constant", "token_budget": None,
         "logging_steps": 1, "num_generations": 8, "max_staleness": 4, "max_staleness_hard": 4, "max_completion_length": 2048,
         "queue_maxsize": 1024, "temperature": 1.0, "weight_sync_steps": 1, "heartbeat_stale_after_s": 300,
-        "fork_threshold_tokens": 1024, "vllm_server_timeout": 240, "request_timeout": 600, "router_aux_loss_coef": 0.001,
+        "fork_threshold_tokens": 1024, "vllm_server_timeout": 240, "request_timeout": 600, "router_aux_loss_coef": None,
         "rollout_failure_budget": 0.05, "reward_timeout": 120, "tool_timeout": 60, "sync_timeout_s": 720, "log_completions": False,
     }  # fmt: skip
     assert {name: getattr(args, name) for name in wanted} == wanted

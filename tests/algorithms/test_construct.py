@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 
 import posttrain as pt
 from posttrain import ArgumentTypeError, ConfigError
@@ -154,3 +155,73 @@ def test_fields_that_nothing_reads_are_refused_where_they_are_set(cls, tmp_path)
 
 def test_the_loss_of_sft_is_called_nll(tmp_path):
     assert config(pt.SFTConfig, tmp_path).loss_type == config(pt.SFTConfig, tmp_path, loss_type=None).loss_type == "nll"
+
+
+def test_weights_in_float16_are_refused_before_training(tokenizer, tmp_path):
+    args = config(pt.SFTConfig, tmp_path)
+    given = {"train_dataset": data("sft", 4), "processing_class": tokenizer}
+    with pytest.raises(ConfigError, match=r"float16.*Fix: load the model with dtype='float32'"):
+        pt.SFTTrainer(build_model(len(tokenizer)).half(), args, **given)
+    pt.SFTTrainer(build_model(len(tokenizer)).half(), config(pt.SFTConfig, tmp_path, preflight="warn"), **given)
+
+
+def test_findings_of_the_data_are_in_the_record_of_the_run(tokenizer, tmp_path):
+    trainer = every("sft", tmp_path, tokenizer, train=data("sft", 1).select([0] * 8))
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["code"] == "PT-D007"] == [0]
+    assert len({(line["code"], line["what"]) for line in lines}) == len(lines)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_another_set_is_evaluated_while_the_precomputed_reference_is_at_hand(adapter, tokenizer, tmp_path):
+    def trained(folder, **settings):
+        args = pt.DPOConfig(str(folder), use_cpu=True, **SHORT | {"max_steps": 2, "learning_rate": 0.1} | settings)
+        given = {"peft_config": LoraConfig(target_modules=["q_proj"], init_lora_weights=True)} if adapter else {}
+        rows = data("dpo", 8)
+        return pt.DPOTrainer(build_model(len(tokenizer)), None, args, None, rows, None, tokenizer, **given)
+
+    ours, live = trained(tmp_path / "a", precompute_ref_log_probs=True), trained(tmp_path / "b")
+    other = data("dpo", 4, 20)
+    assert ours.evaluate(other)["eval_loss"] == pytest.approx(live.evaluate(other)["eval_loss"], rel=1e-6)
+    ours.train(), live.train()
+    if adapter:
+        assert ours.evaluate(other)["eval_loss"] == pytest.approx(live.evaluate(other)["eval_loss"], rel=1e-6)
+    else:
+        with pytest.raises(ConfigError, match="the reference is gone"):
+            ours.evaluate(other)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_attributes_of_online_trainers_are_read_and_set(kind, tokenizer, tmp_path):
+    trainer = every(kind, tmp_path, tokenizer, epsilon=0.1, beta=0.1)
+    assert (trainer.num_generations, trainer.max_completion_length, trainer.use_vllm) == (2, 8, False)
+    assert (trainer.epsilon_low, trainer.epsilon_high, trainer.beta) == (0.1, 0.1, 0.1)
+    assert trainer.reward_funcs == trainer.rewards.functions and trainer.reward_processing_classes == [None]
+    assert trainer.reward_weights.tolist() == [1.0] and trainer.chat_template == tokenizer.chat_template
+    assert trainer.generation_config.max_new_tokens == 8 and trainer.ref_model is trainer.reference.copy
+    trainer.epsilon_high, trainer.temperature, trainer.max_completion_length = 0.3, 0.5, 4
+    assert trainer.args.epsilon_high == 0.3
+    assert (trainer.sampling("train").temperature, trainer.sampling("train").max_new_tokens) == (0.5, 4)
+    trainer.reward_weights = [2.0]
+    assert trainer.rewards.weights.tolist() == [2.0]
+    for name in ("num_generations", "reward_funcs", "use_vllm"):
+        with pytest.raises(AttributeError):
+            setattr(trainer, name, 1)
+    trainer.train()
+    assert len(trainer._logs["completion"]) == len(trainer._logs["rewards"]["by_answer"]) > 0
+
+
+def test_sampling_options_have_the_spellings_of_trl(tmp_path):
+    args = config(pt.GRPOConfig, tmp_path, top_k=None)
+    assert args.top_k == 0 and args.use_bias_correction_kl and args.router_aux_loss_coef is None
+    with pytest.warns(FutureWarning, match="clip_max"):
+        assert (
+            config(pt.GRPOConfig, tmp_path, vllm_importance_sampling_cap=2.5).vllm_importance_sampling_clip_max == 2.5
+        )
+    with pytest.raises(ConfigError, match="stop_without_signal=0"):
+        config(pt.GRPOConfig, tmp_path, stop_without_signal=0)
+    args = config(pt.AsyncGRPOConfig, tmp_path, weight_sync_timeout=60)
+    assert (args.sync_timeout_s, args.dtype, args.router_aux_loss_coef) == (60, "float32", None)
+    with pytest.raises(ConfigError, match="dtype='int8'"):
+        config(pt.AsyncGRPOConfig, tmp_path, dtype="int8")

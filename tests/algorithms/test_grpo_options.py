@@ -189,7 +189,7 @@ def test_r21_groups_that_get_no_advantage_are_not_called_noise(tiny_tokenizer, t
 
 
 DEFAULTS = {  # Table 2.2 of the chapter on online methods, in its order.
-    "model_init_kwargs": None, "trust_remote_code": False, "router_aux_loss_coef": 0.001, "disable_dropout": False,
+    "model_init_kwargs": None, "trust_remote_code": False, "router_aux_loss_coef": None, "disable_dropout": False,
     "cast_lm_head_to_fp32": False, "remove_unused_columns": False, "num_generations": 8, "num_generations_eval": None,
     "max_completion_length": 512, "ds3_gather_for_generation": True, "shuffle_dataset": True, "pad_to_multiple_of": None,
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
@@ -203,7 +203,7 @@ DEFAULTS = {  # Table 2.2 of the chapter on online methods, in its order.
     "use_adaptive_entropy": False, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
     "entropy_target": 0.2, "max_tool_calling_iterations": None, "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
-    "vllm_importance_sampling_clip_min": None, "off_policy_mask_threshold": None, "use_bias_correction_kl": False,
+    "vllm_importance_sampling_clip_min": None, "off_policy_mask_threshold": None, "use_bias_correction_kl": True,
     "log_completions": False, "log_multimodal": True, "num_completions_to_print": None, "log_unique_prompts": False,
     "log_completions_hub_repo": None, "learning_rate": 1e-6, "logging_steps": 10,
     # What the chapter adds is off, or does not change a gradient.

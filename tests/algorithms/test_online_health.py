@@ -1,5 +1,6 @@
 """Runs that are broken on purpose say so, and a healthy one is silent."""
 
+import json
 import logging
 
 import pytest
@@ -19,15 +20,28 @@ def test_a_healthy_run_is_silent(tiny_tokenizer, tmp_path, caplog):
     assert said(caplog) == []
 
 
-def test_r15_equal_rewards_stop_the_run_with_their_histogram(tiny_tokenizer, tmp_path, caplog):
+@pytest.mark.parametrize("reward", [0.5, None])
+def test_r15_equal_rewards_are_told_with_their_histogram_and_the_run_goes_on(reward, tiny_tokenizer, tmp_path, caplog):
     trainer = grpo(
-        tmp_path, tiny_tokenizer, rewards=lambda completions, **_: [0.5 for _ in completions], max_steps=30,
+        tmp_path, tiny_tokenizer, rewards=lambda completions, **_: [reward for _ in completions], max_steps=22,
         num_train_epochs=50,
     )  # fmt: skip
-    with pytest.raises(RewardError, match=r"PT-R022: all advantages of 20 generations .* 0.5: 160"):
+    trainer.train()
+    assert trainer.state.global_step == 22
+    known = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
+    found = [line for line in known if line["code"] == "PT-R022"]
+    assert found and found[0]["severity"] == "warning"
+    assert ("0.5: 160" if reward else "no reward at all") in found[0]["what"]
+
+
+def test_r15_equal_rewards_end_the_run_where_the_user_says_so(tiny_tokenizer, tmp_path):
+    trainer = grpo(
+        tmp_path, tiny_tokenizer, rewards=lambda completions, **_: [0.5 for _ in completions], max_steps=9,
+        num_train_epochs=50, stop_without_signal=5, preflight="off",
+    )  # fmt: skip
+    with pytest.raises(RewardError, match=r"PT-R022: all advantages of 5 generations .*stop_without_signal=5"):
         trainer.train()
-    assert trainer.state.global_step == 19
-    assert "PT-R002" in said(caplog)
+    assert trainer.state.global_step == 4
 
 
 def test_one_generation_with_a_signal_starts_the_count_again(tiny_tokenizer, tmp_path):

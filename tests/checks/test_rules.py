@@ -140,8 +140,9 @@ def test_large_rewards_matter_only_where_nothing_divides_them():
 def test_no_signal_for_twenty_generations_shows_the_histogram():
     assert check_no_signal(19, [0.0] * 76) is None
     found = check_no_signal(20, [0.0] * 76 + [1.0] * 4)
-    assert found.severity == "error"
+    assert found.severity == "warning"
     assert "0: 76, 1: 4" in found.what
+    assert check_no_signal(1, [NAN] * 4).code == "PT-R022"
 
 
 def test_a_histogram_of_many_values_has_ranges_that_hold_all_of_them():

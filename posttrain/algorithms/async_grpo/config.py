@@ -116,7 +116,8 @@ class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
     heartbeat_stale_after_s: float = field(
         default=300.0, metadata={"help": "Silence after which a worker counts as hung and is replaced."}
     )
-    sync_timeout_s: float = field(default=720.0, metadata={"help": "Seconds new weights may take to arrive."})
+    weight_sync_timeout: float = field(default=1800, metadata={"help": "Seconds new weights may take to arrive."})
+    sync_timeout_s: float | None = field(default=None, metadata={"help": "The same; None: weight_sync_timeout."})
     max_worker_restarts: int = field(
         default=8, metadata={"help": "Workers that may be replaced within ten minutes before the run stops."}
     )
@@ -148,7 +149,9 @@ class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
     is_clip_max: float | None = field(default=2.0, metadata={"help": "Upper bound of the correction's ratio."})
     is_clip_min: float | None = field(default=None, metadata={"help": "Lower bound of it; None is 0."})
     delta: float | None = field(default=None, metadata={"help": "Cap of the unclipped ratio; above 1 + epsilon_high."})
-    router_aux_loss_coef: float = field(default=0.001, metadata={"help": "Expert balance, mixture-of-experts only."})
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
+        default="float32", metadata={"help": "Of a model that is loaded by its name; dtype of model_init_kwargs wins."}
+    )
 
     def __post_init__(self) -> None:
         self._refuse_meaningless()
@@ -156,7 +159,9 @@ class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
             self.rollout_engine, self.worker_engine = "auto", "server"
         self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
         self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
+        self.sync_timeout_s = self.weight_sync_timeout if self.sync_timeout_s is None else self.sync_timeout_s
         super().__post_init__()
+        check_choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         self._check_ranges()
         self._check_choices()
         if self.max_staleness_hard is None:

@@ -34,6 +34,7 @@ from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.workers.ledger import Ledger, MismatchGuard
 from posttrain.rollouts.workers.samples import TaskSource
 from posttrain.rollouts.workers.worker import check_picklable
+from posttrain.training.construct import attributes, takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
@@ -93,6 +94,8 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
     )
 
 
+@attributes(epsilon_low="args.epsilon", epsilon_high="args.epsilon_high or args.epsilon")
+@attributes("num_generations", "temperature", "max_completion_length", reward_funcs="rewards.functions", fixed=True)
 class AsyncGRPOTrainer(OnlineTrainer):
     """Group-relative policy optimisation whose rollouts are written ahead, by processes of their own (experimental).
 
@@ -126,6 +129,10 @@ class AsyncGRPOTrainer(OnlineTrainer):
     args: AsyncGRPOConfig
     source: AsyncRollouts
 
+    @takes(
+        "model, reward_funcs, args, train_dataset, processing_class, callbacks, optimizers, peft_config, tools, "
+        "environment_factory, rollout_worker, weight_transfer"
+    )
     def __init__(
         self,
         model: str | nn.Module,
@@ -169,6 +176,10 @@ class AsyncGRPOTrainer(OnlineTrainer):
             shown = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
             rows = args.samples_per_step or 1
             self.add_callback(RolloutTableCallback(self.record, self.rewards.names, rows=rows, **shown))
+
+    def load_model(self, model_id: str, **kwargs: Any) -> Any:
+        """As every trainer's, in the config's ``dtype`` unless ``model_init_kwargs`` names another."""
+        return super().load_model(model_id, **{"dtype": self.args.dtype} | kwargs)
 
     def make_source(self) -> AsyncRollouts:
         """Workers, and the queue that they fill."""

@@ -30,7 +30,6 @@ WITHOUT_IN_GMPO = {
     "importance_sampling_level": "token",
     "delta": None,
     "off_policy_mask_threshold": None,
-    "use_bias_correction_kl": False,
     "entropy_coef": 0.0,
     "use_adaptive_entropy": False,
 }
@@ -215,7 +214,7 @@ class GRPOConfig(EpisodeFields, OnlineConfig):
         default=False,
         metadata={"help": "With beta=0: measure the KL to the start of training without charging it."},
     )
-    use_bias_correction_kl: bool = field(default=False, metadata={"help": "Multiply the KL by the importance ratio."})
+    use_bias_correction_kl: bool = field(default=True, metadata={"help": "Multiply the KL by the importance ratio."})
     top_entropy_quantile: float = field(
         default=1.0, metadata={"help": "Train this share of the most uncertain tokens."}
     )
@@ -224,7 +223,6 @@ class GRPOConfig(EpisodeFields, OnlineConfig):
         default=None, metadata={"help": "Drop bad sequences the policy has moved away from by more than this, > 0."}
     )
     cast_lm_head_to_fp32: bool = field(default=False, metadata={"help": "Compute the output layer in float32."})
-    router_aux_loss_coef: float = field(default=0.001, metadata={"help": "Expert balance, mixture-of-experts only."})
     use_adaptive_entropy: bool = field(default=False, metadata={"help": "Steer entropy_coef towards entropy_target."})
     entropy_coef_min: float = field(default=0.0, metadata={"help": "Lower bound of the steered coefficient."})
     entropy_coef_max: float = field(default=1.0, metadata={"help": "Upper bound of the steered coefficient."})

@@ -65,7 +65,9 @@ def grpo_objective(
         terms = terms * weight
     terms = terms * _kept(out.logp, batch, cfg)
     if batch.ref_logp is not None:
-        kl = k3(out.logp, batch.ref_logp) * (log_ratio.exp() if cfg.use_bias_correction_kl else 1.0)
+        kl = k3(out.logp, batch.ref_logp)
+        if cfg.use_bias_correction_kl and kind.surrogate != "geometric":
+            kl = kl * log_ratio.exp()
         terms = terms + cfg.beta * kl if cfg.beta else terms
         metrics["kl"] = mean(kl, batch.loss_mask)
     metrics |= clipping | {

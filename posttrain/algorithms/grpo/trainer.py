@@ -20,7 +20,7 @@ from posttrain.checks.rewards import RunningReward
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import AdvantageStats, group_advantages
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.metrics import Metric, MetricBuffer, mean
+from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm
 from posttrain.models.heads import cast_head_to_fp32
@@ -29,8 +29,10 @@ from posttrain.report.completions import CompletionsHubCallback, RolloutTableCal
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.training.construct import attributes, takes
 from posttrain.training.dynamic_sampling import groups_without_signal
 from posttrain.training.online import OnlineTrainer
+from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = [
@@ -138,6 +140,8 @@ ENOUGH, LOOKED_AT = 5, 64
 PADDING = -1e9
 
 
+@attributes(*SETTABLE, "scale_rewards", "multi_objective_aggregation", **SETTABLE_PATHS)
+@attributes("loss_type", "importance_sampling_level", "top_entropy_quantile", *FIXED, **FIXED_PATHS, fixed=True)
 class GRPOTrainer(OnlineTrainer):
     """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
 
@@ -162,25 +166,17 @@ class GRPOTrainer(OnlineTrainer):
     _name: ClassVar[str] = "GRPO"
     _suffix: ClassVar[str] = "GRPO"
     args: GRPOConfig
-    _rows: list[dict[str, Any]] = []  # noqa: RUF012 - replaced, never changed
 
+    @takes(
+        "model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes, "
+        "callbacks, optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory"
+    )
     def __init__(
-        self,
-        model: str | nn.Module,
-        reward_funcs: Any = None,
-        args: GRPOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: Any = None,
-        **kwargs: Any,
+        self, model: str | nn.Module, reward_funcs: Any = None, args: GRPOConfig | None = None, **kwargs: Any
     ) -> None:
         if type(self).__module__.split(".")[0] != "posttrain":
             # The one door to compat/: nothing stands before the calls of a trainer that overrides none of TRL's names.
             importlib.import_module("posttrain.compat.grpo_overrides").adapt(self)
-        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
-        kwargs |= data | {"reward_processing_classes": reward_processing_classes, "callbacks": callbacks}
         super().__init__(model, reward_funcs, args, **kwargs)
         self.check_turns()
         args = self.args
@@ -303,27 +299,7 @@ class GRPOTrainer(OnlineTrainer):
 
     # Attributes that callbacks and reward functions read, by TRL's names ---------------------------------------------
 
-    def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
-        """As the parent's, and remembered for `_logs`."""
-        self._rows = super().completion_rows(generation, table)
-        return self._rows
-
-    @property
-    def _metrics(self) -> dict[str, MetricBuffer]:
-        return self.buffers
-
-    @property
-    def _logs(self) -> dict[str, Any]:
-        names = self.rewards.names
-        own = {"step", "prompt", "completion", "advantage", *names}
-        columns = {key: [row.get(key) for row in self._rows] for row in self._rows for key in row}
-        return {
-            "prompt": columns.get("prompt", []),
-            "completion": columns.get("completion", []),
-            "rewards": {name: columns.get(name, []) for name in names},
-            "advantages": columns.get("advantage", []),
-            "extra": {key: values for key, values in columns.items() if key not in own},
-        }
+    _logs = property(last_logged)
 
     @property
     def _buffered_inputs(self) -> Any:
@@ -334,32 +310,3 @@ class GRPOTrainer(OnlineTrainer):
         if value is not None:
             raise ConfigError("_buffered_inputs holds rows of token forests; set it to None to generate again.")
         self.window.slices = None
-
-    @property
-    def reward_funcs(self) -> list[Any]:
-        """The reward functions, reward models as callables."""
-        return self.rewards.functions
-
-    @property
-    def reward_func_names(self) -> list[str]:
-        """Their names, unique."""
-        return self.rewards.names
-
-    @property
-    def reward_weights(self) -> Tensor:
-        """``(K,)`` weights; may be set while training."""
-        return self.rewards.weights
-
-    @reward_weights.setter
-    def reward_weights(self, weights: Any) -> None:
-        weights = torch.as_tensor(weights, dtype=torch.float32)
-        if weights.shape != self.rewards.weights.shape:
-            raise ConfigError(
-                f"reward_weights has shape {tuple(weights.shape)} for {len(self.rewards.names)} reward functions. Give one each."
-            )
-        self.rewards.weights = weights
-
-    @property
-    def ref_model(self) -> nn.Module | None:
-        """The frozen copy, where there is one; with adapters the reference is the model with its adapter off."""
-        return None if self.reference is None else self.reference.copy
