@@ -409,9 +409,8 @@ class OnlineTrainer(PostTrainer):
         """Prompts as the engine must see them; what an environment added cannot open or end a turn."""
         if self.driver is not None and self.environments is not None:
             return self.driver.tokenize(examples)
-        return tokenize_prompts(
-            examples, self.processing_class, chat_template_kwargs=self.args.chat_template_kwargs or {}
-        )
+        kwargs = self.args.chat_template_kwargs or {}
+        return tokenize_prompts(examples, self.processing_class, chat_template_kwargs=kwargs)
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """One call to the engine, one completion a prompt; equal neighbours are one request and share their prompt."""
@@ -428,8 +427,8 @@ class OnlineTrainer(PostTrainer):
 
     def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
         """Rewards of all ranks' rows."""
-        options = {"group_size": self.group_size(mode), "training": mode == "train"}
-        table = self.scorer.score(generation, self.state, **options)
+        training, size = mode == "train", self.group_size(mode)
+        table = self.scorer.score(generation, self.state, group_size=size, training=training)
         self.log_metrics_now(table.metrics, mode)
         return table
 
@@ -527,9 +526,8 @@ class OnlineTrainer(PostTrainer):
     @property
     def generations_per_step(self) -> float:
         """Generations of one optimiser step."""
-        return self.args.gradient_accumulation_steps / (
-            (self.args.steps_per_generation or 1) * self.args.num_iterations
-        )
+        args = self.args
+        return args.gradient_accumulation_steps / ((args.steps_per_generation or 1) * args.num_iterations)
 
     def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
         """Of generating and learning, where a step was logged."""
