@@ -9,9 +9,8 @@ import torch
 
 import posttrain.rollouts.workers.shared_weights
 from posttrain.errors import ModelError
-from posttrain.models import merged
-from posttrain.models.merged import adapter_weights, merged_weights
-from posttrain.rollouts.workers.shared_weights import Weights, as_dtype
+from posttrain.rollouts.workers import shared_weights as merged
+from posttrain.rollouts.workers.shared_weights import Weights, adapter_weights, as_dtype, merged_weights
 from tests.conftest import build_model
 
 
