@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import shlex
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.cli.parser import PosttrainArgumentParser, _split_config, load_config, to_tokens
 from posttrain.errors import ConfigError, RolloutServerError, check_choice, did_you_mean
+from posttrain.integrations import is_available
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
@@ -47,9 +49,11 @@ class RayArguments:
     )
     ray_timeout: float = _help("Seconds to wait for machines, and again for servers to be healthy.", 900.0)
     rollout_servers: int = _help("Rollout servers; 0: the trainer generates itself.", 1)
-    rollout_server_args: str = _help("More options of posttrain serve, in one text: '--max_num_seqs 128'.", "")
+    rollout_server_args: str = _help("More options of the servers, in one text: '--max_num_seqs 128'.", "")
     rollout_server_cpus: float = _help("Cores of each server.", 1.0)
-    rollout_server_gpus: float | None = _help("GPUs of each server; None: one, none without GPUs.", None)
+    rollout_server_gpus: float | None = _help(
+        "GPUs of each server; None: one a copy and shard, none without GPUs.", None
+    )
     trainer_cpus: float = _help("Cores of the trainer, all its processes together.", 1.0)
     trainer_gpus: float | None = _help("GPUs of the trainer; None: --num_processes, or 1; none without GPUs.", None)
 
@@ -123,7 +127,7 @@ class Plan:
                     f"{taken[0]}={self.value(taken[0])!r} and --launcher ray both say where rollouts come from. Leave it out, or "
                     "use --rollout_servers 0 to keep your own servers."
                 )
-            self.serve_config("127.0.0.1", 0)
+            self.check_serving()
 
     def value(self, name: str) -> str | None:
         """What the trainer is given for an option; the command line wins."""
@@ -135,23 +139,42 @@ class Plan:
                 found = value if equals else next(iter(self.tokens[index + 1 : index + 2]), None)
         return None if found is None else str(found)
 
+    @property
+    def serving(self) -> str:
+        """The command that serves: vLLM's own server where vLLM is installed."""
+        return "vllm-serve" if is_available("vllm") else "serve"
+
     def serve_arguments(self, host: str, port: int) -> list[str]:
-        """Of ``posttrain serve`` for this training."""
+        """Of the command that serves, for this training."""
         model = self.value("model_name_or_path")
         if not model:
             raise ConfigError("--model_name_or_path is missing: which model shall be served and trained?")
         words = ["--model", model, "--host", host, "--port", str(port)]
         for ours, theirs in (("model_revision", "revision"), ("trust_remote_code", "trust_remote_code")):
-            if self.value(ours) is not None:
-                words += [f"--{theirs}", str(self.value(ours))]
+            if self.value(ours) is None or (self.serving == "vllm-serve" and str(self.value(ours)).lower() == "false"):
+                continue
+            # A flag of vLLM takes no value.
+            flag = self.serving == "vllm-serve" and theirs == "trust_remote_code"
+            words += [f"--{theirs}"] if flag else [f"--{theirs}", str(self.value(ours))]
         return words + shlex.split(self.options.rollout_server_args)
 
-    def serve_config(self, host: str, port: int) -> Any:
-        """What those arguments mean; wrong ones fail here, before anything is placed."""
-        from posttrain.serve.server import ServeConfig
+    def check_serving(self) -> None:
+        """Refuse wrong arguments of servers here, before anything is placed."""
+        from posttrain.serve.server import ServeConfig, vllm_command
 
-        parser = PosttrainArgumentParser(ServeConfig, prog="rollout_server_args")
-        return parser.parse_args_and_config(self.serve_arguments(host, port))[0]
+        words = self.serve_arguments("127.0.0.1", 0)
+        if self.serving == "vllm-serve":
+            vllm_command(words, cpu=False)
+        else:
+            PosttrainArgumentParser(ServeConfig, prog="rollout_server_args").parse_args_and_config(words)
+
+    def _devices(self) -> float:
+        """GPUs of one server: those that vLLM spreads its model over."""
+        words, count = shlex.split(self.options.rollout_server_args.replace("=", " ")), 1.0
+        for name, value in itertools.pairwise(words):
+            if name.replace("_", "-") in ("--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size"):
+                count *= float(value)
+        return count
 
     def trainer_arguments(self, urls: Sequence[str]) -> list[str]:
         """Of the training command, with the servers' addresses."""
@@ -170,7 +193,7 @@ class Plan:
 
         options, server, trainer = self.options, self.options.rollout_server_gpus, self.options.trainer_gpus
         if server is None:
-            server = 1.0 if with_gpus and options.rollout_servers else 0.0
+            server = self._devices() if with_gpus and options.rollout_servers else 0.0
         if trainer is None:
             trainer = float(self.value("num_processes") or 1) if with_gpus else 0.0
         servers = [
@@ -219,7 +242,7 @@ def _run(plan: Plan, cluster: RayCluster) -> int:
         host = "127.0.0.1" if server.address == trainer.address else server.address  # There, memory can be shared.
         port = server.free_port()
         server.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        server.start(["posttrain.cli.main", "serve", *plan.serve_arguments(host, port)], env)
+        server.start(["posttrain.cli.main", plan.serving, *plan.serve_arguments(host, port)], env)
         _say(f"{server}: {server.url}")
     _wait_healthy(servers, options.ray_timeout)
     config = None if plan.config is None else _yaml(plan.config)

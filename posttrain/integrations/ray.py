@@ -151,7 +151,7 @@ class Machine:
         """Whether a rollout server answers at ``url`` that it can generate."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(f"{url}/health/", timeout=CONNECT_S) as answer:
+            with opener.open(f"{url}/health", timeout=CONNECT_S) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, OSError):
             return False

@@ -76,17 +76,27 @@ def test_the_trainer_gets_all_options_but_those_of_the_launcher(file):
 
 def test_servers_serve_the_trainers_model(file):
     made = plan("--config", file, "--model-name-or-path=n", "--model_revision", "abc")
-    config = made.serve_config("10.0.0.2", 8123)
-    assert (config.model, config.revision, config.host, config.port) == ("n", "abc", "10.0.0.2", 8123)
-    assert (config.engine, config.max_model_len) == ("hf", 64)
+    words = made.serve_arguments("10.0.0.2", 8123)
+    assert words == [
+        "--model", "n", "--host", "10.0.0.2", "--port", "8123", "--revision", "abc", "--engine", "hf", "--max_model_len", "64",
+    ]  # fmt: skip
+
+
+def test_where_vllm_is_installed_its_own_server_serves(monkeypatch):
+    monkeypatch.setattr("posttrain.cli.launch_ray.is_available", lambda name: True)
+    args = ["--rollout_server_args", "--tensor-parallel-size 4"]
+    made = plan(*MODEL, *args, "--rollout_servers", "1", "--trust_remote_code", "true")
+    assert made.serving == "vllm-serve"
+    assert made.serve_arguments("h", 1)[-3:] == ["--trust_remote_code", "--tensor-parallel-size", "4"]
+    assert made.needs(with_gpus=True)[1].gpus == 4
+    with pytest.raises(ConfigError, match="logprobs-mode"):
+        plan(*MODEL, "--rollout_servers", "1", "--rollout_server_args", "--logprobs-mode raw_logprobs")
 
 
 def test_needs_are_one_trainer_and_its_servers_with_gpus_only_where_there_are_some():
-    made = plan(
-        *MODEL, "--rollout_servers", "2", "--rollout_server_args", "--tensor_parallel_size 4", "--num_processes", "6"
-    )
+    made = plan(*MODEL, "--rollout_servers", "2", "--num_processes", "6")
     assert [(n.name, n.cpus, n.gpus) for n in made.needs(with_gpus=True)] == [
-        ("trainer", 1, 6), ("rollout server 1", 1, 4), ("rollout server 2", 1, 4),
+        ("trainer", 1, 6), ("rollout server 1", 1, 1), ("rollout server 2", 1, 1),
     ]  # fmt: skip
     assert {n.gpus for n in made.needs(with_gpus=False)} == {0}
     assert [n.gpus for n in plan(*MODEL, "--trainer_gpus", "2", "--rollout_server_gpus", "0.5").needs(False)] == [
@@ -104,7 +114,7 @@ def test_needs_are_one_trainer_and_its_servers_with_gpus_only_where_there_are_so
         ("grpo", [*MODEL, "--vllm_server_base_url", "http://x:1"], "both say where rollouts come from"),
         ("grpo", [*MODEL, "--rollout_servers", "-1"], "rollout_servers=-1 must be 0 or more"),
         ("grpo", [*MODEL, "--ray_timeout", "0"], "ray_timeout=0.0 must be above 0"),
-        ("grpo", [*MODEL, "--rollout_server_args", "--data_parallel_size 0"], "data_parallel_size=0 must be at least 1"),
+        ("grpo", [*MODEL, "--rollout_server_args", "--max_num_seqs 0"], "max_num_seqs=0 must be above 0"),
         ("grpo", [*MODEL, "--rollout_server_args", "--engin hf"], "did you mean 'engine'"),
     ],
 )  # fmt: skip

@@ -14,7 +14,6 @@ import pytest
 
 from posttrain.errors import ConfigError
 from posttrain.integrations.ray import CONFIG_FILE, Machine, Need, State, check_fit
-from posttrain.rollouts.server.client import Connection
 
 ROOT = Path(__file__).parents[2]
 LEASH = [sys.executable, "-m", "posttrain.integrations.leash", sys.executable, "-c"]
@@ -149,9 +148,13 @@ def test_a_command_that_fits_on_no_single_machine_is_refused():
 
 
 def test_clients_of_servers_read_the_token_of_the_environment(monkeypatch):
+    from posttrain.rollouts.server.client import VLLMClient
+
+    monkeypatch.setattr(VLLMClient, "check_server", lambda *_: None)
+    monkeypatch.setattr(VLLMClient, "info", lambda self: {})
     monkeypatch.setenv("POSTTRAIN_API_KEY", "secret")
-    assert Connection("http://127.0.0.1:1").session.headers["Authorization"] == "Bearer secret"
-    assert Connection("http://127.0.0.1:1", api_key="own").session.headers["Authorization"] == "Bearer own"
+    assert VLLMClient("http://127.0.0.1:1").session.headers["Authorization"] == "Bearer secret"
+    assert VLLMClient("http://127.0.0.1:1", api_key="own").session.headers["Authorization"] == "Bearer own"
 
 
 # Real Ray ------------------------------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ class VLLMClient:
         except RolloutServerError:
             pass
         try:
-            config = self.call("GET", "/server_info?config_format=json", timeout=(3.0, 30.0))["vllm_config"]
+            config = self.call("GET", "/server_info?config_format=json", timeout=(3.0, 30.0), retries=2)["vllm_config"]
         except RolloutServerError:
             return {"engine": "vllm", "takes_no_weights": "it runs without VLLM_SERVER_DEV_MODE=1"}
         backend = (config.get("weight_transfer_config") or {}).get("backend")
