@@ -13,7 +13,7 @@ from posttrain.errors import ModelError
 from posttrain.models.heads import learns_prompts, unwrapped
 from posttrain.models.parallel import gathered, whole_tensor
 
-__all__ = ["adapter_weights", "clean_name", "merged_weights", "plain_lora"]
+__all__ = ["clean_name", "merged_weights", "plain_lora"]
 
 # What parallelism, compilation and checkpointing put into names.
 WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -176,29 +176,3 @@ def _delta(layer: Any, name: str) -> Tensor:
         return layer.get_delta_weight(name)
     delta = layer.scaling[name] * (b.weight.detach().float() @ a.weight.detach().float())
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
-
-
-def adapter_weights(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """The adapter alone: ``{r, alpha, target_modules}`` and its tensors by peft's names; None where it is more than LoRA
-    on linear layers (DoRA, trained biases, whole modules or tokens, ranks that differ), which must be merged.
-    """
-    from peft import get_peft_model_state_dict
-
-    bare: Any = unwrapped(model)
-    configs = getattr(bare, "peft_config", None)
-    names = getattr(bare, "active_adapters", []) if configs else []
-    if not configs or len(names) != 1:
-        return None
-    config = configs[names[0]]
-    extra = ("modules_to_save", "trainable_token_indices", "target_parameters", "rank_pattern", "alpha_pattern")
-    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA" or config.use_dora or config.bias != "none":
-        return None
-    if any(getattr(config, name, None) for name in (*extra, "use_rslora", "lora_bias")):
-        return None
-    state = get_peft_model_state_dict(bare, adapter_name=names[0])
-    if any("embedding" in name for name in state):
-        return None
-    targets = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in state})
-    if not targets:
-        raise ModelError(f"the adapter {names[0]!r} has no LoRA tensors to send.")
-    return {"r": config.r, "alpha": config.lora_alpha, "target_modules": targets}, state

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ModelError, WeightSyncError
 from posttrain.models.heads import unwrapped
-from posttrain.models.merged import adapter_weights, merged_weights
+from posttrain.models.merged import merged_weights
 from posttrain.models.parallel import flattens_parameters, summoned
 from posttrain.rollouts.server.replies import hold, remove_orphans, shared_root
 from posttrain.rollouts.server.weight_sync import MappedFile, SharedFile
@@ -205,14 +205,12 @@ class Weights:
         model: The trainer's model, wrapped or not, with or without adapters.
         dtype: Floating tensors are cast to it; None leaves them.
         checkpoint_names: Names and layout as ``save_pretrained`` writes them, where the model's own differ (experts).
-        adapter_only: Send the adapter's tensors, for an engine that applies them itself.
 
     Attributes:
         names: Of what is sent, without reading anything.
-        adapter: ``{r, alpha, target_modules}`` with ``adapter_only``, else None.
 
     Raises:
-        ModelError: Adapters on flattened shards; an adapter that cannot be sent alone.
+        ModelError: Adapters on flattened shards.
     """
 
     def __init__(
@@ -221,10 +219,8 @@ class Weights:
         *,
         dtype: torch.dtype | None = None,
         checkpoint_names: bool = False,
-        adapter_only: bool = False,
     ) -> None:
         self.model, self.dtype = model, dtype
-        self.adapter: dict[str, Any] | None = None
         bare: Any = unwrapped(model)
         if flattens_parameters(model) and hasattr(bare, "peft_config"):
             raise ModelError(
@@ -232,26 +228,11 @@ class Weights:
                 "would add to shards. Use FSDP2 (fsdp_version: 2) or DeepSpeed ZeRO."
             )
         self.checkpoint_names = checkpoint_names and _renamed(bare)
-        if adapter_only:
-            found = adapter_weights(model)
-            if found is None:
-                raise ModelError(
-                    "this adapter is more than LoRA on linear layers: send it merged (vllm_lora_sync='merge')."
-                )
-            self.adapter = found[0]
-            self.names = list(found[1])
-        else:
-            self.names = [name for name, _ in merged_weights(model)]
+        self.names = [name for name, _ in merged_weights(model)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        pairs = self._adapter() if self.adapter is not None else self._whole()
-        for name, tensor in pairs:
+        for name, tensor in self._whole():
             yield name, tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
-
-    def _adapter(self) -> Iterator[tuple[str, Tensor]]:
-        found = adapter_weights(self.model)
-        assert found is not None
-        yield from found[1].items()
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         with torch.no_grad(), summoned(self.model):
