@@ -175,7 +175,11 @@ class VLLMClient:
         except (ValueError, AttributeError):
             pass
         reason = detail.get("message", detail) if isinstance(detail, dict) else detail
-        text, url, phase = f"{self.base_url}{path} answered {status}: {reason}", self.base_url, PHASES.get(path.strip("/"))
+        text, url, phase = (
+            f"{self.base_url}{path} answered {status}: {reason}",
+            self.base_url,
+            PHASES.get(path.strip("/")),
+        )
         if phase is not None or status == 409:
             return WeightSyncError(text, phase=phase or "generate", url=url)
         if status in (400, 413, 422):
