@@ -48,6 +48,8 @@ _PUBLIC = {
     "DatasetConfig": "data.mixture",
     "DatasetMixtureConfig": "data.mixture",
     "Episode": "rollouts.episodes.driver",
+    "DistillationConfig": "algorithms.distillation.config",
+    "DistillationTrainer": "algorithms.distillation.trainer",
     "Finding": "types",
     "GMPOConfig": "algorithms.grpo.gmpo",
     "GMPOTrainer": "algorithms.grpo.gmpo",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from posttrain.checks.registry import Context, finding, probe, register
-from posttrain.errors import PosttrainError
+from posttrain.errors import ConfigError, PosttrainError
 from posttrain.types import Finding
 
 __all__ = [
@@ -21,7 +22,10 @@ __all__ = [
     "embedding_rows",
     "probe_conversations",
     "probe_texts",
+    "require_same_tokens",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 Verdict = Literal["identical", "identical-padded", "superset", "cross-tokenizer", "incompatible"]
@@ -484,3 +488,21 @@ def reward_models(context: Context) -> Iterable[Finding | None]:
         if model is not None and tokenizer is not None and hasattr(tokenizer, "get_vocab"):
             name = f"the reward model {getattr(function, '__name__', type(function).__name__)}"
             yield check_token_rows(embedding_rows(model), tokens=len(tokenizer), highest=None, name=name)
+
+
+def require_same_tokens(match: TokenizerMatch, *, mode: str, trainer: str) -> None:
+    """Let two models be compared id by id, or refuse.
+
+    Args:
+        match: See `compare_tokenizers`; padded rows of a model are no difference.
+        mode: ``error`` or ``warn``.
+        trainer: Whose loss it is.
+
+    Raises:
+        ConfigError: Ids mean different tokens, and ``mode`` is ``error``.
+    """
+    found = check_match(match, on_policy=True)
+    for one in found:
+        if one.severity == "error" and mode == "error":
+            raise ConfigError(f"{trainer}: {one.what} {one.why} Fix: {one.fix}")
+        logger.warning("%s: %s %s", one.code, one.what, one.why)
