@@ -21,9 +21,19 @@ def answers(count=8):
     return datasets.Dataset.from_list(rows)
 
 
-def make(folder, tokenizer, *, teacher="other", data=None, config=DistillationConfig, cls=DistillationTrainer, **settings):
+def make(
+    folder, tokenizer, *, teacher="other", data=None, config=DistillationConfig, cls=DistillationTrainer, **settings
+):
     """A distillation trainer on two-layer models."""
-    names = ("eval_dataset", "peft_config", "rollout_engine", "teacher_processing_class", "teacher_server", "reward_funcs", "model")
+    names = (
+        "eval_dataset",
+        "peft_config",
+        "rollout_engine",
+        "teacher_processing_class",
+        "teacher_server",
+        "reward_funcs",
+        "model",
+    )
     keys = {name: settings.pop(name) for name in names if name in settings}
     model = keys.pop("model", None) or build_model(len(tokenizer))
     teacher = build_model(len(tokenizer), seed=1) if isinstance(teacher, str) and teacher == "other" else teacher
@@ -77,10 +87,16 @@ def step(folder, tokenizer, **settings):
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_on_policy_the_loss_is_that_of_what_the_student_sampled(engine, tmp_path, tiny_tokenizer):
     settings = {"beta": 0.5, "max_steps": 1, "num_generations": 2, "data": prompts(4)}
-    args = DistillationConfig(str(tmp_path), **(BASE | {"rollout_engine": engine, "beta": 0.5, "max_steps": 1, "num_generations": 2}))
+    args = DistillationConfig(
+        str(tmp_path), **(BASE | {"rollout_engine": engine, "beta": 0.5, "max_steps": 1, "num_generations": 2})
+    )
     model = build_model(len(tiny_tokenizer))
     trainer = DistillationTrainer(
-        model, build_model(len(tiny_tokenizer), seed=1), args, train_dataset=settings["data"], processing_class=tiny_tokenizer
+        model,
+        build_model(len(tiny_tokenizer), seed=1),
+        args,
+        train_dataset=settings["data"],
+        processing_class=tiny_tokenizer,
     )
     seen = []
     generated = trainer.generated
@@ -119,7 +135,9 @@ def test_lmbda_is_the_share_of_prompts_that_the_student_completes(lmbda, sampled
 
 
 def test_the_draw_is_the_same_for_all_completions_of_a_prompt_and_on_every_rank(tmp_path, tiny_tokenizer):
-    trainer = make(tmp_path, tiny_tokenizer, lmbda=0.5, num_generations=2, per_device_train_batch_size=8, rollout_engine=scripted())
+    trainer = make(
+        tmp_path, tiny_tokenizer, lmbda=0.5, num_generations=2, per_device_train_batch_size=8, rollout_engine=scripted()
+    )
     rows = [{"prompt": str(i // 2)} for i in range(64)]
     found = trainer.samples(rows, "train")
     assert found[::2] == found[1::2] and 0 < sum(found) < 64 and found == trainer.samples(rows, "train")
@@ -157,10 +175,14 @@ def test_evaluation_scores_the_answers_or_samples_and_does_not_depend_on_the_bat
     assert 0 < sampled["eval_loss"] < 100
 
 
-def test_a_teacher_with_more_padded_rows_and_another_shape_is_compared_over_the_tokens_both_have(tmp_path, tiny_tokenizer):
+def test_a_teacher_with_more_padded_rows_and_another_shape_is_compared_over_the_tokens_both_have(
+    tmp_path, tiny_tokenizer
+):
     size = len(tiny_tokenizer)
     wide = build_model(size + 64, seed=1, hidden_size=48, num_attention_heads=4, head_dim=12)
-    trainer = make(tmp_path, tiny_tokenizer, teacher=wide, lmbda=0.0, beta=0.5, max_steps=1, per_device_train_batch_size=8)
+    trainer = make(
+        tmp_path, tiny_tokenizer, teacher=wide, lmbda=0.0, beta=0.5, max_steps=1, per_device_train_batch_size=8
+    )
     rows = [(row["prompt_ids"], row["completion_ids"]) for row in trainer.train_dataset]
 
     def cut(**given):
@@ -183,7 +205,9 @@ def test_each_models_own_rule_of_logits_applies(cap, tmp_path, tiny_tokenizer):
         bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
     capped = Gemma2ForCausalLM(config).eval()
-    trainer = make(tmp_path, tiny_tokenizer, teacher=capped, lmbda=0.0, beta=0.5, max_steps=1, per_device_train_batch_size=8)
+    trainer = make(
+        tmp_path, tiny_tokenizer, teacher=capped, lmbda=0.0, beta=0.5, max_steps=1, per_device_train_batch_size=8
+    )
     rows = [(row["prompt_ids"], row["completion_ids"]) for row in trainer.train_dataset]
     truth = dense_loss(build_model(len(tiny_tokenizer)), capped, rows, 0.5).item()
     trainer.train()

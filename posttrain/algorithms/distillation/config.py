@@ -60,7 +60,9 @@ class Axes:
             ConfigError: A value out of range, or one id without a tail.
         """
         if not 0 <= self.beta <= 1:
-            raise ConfigError(f"beta={self.beta} must be in [0, 1]: 0 is KL(teacher || student), 1 is KL(student || teacher).")
+            raise ConfigError(
+                f"beta={self.beta} must be in [0, 1]: 0 is KL(teacher || student), 1 is KL(student || teacher)."
+            )
         if min(self.student_temperature, self.teacher_temperature) <= 0:
             raise ConfigError(
                 f"temperature={min(self.student_temperature, self.teacher_temperature)} must be above 0: logits are divided by it."
@@ -124,8 +126,12 @@ class DistillationFields:
             "adapter off); ema, a moving average of its weights."
         },
     )
-    teacher_update_rate: float = field(default=0.05, metadata={"help": "ema: share of the student in each update, in (0, 1]."})
-    teacher_sync_steps: int = field(default=1, metadata={"help": "ema: optimiser steps between two updates, at least 1."})
+    teacher_update_rate: float = field(
+        default=0.05, metadata={"help": "ema: share of the student in each update, in (0, 1]."}
+    )
+    teacher_sync_steps: int = field(
+        default=1, metadata={"help": "ema: optimiser steps between two updates, at least 1."}
+    )
     teacher_scores: str | None = field(
         default=None, metadata={"help": "File of `posttrain teacher-scores`, read instead of a teacher model."}
     )
@@ -139,7 +145,9 @@ class DistillationFields:
             "beta=1, both between; 1: the sampled token takes the student's place. 0: the whole vocabulary."
         },
     )
-    loss_add_tail: bool = field(default=True, metadata={"help": "One category more for the mass outside loss_top_k ids."})
+    loss_add_tail: bool = field(
+        default=True, metadata={"help": "One category more for the mass outside loss_top_k ids."}
+    )
     tokenizer_check: Literal["error", "warn", "off"] = field(
         default="error", metadata={"help": "What happens where the tokenizers of student and teacher differ."}
     )
@@ -177,7 +185,9 @@ class DistillationFields:
         self._check_sources()
         axes = self.axes().check()
         if axes.estimator == "score" and (cut := truncated_sampling(self)):
-            logger.warning("%s with a loss of sampled tokens: they are drawn from another distribution than its own.", cut)
+            logger.warning(
+                "%s with a loss of sampled tokens: they are drawn from another distribution than its own.", cut
+            )
 
     def _check_sources(self) -> None:
         """Refuse several teachers at once, and tokens that a teacher cannot give."""

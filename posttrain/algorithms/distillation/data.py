@@ -55,7 +55,9 @@ def _tokenized(
     texts = {column: batch[column] for column in ("prompt", "completion")}
     empty = next((i for i, answer in zip(indices, texts["completion"], strict=True) if not answer), None)
     if empty is not None:
-        raise DataError(f"{name} row {empty}: its completion is empty, so that there is nothing to compare. Fix: leave it out.")
+        raise DataError(
+            f"{name} row {empty}: its completion is empty, so that there is nothing to compare. Fix: leave it out."
+        )
     labelled = label_batch(texts, indices, tokenizer, SupervisedOptions(completion_only_loss=True, max_length=None))
     out: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "score_row": list(indices)}
     for index, ids, labels in zip(indices, labelled["input_ids"], labelled["labels"], strict=True):
@@ -107,7 +109,9 @@ def _filled(prompt: Any, extra: str, template: str, tokenizer: Any, kwargs: dict
     if isinstance(prompt, str):
         filled: Any = whole
     elif prompt[-1].get("role") != "user":
-        raise DataError(f"a prompt must end with a user turn to show the teacher more, and it ends with {prompt[-1].get('role')!r}.")
+        raise DataError(
+            f"a prompt must end with a user turn to show the teacher more, and it ends with {prompt[-1].get('role')!r}."
+        )
     else:
         filled = [*prompt[:-1], {**prompt[-1], "content": whole}]
     return tokenize_prompts([{"prompt": filled}], tokenizer, chat_template_kwargs=kwargs)[0]
@@ -116,7 +120,9 @@ def _filled(prompt: Any, extra: str, template: str, tokenizer: Any, kwargs: dict
 def joined_text(value: Any) -> str:
     """Privileged context as text: a string, or the texts of messages."""
     if value is None:
-        raise DataError("privileged_context is None: the teacher would see no more than the student. Fix: leave the row out.")
+        raise DataError(
+            "privileged_context is None: the teacher would see no more than the student. Fix: leave the row out."
+        )
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "\n".join(str(item["content"] if isinstance(item, dict) else item) for item in value)
     return str(value)

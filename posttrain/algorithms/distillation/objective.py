@@ -113,7 +113,9 @@ class Comparison:
                 values = chunked_rows(hidden, layer.weight, layer.bias, self.measure, columns=2, **options)  # type: ignore[arg-type]
         else:
             logits = layer(hidden).float() * rule.scale
-            values = self.measure(rule.softcap * torch.tanh(logits / rule.softcap) if rule.softcap else logits, slice(None))
+            values = self.measure(
+                rule.softcap * torch.tanh(logits / rule.softcap) if rule.softcap else logits, slice(None)
+            )
         return dict(zip(COLUMNS, values.unbind(1), strict=False))
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
@@ -166,7 +168,9 @@ class Comparison:
         elif axes.support == "sampled":
             ids = targets
         else:
-            return union_support(theirs[:, :k], targets if axes.support == "top1_pair" else log_q.detach().topk(k, -1).indices)
+            return union_support(
+                theirs[:, :k], targets if axes.support == "top1_pair" else log_q.detach().topk(k, -1).indices
+            )
         return ids, torch.zeros_like(ids, dtype=torch.bool)
 
     def _at(self, log_p: Tensor | None, ids: Tensor, part: slice) -> Tensor:
@@ -180,7 +184,9 @@ class Comparison:
             return actual
         if self.axes.support == "top1_pair":
             return torch.cat([logps[:, :1], actual], 1)
-        raise ModelError(f"the teacher has scores of {known.shape[1]} ids a position, and {self.axes.support} asks for others.")
+        raise ModelError(
+            f"the teacher has scores of {known.shape[1]} ids a position, and {self.axes.support} asks for others."
+        )
 
 
 class AlignedComparison:

@@ -32,7 +32,9 @@ def identity(dataset: Any, tokenizer: Any) -> dict[str, str]:
     return {"dataset": digest.hexdigest(), "tokenizer": str(hash_vocabulary(tokenizer)), "template": template}
 
 
-def completion_scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: int | None) -> list[TokenScores]:
+def completion_scores(
+    teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: int | None
+) -> list[TokenScores]:
     """Top-k log-probs at temperature 1 of every completion token, a chunk of logits at a time."""
     device = next(iter(_device(teacher)))
     view = teacher.of_rows(rows, device)
@@ -89,7 +91,9 @@ class ScoreFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            raise ConfigError(f"teacher_scores={str(path)!r}: there is no such file. Fix: write it with posttrain teacher-scores.")
+            raise ConfigError(
+                f"teacher_scores={str(path)!r}: there is no such file. Fix: write it with posttrain teacher-scores."
+            )
         try:
             self.reader = pa.ipc.open_file(pa.memory_map(str(path)))
         except pa.ArrowInvalid as error:

@@ -192,5 +192,3 @@ class ServerTeacher:
                     "log-probs each, or scores that are not finite, falling log-probs. Fix: look at the server's log."
                 )
         return found
-
-

@@ -5,14 +5,21 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.algorithms.distillation.config import DistillationConfig
-from posttrain.algorithms.distillation.data import as_rollout, cut_prompt, tokenized_answers, with_prompt_column
+from posttrain.algorithms.distillation.data import (
+    as_rollout,
+    cut_prompt,
+    privileged_prompt,
+    tokenized_answers,
+    with_prompt_column,
+)
 from posttrain.algorithms.distillation.objective import Comparison, distillation_objective
 from posttrain.algorithms.distillation.scores import ScoreFile
 from posttrain.algorithms.distillation.teacher import (
@@ -23,10 +30,12 @@ from posttrain.algorithms.distillation.teacher import (
     load_teacher,
     sparse_view,
 )
+from posttrain.algorithms.grpo.objective import grpo_objective
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
-from posttrain.data.forest import collate
-from posttrain.errors import ConfigError, DataError, ModelError
-from posttrain.metrics import MetricBuffer, mean
+from posttrain.errors import ConfigError, DataError
+from posttrain.losses.advantages import group_advantages
+from posttrain.losses.reduce import spread
+from posttrain.metrics import mean
 from posttrain.models import load
 from posttrain.models.forward import causal_lm, forward, install_token_head
 from posttrain.models.reference import Reference
@@ -69,7 +78,8 @@ class DistillationTrainer(OnlineTrainer):
 
     config_class: ClassVar[type[Any]] = DistillationConfig
     cuts_prompts = True
-    takes_rewards: ClassVar[bool] = False
+    takes_rewards: ClassVar[bool] = False  # Whether GRPO's loss stands beside the divergence.
+    privileged: ClassVar[bool] = False  # Whether the teacher reads another prompt, which `facts` gives.
     may_read_images = False
     _tag_names: ClassVar[list[str]] = ["posttrain", "distillation"]
     _name: ClassVar[str] = "Distillation"
@@ -91,7 +101,9 @@ class DistillationTrainer(OnlineTrainer):
         **kwargs: Any,
     ) -> None:
         if reward_funcs is not None and not self.takes_rewards:
-            raise ConfigError(f"{type(self).__name__} reads no rewards. Fix: MiniLLM or SDPO, or leave reward_funcs out.")
+            raise ConfigError(
+                f"{type(self).__name__} reads no rewards. Fix: MiniLLM or SDPO, or leave reward_funcs out."
+            )
         # Completions that are being trained or evaluated, by number: what a teacher needs to know of them.
         self.kept: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
         self.columns: int | None = None
@@ -130,7 +142,9 @@ class DistillationTrainer(OnlineTrainer):
 
             client = ServerEngine(self.args.teacher_model_server_url)
             if not hasattr(client, "score"):
-                raise ConfigError("this rollout client cannot score given texts. Fix: teacher_server=, a client with score().")
+                raise ConfigError(
+                    "this rollout client cannot score given texts. Fix: teacher_server=, a client with score()."
+                )
         probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
         expected = self.args.teacher_model_name_or_path
         return ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
@@ -286,7 +300,9 @@ class DistillationTrainer(OnlineTrainer):
         own = [example for example, mine in zip(examples, sampled, strict=True) if mine]
         others = [example for example, mine in zip(examples, sampled, strict=True) if not mine]
         mine = iter(self.student_rollouts(own, mode)[0] if own else ())
-        given = iter(self._teacher_rollouts(others, mode) if self.args.seq_kd and mode == "train" else self._answers(others))
+        given = iter(
+            self._teacher_rollouts(others, mode) if self.args.seq_kd and mode == "train" else self._answers(others)
+        )
         rollouts = [next(mine) if one else next(given) for one in sampled]
         chat = not isinstance(examples[0]["prompt"], str)
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
@@ -341,7 +357,7 @@ class DistillationTrainer(OnlineTrainer):
     @property
     def keeps_completions(self) -> bool:
         """Whether the teacher needs more of a completion than its tokens."""
-        return self.server is not None or self.score_file is not None
+        return self.privileged or self.server is not None or self.score_file is not None
 
     def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
         """Number the completions, and remember what the teacher needs to know of each."""
@@ -365,13 +381,41 @@ class DistillationTrainer(OnlineTrainer):
     def _fact(self, key: int) -> Any:
         return self.kept["train" if key > 0 else "eval"][key]
 
+    def teacher_prompt(self, prompt: Any, extra: str, template: str, most: int | None) -> list[int]:
+        """Ids of ``template`` of the prompt and what only the teacher sees, with room for a completion."""
+        room = None if self.context is None else self.context - self.args.max_completion_length
+        most = min((limit for limit in (most, room) if limit is not None), default=None)
+        kwargs = self.args.chat_template_kwargs or {}
+        return privileged_prompt(prompt, extra, template, self.processing_class, most=most, kwargs=kwargs)
+
+    # Rewards, where a GRPO term reads them -----------------------------------------------------------------------
+
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
+        """As GRPO's."""
+        args, size = self.args, self.group_size(mode)
+        stats = group_advantages(table.values, table.weights, size, scale_rewards=str(args.scale_rewards))
+        scored = stats.totals[~stats.totals.isnan()]
+        whole = float(scored.std()) if scored.numel() > 1 else 0.0
+        std = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
+        self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode, **std)
+        self.rewarded = stats.totals
+        return stats.advantages
+
+    def policy_terms(self, outputs: ModelOutputs, batch: Batch, extra: Tensor | None = None) -> LossTerms:
+        """GRPO's loss; ``extra (B, T)`` is added to the advantage of each token."""
+        logp = outputs.logp
+        assert logp is not None
+        shared = torch.zeros_like(logp) if batch.advantages is None else spread(batch.advantages, batch.sequence)
+        total = shared if extra is None else shared + extra
+        return grpo_objective(outputs, replace(batch, advantages=total), self.args)
+
     def needs_old_logp(self, mode: str) -> bool:
-        """Exact divergences have no importance ratio."""
-        return self.axes.is_clip is not None and super().needs_old_logp(mode)
+        """Ratios are clipped in the policy's loss, and where ``is_clip`` is set; exact divergences have none."""
+        return (self.takes_rewards or self.axes.is_clip is not None) and super().needs_old_logp(mode)
 
     def make_reference(self) -> Reference | None:
-        """``beta`` is the divergence's here, no KL penalty."""
-        return None
+        """``beta`` is the divergence's, and no KL penalty, but where there is a GRPO term."""
+        return super().make_reference() if self.takes_rewards else None
 
     # The loss ----------------------------------------------------------------------------------------------------
 
@@ -382,21 +426,29 @@ class DistillationTrainer(OnlineTrainer):
         if self.server is not None:
             return sparse_view(batch, self._fact)
         assert self.teacher is not None
+        if self.privileged and "key" in batch.columns:
+            return self.teacher.of_prompts(batch, self.kept["train"] | self.kept["eval"])
         return self.teacher.of_batch(batch)
 
     def comparison(self, batch: Batch) -> Any:
         """What the student's head compares itself with; None where there is no teacher."""
         if self.axes.support == "none":
             return None
-        options: dict[str, Any] = {"columns": self.columns, "policy_temperature": self.axes.student_temperature}
+        own = self.args.temperature if self.takes_rewards else self.axes.student_temperature
+        options: dict[str, Any] = {"columns": self.columns, "policy_temperature": own}
         return Comparison(self.axes, self.teacher_view(batch), **options)
 
     def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """The teacher first, then the student, whose head compares the two."""
         if not batch.num_loss_tokens and model.training and self.accelerator.num_processes == 1:
-            raise DataError("a micro-batch has no answer token, and nothing would be learned from it. Fix: longer completions.")
+            raise DataError(
+                "a micro-batch has no answer token, and nothing would be learned from it. Fix: longer completions."
+            )
         needs = {"logp", "entropy"} | ({"aux"} if self.router_coefficient else set())
-        options: dict[str, Any] = {"temperature": self.axes.student_temperature, "chunk_size": self.args.logits_chunk_size}
+        options: dict[str, Any] = {
+            "temperature": self.axes.student_temperature,
+            "chunk_size": self.args.logits_chunk_size,
+        }
         compare = self.comparison(batch)
         outputs = forward(model, batch, frozenset(needs), compare=compare, **options)
         terms = self.objective(outputs, batch)
@@ -432,8 +484,14 @@ class DistillationTrainer(OnlineTrainer):
 
 
 def _plain(fact: Any) -> Any:
-    return {name: getattr(fact, name).tolist() for name in TokenScores.__annotations__} if isinstance(fact, TokenScores) else fact
+    return (
+        {name: getattr(fact, name).tolist() for name in TokenScores.__annotations__}
+        if isinstance(fact, TokenScores)
+        else fact
+    )
 
 
 def _restored(fact: Any) -> Any:
-    return TokenScores(**{name: torch.tensor(value) for name, value in fact.items()}) if isinstance(fact, dict) else fact
+    return (
+        TokenScores(**{name: torch.tensor(value) for name, value in fact.items()}) if isinstance(fact, dict) else fact
+    )
