@@ -55,6 +55,8 @@ _PUBLIC = {
     "GKDTrainer": "algorithms.distillation.presets",
     "GMPOConfig": "algorithms.grpo.gmpo",
     "GMPOTrainer": "algorithms.grpo.gmpo",
+    "GOLDConfig": "algorithms.distillation.gold",
+    "GOLDTrainer": "algorithms.distillation.gold",
     "GRPOConfig": "algorithms.grpo",
     "GRPOTrainer": "algorithms.grpo",
     "HFEngine": "rollouts.hf",
