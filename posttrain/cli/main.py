@@ -34,6 +34,14 @@ training commands (all take --config file.yaml; COMMAND --help lists every optio
   online-dpo  DPO on pairs of the policy's own completions, by rewards or a judge
   nash-md     to be preferred to a mixture of the policy and the reference
   xpo         online DPO against the reference, with a bonus for exploring
+  distill     learn a teacher's next-token distributions, on the student's own samples (also: distillation)
+  gkd         the same on the dataset's answers, or a mixture of both
+  gold        the same from a teacher with another tokenizer
+  minillm     the reverse KL to a teacher as a reward of each token
+  iw-opd      the same with more weight on early tokens
+  sdft        the student with a hint is its own teacher
+  sdpo        the student that saw a success is its own teacher
+  ssd         supervised fine-tuning on the model's own samples
 
 other commands:
   demo    teach a small language model to add, on this machine, in a few minutes
@@ -43,6 +51,7 @@ other commands:
   report  make one HTML file of what runs recorded: curves, findings, completions, comparison
   watch   show a run while it trains, on the terminal or as a live page on this machine
   serve   a rollout server: an engine behind HTTP, whose weights a trainer replaces (also: vllm-serve)
+  teacher-scores  compute a teacher's scores of a dataset once, for training without the teacher
   env     what a bug report needs
 
 options:
@@ -107,6 +116,12 @@ def _watch(argv: list[str]) -> int:
     return watch(argv)
 
 
+def _teacher_scores(argv: list[str]) -> int:
+    from posttrain.cli.teacher_scores import run
+
+    return run(argv)
+
+
 def _serve(argv: list[str]) -> int:
     """Returns 0 after a shutdown that was asked for, 1 after a worker died."""
     from posttrain.cli.parser import PosttrainArgumentParser
@@ -125,6 +140,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     **{name: _train(name) for name in ("dpo", "kto", "bco", "cpo", "orpo", "tpo", "grpo")},
     **{name: _train(name) for name in ("rloo", "ppo", "online-dpo", "nash-md", "xpo", "gmpo", "a2po")},
     "async-grpo": _train("async-grpo"),
+    **{name: _train(name) for name in ("distill", "distillation", "gkd", "gold", "minillm", "iw-opd", "sdft", "sdpo", "ssd")},
+    "teacher-scores": _teacher_scores,
     "check": _check,
     "estimate": _estimate,
     "inspect": _inspect,

@@ -322,6 +322,21 @@ COMMANDS: dict[str, Command] = {
         GRPOScriptArguments,
     ),
 }
+DISTILLATION = "posttrain.algorithms.distillation"
+COMMANDS |= {
+    command: Command(f"{DISTILLATION}.{module}Trainer", f"{DISTILLATION}.{config}Config", text, script_args)
+    for command, module, config, text, script_args in (
+        ("distill", "trainer:Distillation", "config:Distillation", "a teacher's distributions", ScriptArguments),
+        ("distillation", "trainer:Distillation", "config:Distillation", "as distill, by TRL's name", ScriptArguments),
+        ("gkd", "presets:GKD", "presets:GKD", "the dataset's answers and the student's own", ScriptArguments),
+        ("gold", "gold:GOLD", "gold:GOLD", "a teacher with another tokenizer", ScriptArguments),
+        ("minillm", "presets:MiniLLM", "presets:MiniLLM", "reverse KL as a reward", GRPOScriptArguments),
+        ("sdft", "presets:SDFT", "presets:SDFT", "learn from itself with a hint", ScriptArguments),
+        ("sdpo", "presets:SDPO", "presets:SDPO", "learn from its own successes", GRPOScriptArguments),
+        ("ssd", "presets:SSD", "presets:SSD", "fine-tune on its own samples", ScriptArguments),
+        ("iw-opd", "presets:IWOPD", "presets:IWOPD", "early tokens weigh more", ScriptArguments),
+    )
+}
 
 
 def _load(path: str) -> Any:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+import tqdm
 
-from posttrain.algorithms.distillation.teacher import ModelTeacher, TokenScores
-from posttrain.errors import ConfigError, DataError
+from posttrain.algorithms.distillation.data import tokenized_answers, with_prompt_column
+from posttrain.algorithms.distillation.teacher import ModelTeacher, TokenScores, frozen
+from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.models import load
+from posttrain.models.attention import probe_layout
+from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.reference import hash_vocabulary
 from posttrain.types import Row
 
-__all__ = ["ScoreFile", "completion_scores", "identity", "write_scores"]
+__all__ = ["ScoreFile", "completion_scores", "identity", "score_dataset", "write_scores"]
 
 FORMAT = "posttrain teacher scores 1"
 ROWS = 64  # Rows of a record batch, which is what is read at a time.
@@ -36,7 +42,8 @@ def completion_scores(
     teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: int | None
 ) -> list[TokenScores]:
     """Top-k log-probs at temperature 1 of every completion token, a chunk of logits at a time."""
-    device = next(iter(_device(teacher)))
+    with teacher.running() as model:
+        device = next(model.parameters()).device
     view = teacher.of_rows(rows, device)
     targets = torch.tensor([t for row in rows for ids in row.completions for t in ids], device=view.hidden.device)
     found = []
@@ -48,11 +55,6 @@ def completion_scores(
     lengths = [len(ids) for row in rows for ids in row.completions]
     columns_of = (torch.cat(parts).split(lengths) for parts in zip(*found, strict=True))
     return [TokenScores(*one) for one in zip(*columns_of, strict=True)]
-
-
-def _device(teacher: ModelTeacher) -> Iterable[torch.device]:
-    with teacher.running() as model:
-        yield next(model.parameters()).device
 
 
 def write_scores(path: str | Path, scores: Iterable[TokenScores], facts: dict[str, Any]) -> int:
@@ -76,6 +78,55 @@ def write_scores(path: str | Path, scores: Iterable[TokenScores], facts: dict[st
         if rows:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
     return count
+
+
+def score_dataset(
+    teacher: Any,
+    dataset: Any,
+    tokenizer: Any,
+    path: str | Path,
+    *,
+    top_k: int = 64,
+    max_length: int | None = None,
+    max_prompt_length: int | None = None,
+    batch_size: int = 16,
+) -> int:
+    """Write the teacher's scores of every answer of a dataset, for ``teacher_scores`` of a config; returns the rows.
+
+    Args:
+        teacher: A causal language model of the student's tokenizer.
+        dataset: ``prompt`` and ``completion``, or ``messages``.
+        tokenizer: The student's.
+        path: Of the file.
+        top_k: Ids per position, at least 1.
+        max_length: As in the config that will read the file.
+        max_prompt_length: Likewise.
+        batch_size: Rows that the teacher reads at a time.
+
+    Raises:
+        ConfigError: ``top_k`` below 1.
+        ModelError: The teacher has fewer logits than the tokenizer has tokens.
+    """
+    if top_k < 1:
+        raise ConfigError(f"top_k={top_k} must be at least 1.")
+    width = causal_lm(teacher).config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    if width < len(tokenizer):
+        raise ModelError(f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together.")
+    limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
+    dataset = tokenized_answers(with_prompt_column(dataset), tokenizer, name="dataset", **limits)
+    install_token_head(teacher)
+    running = functools.partial(frozen, teacher.requires_grad_(False).eval())
+    runner = ModelTeacher(running, probe_layout(teacher), True, load.resolve_pad_token(tokenizer, teacher))
+
+    def scores() -> Iterator[TokenScores]:
+        for start in tqdm.trange(0, len(dataset), batch_size, desc="teacher scores", unit="batch"):
+            found = dataset[start : start + batch_size]
+            pairs = zip(found["prompt_ids"], found["completion_ids"], strict=True)
+            rows = [Row(prompt, [ids], [[1] * len(ids)]) for prompt, ids in pairs]
+            yield from completion_scores(runner, rows, top_k=top_k, columns=len(tokenizer))
+
+    name = load.get_config_model_id(causal_lm(teacher).config)
+    return write_scores(path, scores(), identity(dataset, tokenizer) | {"teacher": name, "top_k": top_k})
 
 
 class ScoreFile:
