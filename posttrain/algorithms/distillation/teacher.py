@@ -167,6 +167,11 @@ class ServerTeacher:
                 f"the server has the model {client.model_id!r}, and teacher_model_name_or_path names {expected!r}. Fix: start it with "
                 "that model, or name the one it has."
             )
+        if axes.support not in ("teacher_topk", "sampled", "top1_pair"):
+            raise ConfigError(
+                f"loss_top_k={axes.top_k} with beta={axes.beta}: a server gives its own likeliest ids and the sampled token, and this "
+                "loss sees others. Fix: beta=0 with any loss_top_k, or loss_top_k=1."
+            )
         if self.top_k > client.top_k:
             raise ConfigError(
                 f"loss_top_k={self.top_k}: the server gives at most {client.top_k} log-probs a position. Fix: loss_top_k="
