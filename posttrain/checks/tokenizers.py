@@ -472,18 +472,19 @@ def reward_models(context: Context) -> Iterable[Finding | None]:
             yield check_token_rows(embedding_rows(model), tokens=len(tokenizer), highest=None, name=name)
 
 
-def require_same_tokens(match: TokenizerMatch, *, mode: str, trainer: str) -> None:
+def require_same_tokens(match: TokenizerMatch, *, mode: str, trainer: str, on_policy: bool = True) -> None:
     """Let two models be compared id by id, or refuse.
 
     Args:
         match: See `compare_tokenizers`; padded rows of a model are no difference.
         mode: ``error`` or ``warn``.
         trainer: Whose loss it is.
+        on_policy: Whether the first model generates, so that both must stop at a common token.
 
     Raises:
         ConfigError: Ids mean different tokens, and ``mode`` is ``error``.
     """
-    found = check_match(match, on_policy=True)
+    found = check_match(match, on_policy=on_policy)
     for one in found:
         if one.severity == "error" and mode == "error":
             raise ConfigError(f"{trainer}: {one.what} {one.why} Fix: {one.fix}")

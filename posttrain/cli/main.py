@@ -140,7 +140,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     **{name: _train(name) for name in ("dpo", "kto", "bco", "cpo", "orpo", "tpo", "grpo")},
     **{name: _train(name) for name in ("rloo", "ppo", "online-dpo", "nash-md", "xpo", "gmpo", "a2po")},
     "async-grpo": _train("async-grpo"),
-    **{name: _train(name) for name in ("distill", "distillation", "gkd", "gold", "minillm", "iw-opd", "sdft", "sdpo", "ssd")},
+    **{
+        name: _train(name)
+        for name in ("distill", "distillation", "gkd", "gold", "minillm", "iw-opd", "sdft", "sdpo", "ssd")
+    },
     "teacher-scores": _teacher_scores,
     "check": _check,
     "estimate": _estimate,

@@ -19,7 +19,9 @@ class TeacherScoresArguments:
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to score."})
     top_k: int = field(default=64, metadata={"help": "Ids per position; the mass outside is kept as one number."})
-    max_length: int | None = field(default=1024, metadata={"help": "As in the config that reads the file; GKD has 1024."})
+    max_length: int | None = field(
+        default=1024, metadata={"help": "As in the config that reads the file; GKD has 1024."}
+    )
     max_prompt_length: int | None = field(default=None, metadata={"help": "As in the config that reads the file."})
     batch_size: int = field(default=16, metadata={"help": "Rows that the teacher reads at a time."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Allow code from the models' repositories."})
@@ -32,7 +34,9 @@ def run(argv: list[str]) -> int:
     from posttrain.data.mixture import load_rows
     from posttrain.models.load import create_model_from_path, load_tokenizer
 
-    (given,) = PosttrainArgumentParser(TeacherScoresArguments, prog="posttrain teacher-scores").parse_args_and_config(argv)
+    (given,) = PosttrainArgumentParser(TeacherScoresArguments, prog="posttrain teacher-scores").parse_args_and_config(
+        argv
+    )
     data = load_rows(given.dataset_name, name=given.dataset_config)
     data = data[given.dataset_train_split] if isinstance(data, dict) else data
     trust = {"trust_remote_code": given.trust_remote_code}

@@ -14,7 +14,13 @@ from tests.conftest import build_model
 
 
 def gold(folder, tokenizer, **settings):
-    own = {"cls": pt.GOLDTrainer, "config": pt.GOLDConfig, "lmbda": 0.0, "max_steps": 1, "per_device_train_batch_size": 8}
+    own = {
+        "cls": pt.GOLDTrainer,
+        "config": pt.GOLDConfig,
+        "lmbda": 0.0,
+        "max_steps": 1,
+        "per_device_train_batch_size": 8,
+    }
     return make(folder, tokenizer, **(own | settings))
 
 
@@ -54,9 +60,7 @@ def test_across_tokenizers_each_group_is_compared_where_it_begins(hybrid, strate
     mine, theirs = trainer._mine, trainer._theirs
     for row in trainer.train_dataset:
         prompt, answer = row["prompt_ids"], row["completion_ids"]
-        told, said = (
-            other(b"".join(mine[i] for i in ids if i > 2).decode())["input_ids"] for ids in (prompt, answer)
-        )
+        told, said = (other(b"".join(mine[i] for i in ids if i > 2).decode())["input_ids"] for ids in (prompt, answer))
         log_q = student(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         log_p = teacher(input_ids=torch.tensor([told + said])).logits[0, len(told) - 1 : -1].log_softmax(-1)
         assert answer[-1] == 2
@@ -95,7 +99,9 @@ def test_what_cannot_be_aligned_is_refused(tmp_path, tiny_tokenizer):
         gold(tmp_path, tiny_tokenizer, teacher=teacher, use_uld_loss=True)
     with pytest.raises(ConfigError, match="pieces"):
         words = word_level()
-        gold(tmp_path, tiny_tokenizer, teacher=build_model(len(words)), teacher_processing_class=words, use_uld_loss=True)
+        gold(
+            tmp_path, tiny_tokenizer, teacher=build_model(len(words)), teacher_processing_class=words, use_uld_loss=True
+        )
     for settings in ({"uld_hybrid_matched_weight": 0.5}, {"callbacks": ["x"]}, {"use_uld_loss": True, "seq_kd": True}):
         with pytest.raises(ConfigError):
             pt.GOLDConfig(str(tmp_path), bf16=False, use_cpu=True, **settings)

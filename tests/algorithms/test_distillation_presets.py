@@ -14,7 +14,10 @@ from tests.conftest import build_model
 
 
 def hinted(count=4):
-    rows = [{"prompt": [{"role": "user", "content": f"What is {i}?"}], "privileged_context": f"It is {i}."} for i in range(count)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {i}?"}], "privileged_context": f"It is {i}."}
+        for i in range(count)
+    ]
     return datasets.Dataset.from_list(rows)
 
 
@@ -60,7 +63,9 @@ def test_every_preset_trains_two_steps_and_says_what_its_loss_is(name, tmp_path,
 def test_gkd_samples_at_its_temperature_and_compares_at_one(tmp_path, tiny_tokenizer):
     trainer = preset("GKD", tmp_path, tiny_tokenizer, temperature=2.0, lmbda=1.0)
     trainer.train()
-    truth = dense_loss(build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer), seed=1), sampled(trainer), 0.5)
+    truth = dense_loss(
+        build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer), seed=1), sampled(trainer), 0.5
+    )
     assert trainer.sampling("train").temperature == 2.0 and losses(trainer)[0] == pytest.approx(truth.item(), abs=1e-5)
 
 
@@ -80,7 +85,9 @@ def test_sdft_compares_with_itself_after_the_privileged_prompt(tmp_path, tiny_to
     student, means = build_model(len(tiny_tokenizer)), []
     for (prompt, answer), example in zip(sampled(trainer), trainer.seen[0].examples, strict=True):
         text = f"{example['prompt'][0]['content']}\n\n{example['privileged_context']}"
-        told = tiny_tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+        told = tiny_tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
+            "input_ids"
+        ]
         log_q, _ = logp_of(student, prompt, answer)
         log_p, _ = logp_of(student, told, answer)
         ids = log_q.topk(7, -1).indices
@@ -106,7 +113,9 @@ def test_an_ema_teacher_follows_the_student(tmp_path, tiny_tokenizer):
 
 
 def test_the_hint_is_cut_and_the_question_is_not(tmp_path, tiny_tokenizer):
-    rows = datasets.Dataset.from_list([{"prompt": f"What is {i}? ", "privileged_context": "very long " * 50} for i in range(4)])
+    rows = datasets.Dataset.from_list(
+        [{"prompt": f"What is {i}? ", "privileged_context": "very long " * 50} for i in range(4)]
+    )
     trainer = preset("SDFT", tmp_path, tiny_tokenizer, data=rows, max_prompt_length=60)
     trainer.train()
     for key in trainer.kept["train"]:
@@ -199,7 +208,9 @@ def test_sdpo_mixes_with_the_policys_loss(tmp_path, tiny_tokenizer):
         assert torch.allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("support", [{"beta": 0.0, "loss_top_k": 5}, {"beta": 1.0, "loss_top_k": 5}, {"beta": 0.3, "loss_top_k": 5}])
+@pytest.mark.parametrize(
+    "support", [{"beta": 0.0, "loss_top_k": 5}, {"beta": 1.0, "loss_top_k": 5}, {"beta": 0.3, "loss_top_k": 5}]
+)
 def test_sparse_supports_with_a_tail_tend_to_the_whole(support, tmp_path, tiny_tokenizer):
     options = {"lmbda": 0.0, "max_steps": 1, "per_device_train_batch_size": 8}
     few = make(tmp_path / "a", tiny_tokenizer, **options, **support)
@@ -258,7 +269,9 @@ def test_rows_and_teachers_that_mean_nothing_are_refused_before_training(tmp_pat
         make(tmp_path, tiny_tokenizer, teacher=None)
 
 
-def test_a_teacher_of_another_tokenizer_is_refused_with_the_ids_that_differ(tmp_path, tiny_tokenizer, _tokenizer_folder):
+def test_a_teacher_of_another_tokenizer_is_refused_with_the_ids_that_differ(
+    tmp_path, tiny_tokenizer, _tokenizer_folder
+):
     from transformers import AutoTokenizer
 
     other = AutoTokenizer.from_pretrained(_tokenizer_folder)
@@ -273,7 +286,12 @@ def test_a_teacher_of_another_tokenizer_is_refused_with_the_ids_that_differ(tmp_
 
 def test_configs_hold_the_defaults_of_trl(tmp_path):
     made = {name: getattr(pt, name + "Config")(str(tmp_path), bf16=False, use_cpu=True) for name in EVERY}
-    assert (made["GKD"].lmbda, made["GKD"].beta, made["GKD"].temperature, made["GKD"].max_new_tokens) == (0.5, 0.5, 0.9, 128)
+    assert (made["GKD"].lmbda, made["GKD"].beta, made["GKD"].temperature, made["GKD"].max_new_tokens) == (
+        0.5,
+        0.5,
+        0.9,
+        128,
+    )
     assert (made["Distillation"].beta, made["Distillation"].learning_rate) == (1.0, 1e-6)
     assert made["SDFT"].distillation_topk == 100 and made["SDPO"].teacher_model_kind == "ema"
     assert dataclasses.replace(made["IWOPD"].axes(), credit="none").estimator == "score"

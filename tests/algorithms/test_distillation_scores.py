@@ -71,7 +71,14 @@ def test_the_command_writes_what_gkd_reads(tmp_path, tiny_model_dir, capsys):
     options += ["--dataset_name", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "scores.arrow")]
     assert main(["teacher-scores", *options]) == 0 and "8 answers" in capsys.readouterr().out
     train = ["--model_name_or_path", tiny_model_dir, "--dataset_name", str(tmp_path / "rows.jsonl"), "--lmbda", "0"]
-    train += ["--teacher_scores", str(tmp_path / "scores.arrow"), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
+    train += [
+        "--teacher_scores",
+        str(tmp_path / "scores.arrow"),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_steps",
+        "1",
+    ]
     train += ["--per_device_train_batch_size", "4", "--report_to", "none", "--bf16", "False", "--use_cpu", "True"]
     assert main(["gkd", *train, "--num_generations", "1"]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -139,4 +146,7 @@ def test_streams_and_splits_are_scored_by_the_number_of_their_row(tmp_path, tiny
     path = scored(tmp_path / "s.arrow", tiny_tokenizer, data=datasets.concatenate_datasets([answers()] * 20), top_k=3)
     file = ScoreFile(path)
     assert file.read(0).actual.tolist() == file.read(72).actual.tolist() and file.facts["top_k"] == 3
-    assert pt.GKDConfig(str(tmp_path), bf16=False, use_cpu=True, lmbda=0.0, teacher_scores=path).axes().support == "teacher_topk"
+    assert (
+        pt.GKDConfig(str(tmp_path), bf16=False, use_cpu=True, lmbda=0.0, teacher_scores=path).axes().support
+        == "teacher_topk"
+    )

@@ -60,19 +60,29 @@ class GOLDConfig(GKDConfig):
         default=None, metadata={"help": "The teacher's tokenizer; None: that of a teacher given by id."}
     )
     use_uld_loss: bool = field(default=False, metadata={"help": "Align tokens of two tokenizers by their bytes."})
-    use_extended_uld: bool = field(default=True, metadata={"help": "False: compare token i with token i, whatever they spell."})
+    use_extended_uld: bool = field(
+        default=True, metadata={"help": "False: compare token i with token i, whatever they spell."}
+    )
     uld_token_merge_strategy: Literal["observed", "bayesian"] = field(
         default="observed", metadata={"help": "The distribution before the first token of a group, or before its last."}
     )
-    uld_use_hybrid_loss: bool = field(default=False, metadata={"help": "Compare tokens of equal bytes by the divergence of beta."})
+    uld_use_hybrid_loss: bool = field(
+        default=False, metadata={"help": "Compare tokens of equal bytes by the divergence of beta."}
+    )
     uld_hybrid_matched_weight: float | None = field(
         default=None, metadata={"help": "Of tokens of equal bytes; None: their share of the teacher's vocabulary."}
     )
-    uld_hybrid_unmatched_weight: float | None = field(default=None, metadata={"help": "Of the others; None: the rest to 1."})
+    uld_hybrid_unmatched_weight: float | None = field(
+        default=None, metadata={"help": "Of the others; None: the rest to 1."}
+    )
     uld_crossentropy_weight: float = field(default=0.0, metadata={"help": "Of -log p of the answer's tokens."})
     uld_distillation_weight: float = field(default=1.0, metadata={"help": "Of the loss between both models."})
-    uld_student_temperature: float = field(default=1.0, metadata={"help": "Loss only: divides the student's logits; > 0."})
-    uld_teacher_temperature: float = field(default=1.0, metadata={"help": "Loss only: divides the teacher's logits; > 0."})
+    uld_student_temperature: float = field(
+        default=1.0, metadata={"help": "Loss only: divides the student's logits; > 0."}
+    )
+    uld_teacher_temperature: float = field(
+        default=1.0, metadata={"help": "Loss only: divides the teacher's logits; > 0."}
+    )
     uld_skip_student_eos: bool = field(default=True, metadata={"help": "A stop token has no partner, and is left out."})
     uld_skip_teacher_eos: bool = field(default=True, metadata={"help": "The teacher's text ends without a stop token."})
     vllm_server_port: int = field(default=8001, metadata={"help": "Port of the rollout server."})
@@ -86,8 +96,14 @@ class GOLDConfig(GKDConfig):
         "log_completions_steps": (100, "logging_steps"),
         "wandb_log_unique_prompts": (True, "log_unique_prompts"),
         "callbacks": ([], "GOLDTrainer(callbacks=...)"),
-        "uld_skip_student_eos": (True, "leave it at True: a stop token spells nothing that the teacher could be asked for"),
-        "uld_skip_teacher_eos": (True, "leave it at True: a stop token spells nothing that the student could be asked for"),
+        "uld_skip_student_eos": (
+            True,
+            "leave it at True: a stop token spells nothing that the teacher could be asked for",
+        ),
+        "uld_skip_teacher_eos": (
+            True,
+            "leave it at True: a stop token spells nothing that the student could be asked for",
+        ),
     }
 
     def __post_init__(self) -> None:
@@ -100,7 +116,9 @@ class GOLDConfig(GKDConfig):
                 f"uld_hybrid_matched_weight={weights[0]} and uld_hybrid_unmatched_weight={weights[1]}: set both or neither, and no "
                 "weight below 0."
             )
-        if self.use_uld_loss and (self.seq_kd or self.teacher_scores or self.teacher_model_server_url or self.loss_top_k):
+        if self.use_uld_loss and (
+            self.seq_kd or self.teacher_scores or self.teacher_model_server_url or self.loss_top_k
+        ):
             raise ConfigError(
                 "use_uld_loss=True with seq_kd, teacher_scores, teacher_model_server_url or loss_top_k: another tokenizer's samples "
                 "and scores are of other tokens. Fix: a teacher model in this process."
@@ -140,7 +158,12 @@ class GOLDTrainer(DistillationTrainer):
         name = self.args.teacher_tokenizer_name_or_path
         if tokenizer is None and name is not None:
             tokenizer = load.load_tokenizer(name, trust_remote_code=self.args.trust_remote_code)
-        if self.args.use_uld_loss and tokenizer is None and not isinstance(given, str) and not self.args.teacher_model_name_or_path:
+        if (
+            self.args.use_uld_loss
+            and tokenizer is None
+            and not isinstance(given, str)
+            and not self.args.teacher_model_name_or_path
+        ):
             raise ConfigError(
                 "use_uld_loss=True and the teacher is a model object, whose tokenizer is not known. Fix: teacher_processing_class, or "
                 "teacher_tokenizer_name_or_path."
@@ -175,7 +198,9 @@ class GOLDTrainer(DistillationTrainer):
         theirs = {spelled: i for i, spelled in self._theirs.items() if i < self._widths[1]}
         pairs = sorted((i, theirs[s]) for i, s in self._mine.items() if s in theirs and i < self._widths[0])
         if not pairs and self.args.uld_use_hybrid_loss:
-            raise ConfigError("uld_use_hybrid_loss=True, and the tokenizers have no token in common. Fix: set it to False.")
+            raise ConfigError(
+                "uld_use_hybrid_loss=True, and the tokenizers have no token in common. Fix: set it to False."
+            )
         self._pairs = torch.tensor(pairs, device=self.args.device).reshape(-1, 2).T
         share = len(pairs) / self._widths[1]
         self.log_metrics_now({"align/vocab_overlap": mean(share)})

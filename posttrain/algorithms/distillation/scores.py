@@ -111,7 +111,9 @@ def score_dataset(
         raise ConfigError(f"top_k={top_k} must be at least 1.")
     width = causal_lm(teacher).config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     if width < len(tokenizer):
-        raise ModelError(f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together.")
+        raise ModelError(
+            f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
+        )
     limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
     dataset = tokenized_answers(with_prompt_column(dataset), tokenizer, name="dataset", **limits)
     install_token_head(teacher)

@@ -32,6 +32,7 @@ from posttrain.algorithms.distillation.teacher import (
 )
 from posttrain.algorithms.grpo.objective import grpo_objective
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
+from posttrain.data.chat import terminal_token_ids
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.advantages import group_advantages
 from posttrain.losses.reduce import spread
@@ -206,8 +207,11 @@ class DistillationTrainer(OnlineTrainer):
         if self.args.tokenizer_check == "off":
             self.columns = min(widths)
             return
-        match = compare_tokenizers(self.processing_class, tokenizer, widths=widths)
-        require_same_tokens(match, mode=self.args.tokenizer_check, trainer=type(self).__name__)
+        pairs = ((self.processing_class, self.model), (tokenizer, teacher))
+        stops = tuple(terminal_token_ids(t, getattr(causal_lm(m), "generation_config", None)) for t, m in pairs)
+        match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)  # type: ignore[arg-type]
+        options = {"mode": self.args.tokenizer_check, "trainer": type(self).__name__}
+        require_same_tokens(match, on_policy=self.args.lmbda > 0, **options)
         self.columns = match.columns if match.verdict != "identical" else None
 
     # Data --------------------------------------------------------------------------------------------------------
