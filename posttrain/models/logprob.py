@@ -272,7 +272,9 @@ def chunked_rows(
         measure: ``(n, V)`` float32 logits and the slice of positions they belong to, to ``(n, K)``. It runs again in backward,
             with gradients on.
         columns: The first so many of the K numbers are differentiable.
-        logit_scale, softcap, chunk_size: As in `token_logprobs`.
+        logit_scale: As in `token_logprobs`.
+        softcap: Likewise.
+        chunk_size: Likewise.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):

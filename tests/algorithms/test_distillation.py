@@ -1,11 +1,8 @@
 """Distillation trainers: what they compare, on whose tokens, and what they refuse."""
 
-import dataclasses
-
 import datasets
 import pytest
 import torch
-from torch.nn import functional as F
 
 from posttrain import DistillationConfig, DistillationTrainer
 from tests.algorithms.helpers import SHORT, losses, prompts, scripted

@@ -190,7 +190,7 @@ def test_sdpo_shows_another_success_and_averages_over_those_that_have_one(tmp_pa
             (log_q, ids), (log_p, _) = logp_of(student, prompt, answer), logp_of(student, told, answer)
             q, p = (x.gather(1, ids)[:, 0] for x in (log_q, log_p))
             means.append(((q - p).detach() * q).mean())
-    assert 0 < sum(active) and losses(trainer)[0] == pytest.approx(torch.stack(means).mean().item(), abs=1e-5)
+    assert sum(active) > 0 and losses(trainer)[0] == pytest.approx(torch.stack(means).mean().item(), abs=1e-5)
 
 
 def test_sdpo_mixes_with_the_policys_loss(tmp_path, tiny_tokenizer):

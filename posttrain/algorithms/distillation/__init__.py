@@ -1,1 +1,1 @@
-"""Distillation: one trainer with four axes (whose tokens, which divergence, which teacher, what else), and TRL's names as presets."""
+"""Distillation: one trainer with four axes, and TRL's names as presets."""

@@ -65,12 +65,14 @@ class Axes:
             )
         if min(self.student_temperature, self.teacher_temperature) <= 0:
             raise ConfigError(
-                f"temperature={min(self.student_temperature, self.teacher_temperature)} must be above 0: logits are divided by it."
+                f"temperature={min(self.student_temperature, self.teacher_temperature)} must be above 0: "
+                "logits are divided by it."
             )
         single = self.support == "sampled" or (self.support.endswith("topk") and self.top_k == 1)
         if single and not self.tail and self.estimator == "exact":
             raise ConfigError(
-                f"top_k={self.top_k or 1} without a tail: one renormalised id has probability 1 on both sides, and the loss is 0. "
+                f"top_k={self.top_k or 1} without a tail: one renormalised id has probability 1 on both "
+                "sides, and the loss is 0. "
                 "Fix: add the tail (loss_add_tail=True, distillation_add_tail=True), or more ids."
             )
         if (0 < self.beta < FLAT or 1 - FLAT < self.beta < 1) and self.estimator == "exact":
@@ -205,7 +207,8 @@ class DistillationFields:
             )
         if self.seq_kd and (self.teacher_scores or self.teacher_model_server_url or self.lmbda == 1):
             raise ConfigError(
-                f"seq_kd=True with lmbda={self.lmbda}: the teacher samples where the student does not, and must be a model in this "
+                f"seq_kd=True with lmbda={self.lmbda}: the teacher samples where the student does not, and "
+                "must be a model in this "
                 "process. Fix: lmbda below 1 and a teacher_model, or seq_kd=False."
             )
         if self.num_generations > 1 and self.lmbda < 1 and not self.seq_kd:  # type: ignore[attr-defined]

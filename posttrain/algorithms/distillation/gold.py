@@ -34,7 +34,7 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
     """
     groups, i, j, done = [], 0, 0, (0, 0)
     left, right = b"", b""
-    while i < len(first) and j < len(second) or left != right:
+    while (i < len(first) and j < len(second)) or left != right:
         if len(left) <= len(right) and i < len(first):
             left, i = left + first[i], i + 1
         elif j < len(second):
@@ -113,14 +113,16 @@ class GOLDConfig(GKDConfig):
         given = [weight for weight in weights if weight is not None]
         if len(given) == 1 or any(w < 0 for w in (*given, self.uld_crossentropy_weight, self.uld_distillation_weight)):
             raise ConfigError(
-                f"uld_hybrid_matched_weight={weights[0]} and uld_hybrid_unmatched_weight={weights[1]}: set both or neither, and no "
+                f"uld_hybrid_matched_weight={weights[0]} and uld_hybrid_unmatched_weight={weights[1]}: set "
+                "both or neither, and no "
                 "weight below 0."
             )
         if self.use_uld_loss and (
             self.seq_kd or self.teacher_scores or self.teacher_model_server_url or self.loss_top_k
         ):
             raise ConfigError(
-                "use_uld_loss=True with seq_kd, teacher_scores, teacher_model_server_url or loss_top_k: another tokenizer's samples "
+                "use_uld_loss=True with seq_kd, teacher_scores, teacher_model_server_url or loss_top_k: "
+                "another tokenizer's samples "
                 "and scores are of other tokens. Fix: a teacher model in this process."
             )
 
@@ -165,7 +167,8 @@ class GOLDTrainer(DistillationTrainer):
             and not self.args.teacher_model_name_or_path
         ):
             raise ConfigError(
-                "use_uld_loss=True and the teacher is a model object, whose tokenizer is not known. Fix: teacher_processing_class, or "
+                "use_uld_loss=True and the teacher is a model object, whose tokenizer is not known. Fix: "
+                "teacher_processing_class, or "
                 "teacher_tokenizer_name_or_path."
             )
         super()._other_teacher(given, tokenizer)

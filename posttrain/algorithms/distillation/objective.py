@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class HiddenTeacher:
     hidden: Tensor
     weight: Tensor | None = None
     bias: Tensor | None = None
-    rule: LogitRule = LogitRule()
+    rule: LogitRule = field(default_factory=LogitRule)
 
     def rows(self, index: Tensor) -> HiddenTeacher:
         """The same at chosen positions."""
@@ -109,7 +110,7 @@ class Comparison:
             values = self.measure(hidden, slice(None))
         elif type(layer) in (nn.Linear, Float32Linear):
             options = {"logit_scale": rule.scale, "softcap": rule.softcap, "chunk_size": head.chunk_size}
-            with torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else _as_is():
+            with torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext():
                 values = chunked_rows(hidden, layer.weight, layer.bias, self.measure, columns=2, **options)  # type: ignore[arg-type]
         else:
             logits = layer(hidden).float() * rule.scale
@@ -236,12 +237,6 @@ class AlignedComparison:
         return torch.stack(both, 1)
 
 
-def _as_is() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
-
-
 def distillation_objective(
     out: ModelOutputs, batch: Batch, axes: Axes, *, prefix: tuple[float, float] | None = None
 ) -> LossTerms:
@@ -287,7 +282,8 @@ def _check_finite(values: Tensor, mask: Tensor, axes: Axes) -> None:
     wrong = int((~values.detach().isfinite() & mask).sum())
     if wrong:
         raise ModelError(
-            f"the divergence (beta={axes.beta}) is not finite at {wrong} of {int(mask.sum())} tokens: one model gives mass to ids "
+            f"the divergence (beta={axes.beta}) is not finite at {wrong} of {int(mask.sum())} tokens: one "
+            "model gives mass to ids "
             "that the other excludes, or its logits are NaN. Fix: beta between 0 and 1, or a teacher of the same vocabulary."
         )
 

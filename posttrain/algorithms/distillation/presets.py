@@ -127,7 +127,8 @@ class IWOPDConfig(DistillationConfig):
             )
         if self.distillation_objective == "iw_opd" and self.lmbda != 1:
             raise ConfigError(
-                f"lmbda={self.lmbda} with distillation_objective='iw_opd': its gradient is right for the student's own tokens alone. "
+                f"lmbda={self.lmbda} with distillation_objective='iw_opd': its gradient is right for the "
+                "student's own tokens alone. "
                 "Fix: lmbda=1.0, or distillation_objective='jsd'."
             )
 
@@ -189,7 +190,8 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
             raise ConfigError(f"gamma={self.gamma} must be in [0, 1].")
         if not (self.rkl_advantage or self.single_step_decomposition):
             raise ConfigError(
-                "rkl_advantage=False and single_step_decomposition=False: the teacher would not be read. Fix: set one of them, or use "
+                "rkl_advantage=False and single_step_decomposition=False: the teacher would not be read. "
+                "Fix: set one of them, or use "
                 "GRPO."
             )
 
@@ -276,7 +278,8 @@ class SelfDistillationFields(DistillationFields):
         super().__post_init__()
         if self.distillation_mode == "sampled_token" and self.distillation_alpha != 1:
             raise ConfigError(
-                f"distillation_mode='sampled_token' with distillation_alpha={self.distillation_alpha}: sampled tokens estimate the "
+                f"distillation_mode='sampled_token' with distillation_alpha={self.distillation_alpha}: "
+                "sampled tokens estimate the "
                 "reverse KL alone. Fix: distillation_alpha=1.0."
             )
 

@@ -165,13 +165,15 @@ class ScoreFile:
         """
         if temperature != 1:
             raise ConfigError(
-                f"temperature={temperature} with teacher_scores: the file has log-probs at temperature 1, and its tails cannot be "
+                f"temperature={temperature} with teacher_scores: the file has log-probs at temperature 1, "
+                "and its tails cannot be "
                 "tempered. Fix: temperature=1.0."
             )
         for name, value in identity(dataset, tokenizer).items():
             if self.facts[name] != value:
                 raise DataError(
-                    f"teacher_scores={str(self.path)!r} is of another {name}: its hash is {self.facts[name][:12]}, and this run's "
+                    f"teacher_scores={str(self.path)!r} is of another {name}: its hash is "
+                    f"{self.facts[name][:12]}, and this run's "
                     f"{value[:12]}. Fix: compute the file again (posttrain teacher-scores) with this run's data and lengths."
                 )
 

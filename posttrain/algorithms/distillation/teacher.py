@@ -164,12 +164,14 @@ class ServerTeacher:
         self.client, self.top_k = client, max(axes.top_k, 1)
         if expected and client.model_id and Path(client.model_id).name != Path(expected).name:
             raise ConfigError(
-                f"the server has the model {client.model_id!r}, and teacher_model_name_or_path names {expected!r}. Fix: start it with "
+                f"the server has the model {client.model_id!r}, and teacher_model_name_or_path names "
+                f"{expected!r}. Fix: start it with "
                 "that model, or name the one it has."
             )
         if axes.support not in ("teacher_topk", "sampled", "top1_pair"):
             raise ConfigError(
-                f"loss_top_k={axes.top_k} with beta={axes.beta}: a server gives its own likeliest ids and the sampled token, and this "
+                f"loss_top_k={axes.top_k} with beta={axes.beta}: a server gives its own likeliest ids and "
+                "the sampled token, and this "
                 "loss sees others. Fix: beta=0 with any loss_top_k, or loss_top_k=1."
             )
         if self.top_k > client.top_k:
@@ -179,7 +181,8 @@ class ServerTeacher:
             )
         if axes.teacher_temperature != 1:
             raise ConfigError(
-                f"temperature={axes.teacher_temperature} with a teacher server: its log-probs of given tokens are at temperature 1, "
+                f"temperature={axes.teacher_temperature} with a teacher server: its log-probs of given "
+                "tokens are at temperature 1, "
                 "and the student's would not be. Fix: temperature=1.0, or a teacher model in this process."
             )
         self.score([probe[:1]], [probe[1:]])
@@ -193,7 +196,8 @@ class ServerTeacher:
             ranked = good and bool((one.logps.diff(dim=-1) <= 1e-6).all() and (one.logps <= 1e-4).all())
             if not (finite and ranked):
                 raise ModelError(
-                    f"the teacher server scored {len(one.actual)} of {len(ids)} tokens with {one.logps.shape[-1]} of {self.top_k} "
+                    f"the teacher server scored {len(one.actual)} of {len(ids)} tokens with "
+                    f"{one.logps.shape[-1]} of {self.top_k} "
                     "log-probs each, or scores that are not finite, falling log-probs. Fix: look at the server's log."
                 )
         return found

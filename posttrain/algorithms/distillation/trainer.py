@@ -154,7 +154,8 @@ class DistillationTrainer(OnlineTrainer):
         """The student's weights, now or then."""
         if given is not None:
             raise ConfigError(
-                f"teacher_model with teacher_model_kind={self.args.teacher_model_kind!r}: there would be two teachers. Leave one out."
+                f"teacher_model with teacher_model_kind={self.args.teacher_model_kind!r}: there would be "
+                "two teachers. Leave one out."
             )
         kind, own = self.args.teacher_model_kind, None
         if kind != "live":
@@ -183,9 +184,9 @@ class DistillationTrainer(OnlineTrainer):
         self.teacher = ModelTeacher(running, self.layout, True, self.pad_token_id)
 
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
-        name = given if isinstance(given, str) else self.args.teacher_model_name_or_path
-        if tokenizer is None and isinstance(name, str) and given is None or isinstance(given, str):
-            tokenizer = tokenizer or load.load_tokenizer(str(name), trust_remote_code=self.args.trust_remote_code)
+        name = self.args.teacher_model_name_or_path if given is None else given
+        if tokenizer is None and isinstance(name, str):
+            tokenizer = load.load_tokenizer(name, trust_remote_code=self.args.trust_remote_code)
         model = load_teacher(given, self.args, self.model).to(self.args.device)
         install_token_head(model)
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
@@ -253,7 +254,8 @@ class DistillationTrainer(OnlineTrainer):
             return dataset
         if "completion" not in (getattr(dataset, "column_names", None) or ()):
             raise DataError(
-                f"{name} has no completion column, and lmbda={self.args.lmbda} trains on the dataset's completions. Fix: a completion "
+                f"{name} has no completion column, and lmbda={self.args.lmbda} trains on the dataset's "
+                "completions. Fix: a completion "
                 "column, seq_kd=True (the teacher samples them), or lmbda=1 (the student does)."
             )
         limits = {"max_length": self.args.max_length, "max_prompt_length": self.args.max_prompt_length}
