@@ -207,7 +207,7 @@ class ModelOutputs:
     values: Tensor | None = None
     logits: Tensor | None = None
     aux_loss: Tensor | None = None
-    compared: dict[str, Tensor] = field(default_factory=dict)
+    compared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ def forward(
     *,
     temperature: float = 1.0,
     chunk_size: int | None = None,
-    compare: Callable[..., dict[str, Tensor]] | None = None,
+    compare: Callable[..., dict[str, Any]] | None = None,
 ) -> ModelOutputs:
     """Run the model on a forest and put what was asked for on its ``(B, T)`` grid.
 

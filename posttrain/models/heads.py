@@ -289,7 +289,7 @@ class TokenHead:
     need_logits: bool = False
     balance_over: Tensor | None = None
     values: Callable[[Tensor], Tensor] | None = None
-    compare: Callable[[Tensor, Any, LogitRule, TokenHead], dict[str, Tensor]] | None = None
+    compare: Callable[[Tensor, Any, LogitRule, TokenHead], dict[str, Any]] | None = None
 
 
 @dataclass(slots=True)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from posttrain.errors import ConfigError, check_choice
+from posttrain.models.heads import causal_lm
 from posttrain.training.online_config import OnlineConfig, truncated_sampling
 
-__all__ = ["Axes", "DistillationConfig", "DistillationFields"]
+__all__ = ["Axes", "DistillationConfig", "DistillationFields", "Support", "logit_width"]
 
 logger = logging.getLogger(__name__)
 
 FLAT = 0.05  # A beta this close to 0 or 1, and not there, has hardly any gradient.
 KINDS = ("model", "live", "base", "ema")
 Support = Literal["none", "full", "teacher_topk", "student_topk", "union_topk", "sampled", "top1_pair", "aligned"]
+
+
+def logit_width(model: Any) -> int:
+    """Logits of a model, wrapped or not."""
+    inner: Any = causal_lm(model)
+    return inner.config.get_text_config().vocab_size
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,10 @@ class DistillationFields:
         default="error", metadata={"help": "What happens where the tokenizers of student and teacher differ."}
     )
 
+    if TYPE_CHECKING:  # Of the config that these fields stand in front of.
+        beta: float
+        use_liger_kernel: bool
+
     _least_generations: ClassVar[int] = 1
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*OnlineConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
     # Fields of TRL that are stored and never read, or read by a part that is not here: their default, and what to use.
@@ -182,7 +193,7 @@ class DistillationFields:
         check_choice("tokenizer_check", self.tokenizer_check, ("error", "warn", "off"))
         check_choice("eval_mode", self.eval_mode, ("auto", "dataset", "student"))
         check_choice("teacher_model_kind", self.teacher_model_kind, KINDS)
-        if self.use_liger_kernel:  # type: ignore[attr-defined]
+        if self.use_liger_kernel:
             raise ConfigError("use_liger_kernel=True: the loss is computed in chunks anyway. Fix: leave it at False.")
         self._check_sources()
         axes = self.axes().check()
@@ -211,7 +222,7 @@ class DistillationFields:
                 "must be a model in this "
                 "process. Fix: lmbda below 1 and a teacher_model, or seq_kd=False."
             )
-        if self.num_generations > 1 and self.lmbda < 1 and not self.seq_kd:  # type: ignore[attr-defined]
+        if self.num_generations > 1 and self.lmbda < 1 and not self.seq_kd:
             logger.warning(
                 "num_generations=%d with lmbda=%s: a completion of the dataset counts %d times.",
                 self.num_generations, self.lmbda, self.num_generations,
@@ -220,7 +231,7 @@ class DistillationFields:
     @property
     def divergence_beta(self) -> float:
         """Of the divergence, whatever the config calls it."""
-        return float(self.beta)  # type: ignore[attr-defined]
+        return float(self.beta)
 
     @property
     def loss_temperature(self) -> float:
@@ -230,6 +241,7 @@ class DistillationFields:
     def axes(self) -> Axes:
         """The loss as a row of the table of methods."""
         beta, k = self.divergence_beta, self.loss_top_k
+        support: Support
         if self.teacher_scores:
             support = "teacher_topk"
         elif k == 0 and not self.teacher_model_server_url:
@@ -240,8 +252,8 @@ class DistillationFields:
             support = "sampled" if beta == 1 else "top1_pair"
         else:
             support = "student_topk" if beta == 1 else "union_topk"
-        temperature = {"student_temperature": self.loss_temperature, "teacher_temperature": self.loss_temperature}
-        return Axes(support, beta=beta, top_k=k, tail=self.loss_add_tail, **temperature)  # type: ignore[arg-type]
+        t = self.loss_temperature
+        return Axes(support, beta, k, self.loss_add_tail, student_temperature=t, teacher_temperature=t)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from posttrain.algorithms.distillation.config import Axes
+from posttrain.algorithms.distillation.config import Axes, logit_width
 from posttrain.algorithms.distillation.objective import AlignedComparison
 from posttrain.algorithms.distillation.presets import GKDConfig
 from posttrain.algorithms.distillation.trainer import DistillationTrainer
@@ -18,7 +18,6 @@ from posttrain.data.forest import to_rows
 from posttrain.errors import ConfigError, check_choice
 from posttrain.metrics import mean
 from posttrain.models import load
-from posttrain.models.heads import causal_lm
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Batch, Row
@@ -195,9 +194,8 @@ class GOLDTrainer(DistillationTrainer):
                 f"{match.bytes[1]} (teacher). Fix: a teacher with a byte-level or byte-fallback tokenizer."
             )
         self._mine, self._theirs = token_bytes(self.processing_class), token_bytes(tokenizer)
-        configs = [causal_lm(m).config.get_text_config() for m in (self.model, teacher)]  # type: ignore[union-attr, operator]
         sizes = (len(self.processing_class), len(tokenizer))
-        self._widths = (min(sizes[0], configs[0].vocab_size), min(sizes[1], configs[1].vocab_size))
+        self._widths = (min(sizes[0], logit_width(self.model)), min(sizes[1], logit_width(teacher)))
         theirs = {spelled: i for i, spelled in self._theirs.items() if i < self._widths[1]}
         pairs = sorted((i, theirs[s]) for i, s in self._mine.items() if s in theirs and i < self._widths[0])
         if not pairs and self.args.uld_use_hybrid_loss:
@@ -271,8 +269,8 @@ class GOLDTrainer(DistillationTrainer):
         teacher = self.teacher.of_rows(rows, device)
         mine = (batch.columns["aligned"][batch.loss_mask] > 0).nonzero().flatten()
         chosen = replace(teacher, hidden=teacher.hidden[torch.tensor(index, dtype=torch.long, device=device)])
-        matched = tuple(self._pairs) if self.args.uld_use_hybrid_loss else None
-        return AlignedComparison(self.axes, chosen, mine, matched, self._weights, self._widths)  # type: ignore[arg-type]
+        matched = (self._pairs[0], self._pairs[1]) if self.args.uld_use_hybrid_loss else None
+        return AlignedComparison(self.axes, chosen, mine, matched, self._weights, self._widths)
 
 
 def _longest_text(value: bytes) -> str:

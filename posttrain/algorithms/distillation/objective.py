@@ -58,8 +58,8 @@ class HiddenTeacher:
         """``(n, V)`` log-probs over the first ``columns`` ids."""
         x = self.hidden[part].float()
         if self.weight is not None:
-            options = {"logit_scale": self.rule.scale, "softcap": self.rule.softcap}
-            x = raw_logits(self.hidden[part], self.weight, self.bias, **options)  # type: ignore[arg-type]
+            scale, cap = self.rule.scale, self.rule.softcap
+            x = raw_logits(self.hidden[part], self.weight, self.bias, logit_scale=scale, softcap=cap)
         return (x[:, :columns] / temperature).log_softmax(-1)
 
 
@@ -109,9 +109,13 @@ class Comparison:
         if layer is None:
             values = self.measure(hidden, slice(None))
         elif type(layer) in (nn.Linear, Float32Linear):
-            options = {"logit_scale": rule.scale, "softcap": rule.softcap, "chunk_size": head.chunk_size}
+            options: dict[str, Any] = {
+                "logit_scale": rule.scale,
+                "softcap": rule.softcap,
+                "chunk_size": head.chunk_size,
+            }
             with torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext():
-                values = chunked_rows(hidden, layer.weight, layer.bias, self.measure, columns=2, **options)  # type: ignore[arg-type]
+                values = chunked_rows(hidden, layer.weight, layer.bias, self.measure, columns=2, **options)
         else:
             logits = layer(hidden).float() * rule.scale
             values = self.measure(
@@ -260,7 +264,7 @@ def distillation_objective(
         metrics = {name + "_loss": mean(place(found[name]), kept) for name in ("matched", "unmatched")}
         loss = LossTerms(axes.weight * terms, kept, "token", count="groups")
     elif axes.support == "none":
-        loss = LossTerms(torch.zeros_like(out.logp), mask, "token")  # type: ignore[arg-type]
+        loss = LossTerms(grid, mask, "token")
     else:
         values = place(found["divergence"])
         _check_finite(values, mask, axes)
@@ -269,9 +273,9 @@ def distillation_objective(
         metrics |= _agreement(found)
         loss = _reduced(axes.weight * values * _importance(out, batch, axes), batch, axes)
     metrics |= _by_source(loss.terms.detach(), batch, loss.mask)
-    if axes.cross_entropy:
-        loss.extra.append(LossTerms(-axes.cross_entropy * out.logp, mask, "token"))  # type: ignore[operator]
-        metrics["distill/cross_entropy"] = mean(-out.logp, mask)  # type: ignore[operator]
+    if axes.cross_entropy and out.logp is not None:
+        loss.extra.append(LossTerms(-axes.cross_entropy * out.logp, mask, "token"))
+        metrics["distill/cross_entropy"] = mean(-out.logp, mask)
     if out.entropy is not None:
         metrics["entropy"] = mean(out.entropy, mask)
     loss.metrics = metrics

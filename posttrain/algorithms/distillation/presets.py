@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from posttrain.algorithms.distillation.config import Axes, DistillationConfig, DistillationFields
+from posttrain.algorithms.distillation.config import Axes, DistillationConfig, DistillationFields, Support
 from posttrain.algorithms.distillation.data import joined_text
 from posttrain.algorithms.distillation.objective import distillation_objective
 from posttrain.algorithms.distillation.trainer import DistillationTrainer
@@ -226,7 +226,8 @@ class MiniLLMTrainer(DistillationTrainer):
         """``GRPO(A + sum gamma^i (log p - log q)) + KL(q || p)``."""
         args, returns = self.args, None
         if args.rkl_advantage:
-            gap = torch.zeros_like(outputs.logp).masked_scatter(batch.loss_mask, outputs.compared["gap"])  # type: ignore[arg-type]
+            gap = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
+            gap = gap.masked_scatter(batch.loss_mask, outputs.compared["gap"])  # (B, T)
             credit = {"gamma": args.gamma, "length_normalization": args.length_normalization}
             returns = discounted_returns(-gap, batch.loss_mask, batch.sequence, **credit)
         single = distillation_objective(outputs, batch, self.axes)
@@ -290,14 +291,13 @@ class SelfDistillationFields(DistillationFields):
 
     def axes(self) -> Axes:
         """By ``distillation_mode``; every sequence weighs the same."""
-        mode = {"sampled_token": "sampled", "full_logits": "full", "topk_logits": "student_topk"}[
-            self.distillation_mode
-        ]
+        modes: dict[str, Support] = {"sampled_token": "sampled", "full_logits": "full", "topk_logits": "student_topk"}
+        mode = modes[self.distillation_mode]
         if mode == "student_topk" and (self.distillation_topk or 0) < 1:
             raise ConfigError(f"distillation_topk={self.distillation_topk} must be at least 1 with topk_logits.")
         shared: dict[str, Any] = {"student_temperature": self.temperature, "teacher_temperature": self.temperature}
         return Axes(
-            mode,  # type: ignore[arg-type]
+            mode,
             beta=self.distillation_alpha,
             top_k=self.distillation_topk or 0,
             tail=self.distillation_add_tail,

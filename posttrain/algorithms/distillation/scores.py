@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 import tqdm
 
+from posttrain.algorithms.distillation.config import logit_width
 from posttrain.algorithms.distillation.data import tokenized_answers, with_prompt_column
 from posttrain.algorithms.distillation.teacher import ModelTeacher, TokenScores, frozen
 from posttrain.errors import ConfigError, DataError, ModelError
@@ -109,7 +110,7 @@ def score_dataset(
     """
     if top_k < 1:
         raise ConfigError(f"top_k={top_k} must be at least 1.")
-    width = causal_lm(teacher).config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    width = logit_width(teacher)
     if width < len(tokenizer):
         raise ModelError(
             f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."

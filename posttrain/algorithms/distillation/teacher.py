@@ -108,21 +108,21 @@ class ModelTeacher:
         if not self.shared:
             return self.of_rows(to_rows(batch), batch.input_ids.device)
         with self.running() as model:
-            return forward(model, batch, frozenset(), compare=capture).compared["teacher"]  # type: ignore[return-value]
+            return forward(model, batch, frozenset(), compare=capture).compared["teacher"]
 
     def of_rows(self, rows: Sequence[Row], device: Any) -> HiddenTeacher:
         """The teacher at the loss tokens of all completions, in the order of the rows; equal prompts are computed once."""
         bare = [Row(row.prompt_ids, row.completions, row.loss_masks) for row in rows]
         shared, places = share_prompts(bare)
         pieces: list[Tensor] = [torch.empty(0)] * len(places)
-        view = None
+        view: Any = None
         with self.running() as model:
             for batch in collate(shared, pad_token_id=self.pad_token_id, layout=self.layout):
                 view = forward(model, batch.to(device), frozenset(), compare=capture).compared["teacher"]
                 counts = torch.bincount(batch.sequence[batch.loss_mask], minlength=batch.num_sequences).tolist()
-                for origin, piece in zip(batch.origin, view.hidden.split(counts), strict=True):  # type: ignore[attr-defined]
+                for origin, piece in zip(batch.origin, view.hidden.split(counts), strict=True):
                     pieces[places[origin]] = piece
-        return replace(view, hidden=torch.cat(pieces))  # type: ignore[type-var]
+        return replace(view, hidden=torch.cat(pieces))
 
     def of_prompts(self, batch: Batch, prompts: dict[int, list[int]]) -> HiddenTeacher:
         """The teacher after prompts of its own, by the number in the batch's column ``key``."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.distillation.config import DistillationConfig
+from posttrain.algorithms.distillation.config import DistillationConfig, logit_width
 from posttrain.algorithms.distillation.data import (
     as_rollout,
     cut_prompt,
@@ -203,14 +203,13 @@ class DistillationTrainer(OnlineTrainer):
 
     def check_vocabularies(self, teacher: nn.Module, tokenizer: Any) -> None:
         """Refuse a teacher whose ids mean other tokens; cut both models' logits to the ids that have one."""
-        configs = [causal_lm(m).config.get_text_config() for m in (self.model, teacher)]  # type: ignore[union-attr, operator]
-        widths = (configs[0].vocab_size, configs[1].vocab_size)
+        widths = (logit_width(self.model), logit_width(teacher))
         if self.args.tokenizer_check == "off":
             self.columns = min(widths)
             return
         pairs = ((self.processing_class, self.model), (tokenizer, teacher))
-        stops = tuple(terminal_token_ids(t, getattr(causal_lm(m), "generation_config", None)) for t, m in pairs)
-        match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)  # type: ignore[arg-type]
+        stops: Any = tuple(terminal_token_ids(t, getattr(causal_lm(m), "generation_config", None)) for t, m in pairs)
+        match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)
         options = {"mode": self.args.tokenizer_check, "trainer": type(self).__name__}
         require_same_tokens(match, on_policy=self.args.lmbda > 0, **options)
         self.columns = match.columns if match.verdict != "identical" else None
@@ -427,8 +426,8 @@ class DistillationTrainer(OnlineTrainer):
 
     def teacher_view(self, batch: Batch) -> Any:
         """The teacher at the loss positions of a batch."""
-        if self.score_file is not None:
-            return sparse_view(batch, lambda key: self.score_file.read(self._fact(key)))  # type: ignore[union-attr]
+        if (file := self.score_file) is not None:
+            return sparse_view(batch, lambda key: file.read(self._fact(key)))
         if self.server is not None:
             return sparse_view(batch, self._fact)
         assert self.teacher is not None
@@ -446,10 +445,8 @@ class DistillationTrainer(OnlineTrainer):
 
     def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """The teacher first, then the student, whose head compares the two."""
-        if not batch.num_loss_tokens and model.training and self.accelerator.num_processes == 1:
-            raise DataError(
-                "a micro-batch has no answer token, and nothing would be learned from it. Fix: longer completions."
-            )
+        if model.training and self.denominators.tokens == 0:
+            raise DataError("an optimiser step has no answer token: there is nothing to learn. Fix: longer completions.")
         needs = {"logp", "entropy"} | ({"aux"} if self.router_coefficient else set())
         options: dict[str, Any] = {
             "temperature": self.axes.student_temperature,
