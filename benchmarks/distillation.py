@@ -1,6 +1,6 @@
 """A step of GKD against the peer: on the dataset's answers, where losses must be equal, and on the student's own samples.
 
-The teacher is the student with noise on its weights. Off policy: prompts of about 128 tokens and answers of 64, batch 4. On policy:
+The teacher is the student with noise on its weights. Off policy: prompts of about 128 tokens, answers of 64, batch 4. On policy:
 2 prompts, 4 samples of 48 tokens each; TRL has no groups, so each prompt stands in its batch four times.
 """
 
