@@ -54,7 +54,7 @@ def main() -> None:
         beta=0.0 if args.scores else 1.0,
         teacher_scores=args.scores,
         max_new_tokens=LIMIT,
-        learning_rate=1e-4,
+        learning_rate=2e-5,
         gradient_checkpointing=False,
         logging_steps=1,
         save_strategy="no",

@@ -209,3 +209,11 @@ def test_each_models_own_rule_of_logits_applies(cap, tmp_path, tiny_tokenizer):
     truth = dense_loss(build_model(len(tiny_tokenizer)), capped, rows, 0.5).item()
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(truth, abs=2e-5)
+
+
+def test_under_autocast_a_teacher_of_the_same_weights_differs_by_nothing(tmp_path, tiny_tokenizer):
+    twin = build_model(len(tiny_tokenizer))
+    trainer = make(tmp_path, tiny_tokenizer, teacher=twin, lmbda=0.0, bf16=True, max_steps=1, learning_rate=0.0)
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert abs(row["loss"]) < 1e-6 and row["grad_norm"] < 1e-4 and row["distill/agreement"] == 1

@@ -85,7 +85,12 @@ def capture(hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dic
     if layer is None:
         return {"teacher": HiddenTeacher(hidden)}
     if type(layer) in (nn.Linear, Float32Linear):
-        return {"teacher": HiddenTeacher(hidden, layer.weight, layer.bias, rule)}
+        weight, device = layer.weight, hidden.device.type
+        if type(layer) is nn.Linear and torch.is_autocast_enabled(device):
+            weight = weight.to(
+                torch.get_autocast_dtype(device)
+            )  # As the student's: else rounding would be a divergence.
+        return {"teacher": HiddenTeacher(hidden, weight, layer.bias, rule)}
     logits = layer(hidden).float() * rule.scale
     return {"teacher": HiddenTeacher(rule.softcap * torch.tanh(logits / rule.softcap) if rule.softcap else logits)}
 

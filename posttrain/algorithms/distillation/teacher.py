@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,9 +81,9 @@ def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[nn.Module]:
-    """A model of its own, without gradients."""
-    with torch.no_grad():
+def frozen(model: nn.Module, autocast: Callable[[], AbstractContextManager] = nullcontext) -> Iterator[nn.Module]:
+    """A model of its own, without gradients, in the precision of the student: else rounding would be a divergence."""
+    with torch.no_grad(), autocast():
         yield model
 
 

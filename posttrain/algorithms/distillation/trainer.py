@@ -193,7 +193,7 @@ class DistillationTrainer(OnlineTrainer):
         self.check_vocabularies(model, self.teacher_tokenizer)
         layout = choose_layout(model, self.args, padded=False)
         shared = layout.kind == self.layout.kind == "tree" and layout.rope_switch is None
-        running = functools.partial(frozen, model)
+        running = functools.partial(frozen, model, self.accelerator.autocast)
         self.teacher = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
 
     @property
@@ -446,7 +446,9 @@ class DistillationTrainer(OnlineTrainer):
     def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """The teacher first, then the student, whose head compares the two."""
         if model.training and self.denominators.tokens == 0:
-            raise DataError("an optimiser step has no answer token: there is nothing to learn. Fix: longer completions.")
+            raise DataError(
+                "an optimiser step has no answer token: there is nothing to learn. Fix: longer completions."
+            )
         needs = {"logp", "entropy"} | ({"aux"} if self.router_coefficient else set())
         options: dict[str, Any] = {
             "temperature": self.axes.student_temperature,
