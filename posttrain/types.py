@@ -195,6 +195,7 @@ class ModelOutputs:
         values: ``(B, T)`` value-head outputs.
         logits: Only when asked for: ``(N, V)`` at loss positions, in ``loss_mask`` order.
         aux_loss: Router balance term of mixture-of-experts models, unscaled.
+        compared: By name, ``(N, ...)`` in ``loss_mask`` order, what a comparison with another model found (distillation).
     """
 
     logp: Tensor | None = None
@@ -206,6 +207,7 @@ class ModelOutputs:
     values: Tensor | None = None
     logits: Tensor | None = None
     aux_loss: Tensor | None = None
+    compared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

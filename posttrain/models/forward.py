@@ -50,6 +50,7 @@ def forward(
     *,
     temperature: float = 1.0,
     chunk_size: int | None = None,
+    compare: Callable[..., dict[str, Any]] | None = None,
 ) -> ModelOutputs:
     """Run the model on a forest and put what was asked for on its ``(B, T)`` grid.
 
@@ -61,6 +62,7 @@ def forward(
             token) alone.
         temperature: Divides the logits, so that log-probs are those of the distribution that was sampled from.
         chunk_size: Positions whose logits exist at once; None: as many as `token_logprobs` picks.
+        compare: See `TokenHead.compare`; what it returns is ``compared``.
 
     Returns:
         Log-probs, entropies and hits aligned with the tokens they speak of, zero outside ``loss_mask``; scores ``(S,)``, or
@@ -71,7 +73,7 @@ def forward(
     virtual = virtual_tokens(model)
     head = _score_head(batch, needs, virtual) or _token_head(batch, needs, virtual, temperature)
     if isinstance(head, TokenHead):
-        head.chunk_size = chunk_size
+        head.chunk_size, head.compare = chunk_size, compare
     if isinstance(head, TokenHead) and "values" in needs:
         head.values = _value_reader(inner, batch, virtual)
     balance = isinstance(head, TokenHead) and head.balance_over is not None
@@ -92,11 +94,12 @@ def forward(
         scores = result["scores"]
         return ModelOutputs(scores=scores[:, 0]) if "scores" in needs else ModelOutputs(logits=scores)
     return ModelOutputs(
-        logp=_place(result["logp"], batch),
+        logp=_place(result.get("logp"), batch),
         **{name: _place(result.get(name), batch) for name in PER_TOKEN},
         values=_place(result.get("values"), batch, batch.sequence >= 0),
         logits=result.get("logits"),
         aux_loss=result.get("aux_loss"),
+        compared=result if compare is not None else {},
     )
 
 

@@ -278,6 +278,8 @@ class TokenHead:
         need_entropy, entropy_grad, need_correct, need_mean_logit, need_collision, need_logits: What else to return.
         balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
         values: Last hidden states ``(B, T, H)`` to values ``(M,)``, returned beside the log-probs.
+        compare: Instead of log-probs: hidden states ``(N, H)``, the output layer (None: they are logits), its `LogitRule` and
+            this object to what is returned. How two models are compared without their logits.
     """
 
     rows: Tensor
@@ -293,6 +295,7 @@ class TokenHead:
     need_logits: bool = False
     balance_over: Tensor | None = None
     values: Callable[[Tensor], Tensor] | None = None
+    compare: Callable[[Tensor, Any, LogitRule, TokenHead], dict[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -399,7 +402,10 @@ def _own_forward(inner: Any, original: Any, head: TokenHead, *args: Any, **kwarg
     if head.values is not None:
         kwargs["output_hidden_states"] = True
     output = original(*args, **kwargs)
-    result = _from_logits(output.logits[head.rows, head.columns].float(), head)
+    logits = output.logits[head.rows, head.columns].float()
+    if head.compare is not None:
+        return head.compare(logits, None, LogitRule(), head)
+    result = _from_logits(logits, head)
     if head.values is not None:
         result["values"] = head.values(output.hidden_states[-1])
     if head.balance_over is not None:
@@ -469,6 +475,8 @@ def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
     elif hasattr(layer, "original_module"):
         layer = layer.original_module
     rule = LogitRule.of(inner.config)
+    if head.compare is not None:
+        return head.compare(hidden, layer, rule, head)
     if type(layer) in (nn.Linear, Float32Linear) and not head.need_logits:
         with _own_precision(layer, hidden):
             out = token_logprobs(
