@@ -283,6 +283,8 @@ COMMANDS: dict[str, Command] = {
     "ssd": Command("distillation.presets", "SSD"),
     "iw-opd": Command("distillation.presets", "IWOPD"),
 }
+
+
 def _load(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

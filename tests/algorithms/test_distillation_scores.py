@@ -9,9 +9,11 @@ from posttrain.algorithms.distillation.scores import ScoreFile, score_dataset
 from posttrain.algorithms.distillation.teacher import TokenScores
 from posttrain.cli.main import main
 from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.serve.engines import NativeServed
 from tests.algorithms.helpers import losses, prompts
 from tests.algorithms.test_distillation import answers, dense_loss, make
 from tests.conftest import build_model
+from tests.serve.support import serving
 
 
 def scored(path, tokenizer, data=None, **settings):
@@ -150,3 +152,16 @@ def test_streams_and_splits_are_scored_by_the_number_of_their_row(tmp_path, tiny
         pt.GKDConfig(str(tmp_path), bf16=False, use_cpu=True, lmbda=0.0, teacher_scores=path).axes().support
         == "teacher_topk"
     )
+
+
+def test_a_served_teacher_is_the_sparse_loss_of_a_model_here(tmp_path, tiny_tokenizer):
+    size = len(tiny_tokenizer)
+    with serving(lambda **options: NativeServed(build_model(size, seed=1), **options), context=256) as server:
+        remote = make(
+            tmp_path / "a", tiny_tokenizer, teacher=None, beta=0.0, loss_top_k=8, data=prompts(4), max_steps=1,
+            teacher_model_server_url=server.url,
+        )  # fmt: skip
+        remote.train()
+    local = make(tmp_path / "b", tiny_tokenizer, beta=0.0, loss_top_k=8, data=prompts(4), max_steps=1)
+    local.train()
+    assert losses(remote)[0] == pytest.approx(losses(local)[0], abs=1e-5) and losses(remote)[0] > 0

@@ -10,7 +10,7 @@ import datasets
 
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_messages
-from posttrain.data.labels import IGNORED, SupervisedOptions, label_batch
+from posttrain.data.sft import IGNORED, SupervisedOptions, label_batch
 from posttrain.errors import DataError
 from posttrain.types import Rollout
 

@@ -48,6 +48,34 @@ class ScoringServer(Protocol):
         ...
 
 
+class ServedModel:
+    """A `ScoringServer` over ``vllm serve`` or ``posttrain serve``, by the client that rollouts use too.
+
+    Args:
+        url: Of the server: ``http://10.0.0.5:8000``.
+
+    Attributes:
+        model_id: The model that the server names.
+        top_k: Most log-probs a position that it gives; vLLM's own default is 20.
+    """
+
+    def __init__(self, url: str) -> None:
+        from posttrain.rollouts.server.client import VLLMClient
+
+        self.client = VLLMClient(url)
+        facts = self.client.info()
+        self.model_id = str(facts.get("model") or facts.get("served") or "")
+        # Our host has no limit but the vocabulary; vLLM's is an option of its own, 20 where it is not told.
+        own = facts.get("engine") in ("native", "hf")
+        self.top_k = int(facts["vocab_size"] if own else facts.get("max_logprobs") or 20)
+
+    def score(self, prompts: Sequence[list[int]], completions: Sequence[list[int]], top_k: int) -> list[TokenScores]:
+        """See `ScoringServer`."""
+        whole = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
+        found = self.client.score(whole, [len(prompt) for prompt in prompts], top=top_k)
+        return [TokenScores(torch.tensor(s.top_ids), torch.tensor(s.top_logps), torch.tensor(s.logps)) for s in found]
+
+
 def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
     """The teacher as a frozen model in eval mode.
 

@@ -24,6 +24,7 @@ from posttrain.algorithms.distillation.objective import Comparison, distillation
 from posttrain.algorithms.distillation.scores import ScoreFile
 from posttrain.algorithms.distillation.teacher import (
     ModelTeacher,
+    ServedModel,
     ServerTeacher,
     TokenScores,
     frozen,
@@ -138,14 +139,7 @@ class DistillationTrainer(OnlineTrainer):
             self._other_teacher(given, tokenizer)
 
     def _make_server(self, client: Any) -> ServerTeacher:
-        if client is None:
-            from posttrain.rollouts.server.engine import ServerEngine
-
-            client = ServerEngine(self.args.teacher_model_server_url)
-            if not hasattr(client, "score"):
-                raise ConfigError(
-                    "this rollout client cannot score given texts. Fix: teacher_server=, a client with score()."
-                )
+        client = ServedModel(self.args.teacher_model_server_url) if client is None else client
         probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
         expected = self.args.teacher_model_name_or_path
         return ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
