@@ -6,7 +6,7 @@ Every public name is importable from here, and is loaded when it is first used: 
 from __future__ import annotations
 
 import importlib
-import importlib.abc
+import os
 import sys
 from typing import Any
 
@@ -280,14 +280,15 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
 
 
-class _TRLPaths(importlib.abc.MetaPathFinder):
+class _TRLPaths:
     """Asked for modules of this package that no file holds: `posttrain.compat.paths` knows those of TRL."""
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, target: Any = None) -> Any:
         """Return the spec of ``posttrain.trainer`` and its like; None for every other name."""
-        if not fullname.startswith("posttrain.") or fullname.startswith("posttrain.compat"):
-            return None
-        return importlib.import_module("posttrain.compat.paths").Finder().find_spec(fullname, path, target)
+        return importlib.import_module("posttrain.compat.paths").Finder().find_spec(fullname)
 
 
-sys.meta_path.append(_TRLPaths())
+# An entry of the package's search path that is no folder: Python asks its finder after all files, and for this package alone.
+_ENTRY = os.path.join(os.path.dirname(__file__), "compat", "paths.py")
+sys.path_importer_cache[_ENTRY] = _TRLPaths()  # type: ignore[assignment]
+__path__.append(_ENTRY)
