@@ -272,6 +272,7 @@ class TokenHead:
         need_entropy, entropy_grad, need_correct, need_mean_logit, need_collision, need_logits: What else to return.
         balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
         values: Last hidden states ``(B, T, H)`` to values ``(M,)``, returned beside the log-probs.
+        inputs: The model inside of its wrappers to further arguments of its forward: the features of images.
     """
 
     rows: Tensor
@@ -287,6 +288,7 @@ class TokenHead:
     need_logits: bool = False
     balance_over: Tensor | None = None
     values: Callable[[Tensor], Tensor] | None = None
+    inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -295,10 +297,12 @@ class ScoreHead:
 
     Attributes:
         rows, columns: ``(N,)`` where the hidden states stand.
+        inputs: As in `TokenHead`.
     """
 
     rows: Tensor
     columns: Tensor
+    inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -352,6 +356,8 @@ def install_token_head(model: nn.Module) -> None:
     def patched(*args: Any, token_head: TokenHead | ScoreHead | None = None, **kwargs: Any) -> Any:
         if token_head is None:
             return original(*args, **kwargs)
+        if token_head.inputs is not None:
+            kwargs |= token_head.inputs(inner)
         if isinstance(token_head, TokenHead) and inner.__dict__.get("own_logits"):
             return _own_forward(inner, original, token_head, *args, **kwargs)
         return _head_forward(inner, token_head, *args, **kwargs)
