@@ -127,6 +127,10 @@ class PictureProcessor:
         self.settings = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
         self._expansions: dict[tuple[int, int], Expansion] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What was remembered is no part of a dataset's fingerprint.
+        return {**{k: v for k, v in vars(self).items() if k != "controls"}, "_expansions": {}}
+
     @functools.cached_property
     def controls(self) -> dict[str, int]:
         """Placeholders and markers with their ids: never sampled, never trained, never written by a user."""
@@ -214,6 +218,31 @@ class PictureProcessor:
             placed.append(Placed(picture, at[first], one.count, one.grid))
             first += one.count
         return placed
+
+    def place_all(self, segments: Sequence[Sequence[int]], pictures: Sequence[Picture]) -> list[list[Placed]]:
+        """Pictures of a prompt and its completions, in reading order, each in the segment that holds its placeholders.
+
+        Raises:
+            DataError: As in `place`; or pictures are left over.
+        """
+        placed, rest = [], list(pictures)
+        for ids in segments:
+            wanted, mine = list(ids).count(self.token_id), []
+            while rest and sum(self.expansion(one).count for one in mine) < wanted:
+                mine.append(rest.pop(0))
+            placed.append(self.place(ids, mine))
+        if rest:
+            raise DataError(f"PT-G011: {len(rest)} of {len(pictures)} images have no placeholders in their row.")
+        return placed
+
+    def begun(self, text: str) -> str:
+        """A plain text with the bos token before it, where the tokenizer adds one."""
+        bos, first = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
+        return text if first != [self.tokenizer.bos_token_id] or text.startswith(bos) else bos + text
+
+    def unplaced(self, text: str) -> str:
+        """The text without placeholders, for a row that is left out."""
+        return text.replace(self.placeholder, "")
 
     def expansion(self, picture: Picture) -> Expansion:
         """What stands in the text for a picture; it depends on the size alone."""
@@ -312,15 +341,21 @@ def is_processor(processing_class: Any) -> bool:
 @functools.cache
 def image_only(kind: type) -> type:
     """A processor class that asks for no video processor, which `transformers` cannot build without torchvision."""
-    names = inspect.signature(kind.__init__).parameters
+    base: Any = kind
+    names = inspect.signature(base.__init__).parameters
     kept = [parameter for name, parameter in names.items() if name != "video_processor"]
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        kind.__init__(self, *args, video_processor=None, **kwargs)
+        base.__init__(self, *args, video_processor=None, **kwargs)
         self.video_processor = SimpleNamespace(num_frames=1, fps=1, size=None, merge_size=1)
 
-    build.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
-    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    def accepted(processor_config: dict[str, Any], valid_kwargs: Any) -> tuple[dict, dict]:
+        # `transformers` reads the names of arguments off the constructor's code, which here names none.
+        return base.validate_init_kwargs(processor_config, [parameter.name for parameter in kept[1:]])
+
+    vars(build)["__signature__"] = inspect.Signature(kept)
+    methods = {"__init__": build, "validate_init_kwargs": staticmethod(accepted)}
+    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def load_processor(model_id: str, **options: Any) -> Any:

@@ -26,6 +26,7 @@ __all__ = [
     "VisionView",
     "block_spans",
     "grid_positions",
+    "has_tower",
     "install_pictures",
     "picture_encoder",
     "tower_parameters",
@@ -81,8 +82,21 @@ class PictureEncoder:
                 found[picture] = features
                 if not trains:
                     self._keep((picture.digest, versions), features)
-        levels = [torch.cat([found[one.picture][k] for one in placed]) for k in range(len(found[placed[0].picture]))]
+        features = [found[one.picture] or [] for one in placed]
+        levels = [torch.cat(level) for level in zip(*features, strict=True)]
         return {"mm_encoder_outputs": {"image": self._output(levels)}}
+
+    def unreached(self, model: Any) -> set[str]:
+        """Names of tower parameters that no feature depends on, e.g. the last layer under ``vision_feature_layer=-2``."""
+        pictures = probe_pictures()[:1]
+        named = {name: one for name, one in tower_parameters(model).items() if one.requires_grad}
+        if not named:
+            return set()
+        with torch.enable_grad():
+            (levels,) = self._encode(model, pictures, {p: self.processor.expansion(p).count for p in pictures})
+            total = torch.stack([level.float().sum() for level in levels]).sum()
+            grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+        return {name for name, grad in zip(named, grads, strict=True) if grad is None}
 
     def _encode(self, model: Any, pictures: list[Picture], counts: dict[Picture, int]) -> list[list[Tensor]]:
         """Features ``(tokens, H)`` of each picture, and one such tensor more a level of deepstack."""
@@ -91,13 +105,13 @@ class PictureEncoder:
         joined = {k: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for k, v in joined.items()}
         output = model.get_image_features(**joined, return_dict=True)
         self._listed = not isinstance(output.pooler_output, Tensor)
-        levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        levels: list[Any] = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         sizes = [counts[picture] for picture in pictures]
         flat = [_flat(level) for level in levels]  # Each (sum of tokens, H).
         if any(len(level) != sum(sizes) for level in flat):
             raise ModelError(
                 f"PT-G004: the tower of {type(model).__name__} gives {len(flat[0])} features for pictures with {sum(sizes)} "
-                f"placeholders ({', '.join(p.where or p.digest[:8] for p in pictures)}). Fix: the processor that belongs to this model."
+                f"placeholders ({', '.join(p.where for p in pictures)}). Fix: the processor that belongs to this model."
             )
         return [list(parts) for parts in zip(*(level.split(sizes) for level in flat), strict=True)]
 
@@ -131,6 +145,18 @@ def _flat(features: Any) -> Tensor:
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([one.flatten(0, -2) for one in features])
+
+
+def probe_pictures() -> list[Picture]:
+    """Gray pictures of three sizes."""
+    from PIL import Image
+
+    return [read_picture(Image.new("RGB", size, "gray"), f"a gray picture of {size}") for size in PROBED]
+
+
+def has_tower(model: Any) -> bool:
+    """Whether a model encodes images."""
+    return hasattr(causal_lm(model), "get_image_features")
 
 
 def tower_parameters(model: Any) -> dict[str, nn.Parameter]:
@@ -170,9 +196,7 @@ def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) ->
             f"{encoder.processor.token_id}, and the model is {config.model_type} with {wanted}. Fix: the processor of this model "
             "as processing_class."
         )
-    from PIL import Image
-
-    pictures = [read_picture(Image.new("RGB", size, "gray"), f"a gray picture of {size}") for size in PROBED]
+    pictures = probe_pictures()
     counts = {picture: encoder.processor.expansion(picture).count for picture in pictures}
     for picture in pictures:
         encoder._encode(inner, [picture], counts)
