@@ -1,8 +1,7 @@
 """What `posttrain estimate` says against what a run really took, in processes of their own.
 
 Measured is the most memory the process ever held (VmHWM) less what it held before the trainer was made: interpreter,
-libraries, tokenizer and data. The estimate leaves these out too (``process=0``). Time is the mean of the steps after the
-first, against products timed in the same process.
+libraries, tokenizer and data. The estimate leaves these out too (``process=0``).
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def settings_of(method: str, given: dict[str, Any], folder: str) -> dict[str, An
 
 def lengths_of(method: str, args: Any, tokenizer: Any) -> Any:
     """What the data really has."""
-    from posttrain.checks.memory_plan import Lengths
+    from posttrain.checks.memory import Lengths
 
     prompt = len(tokenizer(" ".join(harness.WORDS[:1] * PROMPT)).input_ids)
     if method == "sft":
@@ -175,10 +174,8 @@ def one(name: str, case: str) -> dict[str, Any]:
     """Measure and estimate one case, in this process."""
     import transformers
 
-    from posttrain.checks.memory_plan import plan
+    from posttrain.checks.memory import plan
     from posttrain.models.memory_estimate import estimate_memory
-    from posttrain.models.memory_trace import Shadow
-    from posttrain.models.step_time import measure_rates, step_time
 
     method, given = CASES[case]
     model, tokenizer = build(name)
@@ -189,21 +186,16 @@ def one(name: str, case: str) -> dict[str, Any]:
         before = rss("VmRSS")
         trainer = make()
         built = rss("VmHWM") - before
-        timed = harness.timed(trainer)
+        trainer.train()
         measured = rss("VmHWM") - before
         config = transformers.AutoConfig.from_pretrained(model) if isinstance(model, str) else model
-        work = plan(method, args, config, lengths=lengths_of(method, args, tokenizer), peft_config=lora)
+        work = plan(trainer, args, config, lengths=lengths_of(method, args, tokenizer), peft_config=lora)
         found = estimate_memory(work)
-        shadow = Shadow(work.policy, checkpointing=work.checkpointing, kept_layers=work.kept_layers)
-        rates = measure_rates(work, shadow)
-        predicted = step_time(work, shadow, rates, accumulation=trainer.args.gradient_accumulation_steps)
     return {
         "model": Path(name).name, "case": case, "measured_mb": round(measured / 1e6), "after_loading_mb": round(built / 1e6),
-        "estimate_mb": round(found.peak / 1e6), "error": round(found.peak / measured - 1, 3), "traced": found.traced,
+        "estimate_mb": round(found.peak / 1e6), "error": round(found.peak / measured - 1, 3),
         "moment": found.fullest, "components_mb": {k: round(v / 1e6) for k, v in found.components.items()},
         "moments_mb": {k: round(sum(v.values()) / 1e6) for k, v in found.moments.items()},
-        "step_seconds": timed["step_seconds"], "step_estimate": round(predicted.total, 3),
-        "gflops": round(rates.training / 1e9), "seconds_by_part": {k: round(v, 3) for k, v in predicted.parts.items()},
     }  # fmt: skip
 
 

@@ -87,18 +87,20 @@ def main() -> None:
     options.add_argument("--record", action="store_true", help=f"also into {RESULTS.name}, by mode")
     args = options.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GB.
-    from posttrain.cli.demo import exam, last_number, make_trainer
+    from posttrain.cli.demo import load_script
+
+    demo = load_script()
 
     with server(args.mode, args.model, args.core, args.dtype) as settings, tempfile.TemporaryDirectory() as passing:
         folder = str(args.folder or passing)
         kept = any(Path(folder).glob("checkpoint-*"))
         settings |= {"bf16": args.dtype == "bfloat16"}
         settings |= {"save_strategy": "steps" if args.folder else "no", "report_to": "none", "disable_tqdm": True}
-        trainer = make_trainer(args.model, folder, args.steps, **settings)
+        trainer = demo.make_trainer(args.model, folder, args.steps, **settings)
 
         def accuracy() -> float:
-            rows = exam(trainer)
-            return sum(last_number(said) == answer for _, answer, said in rows) / len(rows)
+            rows = demo.exam(trainer)
+            return demo.count_right(rows) / len(rows)
 
         first = Path(folder, "accuracy_before.json")  # Of a run that is gone on with.
         before, began = json.loads(first.read_text()) if kept and first.exists() else accuracy(), time.perf_counter()

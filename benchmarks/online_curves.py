@@ -133,10 +133,11 @@ def run(method: str, task: str, seed: int, model: str, updates: int) -> dict:
 
 def draw(runs: list[dict], easy: dict[str, dict[str, float]], path: Path) -> None:
     """One panel a task: the mean over seeds, and each seed; and the best of the shortcuts."""
-    from posttrain.integrations import require
+    import matplotlib
 
-    require("matplotlib", "the curves").use("Agg")
-    plt = require("matplotlib.pyplot", "the curves")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
     tasks = list(dict.fromkeys(r["task"] for r in runs))
     figure, panels = plt.subplots(1, len(tasks), figsize=(4.2 * len(tasks), 3.4), sharey=True, squeeze=False)
     colours = dict(zip(METHODS, ("#1f77b4", "#2ca02c", "#d62728"), strict=True))

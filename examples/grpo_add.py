@@ -27,8 +27,7 @@ def questions(count: int, seed: int = 0) -> tuple[Dataset, Dataset]:
 
 def last_number(text: str) -> str | None:
     """The last number in a text: models like to repeat the question first."""
-    found = re.findall(r"\d+", text)
-    return found[-1] if found else None
+    return (re.findall(r"\d+", text) or [None])[-1]
 
 
 def accuracy(completions: list, answer: list, **_) -> list[float]:
@@ -69,9 +68,13 @@ def exam(trainer: GRPOTrainer) -> list[tuple[str, str, str]]:
     return [(r["prompt"][0]["content"], r["answer"], s.strip()) for r, s in zip(rows, said, strict=True)]
 
 
+def count_right(rows: list[tuple[str, str, str]]) -> int:
+    """How many of the answers of an exam are right."""
+    return sum(last_number(said) == answer for _, answer, said in rows)
+
+
 if __name__ == "__main__":
     trainer = make_trainer(sys.argv[1], "runs/grpo_add", *map(int, sys.argv[2:]))
-    before = exam(trainer)
+    before = count_right(exam(trainer))
     trainer.train()
-    for name, rows in {"before": before, "after": exam(trainer)}.items():
-        print(f"{name}: {sum(last_number(said) == answer for _, answer, said in rows)} of {len(rows)} right")
+    print(f"of 64 held-out questions, {before} right before training and {count_right(exam(trainer))} after")

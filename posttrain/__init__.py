@@ -6,6 +6,8 @@ Every public name is importable from here, and is loaded when it is first used: 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -36,9 +38,7 @@ _PUBLIC = {
     "ComparedConfig": "algorithms.preference",
     "ConfigError": "errors",
     "DPOConfig": "algorithms.dpo",
-    "DPODataCollatorWithPadding": "compat.collators",
     "DPOTrainer": "algorithms.dpo",
-    "DataCollatorForChatML": "compat.collators",
     "DataCollatorForLanguageModeling": "compat.collators",
     "DataCollatorForPreference": "compat.collators",
     "DataCollatorForReward": "compat.collators",
@@ -47,6 +47,7 @@ _PUBLIC = {
     "DataError": "errors",
     "DatasetConfig": "data.mixture",
     "DatasetMixtureConfig": "data.mixture",
+    "EnvironmentFactory": "compat.names",
     "Episode": "rollouts.episodes.driver",
     "Finding": "types",
     "GMPOConfig": "algorithms.grpo.gmpo",
@@ -98,11 +99,13 @@ _PUBLIC = {
     "Request": "types",
     "RewardConfig": "algorithms.reward",
     "RewardError": "errors",
+    "RewardFunc": "compat.names",
     "RewardTrainer": "algorithms.reward",
     "RichProgressCallback": "report.progress",
     "Rollout": "types",
     "RolloutEngine": "rollouts.base",
     "RolloutError": "errors",
+    "RolloutFunc": "compat.names",
     "RolloutInterrupted": "errors",
     "RolloutSample": "rollouts.workers.samples",
     "RolloutServerError": "errors",
@@ -122,6 +125,7 @@ _PUBLIC = {
     "SyncRefModelCallback": "report.sync_reference",
     "TPOConfig": "algorithms.tpo",
     "TPOTrainer": "algorithms.tpo",
+    "TRLExperimentalWarning": "compat.names",
     "TokenizerMatch": "checks.tokenizers",
     "Trajectory": "rollouts.workers.samples",
     "TrlParser": "cli.parser",
@@ -134,32 +138,31 @@ _PUBLIC = {
     "XPOConfig": "algorithms.xpo",
     "XPOTrainer": "algorithms.xpo",
     "accuracy_reward": "rewards.math",
-    "add_bos_token_if_needed": "compat.sequences",
-    "add_eos_token_if_needed": "compat.sequences",
     "add_response_schema": "data.responses",
-    "adjusted_mfu": "models.memory_estimate",
+    "adjusted_mfu": "models.flops",
     "answers_match": "rewards.math",
     "apply_chat_template": "data.chat",
     "check_template": "data.templates",
     "check_tokenizers": "checks.tokenizers",
-    "clone_chat_template": "models.clone",
+    "clone_chat_template": "models.load",
     "compare_tokenizers": "checks.tokenizers",
     "complete": "rollouts.complete",
-    "compute_flops_per_token": "models.memory_estimate",
-    "compute_mfu": "models.memory_estimate",
+    "compute_flops_per_token": "models.flops",
+    "compute_mfu": "models.flops",
     "convert_dataset": "compat.sequences",
     "create_model_from_path": "models.load",
     "create_reference_model": "models.reference",
+    "decode_and_strip_padding": "compat.names",
     "describe_dataset": "data.formats",
     "dft_loss": "losses.likelihood",
     "disable_dropout_in_model": "models.reference",
     "disable_gradient_checkpointing": "compat.preparing",
     "empty_cache": "compat.preparing",
     "enable_gradient_checkpointing": "compat.preparing",
-    "encode_with_byte_offsets": "compat.sequences",
+    "ensure_master_addr_port": "compat.names",
     "entropy_from_logits": "compat.tensors",
     "exact_div": "compat.tensors",
-    "extract_prompt": "data.formats",
+    "extract_prompt": "data.preference",
     "first_true_indices": "compat.tensors",
     "flush_left": "compat.tensors",
     "generate_model_card": "report.card",
@@ -177,6 +180,7 @@ _PUBLIC = {
     "has_generation_markers": "data.chat",
     "hash_module": "models.reference",
     "identity": "compat.collators",
+    "init_zero_verbose": "compat.names",
     "is_chat_template_prefix_preserving": "data.templates",
     "is_chat_template_stop_token_trained": "data.templates",
     "is_conversational": "data.formats",
@@ -202,15 +206,14 @@ _PUBLIC = {
     "masked_whiten": "compat.tensors",
     "maybe_apply_chat_template": "data.chat",
     "maybe_convert_to_chatml": "data.formats",
-    "maybe_extract_prompt": "data.formats",
-    "maybe_unpair_preference_dataset": "data.formats",
+    "maybe_extract_prompt": "data.preference",
+    "maybe_unpair_preference_dataset": "data.preference",
     "merge_models": "compat.merge",
     "nanmax": "compat.tensors",
     "nanmin": "compat.tensors",
     "nanstd": "compat.tensors",
     "pack_dataset": "data.packing",
     "pad": "compat.tensors",
-    "pad_byte_offsets": "compat.sequences",
     "pad_to_length": "compat.tensors",
     "parse_response": "data.responses",
     "peft_module_casting_to_bf16": "compat.preparing",
@@ -219,6 +222,8 @@ _PUBLIC = {
     "prepare_multimodal_messages_vllm": "compat.messages",
     "prepare_peft_model": "compat.preparing",
     "print_prompt_completions_sample": "report.completions",
+    "profiling_context": "compat.names",
+    "profiling_decorator": "compat.names",
     "reasoning_accuracy_reward": "rewards.math",
     "reasoning_gym_task": "integrations.reasoning_gym",
     "reasoning_policy": "data.responses",
@@ -238,7 +243,7 @@ _PUBLIC = {
     "token_logprobs": "models.logprob",
     "truncate_dataset": "data.packing",
     "truncate_right": "compat.tensors",
-    "unpair_preference_dataset": "data.formats",
+    "unpair_preference_dataset": "data.preference",
     "unsplit_pixel_values_by_grid": "compat.sequences",
     "unwrap_model_for_generation": "compat.preparing",
     "upload_model_to_hf": "compat.merge",
@@ -258,3 +263,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
+
+
+class _TRLPaths(importlib.abc.MetaPathFinder):
+    """Asked for modules of this package that no file holds: `posttrain.compat.paths` knows those of TRL."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """Return the spec of ``posttrain.trainer`` and its like; None for every other name."""
+        if not fullname.startswith("posttrain.") or fullname.startswith("posttrain.compat"):
+            return None
+        from posttrain.compat.paths import Finder
+
+        return Finder().find_spec(fullname, path, target)
+
+
+sys.meta_path.append(_TRLPaths())

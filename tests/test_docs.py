@@ -294,22 +294,21 @@ def test_the_tables_of_judged_losses_and_divergences_say_what_the_code_computes(
 
 
 def test_the_pages_of_preference_methods_name_every_finding_and_metric():
-    from posttrain.algorithms import dpo, orpo, reference_free
-    from posttrain.algorithms import preference as shared
-    from posttrain.algorithms import unpaired as judged
-    from posttrain.checks import pairs, preference
-    from posttrain.checks import preference as margins
+    from posttrain.algorithms import answers, dpo, orpo
+    from posttrain.checks import pairs, rules
 
-    source = "".join(map(inspect.getsource, (margins, pairs, preference)))
-    codes = re.findall(r'^ +"(PT-[DP]\d{3})",(?:$| "warning")', source, re.M)
+    source = "".join(map(inspect.getsource, (pairs, rules)))
+    codes = re.findall(r'^ +"(PT-[DP]\d{3})",(?:$| "warning"| \()', source, re.M)
     assert sorted(names("dpo.md", "code")) == sorted(set(codes)) and len(codes) > 10
     logged = re.compile(r'"([a-z_]+(?:/[a-z_]+)?)": mean|metrics\["([a-z_/]+)"\] = mean')
-    for page, modules in (("dpo.md", [dpo, shared]), ("reference_free.md", [orpo, reference_free])):
-        found = {a or b for module in modules for a, b in logged.findall(inspect.getsource(module))}
+    for page, modules in (("dpo.md", [dpo]), ("reference_free.md", [orpo])):
+        shared = [answers.likelihood_terms] if page == "reference_free.md" else [answers.pair_metrics]
+        parts = [*modules, answers._reward_metrics, *shared]
+        found = {a or b for part in parts for a, b in logged.findall(inspect.getsource(part))}
         assert len(found) > 5 and found <= set(names(page, "metric")), (page, found)
     sides = {f"{kind}/{side}" for kind in ("rewards", "logps") for side in ("chosen", "rejected")}
     assert sides | {"rewards/margins", "entropy"} <= set(names("kto_bco.md", "metric"))
-    assert str(judged.BALANCED) in (DOCS / "kto_bco.md").read_text(encoding="utf-8")
+    assert str(answers.BALANCED) in (DOCS / "kto_bco.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_adapters_is_the_fields_of_model_config():
@@ -319,7 +318,7 @@ def test_the_table_of_adapters_is_the_fields_of_model_config():
 
 
 def test_the_table_of_template_families_is_the_one_of_the_code():
-    from posttrain.data.template_probes import FAMILIES
+    from posttrain.data.templates import FAMILIES
 
     rows = table("chat_templates.md", "family")
     assert [(ticked(row[0])[0], ticked(row[1])[0]) for row in rows] == [(f.name, f.file) for f in FAMILIES]
@@ -370,7 +369,7 @@ def test_the_tables_of_commands_are_those_of_the_code():
 def test_the_table_of_findings_names_every_check_of_rows():
     from posttrain.checks import rows
 
-    codes = re.findall(r'^ +"(PT-D\d{3})",$', inspect.getsource(rows), re.M)
+    codes = re.findall(r'^ +"(PT-D\d{3})",(?:$| _)', inspect.getsource(rows), re.M)
     assert sorted(names("inspect.md", "code")) == sorted(set(codes))
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -112,7 +113,12 @@ def test_every_package_that_is_imported_is_declared():
 
 
 def test_every_public_class_and_function_says_what_it_is():
-    missing = [n for n in posttrain.__all__ if not (getattr(posttrain, n).__doc__ or "").strip()]
+    public = {name: getattr(posttrain, name) for name in posttrain.__all__}
+    missing = [
+        name
+        for name, value in public.items()
+        if (inspect.isclass(value) or inspect.isroutine(value)) and not (value.__doc__ or "").strip()
+    ]
     assert not missing
 
 

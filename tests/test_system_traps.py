@@ -11,8 +11,8 @@ import pytest
 from posttrain import BCOConfig, ConfigError, CPOConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig
 from posttrain.checks import machine as versions
 from posttrain.checks.machine import ports_of_servers
-from posttrain.checks.online import check_online
 from posttrain.checks.registry import Context
+from posttrain.checks.rules import check_log
 from posttrain.models import parallel
 from posttrain.models import reference as precompute
 from tests.algorithms.test_dpo import dpo
@@ -53,10 +53,10 @@ def test_trap_s25_a_port_for_weights_that_another_run_holds_is_told_before_train
 
 def test_trap_s30_a_mask_that_leaves_completions_out_by_their_length_is_told():
     rows = [{"loss": 0.1, "step": i, "sampling/frac_masked": 0.4} for i in range(1, 11)]
-    (found,) = [finding for finding in check_online(rows) if finding.code == "PT-R010"]
+    (found,) = [finding for finding in check_log(rows) if finding.code == "PT-R010"]
     assert "40 % of the tokens" in found.what and "geometric" in found.fix and "length alone" in found.why
     healthy = [row | {"sampling/frac_masked": 0.01} for row in rows]
-    assert "PT-R010" not in [finding.code for finding in check_online(healthy)]
+    assert "PT-R010" not in [finding.code for finding in check_log(healthy)]
 
 
 @pytest.mark.parametrize("config", [DPOConfig, KTOConfig, BCOConfig, CPOConfig, RewardConfig, GRPOConfig])

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.preference import ComparedConfig, sequence_logp
-from posttrain.algorithms.unpaired import JudgedTrainer, judged_metrics
+from posttrain.algorithms.answers import judged_metrics, sequence_logp
+from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer
 from posttrain.errors import ConfigError, DataError
 from posttrain.integrations import require
 from posttrain.losses.reduce import row_terms
@@ -114,7 +114,7 @@ class BCOConfig(ComparedConfig):
             )
 
 
-class BCOTrainer(JudgedTrainer):
+class BCOTrainer(PreferenceTrainer):
     """``-lsig(r - delta)`` for a good answer and ``-lsig(-(r - delta))`` for a bad one, with ``r = beta`` times the log-ratio.
 
     delta is the running mean of all rewards so far, those of the current optimiser step included; it is saved with every
@@ -126,6 +126,11 @@ class BCOTrainer(JudgedTrainer):
     """
 
     config_class: ClassVar[type[BCOConfig]] = BCOConfig
+    judged: ClassVar[bool] = True
+    branches: ClassVar[tuple[str, ...]] = ("completion",)
+    reference_columns: ClassVar[tuple[str, ...]] = ("ref_logps",)
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
+    keep: ClassVar[tuple[str, ...]] = ("label",)
     _tag_names: ClassVar[list[str]] = ["posttrain", "bco"]
     _name: ClassVar[str] = "BCO"
     _suffix: ClassVar[str] = "BCO"
@@ -200,7 +205,8 @@ class BCOTrainer(JudgedTrainer):
         batch = batch.to(self.args.device)
         with self.inference() as policy:
             logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
-        return self.args.beta * (sequence_logp(logp, batch)[0] - self.reference_logp(batch))  # type: ignore[arg-type]
+        assert logp is not None
+        return self.args.beta * (sequence_logp(logp, batch)[0] - self.reference_logp(batch))
 
     def state_to_save(self) -> dict[str, Any]:
         """The running moments too."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from posttrain.algorithms.preference import AnswerConfig
-from posttrain.algorithms.reference_free import ReferenceFreeTrainer, branch_sums, reward_metrics
+from torch import nn
+
+from posttrain.algorithms.answers import branch_sums, likelihood_terms, reference_free_metrics
+from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
@@ -34,8 +36,6 @@ class CPOConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss_type == "kto_pair":  # type: ignore[comparison-overlap]
-            raise ConfigError("loss_type='kto_pair' is gone. Use KTOTrainer, which takes pairs too.")
         check_choice("loss_type", self.loss_type, CPO_LOSSES)
         if self.loss_type == "alphapo":
             self.loss_type, self.cpo_alpha = "simpo", 0.0
@@ -61,7 +61,7 @@ class CPOConfig(AnswerConfig):
             )
 
 
-class CPOTrainer(ReferenceFreeTrainer):
+class CPOTrainer(PreferenceTrainer):
     """Trains on pairs by the policy's own likelihood.
 
     With R the shaped log-likelihood of an answer and ``u = R+ - R-``: a loss on u, plus ``cpo_alpha`` times the NLL of the
@@ -71,10 +71,16 @@ class CPOTrainer(ReferenceFreeTrainer):
     """
 
     config_class: ClassVar[type[CPOConfig]] = CPOConfig
+    compared: ClassVar[bool] = False
+    reference_columns: ClassVar[tuple[str, ...]] = ()
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "cpo"]
     _name: ClassVar[str] = "CPO"
     _suffix: ClassVar[str] = "CPO"
     args: CPOConfig
+
+    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, None, args, **kwargs)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the chosen answers."""
@@ -85,5 +91,5 @@ class CPOTrainer(ReferenceFreeTrainer):
         reward = alpha_reward(read, alpha=cfg.alpha)
         values = {"chosen_score": reward[:, 0], "rejected_score": reward[:, 1]}
         terms = formula(values, beta=cfg.beta, gamma=cfg.simpo_gamma, label_smoothing=cfg.label_smoothing)
-        metrics = reward_metrics(outputs, batch, cfg.beta * reward, read)
-        return self.terms_of(terms, outputs, batch, metrics, likelihood=cfg.cpo_alpha)
+        metrics = reference_free_metrics(outputs, batch, cfg.beta * reward, read)
+        return likelihood_terms(terms, outputs, batch, metrics, weight=cfg.cpo_alpha, branches=2, branch=0)

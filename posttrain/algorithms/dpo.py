@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.preference import (
-    ComparedConfig,
-    PreferenceTrainer,
-    answer_mask,
-    pair_metrics,
-    refuse_removed,
-    sequence_logp,
-)
+from posttrain.algorithms.answers import answer_mask, pair_metrics, sequence_logp
+from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer, refuse_removed
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import DIVERGENCES, desensitized_sum, pair_values, wpo_weight
 from posttrain.losses.likelihood import nll
@@ -153,7 +146,7 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
         formula, mask = DPO_LOSSES[name], None
         if formula.kind == "likelihood":
             terms, mask = nll(out.logp), chosen
-            extra.append(LossTerms(share * terms, mask, "token", count="chosen"))
+            extra.append(LossTerms(share * terms, mask, "token", count="likelihood"))
         else:
             terms = formula(values, **scalars)
             terms = terms if weight is None else terms * weight
@@ -192,7 +185,7 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class: ClassVar[type[DPOConfig]] = DPOConfig
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "correct", "mean_logit"})
+    needs: frozenset[str] = frozenset({"logp", "entropy", "correct", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "dpo"]
     _name: ClassVar[str] = "DPO"
     _suffix: ClassVar[str] = "DPO"
@@ -207,10 +200,10 @@ class DPOTrainer(PreferenceTrainer):
     ) -> None:
         super().__init__(model, ref_model, args, **kwargs)
         if self.args.use_weighting:
-            self.needs = self.needs | {"collision"}  # type: ignore[misc]
+            self.needs = self.needs | {"collision"}
         # A sorting loss compares all pairs of a micro-batch.
-        self.together = any(DPO_LOSSES[name].kind == "sorted" for name in self.args.loss_type)
-        if self.together and self.args.per_device_train_batch_size < 4:
+        self.single_forward_per_microbatch = any(DPO_LOSSES[name].kind == "sorted" for name in self.args.loss_type)
+        if self.single_forward_per_microbatch and self.args.per_device_train_batch_size < 4:
             logger.warning(
                 "loss_type=%s sorts the pairs of a device's batch, and per_device_train_batch_size=%d leaves little to sort.",
                 self.args.loss_type, self.args.per_device_train_batch_size,
@@ -223,10 +216,6 @@ class DPOTrainer(PreferenceTrainer):
     def reference_key(self) -> dict[str, Any]:
         """Settings that move the reference's sums."""
         return super().reference_key() | {"ld_alpha": self.args.ld_alpha}
-
-    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Tokens of the chosen answers."""
-        return {"chosen": float(sum(int(answer_mask(batch, 2, 0).sum()) for batch in batches))}
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `dpo_objective`."""

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.preference import ComparedConfig, sequence_logp
-from posttrain.algorithms.unpaired import JudgedTrainer, judged_metrics
+from posttrain.algorithms.answers import judged_metrics, sequence_logp
+from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer
 from posttrain.data.forest import collate
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.reduce import row_terms
@@ -91,7 +91,7 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
     return found
 
 
-class KTOTrainer(JudgedTrainer):
+class KTOTrainer(PreferenceTrainer):
     """Trains on prompts with one answer and a label each; pairs are taken apart.
 
     The baseline z0 is the mean log-ratio of answers to other prompts of the same batch, over the whole optimiser step and
@@ -102,6 +102,10 @@ class KTOTrainer(JudgedTrainer):
     """
 
     config_class: ClassVar[type[KTOConfig]] = KTOConfig
+    judged: ClassVar[bool] = True
+    branches: ClassVar[tuple[str, ...]] = ("completion",)
+    reference_columns: ClassVar[tuple[str, ...]] = ("ref_logps",)
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "kto"]
     _name: ClassVar[str] = "KTO"
     _suffix: ClassVar[str] = "KTO"
@@ -203,7 +207,8 @@ class KTOTrainer(JudgedTrainer):
             with self.inference() as policy:
                 logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
             if counts:
-                ratio = sequence_logp(logp, batch)[0] - self.reference_logp(batch)  # type: ignore[arg-type]
+                assert logp is not None
+                ratio = sequence_logp(logp, batch)[0] - self.reference_logp(batch)
                 totals += kl_totals(ratio).double().cpu()
         summed = parallel.all_reduce_sum(totals.tolist(), self.accelerator)
         return kl_baseline(torch.tensor(summed)).float().to(self.args.device)

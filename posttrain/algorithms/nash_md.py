@@ -94,7 +94,7 @@ class MixtureEngine(RolloutEngine):
         """See `posttrain.rollouts.base.RolloutEngine.generate`."""
         if not 0 <= self.mixture_coef <= 1:
             raise ConfigError(f"mixture_coef={self.mixture_coef} must be in [0, 1]: 0 is the policy, 1 the reference.")
-        text = causal_lm(self.model).config.get_text_config()  # type: ignore[union-attr]
+        text = causal_lm(self.model).config.get_text_config()
         check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
         check_rope(requests, sampling, self.model, "the mixture of two models")
         self.check(sampling, requests)
@@ -254,7 +254,7 @@ class NashMDTrainer(OnlinePreferenceTrainer):
     """
 
     config_class: ClassVar[type[NashMDConfig]] = NashMDConfig
-    whole_rows: ClassVar[bool] = False
+    keep_groups_together: ClassVar[bool] = False
     two_samplers: ClassVar[bool] = True
     one_reward: ClassVar[bool] = True
     soft_judge: ClassVar[bool] = True

@@ -231,7 +231,7 @@ class OnlinePreferenceTrainer(OnlineTrainer):
     config_class: ClassVar[type[OnlinePreferenceConfig]] = OnlinePreferenceConfig
     cuts_prompts = True
     runner_class = PairRewards
-    whole_rows: ClassVar[bool] = True
+    keep_groups_together: ClassVar[bool] = True
     two_samplers: ClassVar[bool] = False  # Whether the second completion comes from elsewhere.
     one_reward: ClassVar[bool] = False  # Whether several reward functions are refused.
     soft_judge: ClassVar[bool] = False  # Whether a judge's probabilities are read.

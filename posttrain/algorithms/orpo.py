@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from torch import nn
 from torch.nn import functional as F
 
-from posttrain.algorithms.preference import AnswerConfig
-from posttrain.algorithms.reference_free import ReferenceFreeTrainer, branch_sums, reward_metrics
+from posttrain.algorithms.answers import branch_sums, likelihood_terms, reference_free_metrics
+from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import log_odds_ratio, orpo
 from posttrain.metrics import mean
@@ -24,7 +25,7 @@ class ORPOConfig(AnswerConfig):
     beta: float = field(default=0.1, metadata={"help": "Weight of the odds-ratio term, the paper's lambda, above 0."})
 
 
-class ORPOTrainer(ReferenceFreeTrainer):
+class ORPOTrainer(PreferenceTrainer):
     """``NLL(prompt and chosen) - beta lsig(log-odds ratio)``, without a reference.
 
     The NLL is a mean over the prompts' and chosen answers' tokens of the whole optimiser step.
@@ -33,6 +34,9 @@ class ORPOTrainer(ReferenceFreeTrainer):
     """
 
     config_class: ClassVar[type[ORPOConfig]] = ORPOConfig
+    compared: ClassVar[bool] = False
+    reference_columns: ClassVar[tuple[str, ...]] = ()
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "orpo"]
     _name: ClassVar[str] = "ORPO"
     _suffix: ClassVar[str] = "ORPO"
@@ -41,6 +45,9 @@ class ORPOTrainer(ReferenceFreeTrainer):
         "id": "2403.07691",
     }
     args: ORPOConfig
+
+    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, None, args, **kwargs)
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Pairs whose prompts are trained, once each."""
@@ -54,7 +61,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
         logp, length = branch_sums(outputs, batch, 2)
         means = mean_logp(logp, length)
         odds = log_odds_ratio(means[:, 0], means[:, 1])
-        metrics = reward_metrics(outputs, batch, self.args.beta * means, means)
+        metrics = reference_free_metrics(outputs, batch, self.args.beta * means, means)
         metrics |= {"log_odds_ratio": mean(F.logsigmoid(odds)), "log_odds_chosen": mean(odds)}
         terms = orpo(means[:, 0], means[:, 1], beta=self.args.beta)
-        return self.terms_of(terms, outputs, batch, metrics, likelihood=1.0)
+        return likelihood_terms(terms, outputs, batch, metrics, weight=1.0, branches=2, branch=0)

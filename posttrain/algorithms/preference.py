@@ -13,27 +13,37 @@ import datasets
 import torch
 from torch import Tensor, nn
 
-from posttrain.checks.pairs import PAIR_CODES, check_pairs
-from posttrain.checks.preference import (
+from posttrain.algorithms.answers import as_label, check_labels, likelihood_mask, sequence_logp
+from posttrain.checks.pairs import (
     AGREEMENT_CODES,
-    PreferenceHealth,
+    JUDGED_CODES,
+    PAIR_CODES,
     SecondSight,
     check_agreement,
+    check_judged,
+    check_pairs,
     check_second_sight,
     reference_mismatch,
     reference_prefers_rejected,
 )
+from posttrain.checks.rules import check_log
 from posttrain.data.chat import terminal_token_ids
-from posttrain.data.formats import maybe_convert_to_chatml, maybe_extract_prompt
-from posttrain.data.preference import AnswerOptions, AnswerReport, answer_rows, prepare_answers
-from posttrain.errors import ArgumentTypeError, ConfigError, check_choice
-from posttrain.losses.reduce import sequence_lengths, sequence_sum
-from posttrain.metrics import Metric, mean
+from posttrain.data.formats import PreparationReport, maybe_convert_to_chatml
+from posttrain.data.preference import (
+    AnswerOptions,
+    answer_rows,
+    extract_and_unpair,
+    maybe_extract_prompt,
+    prepare_answers,
+)
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
+from posttrain.losses.reduce import sequence_lengths
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, precomputed_logps, tell_own_checkpoint
-from posttrain.training.checks import Checks, note_suspects
+from posttrain.training.checks import Checks
 from posttrain.training.config import PostTrainingConfig, refuse_cut_sequences
+from posttrain.training.data_report import note_suspects
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
@@ -43,12 +53,8 @@ __all__ = [
     "ComparedConfig",
     "PairWatch",
     "PreferenceTrainer",
-    "answer_mask",
     "check_given",
-    "logit_metrics",
-    "pair_metrics",
     "refuse_removed",
-    "sequence_logp",
 ]
 
 logger = logging.getLogger(__name__)
@@ -77,7 +83,7 @@ class PairWatch:
     ) -> None:
         self.args, self.checks, self.tokenizer, self.branches = args, checks, tokenizer, branches
         self.compared, self.given = compared, given
-        self.health, self.sight = PreferenceHealth(), SecondSight()
+        self.sight = SecondSight()
         self._begun = False
         # Margins stay on the device until the next log line, so that no step waits for them.
         self._margins: list[tuple[int, Tensor, Tensor]] = []
@@ -89,10 +95,10 @@ class PairWatch:
         if self.args.pair_reward_model is None or not self.checks.preflight.active:
             return
         pairs = list(itertools.islice(self._text_pairs(raw), JUDGED))
-        with self.checks.preflight.looking("data", AGREEMENT_CODES):
+        with self.checks.preflight.record_check("data", AGREEMENT_CODES):
             mine = parallel.run_and_share(lambda: self._scores(pairs, accelerator), accelerator)
             scores = dict(parallel.all_gather_objects(mine, accelerator))
-            self.checks.tell([check_agreement(scores, str(self.args.pair_reward_model))])
+            self.checks.report([check_agreement(scores, str(self.args.pair_reward_model))])
         against = {number for number, (good, bad) in scores.items() if bad > good}
         if accelerator.is_main_process:
             rows = [{"row": n, "prompt": _text(p), "chosen": _text(c), "rejected": _text(r)} for n, p, c, r in pairs]
@@ -169,15 +175,15 @@ class PairWatch:
         if begins and step == 0:
             length = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
             gap = float((ratio.abs() / length).max())
-            with self.checks.preflight.looking("first_batch", ("PT-P001",)):
-                self.checks.tell([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
+            with self.checks.preflight.record_check("first_batch", ("PT-P001",)):
+                self.checks.report([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
         if numbered:
             chosen, rejected = batch.grouped(ratio, 2).unbind(1)
             self._margins.append((step, batch.grouped(batch.columns[ROW_NUMBER], 2)[:, 0], chosen - rejected))
 
-    def signs(self, logs: dict[str, float], state: Any, raw: Any, prepared: Any) -> Iterable[Finding | None]:
+    def log_checks(self, logs: dict[str, float], state: Any, raw: Any, prepared: Any) -> Iterable[Finding | None]:
         """What the rewards of pairs say; of margins seen twice, those of the main process's pairs."""
-        yield from self.health.read(logs)
+        yield from check_log(state.log_history, "P")
         for step, numbers, margins in self._margins:
             progress = step / max(int(state.max_steps or 0), 1)
             self.sight.see(step, numbers.long().tolist(), margins.tolist(), progress=progress)
@@ -201,7 +207,7 @@ class PairWatch:
 
 
 def _text(value: Any) -> str:
-    from posttrain.checks.samples import answers_of
+    from posttrain.checks.rows import answers_of
 
     return answers_of(value)[:EXCERPT]
 
@@ -286,12 +292,6 @@ class ComparedConfig(AnswerConfig):
             raise ConfigError(f"ref_model_sync_steps={self.ref_model_sync_steps} must be at least 1.")
 
 
-def sequence_logp(logp: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Summed log-probs ``(S,)`` of the completions, and how many tokens they have, ``(S,)`` float."""
-    total = sequence_sum(logp.float(), batch.loss_mask, batch.sequence, batch.num_sequences)
-    return total, sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
-
-
 def check_given(config: type, model: Any, ref_model: Any, args: Any, tokenizer: Any) -> None:
     """Refuse arguments of a constructor that cannot work, before anything is loaded."""
     if isinstance(ref_model, str):
@@ -314,50 +314,26 @@ def check_given(config: type, model: Any, ref_model: Any, args: Any, tokenizer: 
         )
 
 
-def answer_mask(batch: Batch, size: int, which: int) -> Tensor:
-    """``(B, T)`` trained tokens of one answer of each row: the ``which``-th of ``size``."""
-    wanted = torch.tensor([origin % size == which for origin in batch.origin], device=batch.sequence.device)
-    return batch.loss_mask & (batch.sequence >= 0) & wanted[batch.sequence.clamp_min(0)]
-
-
-def logit_metrics(out: ModelOutputs, **masks: Tensor) -> dict[str, Metric]:
-    """``logits/<side>``: mean over a side's trained tokens, a mask ``(B, T)`` each, of the mean logit over the vocabulary."""
-    assert out.mean_logit is not None
-    return {f"logits/{side}": mean(out.mean_logit, mask) for side, mask in masks.items()}
-
-
-def pair_metrics(
-    out: ModelOutputs, batch: Batch, values: dict[str, Tensor], beta: float, pairs: Sequence[tuple[Tensor, ...]]
-) -> dict[str, Metric]:
-    """What every method on pairs with a reference logs; rewards are ``beta`` times the log-ratio, whatever the loss."""
-    rewards = [beta * values[f"{side}_ratio"] for side in ("chosen", "rejected")]
-    chosen, rejected = (answer_mask(batch, 2, which) for which in (0, 1))
-    (policy_c, policy_r), _, (length_c, length_r), _ = pairs
-    return {
-        "rewards/chosen": mean(rewards[0]),
-        "rewards/rejected": mean(rewards[1]),
-        "rewards/margins": mean(rewards[0] - rewards[1]),
-        "rewards/accuracies": mean((rewards[0] > rewards[1]).float()),
-        "logps/chosen": mean(policy_c),
-        "logps/rejected": mean(policy_r),
-        "completions/chosen_length": mean(length_c),
-        "completions/rejected_length": mean(length_r),
-        "entropy": mean(out.entropy, batch.loss_mask),  # type: ignore[arg-type]
-        "mean_token_accuracy": mean(out.correct.float(), chosen),  # type: ignore[union-attr]
-        **logit_metrics(out, chosen=chosen, rejected=rejected),
-    }
-
-
 class PreferenceTrainer(PostTrainer):
     """Answers to a shared prompt are one tree, computed once by the policy and once by the reference.
 
-    A subclass gives ``branches`` (columns of the answers), ``compared`` (whether it needs a reference) and the objective.
+    A subclass gives the objective and these:
+
+    Attributes:
+        branches: Columns of the answers, in the order of a row's sequences.
+        compared: Whether the loss compares the policy with a reference.
+        judged: One answer a row, with a label that says whether it is good; pairs become a good and a bad answer.
+        likelihood_branch: The answer whose likelihood is raised too.
+        reference_columns: Columns of precomputed log-probs of the reference, one a branch.
+        keep: Further columns that the loss reads.
     """
 
-    signs_of: ClassVar[str] = "P"
+    check_area: ClassVar[str] = "P"
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
     compared: ClassVar[bool] = True
-    whole_rows: ClassVar[bool] = True
+    judged: ClassVar[bool] = False
+    likelihood_branch: ClassVar[int] = 0
+    keep_groups_together: ClassVar[bool] = True
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_chosen_logps", "ref_rejected_logps")
     keep: ClassVar[tuple[str, ...]] = ()
     args: Any
@@ -366,7 +342,7 @@ class PreferenceTrainer(PostTrainer):
         self, model: str | nn.Module, ref_model: nn.Module | None = None, args: Any = None, **kwargs: Any
     ) -> None:
         check_given(self.config_class, model, ref_model, args, kwargs.get("processing_class"))
-        self.reports: dict[str, AnswerReport] = {}
+        self.reports: dict[str, PreparationReport] = {}
         self._own_reference = ref_model is None
         self.reference: Reference | None = None
         super().__init__(model, args, **kwargs)
@@ -431,8 +407,8 @@ class PreferenceTrainer(PostTrainer):
     def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
         done = precomputed_logps(self, dataset, reference, self.reference_columns, name=name)
         if len(self.reference_columns) == 2:
-            with self.checks.preflight.looking("data", ("PT-P002",)):
-                self.checks.tell([reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))])
+            with self.checks.preflight.record_check("data", ("PT-P002",)):
+                self.checks.report([reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))])
         return done
 
     @functools.cached_property
@@ -446,14 +422,14 @@ class PreferenceTrainer(PostTrainer):
         super().check_data()
         self.pairs.agreement(self._raw, self.accelerator)
 
-    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
         """What the rewards of pairs say."""
-        yield from super().signs(logs)
-        yield from self.pairs.signs(logs, self.state, self._raw, self.train_dataset)
+        yield from super().log_checks(logs)
+        yield from self.pairs.log_checks(logs, self.state, self._raw, self.train_dataset)
 
-    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """As every trainer's; policy and reference are compared before the first update, and margins are kept."""
-        terms, outputs = super().terms(model, batch)
+        terms, outputs = super().compute_loss_terms(model, batch)
         if self.compared and model.training:
             half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
             loss = float(terms.terms.detach().mean()) if self.state.global_step == 0 and self.starts_at_ln_2() else None
@@ -469,7 +445,9 @@ class PreferenceTrainer(PostTrainer):
         return AnswerOptions(self.branches, self.args.max_length, self.args.truncation_mode, self.args.mask_inner_turns)
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
-        """Tokenise one set, as `prepare_answers` does, and look at what came of it."""
+        """Tokenise one set, as `prepare_answers` does; check labels, and what came of the first rows of the training set."""
+        if self.judged:
+            dataset = extract_and_unpair(dataset, self.args.dataset_num_proc)
         prepared, self.reports[name] = prepare_answers(
             dataset,
             self.processing_class,
@@ -478,20 +456,44 @@ class PreferenceTrainer(PostTrainer):
             num_proc=self.args.dataset_num_proc,
             keep=(*self.reference_columns, *self.keep),
         )
-        if training and hasattr(prepared, "select") and len(self.branches) > 1:
-            sample = prepared.select(range(min(CHECKED_ROWS, len(prepared))))
-            stops = terminal_token_ids(self.processing_class)
-            with self.checks.preflight.looking("data", PAIR_CODES):
-                self.checks.tell(
-                    check_pairs(answer_rows(sample, self.branches[:2]), limit=self.args.max_length, stops=stops)
-                )
+        if self.judged and "label" not in (prepared.column_names or ["label"]):
+            raise DataError(f"the {name} rows have no 'label'. Give True for good answers and False for bad ones.")
+        if not hasattr(prepared, "select"):
+            return prepared
+        if self.judged:
+            check_labels(prepared["label"][:], self.args, training=training)
+        if training:
+            sample = list(prepared.select(range(min(CHECKED_ROWS, len(prepared)))))
+            options = {"limit": self.args.max_length, "stops": terminal_token_ids(self.processing_class)}
+            with self.checks.preflight.record_check("data", JUDGED_CODES if self.judged else PAIR_CODES):
+                if self.judged:
+                    self.checks.report(check_judged(self.rows(sample), **options))
+                else:
+                    self.checks.report(check_pairs(answer_rows(sample, self.branches[:2]), **options))
         return self.pairs.numbered(prepared) if training else prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """See `answer_rows`."""
+        """See `answer_rows`; the label of a judged answer is a column."""
         columns = {"ref_logps": self.reference_columns} if self.compared else {}
         columns[ROW_NUMBER] = (ROW_NUMBER,) * len(self.branches)
-        return answer_rows(examples, self.branches, columns)
+        rows = answer_rows(examples, self.branches, columns)
+        if self.judged:
+            for index, (row, example) in enumerate(zip(rows, examples, strict=True)):
+                row.sequence_columns["label"] = [float(as_label(example["label"], index))]
+        return rows
+
+    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Tokens of the likelihood term over the step."""
+        if self.judged:
+            return {}
+        masks = (likelihood_mask(batch, len(self.branches), self.likelihood_branch) for batch in batches)
+        return {"likelihood": float(sum(int(mask.sum()) for mask in masks))}
+
+    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Margins of judged answers are the difference of two means, over whatever the window holds."""
+        if not self.judged or not {"rewards/chosen", "rewards/rejected"} <= set(metrics):
+            return metrics
+        return metrics | {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
 
     # Reference ---------------------------------------------------------------------------------------------------
 

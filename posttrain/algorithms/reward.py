@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from posttrain.data.forest import unbatched_pairs
 from posttrain.data.preference import pair_rows, prepare_reward_dataset
-from posttrain.data.sft import unbatched_pairs
 from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.preference import bradley_terry, centering
 from posttrain.losses.reduce import row_terms
@@ -87,9 +87,9 @@ class RewardTrainer(PostTrainer):
     """
 
     config_class: ClassVar[type[RewardConfig]] = RewardConfig
-    needs: ClassVar[frozenset[str]] = frozenset({"scores"})
+    needs: frozenset[str] = frozenset({"scores"})
     generative: ClassVar[bool] = False
-    whole_rows: ClassVar[bool] = True
+    keep_groups_together: ClassVar[bool] = True
     takes_collator: ClassVar[bool] = True
     answers_per_row = 2
     _tag_names: ClassVar[list[str]] = ["posttrain", "reward-trainer"]
@@ -137,7 +137,8 @@ class RewardTrainer(PostTrainer):
         found: dict[int, np.ndarray] = {}
         for batch in batches:
             scores = forward(model, batch, self.needs).scores
-            pairs = batch.grouped(scores, 2).float().cpu().numpy()  # type: ignore[arg-type]
+            assert scores is not None
+            pairs = batch.grouped(scores, 2).float().cpu().numpy()
             for first, pair in zip(sorted(batch.origin)[::2], pairs, strict=True):
                 found[first] = pair
         return [(found[first], np.array(0)) for first in sorted(found)]

@@ -141,7 +141,7 @@ class RLOOTrainer(OnlineTrainer):
     """
 
     config_class: ClassVar[type[RLOOConfig]] = RLOOConfig
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy"})
+    needs: frozenset[str] = frozenset({"logp", "entropy"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "rloo"]
     _name: ClassVar[str] = "RLOO"
     _suffix: ClassVar[str] = "RLOO"

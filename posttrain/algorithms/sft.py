@@ -10,14 +10,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from posttrain.data.forest import unbatched
+from posttrain.data.formats import PreparationReport
 from posttrain.data.packing import STRATEGIES
 from posttrain.data.sft import (
-    PreparationReport,
     SupervisedOptions,
     check_prepared,
     document_rows,
     prepare_sft_dataset,
-    unbatched,
     with_training_template,
 )
 from posttrain.errors import ConfigError, check_choice
@@ -149,7 +149,7 @@ class SFTTrainer(PostTrainer):
     """
 
     config_class: ClassVar[type[SFTConfig]] = SFTConfig
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "correct"})
+    needs: frozenset[str] = frozenset({"logp", "entropy", "correct"})
     takes_collator: ClassVar[bool] = True
     takes_loss_func: ClassVar[bool] = True
     _tag_names: ClassVar[list[str]] = ["posttrain", "sft"]
@@ -176,7 +176,7 @@ class SFTTrainer(PostTrainer):
             )
         super().__init__(model, args, **kwargs)
         if self.args.label_smoothing_factor:
-            self.needs = self.needs | {"logits"}  # type: ignore[misc]
+            self.needs = self.needs | {"logits"}
         if self.args.packing and learns_prompts(self.model):
             raise ConfigError(
                 "packing=True with prompt learning: every document needs virtual tokens of its own, so there is nothing to gain. "

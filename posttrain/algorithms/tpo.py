@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from posttrain.algorithms.preference import AnswerConfig, answer_mask
-from posttrain.algorithms.reference_free import ReferenceFreeTrainer, branch_sums, reward_metrics
+from torch import nn
+
+from posttrain.algorithms.answers import answer_mask, branch_sums, likelihood_terms, reference_free_metrics
+from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
@@ -38,20 +40,25 @@ class TPOConfig(AnswerConfig):
             )
 
 
-class TPOTrainer(ReferenceFreeTrainer):
+class TPOTrainer(PreferenceTrainer):
     """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated.
 
     Reference: Triple preference optimization, arXiv:2405.16681.
     """
 
     config_class: ClassVar[type[TPOConfig]] = TPOConfig
+    compared: ClassVar[bool] = False
+    reference_columns: ClassVar[tuple[str, ...]] = ()
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected", "reference")
-    needs: ClassVar[frozenset[str]] = ReferenceFreeTrainer.needs | {"correct"}
-    likelihood_branch = 2
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit", "correct"})
+    likelihood_branch: ClassVar[int] = 2
     _tag_names: ClassVar[list[str]] = ["posttrain", "tpo"]
     _name: ClassVar[str] = "TPO"
     _suffix: ClassVar[str] = "TPO"
     args: TPOConfig
+
+    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, None, args, **kwargs)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the gold answers."""
@@ -61,7 +68,7 @@ class TPOTrainer(ReferenceFreeTrainer):
         read = mean_logp(logp, length) if formula.per_token else logp
         values = {"chosen_score": read[:, 0], "rejected_score": read[:, 1]}
         terms = formula(values, beta=cfg.beta, gamma=cfg.tpo_l_gamma, label_smoothing=cfg.label_smoothing)
-        metrics = reward_metrics(outputs, batch, cfg.beta * read[:, :2], read)
+        metrics = reference_free_metrics(outputs, batch, cfg.beta * read[:, :2], read)
         assert outputs.correct is not None
         metrics["mean_token_accuracy"] = mean(outputs.correct.float(), answer_mask(batch, 3, 0))
-        return self.terms_of(terms, outputs, batch, metrics, likelihood=cfg.tpo_alpha)
+        return likelihood_terms(terms, outputs, batch, metrics, weight=cfg.tpo_alpha, branches=3, branch=2)

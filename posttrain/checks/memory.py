@@ -1,19 +1,28 @@
-"""Whether a run fits in memory, and whether it uses what it has: plain numbers in, findings out."""
+"""Whether a run fits in memory, and whether it uses what it has; `plan` makes the workload that is estimated."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from posttrain.checks.memory_plan import TRAITS, Lengths, assumed_lengths, plan
 from posttrain.checks.registry import Context, finding, probe, register
-from posttrain.types import Finding
+from posttrain.errors import ModelError
+from posttrain.types import Finding, Row
+
+if TYPE_CHECKING:
+    from posttrain.data.forest import Layout
+    from posttrain.models.memory_estimate import Generating, Shards, Workload
 
 __all__ = [
     "FULL",
     "MOST",
+    "Lengths",
     "Profile",
+    "assumed_lengths",
     "check_dry_step",
     "check_estimate",
     "check_fragmentation",
@@ -24,19 +33,33 @@ __all__ = [
     "gib",
     "larger_batch",
     "memory_fits",
-    "name_of",
+    "plan",
+    "samples",
 ]
 
+logger = logging.getLogger(__name__)
 
-MOST = (
-    0.9  # Share of the memory that a run may plan with: estimates are right within a fifth, and allocators waste some.
-)
-FULL = 0.94  # Share from which a longer sample than any seen so far is likely to be the end.
-IDLE = 0.5  # A peak below this share leaves room for twice the tokens.
-FRAGMENTED = 0.15  # Share of the device that is reserved and holds nothing.
-IMBALANCE = 1.25  # Busiest rank against the mean.
-GENERATION = 0.75  # Share of a step that is spent on sampling.
-MUCH_LONGER = 1.5  # Longest sample of the data against the longest that was trained.
+
+# Share of the memory that a run may plan with: estimates are right within a fifth, and allocators waste some.
+MOST = 0.9
+# Share from which a longer sample than any seen so far is likely to run out of memory.
+FULL = 0.94
+# A peak below this share leaves room for twice the tokens.
+IDLE = 0.5
+# Share of the device that is reserved and holds nothing.
+FRAGMENTED = 0.15
+# Tokens of the busiest rank against the mean.
+IMBALANCE = 1.25
+# Share of a step that is spent on sampling.
+GENERATION = 0.75
+# Longest sample of the data against the longest that was trained.
+MUCH_LONGER = 1.5
+# Share of the memory below which a rough bound is enough, and nothing is traced.
+PLAINLY = 0.25
+# Tokens of a row, and of a prompt, where neither the data nor the config says.
+ASSUMED, ASSUMED_PROMPT = 1024, 256
+# Tokens of a pass in the rough bound.
+MOST_TOKENS = 16_384
 
 register(
     "PT-M001", "weights-exceed-memory", moment="data", title="weights and optimizer alone exceed the memory", page="e"
@@ -64,13 +87,13 @@ def gib(size: float) -> str:
 def check_estimate(
     components: Mapping[str, int], available: int, *, total: int, where: str, fixes: Sequence[str] = ()
 ) -> Finding | None:
-    """An estimate beyond what there is: an error where no setting of lengths and batches could help, else a warning.
+    """An estimate beyond the memory: an error where no setting of lengths and batches could help, else a warning.
 
     Args:
-        components: Bytes at the fullest moment, by what they are.
-        available: Bytes that this process could have.
+        components: Bytes at the fullest moment, by component.
+        available: Bytes that this process can have.
         total: Bytes of the device.
-        where: The device, in words.
+        where: The device, for messages.
         fixes: What would help, the best first.
     """
     peak = sum(components.values())
@@ -102,13 +125,13 @@ def check_estimate(
 def check_dry_step(
     needed: int, available: int, *, tokens: int, where: str, failed: bool, divisible: bool = True
 ) -> Finding | None:
-    """What the dry step took, with the optimiser's states that come later.
+    """A dry step that ran out of memory, or that needs more than may be planned with.
 
     Args:
-        needed: Bytes at its peak, states included.
-        available: Bytes that this process could have.
+        needed: Bytes at its peak, with the optimiser's states that the first update will add.
+        available: Bytes that this process can have.
         tokens: Of its largest pass.
-        where: The device, in words.
+        where: The device, for messages.
         failed: Whether memory ran out.
         divisible: Whether a pass that does not fit would be divided while training.
     """
@@ -301,44 +324,244 @@ def check_shares(seen: Profile) -> Finding | None:
     )
 
 
-PLAINLY = 0.25  # Share of the memory below which a bound made in no time is enough.
-MOST_TOKENS = 16_384  # Of a pass, where nothing else is said.
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest prompt and completion, and where they are known from."""
+
+    prompt: int
+    completion: int
+    source: str = "given"
 
 
-def name_of(context: Context) -> str | None:
-    """The training command behind a trainer's class, or behind the class that it extends; None where there is none."""
-    trainer = context.parts.get("trainer")
-    classes = [kind.__name__ for kind in type(trainer).__mro__] if trainer is not None else []
-    plain = {name.replace("-", ""): name for name in TRAITS}
-    for name in (context.trainer, *classes):
-        key = name.removesuffix("Trainer").lower().replace("-", "").replace("_", "")
-        if key in plain:
-            return plain[key]
-    return None
+def samples(args: Any) -> bool:
+    """Whether a method trains on completions that it samples, by its config."""
+    return hasattr(args, "max_completion_length")
+
+
+def _answers(trainer: Any) -> int:
+    """Completions of a dataset row, by the trainer's class."""
+    return len(getattr(trainer, "branches", ())) or trainer.answers_per_row
+
+
+def _compares(trainer: Any, args: Any) -> bool:
+    """Whether a frozen reference scores the rows."""
+    if not samples(args):
+        return getattr(trainer, "compared", False) and not args.precompute_ref_log_probs
+    always = any(getattr(args, name, None) is not None for name in ("kl_coef", "beta2"))
+    return always or bool(args.beta) or getattr(args, "log_ref_kl", False)
+
+
+def assumed_lengths(trainer: Any, args: Any) -> Lengths:
+    """The longest that the config allows, where the data was not read.
+
+    Args:
+        trainer: A trainer, or its class.
+        args: Its config.
+    """
+    longest = getattr(args, "max_length", None)
+    if not samples(args):
+        total = longest or ASSUMED
+        source = f"max_length={total}" if longest else f"assumed, as max_length is not set: {ASSUMED}"
+        if not hasattr(trainer, "branches") and _answers(trainer) == 1:
+            return Lengths(0, total, source)
+        return Lengths(total // 2, total - total // 2, f"{source}, half of it prompt (assumed)")
+    completion = args.max_completion_length or ASSUMED_PROMPT
+    given = getattr(args, "max_prompt_length", None)
+    prompt = given or (min(ASSUMED_PROMPT, longest - completion) if longest else ASSUMED_PROMPT)
+    return Lengths(prompt, completion, f"the config's limits, prompts of {prompt}" + ("" if given else " (assumed)"))
+
+
+def _longest_rows(trainer: Any, args: Any, lengths: Lengths, size: int) -> list[Row]:
+    """A micro-batch of one process in which every row is as long as the longest; all tokens are 0."""
+    counts = [_answers(trainer)] * size if not samples(args) else []
+    if not counts:
+        group = int(args.num_generations)
+        size *= int(args.train_batch_size) // int(args.per_device_train_batch_size) // max(args.n_gpu, 1) or 1
+        counts = [group] * (size // group) + ([size % group] if size % group else [])
+    answer = [0] * max(lengths.completion, 1)
+    return [Row([0] * lengths.prompt, [answer] * count, [[1] * len(answer)] * count) for count in counts]
+
+
+def _layout(args: Any, config: Any, device: str) -> Layout:
+    """How the trainer will lay out rows, if the model takes token forests."""
+    import torch
+
+    from posttrain.models.attention import layout_for
+
+    given = dict(getattr(args, "model_init_kwargs", None) or {}).get("attn_implementation")
+    text = SimpleNamespace(_attn_implementation=given or getattr(config, "_attn_implementation", None))
+    weight = SimpleNamespace(device=torch.device(device))
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: text), parameters=lambda: iter([weight])
+    )
+    layout = layout_for(model)
+    row_tokens, multiple = getattr(args, "max_row_tokens", None), getattr(args, "pad_to_multiple_of", None)
+    layout = layout if row_tokens is None else replace(layout, row_tokens=row_tokens)
+    return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
+
+
+def _single_pass(args: Any) -> bool:
+    """Whether the loss compares all rows of a micro-batch, which must then be one forward pass."""
+    from posttrain.losses.preference import DPO_LOSSES
+
+    losses = getattr(args, "loss_type", None)
+    if isinstance(losses, list):
+        return any(DPO_LOSSES[name].kind == "sorted" for name in losses if name in DPO_LOSSES)
+    return losses == "bnpo" or getattr(args, "top_entropy_quantile", 1.0) < 1.0
+
+
+def plan(
+    trainer: Any,
+    args: Any,
+    model_config: Any,
+    *,
+    lengths: Lengths | None = None,
+    peft_config: Any = None,
+    parts: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+    process: int = 0,
+    processes: int = 1,
+    batch_size: int | None = None,
+    bits: int | None = None,
+) -> Workload:
+    """What one process of this run holds.
+
+    Args:
+        trainer: A trainer, or its class.
+        args: Its config.
+        model_config: Configuration of the policy.
+        lengths: Of the longest prompt and completion; None: what the config allows.
+        peft_config: Of an adapter that is trained.
+        parts: Configurations of other models, by ``reward_model`` and ``value_model``.
+        device: ``cpu`` or ``cuda``.
+        process: Bytes of the interpreter and its libraries.
+        processes: Ranks.
+        batch_size: Instead of the config's.
+        bits: Of quantised weights.
+    """
+    from posttrain.data.forest import collate
+    from posttrain.models.memory_estimate import Part, Workload
+
+    parts = dict(parts or {})
+    lengths = lengths or assumed_lengths(trainer, args)
+    dtype = _dtype(args, model_config)
+    policy = Part("policy", model_config, "causal" if trainer.generative else "sequence", dtype, peft_config, bits=bits)
+    size = batch_size or int(args.per_device_train_batch_size)
+    rows = _longest_rows(trainer, args, lengths, size)
+    layout = _layout(args, model_config, device)
+    batches = collate(rows, pad_token_id=0, layout=layout, whole_rows=trainer.whole_rows, together=_single_pass(args))
+    reference = ("copy" if peft_config is None else "adapter") if _compares(trainer, args) else ""
+    frozen = [replace(policy, role="reference", trained=False, peft_config=None)] if reference == "copy" else []
+    if parts.get("reward_model") is not None:
+        frozen.append(Part("reward model", parts["reward_model"], "sequence", dtype, trained=False))
+    critic = parts.get("value_model")
+    smoothing = {"logits"} if getattr(args, "label_smoothing_factor", 0) else set()
+    return Workload(
+        policy=policy,
+        batches=batches,
+        passes=max(1, round(len(batches) * _accumulation(args) * args.per_device_train_batch_size / size)),
+        critic=None if critic is None else Part("value model", critic, "sequence", dtype),
+        value_head="values" in trainer.needs and critic is None,
+        frozen=tuple(frozen),
+        reference=reference,
+        needs=trainer.needs | {"entropy"} | smoothing,
+        checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
+        kept_layers=args.kept_layers,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        autocast=_autocast(args, dtype),
+        generating=_generating(args, lengths, device),
+        shards=_shards(args, processes),
+        device=device,
+        process=process,
+    )
+
+
+def _dtype(args: Any, config: Any) -> Any:
+    import torch
+
+    name = dict(getattr(args, "model_init_kwargs", None) or {}).get("dtype", "float32")
+    if name in ("auto", None):
+        name = getattr(config, "dtype", None) or torch.float32
+    return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
+
+
+def _autocast(args: Any, dtype: Any) -> Any:
+    """Dtype of the computation where it is not that of the weights."""
+    import torch
+
+    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    return half if half is not dtype else None
+
+
+def _accumulation(args: Any) -> int:
+    """Micro-batches of an optimiser step; PPO's are its mini-batches."""
+    if hasattr(args, "local_mini_batch_size"):
+        return max(1, -(-args.local_mini_batch_size // args.per_device_train_batch_size))
+    return int(args.gradient_accumulation_steps)
+
+
+def _generating(args: Any, lengths: Lengths, device: str) -> Generating | None:
+    """The largest call of an engine in this process; None where completions are given, or sampled by workers."""
+    from posttrain.models.memory_estimate import Generating
+
+    if not samples(args) or hasattr(args, "worker_engine"):
+        return None
+    world = max(int(getattr(args, "world_size", 1)), 1)
+    sequences = max(1, int(args.generation_batch_size or args.per_device_train_batch_size) // world)
+    return Generating(
+        prompts=-(-sequences // int(args.num_generations)),
+        prompt_tokens=lengths.prompt,
+        completion_tokens=lengths.completion,
+        sequences=sequences,
+        slots=64 if device == "cpu" else 256,
+        shares_prompts=getattr(args, "rollout_engine", "auto") != "hf",
+        models=2 if hasattr(args, "mixture_coef") else 1,
+    )
+
+
+def _shards(args: Any, processes: int) -> Shards:
+    """How ZeRO or FSDP divides the model, by the config or by the variables that ``accelerate launch`` exports."""
+    from posttrain.models.memory_estimate import Shards
+
+    plugin = getattr(args, "deepspeed_plugin", None)
+    stage = int(plugin.zero_stage) if plugin is not None else 0
+    fsdp = " ".join(str(getattr(option, "value", option)) for option in getattr(args, "fsdp", None) or ())
+    if not fsdp and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        fsdp = os.environ.get("FSDP_SHARDING_STRATEGY", "full_shard").lower()
+    if fsdp and fsdp != "no_shard":
+        stage = 2 if "grad_op" in fsdp else 3
+    return Shards(*(processes if stage >= least else 1 for least in (3, 2, 1)), processes=processes)
 
 
 @probe("data", "PT-M001", "PT-M002")
 def memory_fits(context: Context) -> Iterable[Finding | None]:
     """An estimate against what is free; traced (seconds) only where a rough bound leaves a doubt."""
-    name, config = name_of(context), context.model_config
-    if name is None or config is None:
+    trainer = context.parts.get("trainer") or context.parts.get("trainer_class")
+    config, args = context.model_config, context.args
+    if trainer is None or config is None:
         return []
     from posttrain.models.device_memory import available_memory, in_use
+    from posttrain.models.memory_estimate import estimate_memory
 
-    limit = getattr(context.args, "memory_limit_gib", None)
-    device = context.args.device
+    limit = getattr(args, "memory_limit_gib", None)
+    device = args.device
     has = available_memory(device, None if limit is None else int(limit * 2**30))
     if _bound(config) < PLAINLY * has.free:
         return []
-    from posttrain.models.memory_estimate import estimate_memory
-
-    process = in_use("cpu") - _loaded(context.model) if device.type == "cpu" else 0
+    process = 0
+    if device.type == "cpu" and context.model is not None:
+        # The estimate counts the weights, which are in memory already.
+        process = max(in_use("cpu") - sum(parameter.nbytes for parameter in context.model.parameters()), 0)
     work = plan(
-        name, context.args, config, lengths=_lengths(name, context), peft_config=context.peft_config,
-        device=device.type, process=max(process, 0), processes=context.processes,
+        trainer, args, config, lengths=_sampled_lengths(trainer, context), peft_config=context.peft_config,
+        device=device.type, process=process, processes=context.processes,
     )  # fmt: skip
-    found = estimate_memory(work)
-    fixes = [f"posttrain estimate {name} tells what each of its settings saves (here {gib(found.peak)})"]
+    try:
+        found = estimate_memory(work)
+    except ModelError as error:
+        logger.warning("%s", error)
+        return []
+    fixes = [f"see what each setting saves with posttrain estimate (the estimate is {gib(found.peak)})"]
     if work.policy.peft_config is None:
         fixes.append("train an adapter (peft_config)")
     if work.kept_layers != 0:
@@ -347,15 +570,9 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
     return [check_estimate(found.components, has.free, total=has.total, where=has.where, fixes=fixes)]
 
 
-def _loaded(model: Any) -> int:
-    """Bytes of weights that are in memory already, which the estimate counts by themselves."""
-    return 0 if model is None else sum(parameter.nbytes for parameter in model.parameters())
-
-
 def _bound(config: Any) -> float:
     """More than a run takes: weights, gradients, two moments and a reference in float32, and every activation of a pass."""
-    from posttrain.errors import ModelError
-    from posttrain.models.memory_estimate import compute_flops_per_token
+    from posttrain.models.flops import compute_flops_per_token
 
     text = config.get_text_config()
     try:
@@ -366,13 +583,13 @@ def _bound(config: Any) -> float:
         return float("inf")
 
 
-def _lengths(name: str, context: Context) -> Lengths:
-    """The longest of the sampled rows; completions that are sampled as long as they may be."""
-    known = assumed_lengths(name, context.args)
+def _sampled_lengths(trainer: Any, context: Context) -> Lengths:
+    """The longest of the sampled rows; sampled completions are as long as they may be."""
+    known = assumed_lengths(trainer, context.args)
     rows = [row for row in context.rows if row.prompt_ids or row.completions]
     if not rows:
         return known
     prompt = max(len(row.prompt_ids) for row in rows)
-    if not TRAITS[name].answers:
+    if samples(context.args):
         return Lengths(prompt, known.completion, "the sampled prompts")
     return Lengths(prompt, max(len(ids) for row in rows for ids in row.completions or [[]]), "the sampled rows")

@@ -6,6 +6,7 @@ it says when it found something (`finding`). A new module in this package joins 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import pkgutil
@@ -103,6 +104,7 @@ class Context:
         tokenizer: Tokenizer or processor.
         train_dataset, eval_dataset: As they were given.
         rows: A sample of the training set, tokenised.
+        sample: The same rows with what their checks find (`posttrain.checks.rows.RowSample`), where that is shared.
         limit: Tokens at which those rows were cut.
         peft_config: Of an adapter that is trained.
         processes: Ranks of the run.
@@ -117,6 +119,7 @@ class Context:
     train_dataset: Any = None
     eval_dataset: Any = None
     rows: Sequence[Row] = ()
+    sample: Any = None
     limit: int | None = None
     peft_config: Any = None
     processes: int = 1
@@ -149,11 +152,11 @@ def register(code: str, name: str, *, moment: Moment, title: str, page: str = ""
     """Add a line to the register.
 
     Raises:
-        ConfigError: The code is not of the form ``PT-D012``, or code or name are taken.
+        ConfigError: The code is not of the form ``PT-D013``, or code or name are taken.
     """
     match = CODE.fullmatch(code)
     if match is None or match[1] not in AREAS:
-        raise ConfigError(f"code={code!r} must be PT-, a letter of {''.join(AREAS)} and three digits, as PT-D012 is.")
+        raise ConfigError(f"code={code!r} must be PT-, a letter of {''.join(AREAS)} and three digits, as PT-D013 is.")
     check_choice("moment", moment, MOMENTS)
     taken = next((check for check in REGISTRY.values() if check.code == code or check.name == name), None)
     if taken is not None:
@@ -217,10 +220,15 @@ def codes_of(area: str, moment: Moment) -> tuple[str, ...]:
     return tuple(check.code for check in REGISTRY.values() if check.moment == moment and check.code[3] == area)
 
 
-def load() -> dict[str, Check]:
-    """Import every module of this package, so that the register is whole; returns it in the order of codes."""
+@functools.cache
+def _import_checks() -> None:
     for module in pkgutil.iter_modules(posttrain.checks.__path__, "posttrain.checks."):
         importlib.import_module(module.name)
+
+
+def load() -> dict[str, Check]:
+    """Import every module of this package, so that the register is whole; returns it in the order of codes."""
+    _import_checks()
     return dict(sorted(REGISTRY.items()))
 
 
@@ -260,12 +268,10 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-D009", "data-replacement-char", "data", "damaged text", "b"),
     ("PT-D010", "data-unknown-token", "data", "characters that the tokenizer does not know", "b"),
     ("PT-D011", "data-truncated", "data", "rows cut at the limit", "b"),
-    ("PT-D012", "pair-identical", "data", "chosen and rejected are equal", "f"),
     ("PT-D013", "data-pair-identical", "data", "chosen and rejected have the same tokens", "f"),
     ("PT-D014", "data-dropped", "data", "rows that preparation left out", "b"),
     ("PT-D015", "data-prompt-diverged", "data", "prompts that tokenise otherwise once the completion follows", "b"),
     ("PT-D020", "pair-contradiction", "data", "the same two answers preferred both ways", "f"),
-    ("PT-D021", "pair-duplicate", "data", "a pair that occurs more than once", "f"),
     ("PT-D022", "pair-length-bias", "data", "one side is nearly always longer", "f"),
     ("PT-D023", "pair-cut-one-side", "data", "the limit cuts one answer of a pair", "f"),
     ("PT-D024", "pair-eos-one-side", "data", "only one side ends with an end-of-turn token", "f"),
@@ -299,10 +305,8 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-R012", "online-no-gradient", "log_step", "steps that move nothing", "j"),
     ("PT-R013", "online-reward-drowns", "log_step", "one reward function decides everything", "j"),
     ("PT-R014", "online-reward-never-applies", "log_step", "a reward function that never applies", "j"),
-    ("PT-R015", "online-reward-constant", "log_step", "a reward function that never varies", "j"),
     ("PT-R016", "online-reward-nan", "log_step", "a reward function returned NaN", "j"),
     ("PT-R017", "online-reward-slow", "log_step", "the run waits for a reward function", ""),
-    ("PT-R018", "online-stragglers", "log_step", "a few long completions that others wait for", ""),
     ("PT-R019", "online-reward-outlier", "log_step", "one reward far above the others", "j"),
     ("PT-R020", "online-reward-large", "log_step", "rewards whose size makes steps large", "j"),
     ("PT-R021", "online-overlong-unreachable", "config", "a punishment of length that nothing can reach", "j"),
@@ -344,8 +348,8 @@ def silenced_codes(silence: Mapping[str, str] | None) -> dict[str, str]:
     Raises:
         ConfigError: A code or name that does not exist, or a reason that says nothing.
 
-    >>> silenced_codes({"pair-identical": "a control group"})
-    {'PT-D012': 'a control group'}
+    >>> silenced_codes({"data-pair-identical": "a control group"})
+    {'PT-D013': 'a control group'}
     """
     codes: dict[str, str] = {}
     for key, reason in (silence or {}).items():
@@ -422,7 +426,7 @@ class Preflight:
         return self.mode != "off"
 
     @contextmanager
-    def looking(self, moment: Moment, codes: Collection[str]) -> Iterator[None]:
+    def record_check(self, moment: Moment, codes: Collection[str]) -> Iterator[None]:
         """Count what happens inside as one look for these codes."""
         if not self.active:
             yield
@@ -447,7 +451,7 @@ class Preflight:
             if probe.moment != moment or not probe.concerns(context):
                 continue
             try:
-                with self.looking(moment, probe.codes):
+                with self.record_check(moment, probe.codes):
                     found += [finding for finding in probe.function(context) if finding is not None]
             except PreflightError:
                 raise
@@ -480,7 +484,7 @@ class Preflight:
         """Whether a finding ends the run."""
         return finding.severity == "error" and self.mode == "error" and finding.code not in self.silenced
 
-    def tell(self, findings: Iterable[Finding | None], *, log: bool = True) -> list[Finding]:
+    def report(self, findings: Iterable[Finding | None], *, log: bool = True) -> list[Finding]:
         """Log findings, each kind the first time and every hundredth; errors among them end the run together.
 
         Args:

@@ -6,30 +6,37 @@ their indices are those of the list that was given.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-from posttrain.checks.registry import Context, probe
+from posttrain.checks.registry import Context, Severity, probe, register
 from posttrain.data.chat import common_prefix, encode, render, terminal_token_ids
+from posttrain.data.formats import ROLES
 from posttrain.errors import PosttrainError
 from posttrain.types import Finding, Row
 
 __all__ = [
-    "CHECKS",
-    "RowContext",
+    "ROW_CODES",
+    "RULES",
+    "RowRule",
+    "RowSample",
     "TokenSequence",
+    "answers_of",
     "check_rows",
+    "columns_of",
     "count_of",
     "diverged_prompts",
+    "doubt",
     "dropped_rows",
+    "fault",
+    "is_open",
     "where",
 ]
 
-
-Severity = Literal["info", "warning", "error"]
 
 NAMED = 8  # Row indices a finding names before it says "and n more".
 
@@ -54,14 +61,14 @@ class TokenSequence:
 
 
 @dataclass(frozen=True)
-class RowContext:
-    """Rows and what the checks want to know about their tokenizer, each computed once.
+class RowSample:
+    """Rows, and what the checks need to know of their tokenizer, each computed once.
 
     Attributes:
         rows: The rows; never changed.
         tokenizer: Decodes and encodes.
         limit: Tokens at which rows were cut, or None.
-        numbers: What each row is called in messages; None: its index.
+        numbers: Row numbers for messages; None: indices.
         examples: Index of one row of each finding, by code; filled while checks run.
     """
 
@@ -76,11 +83,6 @@ class RowContext:
     def sequences(self) -> list[TokenSequence]:
         """Every sequence of every row, in order."""
         return [sequence for index, row in enumerate(self.rows) for sequence in _sequences(index, row)]
-
-    @cached_property
-    def texts(self) -> list[str]:
-        """Every sequence decoded, special tokens included."""
-        return [self.decode(sequence.ids) for sequence in self.sequences]
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -126,16 +128,30 @@ class RowContext:
         """Whether a sequence reaches the limit."""
         return self.limit is not None and len(sequence.ids) >= self.limit
 
-    def finding(
-        self, code: str, severity: Severity, rows: Sequence[int], *, what: str, why: str, fix: str
-    ) -> Finding | None:
-        """A finding about ``rows``, or None when there are none."""
-        found = sorted(set(rows))
-        if not found:
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """What `RULES` find, at most one a code, the worst first."""
+        found = [finding for rule in RULES if (finding := self._finding(rule)) is not None]
+        return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
+
+    def _finding(self, rule: RowRule) -> Finding | None:
+        bad, severity = rule.look(self)
+        rows = sorted(set(bad))
+        if not rows:
             return None
-        self.examples[code] = found[0]
-        named = found if self.numbers is None else [self.numbers[index] for index in found]
-        return Finding(code, severity, f"{count_of(len(found), len(self.rows))} {what}", where(named), why, fix)
+        self.examples[rule.code] = rows[0]
+        named = rows if self.numbers is None else [self.numbers[index] for index in rows]
+        tokenizer = self.tokenizer
+        values = {
+            "bos": f"{tokenizer.bos_token!r} (id {tokenizer.bos_token_id})",
+            "eos": f"{tokenizer.eos_token!r} (id {tokenizer.eos_token_id})",
+            "unk": f"{tokenizer.unk_token!r} (id {tokenizer.unk_token_id})",
+            "ends": ", ".join(repr(self.decode([i])) for i in sorted(self.ends)) or "none known",
+            "limit": self.limit,
+            "size": len(tokenizer),
+        }
+        what = f"{count_of(len(rows), len(self.rows))} {rule.what.format(**values)}"
+        return Finding(rule.code, severity, what, where(named), rule.why, rule.fix)
 
 
 def _sequences(index: int, row: Row) -> list[TokenSequence]:
@@ -163,264 +179,223 @@ def where(found: Sequence[int]) -> str:
     return f"row{'s' if len(found) > 1 else ''} {named}{more}"
 
 
-RARE = 0.01  # Duplicates and identical pairs up to one row in a hundred are noise of a real data set.
-WINDOW = 8  # Tokens on either side of a boundary that are tokenised again: no merge reaches further than a word.
+# Duplicates and identical pairs up to one row in a hundred are noise of a real data set.
+RARE = 0.01
+# Tokens on either side of a boundary that are tokenised again: no merge reaches further than a word.
+WINDOW = 8
 DAMAGED = re.compile("[\ufffd\ud800-\udfff]")
 
+# Rows that are concerned, and how bad that is.
+Seen = tuple[Iterable[int], Severity]
 
-def bos_double(context: RowContext) -> Finding | None:
+
+def _outside(sample: RowSample) -> Seen:
+    size = len(sample.tokenizer)
+    return (s.row for s in sample.sequences if s.ids and not 0 <= min(s.ids) <= max(s.ids) < size), "error"
+
+
+def _bos_double(sample: RowSample) -> Seen:
     """Two bos tokens side by side, or a second one further on where the template does not open turns with it."""
-    bos = context.tokenizer.bos_token_id
-    if bos is None:
-        return None
-    once = not context.bos_opens_turns and bos != context.tokenizer.eos_token_id
-    bad = [
-        s.row
-        for s in context.sequences
-        if any(a == b == bos for a, b in zip(s.ids, s.ids[1:], strict=False)) or (once and s.ids.count(bos) > 1)
-    ]
-    return context.finding(
-        "PT-D002",
-        "warning",
-        bad,
-        what=f"begin twice: {context.tokenizer.bos_token!r} (id {bos}) stands more than once.",
-        why="text that already holds the token was tokenised with special tokens on, or prompt and completion each got one. "
-        "A model has never seen two, and answers differently after them.",
-        fix="give messages and let the chat template write special tokens, or strip the token from the text; tokenise "
-        "completions with add_special_tokens=False.",
-    )
+    bos = sample.tokenizer.bos_token_id
+    several = [s for s in sample.sequences if bos is not None and s.ids.count(bos) > 1]
+    once = bool(several) and not sample.bos_opens_turns and bos != sample.tokenizer.eos_token_id
+    return (s.row for s in several if once or (bos, bos) in itertools.pairwise(s.ids)), "warning"
 
 
-def eos_double(context: RowContext) -> Finding | None:
-    """Two eos tokens with nothing but white space between them."""
-    eos = context.tokenizer.eos_token_id
-    if eos is None:
-        return None
-    bad = [s.row for s in context.sequences if _ends_twice(context, s.ids, eos)]
-    return context.finding(
-        "PT-D003",
-        "warning",
-        bad,
-        what=f"end twice: {context.tokenizer.eos_token!r} (id {eos}) follows itself with only white space between.",
-        why="the text already ended with the token when another was appended, or rows were padded with it beforehand. The "
-        "model learns to say it twice, and trained padding weighs on the loss.",
-        fix="leave the token out of the text (it is appended once for you), strip trailing newlines after it, and give rows "
-        "without padding.",
-    )
+def _eos_double(sample: RowSample) -> Seen:
+    """Two eos tokens with nothing but white space between them; a first token that is bos and eos in one ends nothing."""
+    eos, bos = sample.tokenizer.eos_token_id, sample.tokenizer.bos_token_id
+
+    def twice(ids: list[int]) -> bool:
+        places = [i for i, token in enumerate(ids) if token == eos and (i or eos != bos)]
+        return any(all(map(sample.blank, ids[a + 1 : b])) for a, b in itertools.pairwise(places))
+
+    return (s.row for s in sample.sequences if s.ids.count(eos) > 1 and twice(s.ids)), "warning"
 
 
-def _ends_twice(context: RowContext, ids: list[int], eos: int) -> bool:
-    last: int | None = None
-    for position, token in enumerate(ids):
-        if token == eos:
-            if last is not None:
-                return True
-            # A first token that is bos and eos in one opens the text; it ends nothing.
-            last = None if position == 0 and eos == context.tokenizer.bos_token_id else position
-        elif not context.blank(token):
-            last = None
-    return False
-
-
-def eos_untrained(context: RowContext) -> Finding | None:
+def _eos_untrained(sample: RowSample) -> Seen:
     """The last trained token, white space aside, ends no turn; rows cut at the limit are not counted."""
-    asked = [s for s in context.sequences if any(s.trained) and not context.cut(s)]
-    bad = [s.row for s in asked if not _trains_its_end(context, s)]
-    names = ", ".join(repr(context.decode([i])) for i in sorted(context.ends)) or "none known"
-    return context.finding(
-        "PT-D004",
-        "error" if len(bad) == len(asked) else "warning",
-        bad,
-        what=f"train no token that ends them (tokens that do: {names}).",
-        why="the loss looks healthy, but the model is not taught to stop: at generation it runs to the length limit.",
-        fix="let the loss mask include the end of each turn (inside {% generation %} for assistant_only_loss), or set "
-        "eos_token to what the template ends a turn with.",
-    )
+    asked = [s for s in sample.sequences if any(s.trained) and not sample.cut(s)]
+
+    def last(s: TokenSequence) -> int | None:
+        pairs = zip(reversed(s.ids), reversed(s.trained), strict=True)
+        return next((token for token, trained in pairs if trained and not sample.blank(token)), None)
+
+    bad = [s.row for s in asked if last(s) not in sample.ends]
+    return bad, "error" if len(bad) == len(asked) else "warning"
 
 
-def _trains_its_end(context: RowContext, sequence: TokenSequence) -> bool:
-    for token, trained in zip(reversed(sequence.ids), reversed(sequence.trained), strict=True):
-        if trained and not context.blank(token):
-            return token in context.ends
-    return False
+def _untrained(sample: RowSample) -> Seen:
+    asked = [s for s in sample.sequences if s.has_completion and s.start < len(s.ids)]
+    bad = [s.row for s in asked if not any(s.trained)]
+    return bad, "error" if len(bad) == len(asked) else "warning"
 
 
-def duplicate(context: RowContext) -> Finding | None:
+def _empty(sample: RowSample) -> Seen:
+    """A completion without tokens, or whose trained tokens are all special or white space."""
+
+    def wordless(s: TokenSequence) -> bool:
+        trained = list(itertools.compress(s.ids, s.trained))
+        return bool(trained) and all(t in sample.special or sample.blank(t) for t in trained)
+
+    return (s.row for s in sample.sequences if s.has_completion and (s.start == len(s.ids) or wordless(s))), "warning"
+
+
+def _pair_identical(sample: RowSample) -> Seen:
+    """Preference pairs with equal answers; groups that were sampled (they have advantages) may repeat themselves."""
+    pairs = [
+        (i, row.completions)
+        for i, row in enumerate(sample.rows)
+        if len(row.completions) == 2 and "advantages" not in row.sequence_columns
+    ]
+    bad = [index for index, (first, second) in pairs if list(first) == list(second)]
+    return bad, "error" if len(bad) > RARE * len(pairs) else "warning"
+
+
+def _space_merges(sample: RowSample) -> Seen:
+    return (s.row for s in sample.sequences if _space_would_merge(sample, s)), "warning"
+
+
+def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
+    """Whether a prompt ends in a space that the tokenizer would join to the word that follows."""
+    boundary = sequence.trained.index(True) if any(sequence.trained) else sequence.start
+    if boundary == 0 or sequence.ids[boundary - 1] in sample.special:
+        return False
+    tail = sequence.ids[max(0, boundary - WINDOW) : boundary]
+    before = sample.decode(tail)
+    if not before.endswith((" ", "\t")):
+        return False
+    head = sequence.ids[boundary : boundary + WINDOW]
+    joined = sample.decode(tail + head) if head else before + "a"
+    if not joined.startswith(before) or joined[len(before) :][:1].isspace():
+        return False
+    alone = sample.encode(before)
+    return common_prefix(alone, sample.encode(joined)) < len(alone)
+
+
+def _damaged(sample: RowSample) -> Seen:
+    """Replacement characters or lone surrogates; a character that the limit cut in half is not counted."""
+    texts = ((s, sample.decode(s.ids)) for s in sample.sequences)
+    return (s.row for s, t in texts if DAMAGED.search(t.strip("\ufffd") if sample.cut(s) else t)), "warning"
+
+
+def _unknown(sample: RowSample) -> Seen:
+    """The unknown token, where it has no other use."""
+    tokenizer = sample.tokenizer
+    unk = tokenizer.unk_token_id
+    if unk is None or unk in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return (), "warning"
+    return (s.row for s in sample.sequences if unk in s.ids), "warning"
+
+
+def _truncated(sample: RowSample) -> Seen:
+    return (s.row for s in sample.sequences if sample.cut(s)), "warning"
+
+
+def _duplicate(sample: RowSample) -> Seen:
     """Rows that equal an earlier one, token by token and mask by mask."""
     seen: set[Any] = set()
     bad = []
-    for index, row in enumerate(context.rows):
+    for index, row in enumerate(sample.rows):
         key = (tuple(row.prompt_ids), tuple(map(tuple, row.completions)), tuple(map(tuple, row.loss_masks)))
         if key in seen:
             bad.append(index)
         seen.add(key)
-    return context.finding(
-        "PT-D007",
-        "warning" if len(bad) > RARE * len(context.rows) else "info",
-        bad,
-        what="repeat an earlier row exactly.",
-        why="repeats are trained several times an epoch and are memorised; one in a held-out split makes its score a lie.",
-        fix="remove repeats before training, e.g. dataset.to_pandas().drop_duplicates(), unless the weight is meant.",
-    )
+    return bad, "warning" if len(bad) > RARE * len(sample.rows) else "info"
 
 
-def untrained_row(context: RowContext) -> Finding | None:
-    """A completion in which no token is trained."""
-    asked = [s for s in context.sequences if s.has_completion and s.start < len(s.ids)]
-    bad = [s.row for s in asked if not any(s.trained)]
-    return context.finding(
-        "PT-D005",
-        "error" if len(bad) == len(asked) else "warning",
-        bad,
-        what="train no token at all.",
-        why="they cost time and teach nothing; a batch of them has loss 0 or no loss at all. Usually the answer was cut off, or "
-        "the mask marks none.",
-        fix="raise max_length, shorten prompts, or check completion_mask, assistant_masks and labels.",
-    )
+@dataclass(frozen=True)
+class RowRule:
+    """One thing that can be wrong with rows.
+
+    Attributes:
+        code: Of the register of checks, which has its name and title.
+        look: Finds the rows and the severity.
+        what: Follows the count of rows; ``{bos}``, ``{limit}`` and others are filled in.
+        why: What comes of it.
+        fix: What to do.
+    """
+
+    code: str
+    look: Callable[[RowSample], Seen]
+    what: str
+    why: str
+    fix: str
 
 
-def pair_identical(context: RowContext) -> Finding | None:
-    """Preference pairs with equal answers; groups that were sampled (they have advantages) may repeat themselves."""
-    pairs = [
-        (i, r) for i, r in enumerate(context.rows) if len(r.completions) == 2 and "advantages" not in r.sequence_columns
-    ]
-    bad = [index for index, row in pairs if list(row.completions[0]) == list(row.completions[1])]
-    return context.finding(
-        "PT-D013",
-        "error" if len(bad) > RARE * len(pairs) else "warning",
-        bad,
-        what="have a chosen and a rejected answer of the same tokens.",
-        why="such a pair prefers nothing: its loss is a constant and its gradient zero. Answers may differ as text and still be "
-        "equal after truncation.",
-        fix="remove pairs with equal answers; where they part only behind the limit, raise max_length.",
-    )
-
-
-def empty_completion(context: RowContext) -> Finding | None:
-    """A completion without tokens, or whose trained tokens are all special or white space."""
-    bad = []
-    for s in context.sequences:
-        said = [t for t, trained in zip(s.ids, s.trained, strict=True) if trained]
-        nothing = bool(said) and all(t in context.special or context.blank(t) for t in said)
-        if s.has_completion and (s.start == len(s.ids) or nothing):
-            bad.append(s.row)
-    return context.finding(
-        "PT-D006",
-        "warning",
-        bad,
-        what="have an empty completion: no words are trained.",
-        why="the model is taught to say nothing. Empty answers, or a boundary between prompt and completion in the wrong place, "
-        "are the usual reasons.",
-        fix="drop rows with empty answers; if the answers are there, check where the prompt ends.",
-    )
-
-
-def truncated(context: RowContext) -> Finding | None:
-    """Rows as long as the limit."""
-    bad = [s.row for s in context.sequences if context.cut(s)]
-    return context.finding(
-        "PT-D011",
-        "warning",
-        bad,
-        what=f"reach the limit of {context.limit} tokens.",
-        why="what lay beyond it was cut (a row of exactly that length is whole); with the end goes the token that ends the "
-        "answer.",
-        fix="raise max_length, split long rows, or drop them.",
-    )
-
-
-def damaged_text(context: RowContext) -> Finding | None:
-    """Replacement characters or lone surrogates in the decoded text; a character that the limit cut in half is not counted."""
-    bad = []
-    for sequence, text in zip(context.sequences, context.texts, strict=True):
-        if DAMAGED.search(text.strip("\ufffd") if context.cut(sequence) else text):
-            bad.append(sequence.row)
-    return context.finding(
-        "PT-D009",
-        "warning",
-        bad,
-        what="decode to text with replacement characters (U+FFFD) or lone surrogates.",
-        why="the file was read in a wrong encoding, or a character was cut in the middle; the model learns the damage.",
-        fix="read the source as UTF-8 (or what it is) again, and cut text between characters, never between bytes.",
-    )
-
-
-def unknown_token(context: RowContext) -> Finding | None:
-    """The unknown token, where it has no other use."""
-    tokenizer = context.tokenizer
-    unk = tokenizer.unk_token_id
-    if unk is None or unk in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
-        return None
-    bad = [s.row for s in context.sequences if unk in s.ids]
-    return context.finding(
-        "PT-D010",
-        "warning",
-        bad,
-        what=f"hold {tokenizer.unk_token!r} (id {unk}): characters that the tokenizer does not know.",
-        why="what they said is lost to the model, and it learns to answer with the unknown token.",
-        fix="normalise or remove those characters, or add them to the tokenizer and train the embeddings.",
-    )
-
-
-def id_out_of_range(context: RowContext) -> Finding | None:
-    """Ids that the tokenizer does not have."""
-    size = len(context.tokenizer)
-    bad = [s.row for s in context.sequences if s.ids and not 0 <= min(s.ids) <= max(s.ids) < size]
-    return context.finding(
-        "PT-D001",
-        "error",
-        bad,
-        what=f"hold token ids outside the vocabulary of {size}.",
-        why="the rows were tokenised with another tokenizer, or labels took the place of ids; a model fails on them, or trains "
+RULES: tuple[RowRule, ...] = (
+    RowRule(
+        "PT-D001", _outside, "hold token ids outside the vocabulary of {size}.",
+        "the rows were tokenised with another tokenizer, or labels took the place of ids; a model fails on them, or trains "
         "embeddings that stand for nothing.",
-        fix="tokenise the rows with this model's tokenizer.",
-    )
-
-
-def whitespace_merge(context: RowContext) -> Finding | None:
-    """A prompt that ends in a space which the tokenizer would join to the word that follows."""
-    bad = [s.row for s in context.sequences if _space_would_merge(context, s)]
-    return context.finding(
-        "PT-D008",
-        "warning",
-        bad,
-        what="have a prompt that ends in a space of its own, which the tokenizer joins to the next word elsewhere.",
-        why="words are known to the model with their space in front; after a lone space it has to begin in a way it has hardly "
+        "tokenise the rows with this model's tokenizer.",
+    ),
+    RowRule(
+        "PT-D002", _bos_double, "begin twice: {bos} stands more than once.",
+        "text that already holds the token was tokenised with special tokens on, or prompt and completion each got one. A model "
+        "has never seen two, and answers differently after them.",
+        "give messages and let the chat template write special tokens, or strip the token from the text; tokenise completions "
+        "with add_special_tokens=False.",
+    ),
+    RowRule(
+        "PT-D003", _eos_double, "end twice: {eos} follows itself with only white space between.",
+        "the text already ended with the token when another was appended, or rows were padded with it beforehand. The model "
+        "learns to say it twice, and trained padding weighs on the loss.",
+        "leave the token out of the text (it is appended once for you), strip trailing newlines after it, and give rows without "
+        "padding.",
+    ),
+    RowRule(
+        "PT-D004", _eos_untrained, "train no token that ends them (tokens that do: {ends}).",
+        "the loss looks healthy, but the model is not taught to stop: at generation it runs to the length limit.",
+        "let the loss mask include the end of each turn (inside {% generation %} for assistant_only_loss), or set eos_token to "
+        "what the template ends a turn with.",
+    ),
+    RowRule(
+        "PT-D005", _untrained, "train no token at all.",
+        "they cost time and teach nothing; a batch of them has loss 0 or no loss at all. Usually the answer was cut off, or the "
+        "mask marks none.",
+        "raise max_length, shorten prompts, or check completion_mask, assistant_masks and labels.",
+    ),
+    RowRule(
+        "PT-D006", _empty, "have an empty completion: no words are trained.",
+        "the model is taught to say nothing. Empty answers, or a boundary between prompt and completion in the wrong place, are "
+        "the usual reasons.",
+        "drop rows with empty answers; if the answers are there, check where the prompt ends.",
+    ),
+    RowRule(
+        "PT-D013", _pair_identical, "have a chosen and a rejected answer of the same tokens.",
+        "such a pair prefers nothing: its loss is a constant and its gradient zero. Answers may differ as text and still be "
+        "equal after truncation.",
+        "remove pairs with equal answers; where they part only behind the limit, raise max_length.",
+    ),
+    RowRule(
+        "PT-D008", _space_merges,
+        "have a prompt that ends in a space of its own, which the tokenizer joins to the next word elsewhere.",
+        "words are known to the model with their space in front; after a lone space it has to begin in a way it has hardly "
         "seen, and answers get worse.",
-        fix="end prompts without a space and begin completions with it: 'The sky is' and ' blue'.",
-    )
-
-
-def _space_would_merge(context: RowContext, sequence: TokenSequence) -> bool:
-    boundary = sequence.trained.index(True) if any(sequence.trained) else sequence.start
-    if boundary == 0 or sequence.ids[boundary - 1] in context.special:
-        return False
-    tail = sequence.ids[max(0, boundary - WINDOW) : boundary]
-    before = context.decode(tail)
-    if not before.endswith((" ", "\t")):
-        return False
-    head = sequence.ids[boundary : boundary + WINDOW]
-    joined = context.decode(tail + head) if head else before + "a"
-    if not joined.startswith(before) or joined[len(before) :][:1].isspace():
-        return False
-    alone = context.encode(before)
-    return common_prefix(alone, context.encode(joined)) < len(alone)
-
-
-CHECKS: tuple[Callable[[RowContext], Finding | None], ...] = (
-    id_out_of_range,
-    bos_double,
-    eos_double,
-    eos_untrained,
-    untrained_row,
-    empty_completion,
-    pair_identical,
-    whitespace_merge,
-    damaged_text,
-    unknown_token,
-    truncated,
-    duplicate,
-)
+        "end prompts without a space and begin completions with it: 'The sky is' and ' blue'.",
+    ),
+    RowRule(
+        "PT-D009", _damaged, "decode to text with replacement characters (U+FFFD) or lone surrogates.",
+        "the file was read in a wrong encoding, or a character was cut in the middle; the model learns the damage.",
+        "read the source as UTF-8 (or what it is) again, and cut text between characters, never between bytes.",
+    ),
+    RowRule(
+        "PT-D010", _unknown, "hold {unk}: characters that the tokenizer does not know.",
+        "what they said is lost to the model, and it learns to answer with the unknown token.",
+        "normalise or remove those characters, or add them to the tokenizer and train the embeddings.",
+    ),
+    RowRule(
+        "PT-D011", _truncated, "reach the limit of {limit} tokens.",
+        "what lay beyond it was cut (a row of exactly that length is whole); with the end goes the token that ends the answer.",
+        "raise max_length, split long rows, or drop them.",
+    ),
+    RowRule(
+        "PT-D007", _duplicate, "repeat an earlier row exactly.",
+        "repeats are trained several times an epoch and are memorised; one in a held-out split makes its score a lie.",
+        "remove repeats before training, e.g. dataset.to_pandas().drop_duplicates(), unless the weight is meant.",
+    ),
+)  # fmt: skip
 
 
 def check_rows(
@@ -431,21 +406,8 @@ def check_rows(
     numbers: Sequence[int] | None = None,
     examples: dict[str, int] | None = None,
 ) -> list[Finding]:
-    """Every finding about ``rows``, the worst first.
-
-    Args:
-        rows: Tokenised rows of any method; not changed.
-        tokenizer: The tokenizer they were made with.
-        limit: Tokens at which sequences were cut (``max_length``), or None.
-        numbers: What to call each row, such as its place in the dataset; None: its index in ``rows``.
-        examples: Gets the index of one row of each finding, by code.
-
-    Returns:
-        Findings, at most one a code; none when nothing was found.
-    """
-    context = RowContext(rows, tokenizer, limit, numbers, {} if examples is None else examples)
-    found = [finding for check in CHECKS if (finding := check(context)) is not None]
-    return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
+    """Every finding about ``rows``, the worst first; see `RowSample`."""
+    return RowSample(rows, tokenizer, limit, numbers, {} if examples is None else examples).findings
 
 
 def dropped_rows(before: int, after: int, *, reasons: str = "", missing: Sequence[int] = ()) -> Finding | None:
@@ -488,9 +450,11 @@ def diverged_prompts(diverged: int, total: int) -> Finding | None:
 @probe("data", *(f"PT-D{number:03}" for number in (*range(1, 12), 13)))
 def sampled_rows(context: Context) -> Iterable[Finding]:
     """What a sample of the training set gives away; an error only where every row is untrained or has unknown ids."""
-    beside = context.parts.get("beside_the_point", frozenset())
-    for found in check_rows(context.rows, context.tokenizer, limit=context.limit) if context.rows else ():
-        if found.code in beside:
+    if not context.rows:
+        return
+    sample = context.sample or RowSample(context.rows, context.tokenizer, context.limit)
+    for found in sample.findings:
+        if found.code in context.parts.get("ignored_codes", frozenset()):
             continue
         stops = found.code == "PT-D005" or (found.code == "PT-D001" and _beyond_model(context))
         yield found if stops or found.severity != "error" else replace(found, severity="warning")
@@ -502,3 +466,112 @@ def _beyond_model(context: Context) -> bool:
     size = getattr(config.get_text_config() if config is not None else None, "vocab_size", None)
     ids = (token for row in context.rows for part in (row.prompt_ids, *row.completions) for token in part)
     return size is None or any(not 0 <= token < size for token in ids)
+
+
+register("PT-D030", "bad-rows", moment="data", title="rows that cannot be trained", page="b")
+register("PT-D031", "doubtful-rows", moment="data", title="rows without an answer, blank or equal ones", page="b")
+register("PT-D032", "too-many-bad-rows", moment="data", title="more bad rows than may be dropped", page="b")
+
+ROW_CODES = ("PT-D030", "PT-D031", "PT-D032")
+CONVERSATIONS = ("messages", "conversations")
+WHOLE = (*CONVERSATIONS, "text")  # Each is a row by itself.
+ANSWERS = ("completion", "chosen", "rejected", "reference")
+TOKENISED = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")  # What a turn may say, by its key.
+SPEAKERS = frozenset({"system", "user", "assistant", "tool", "developer", *ROLES})
+
+
+def columns_of(columns: Sequence[str], *, prompts_only: bool) -> list[str]:
+    """The columns whose content decides whether a row can be trained; none where rows hold token ids.
+
+    Args:
+        columns: Of the dataset.
+        prompts_only: Whether completions are sampled, so that other columns are the reward functions' business.
+    """
+    if set(columns) & set(TOKENISED):
+        return []
+    wanted = ("prompt",) if prompts_only else (*CONVERSATIONS, "prompt", *ANSWERS, "text", "label")
+    return [name for name in wanted if name in columns]
+
+
+def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """Why a row cannot be trained: nothing in a column that is needed, or a message without a role; "" where it can.
+
+    >>> fault({"messages": []}, ["messages"]), fault({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
+    ('empty `messages`', '')
+    >>> fault({"messages": None, "text": "a"}, ["messages", "text"]), fault({"text": None}, ["text"])
+    ('', 'no `text`')
+    """
+    pair = bool(row.get("chosen")) and bool(row.get("rejected"))
+    whole = any(row.get(name) is not None for name in WHOLE if name in columns)
+    for name in columns:
+        value = row.get(name)
+        if value is None and (
+            (name == "prompt" and pair) or whole or (name in WHOLE and row.get("prompt") is not None)
+        ):
+            continue  # A prompt that both answers begin with is taken from them; a row needs one form, not all.
+        if value is None:
+            return f"no `{name}`"
+        if isinstance(value, list):
+            if not value:
+                return f"empty `{name}`"
+            if not all(isinstance(turn, Mapping) and (turn.get("role") or turn.get("from")) for turn in value):
+                return f"a message of `{name}` without a role"
+    return ""
+
+
+def is_open(row: Mapping[str, Any], filled: bool) -> bool:
+    """Whether a row's prompt is empty for an environment to fill; ``filled`` says that there is one."""
+    return filled and row.get("prompt") == [{"role": "user", "content": ""}]
+
+
+def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """What makes a row unlikely to be meant: nothing an assistant says, an odd turn, a blank answer, two equal answers.
+
+    >>> doubt({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
+    'no assistant turn in `messages`'
+    >>> doubt({"prompt": [{"role": "usr", "content": "hi"}]}, ["prompt"])
+    "the role 'usr' in `prompt`"
+    """
+    for name in columns:
+        value = row.get(name)
+        odd = next(filter(None, map(_odd_turn, value)), "") if isinstance(value, list) else ""
+        if odd:
+            return f"{odd} in `{name}`"
+        if isinstance(value, str) and name != "prompt" and not value.strip():
+            return f"blank `{name}`"
+        if isinstance(value, list) and name != "prompt" and not _answers(value):
+            return f"no assistant turn in `{name}`"
+    if "chosen" in columns and row.get("chosen") == row.get("rejected"):
+        return "equal `chosen` and `rejected`"
+    return ""
+
+
+def _odd_turn(turn: Mapping[str, Any]) -> str:
+    """A role that no template knows, or a turn in which nothing is said; an empty system message is common, and harmless."""
+    role = turn.get("role") or turn.get("from")
+    if role not in SPEAKERS:
+        return f"the role {role!r}"
+    if role in ("system", "developer") or any(_filled(turn.get(name)) for name in SAID):
+        return ""
+    return f"a turn of the {role} without content"
+
+
+def _answers(turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the assistant says or calls something."""
+    return any(
+        ROLES.get(role := turn.get("role") or turn.get("from"), role) == "assistant"
+        and any(_filled(turn.get(name)) for name in SAID)
+        for turn in turns
+    )
+
+
+def _filled(value: Any) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else bool(value)
+
+
+def answers_of(value: Any) -> str:
+    """Text of an answer or prompt: messages one after the other with their roles, text as it is."""
+    if isinstance(value, list):
+        return "\n".join(f"{t.get('role') or t.get('from')}: {t.get('content') or t.get('value') or ''}" for t in value)
+    return "" if value is None else str(value)

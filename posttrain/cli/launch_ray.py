@@ -1,33 +1,50 @@
-"""`posttrain grpo --launcher ray`: rollout servers and trainer on the machines of a Ray cluster, one command for all."""
+"""`posttrain grpo --launcher ray`: rollout servers and trainer as Ray tasks in one placement group.
+
+Ray reserves the machines, sets the visible GPUs, shows what the commands print and ends them with this process. A command
+is a task that runs `posttrain` in a child process and returns its exit code.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import secrets
 import shlex
 import signal
+import socket
+import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from posttrain.cli.parser import PosttrainArgumentParser, _split_config, load_config, to_tokens
+from posttrain.cli.parser import PosttrainArgumentParser, _split_config, load_config
 from posttrain.errors import ConfigError, RolloutServerError, check_choice, did_you_mean
+from posttrain.integrations import require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 
-if TYPE_CHECKING:
-    from posttrain.integrations.ray import Command, RayCluster, State
-
-__all__ = ["SERVED", "RayArguments", "is_wanted", "run", "split"]
+__all__ = ["SERVED", "RayArguments", "RayRun", "is_wanted", "run", "split"]
 
 # Commands that can generate with rollout servers.
 SERVED = ("grpo", "gmpo", "a2po", "rloo", "online-dpo", "async-grpo")
+# Beginnings of the environment variables that go along; Ray passes on no others.
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")
-INTERRUPTED, TERMINATED = 130, 143  # 128 and SIGINT, SIGTERM, as a shell says it.
-PATIENCE = 15.0  # Seconds that the trainer has to save after Ctrl-C.
-LOST = 75  # EX_TEMPFAIL of sysexits.h: the same run may be started again.
+# Set in the trainer that this launcher starts, so that the same options do not start another launcher.
+STARTED = "POSTTRAIN_STARTED_BY_RAY"
+# 128 and SIGINT, SIGTERM, as a shell reports them.
+INTERRUPTED, TERMINATED = 130, 143
+# EX_TEMPFAIL of sysexits.h: the same run may be started again.
+LOST = 75
+# Seconds that the trainer has to save after Ctrl-C, and a server to end.
+PATIENCE = 15.0
+# Seconds in which Ray forwards what a command has printed.
+LOGS_S = 1.0
+# linux/prctl.h: the signal that a child gets when its parent dies.
+PR_SET_PDEATHSIG = 1
 
 
 def _help(text: str, default: Any) -> Any:
@@ -36,14 +53,14 @@ def _help(text: str, default: Any) -> Any:
 
 @dataclass
 class RayArguments:
-    """Options of ``--launcher ray``; on the command line or in the config file beside those of the training."""
+    """Options of ``--launcher ray``, on the command line or in the config file with those of the training."""
 
     launcher: Literal["ray"] = _help("ray: start servers and trainer on a Ray cluster.", "ray")
     ray_address: str = _help(
         "auto: that of $RAY_ADDRESS, or of this machine; host:port; local: one for this run.", "auto"
     )
     ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = _help(
-        "How commands are laid over machines: on few, on many, on one, each on its own.", "PACK"
+        "Placement over machines: on few, on many, on one, each command on its own.", "PACK"
     )
     ray_timeout: float = _help("Seconds to wait for machines, and again for servers to be healthy.", 900.0)
     rollout_servers: int = _help("Rollout servers; 0: the trainer generates itself.", 1)
@@ -65,10 +82,24 @@ class RayArguments:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")
 
 
+@dataclass
+class _Trained:
+    """The options of the training that the launcher reads too."""
+
+    model_name_or_path: str | None = None
+    model_revision: str | None = None
+    trust_remote_code: str | None = None
+    num_processes: int = 1
+    vllm_server_base_url: str | None = None
+    vllm_mode: str | None = None
+    worker_engine: str | None = None
+
+
 def is_wanted(argv: Sequence[str]) -> bool:
-    """Whether a launcher is named on the command line or in its config file."""
+    """Whether the command line or its config file names a launcher, and this is not the trainer that it started."""
     rest, path = _split_config(list(argv))
-    return any(t.split("=")[0] == "--launcher" for t in rest) or (path is not None and "launcher" in load_config(path))
+    named = any(token.split("=")[0] == "--launcher" for token in rest)
+    return STARTED not in os.environ and (named or (path is not None and "launcher" in load_config(path)))
 
 
 def split(tokens: Sequence[str], name: str = "COMMAND") -> tuple[RayArguments, list[str]]:
@@ -78,114 +109,133 @@ def split(tokens: Sequence[str], name: str = "COMMAND") -> tuple[RayArguments, l
     return options, left
 
 
-@dataclass
-class Plan:
-    """A training command, taken apart.
+class RayRun:
+    """A training command with its servers: what each takes, and with which arguments it starts.
 
-    Attributes:
-        name: Of the command.
-        options: Where it shall run.
-        tokens: The trainer's own arguments.
-        config: Its config file without ``options``; None where there is none.
+    Args:
+        name: Of the training command.
+        argv: Its arguments, with those of `RayArguments`.
+
+    Raises:
+        ConfigError: A command or options that cannot be run this way.
     """
 
-    name: str
-    options: RayArguments
-    tokens: list[str]
-    config: dict[str, Any] | None
-
-    @classmethod
-    def of(cls, name: str, argv: Sequence[str]) -> Plan:
-        """Split ``argv``.
-
-        Raises:
-            ConfigError: A command or options that cannot be run so.
-        """
-        tokens, path = _split_config(list(argv))
-        config = None if path is None else load_config(path)
-        own = {item.name for item in fields(RayArguments)}
-        given = [token for key in own & set(config or {}) for token in to_tokens(key, (config or {})[key])]
-        options, left = split(given + tokens, name)
-        if config is not None:
-            config = {key: value for key, value in config.items() if key not in own}
-        plan = cls(name, options, left, config)
-        plan._check()
-        return plan
-
-    def _check(self) -> None:
-        if self.options.rollout_servers and self.name not in SERVED:
+    def __init__(self, name: str, argv: Sequence[str]) -> None:
+        self.name, self.argv = name, list(argv)
+        parser = PosttrainArgumentParser((RayArguments, _Trained), prog=f"posttrain {name} --launcher ray")
+        self.options, self.trained, _ = parser.parse_args_and_config(self.argv, return_remaining_strings=True)
+        if not self.options.rollout_servers:
+            return
+        if name not in SERVED:
             raise ConfigError(
-                f"posttrain {self.name} does not generate with rollout servers{did_you_mean(self.name, SERVED)}: use "
-                f"--rollout_servers 0 to place the trainer alone. With servers: {', '.join(SERVED)}."
+                f"posttrain {name} does not generate with rollout servers{did_you_mean(name, SERVED)}. Fix: use "
+                f"--rollout_servers 0 to place the trainer alone, or one of {', '.join(SERVED)}."
             )
-        if self.options.rollout_servers:
-            taken = [n for n in ("vllm_server_base_url", "vllm_mode", "worker_engine") if self.value(n) is not None]
-            if taken:
+        for option in ("vllm_server_base_url", "vllm_mode", "worker_engine"):
+            if getattr(self.trained, option) is not None:
                 raise ConfigError(
-                    f"{taken[0]}={self.value(taken[0])!r} and --launcher ray both say where rollouts come from. Leave it out, or "
-                    "use --rollout_servers 0 to keep your own servers."
+                    f"{option}={getattr(self.trained, option)!r} and --launcher ray both say where rollouts come from. Fix: "
+                    "leave it out, or use --rollout_servers 0 to keep your own servers."
                 )
-            self.serve_config("127.0.0.1", 0)
-
-    def value(self, name: str) -> str | None:
-        """What the trainer is given for an option; the command line wins."""
-        found = (self.config or {}).get(name)
-        flags = (f"--{name}", f"--{name.replace('_', '-')}")
-        for index, token in enumerate(self.tokens):
-            flag, equals, value = token.partition("=")
-            if flag in flags:
-                found = value if equals else next(iter(self.tokens[index + 1 : index + 2]), None)
-        return None if found is None else str(found)
-
-    def serve_arguments(self, host: str, port: int) -> list[str]:
-        """Of ``posttrain serve`` for this training."""
-        model = self.value("model_name_or_path")
-        if not model:
+        if not self.trained.model_name_or_path:
             raise ConfigError("--model_name_or_path is missing: which model shall be served and trained?")
-        words = ["--model", model, "--host", host, "--port", str(port)]
-        for ours, theirs in (("model_revision", "revision"), ("trust_remote_code", "trust_remote_code")):
-            if self.value(ours) is not None:
-                words += [f"--{theirs}", str(self.value(ours))]
-        return words + shlex.split(self.options.rollout_server_args)
+        self.serve_config()
 
-    def serve_config(self, host: str, port: int) -> Any:
-        """What those arguments mean; wrong ones fail here, before anything is placed."""
+    def serve_arguments(self, host: str = "127.0.0.1", port: int = 8000) -> list[str]:
+        """Of ``posttrain serve`` for this training."""
+        given = self.trained
+        options = {"model": given.model_name_or_path, "host": host, "port": port}
+        options |= {"revision": given.model_revision, "trust_remote_code": given.trust_remote_code}
+        words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+        return [*words, *shlex.split(self.options.rollout_server_args)]
+
+    def serve_config(self) -> Any:
+        """The servers' parsed config; wrong options fail here, before anything is placed."""
         from posttrain.serve.config import ServeConfig
 
         parser = PosttrainArgumentParser(ServeConfig, prog="rollout_server_args")
-        return parser.parse_args_and_config(self.serve_arguments(host, port))[0]
+        return parser.parse_args_and_config(self.serve_arguments())[0]
 
     def trainer_arguments(self, urls: Sequence[str]) -> list[str]:
         """Of the training command, with the servers' addresses."""
-        from posttrain.integrations.ray import CONFIG_FILE
-
-        words = [self.name, *(["--config", CONFIG_FILE] if self.config is not None else []), *self.tokens]
+        words = [self.name, *self.argv]
         if urls and self.name == "async-grpo":
             return [*words, "--worker_engine", "server", "--vllm_server_base_url", *urls]
         if urls:
             return [*words, "--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", ",".join(urls)]
         return words
 
-    def needs(self, with_gpus: bool) -> list[Any]:
-        """What the trainer takes, then each server."""
-        from posttrain.integrations.ray import Need
-
+    def bundles(self, with_gpus: bool) -> list[dict[str, float]]:
+        """Resources of the trainer, then of each server, for Ray's placement group."""
         options, server, trainer = self.options, self.options.rollout_server_gpus, self.options.trainer_gpus
-        if server is None:
-            server = 0.0
-            if with_gpus and options.rollout_servers:
-                config = self.serve_config("127.0.0.1", 0)
-                server = config.tensor_parallel_size * config.data_parallel_size
-        if trainer is None:
-            trainer = float(self.value("num_processes") or 1) if with_gpus else 0.0
-        servers = [
-            Need(f"rollout server {i + 1}", options.rollout_server_cpus, server) for i in range(options.rollout_servers)
-        ]
-        return [Need("trainer", options.trainer_cpus, trainer), *servers]
+        if server is None and with_gpus and options.rollout_servers:
+            config = self.serve_config()
+            server = config.tensor_parallel_size * config.data_parallel_size
+        if trainer is None and with_gpus:
+            trainer = float(self.trained.num_processes)
+        needs = [(options.trainer_cpus, trainer), *[(options.rollout_server_cpus, server)] * options.rollout_servers]
+        return [{"CPU": cpus, "GPU": float(gpus)} if gpus else {"CPU": cpus} for cpus, gpus in needs]
+
+
+# On the machines of the cluster -----------------------------------------------------------------------------------------
+
+
+def _address() -> tuple[str, int]:
+    """Of this machine, with a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return str(require("ray", "--launcher ray").util.get_node_ip_address()), int(probe.getsockname()[1])
+
+
+def _wait_healthy(urls: Sequence[str], seconds: float) -> str:
+    """Wait until every server answers; returns the first that does not, or nothing."""
+    opener, deadline = urllib.request.build_opener(urllib.request.ProxyHandler({})), time.monotonic() + seconds
+    for url in urls:
+        while True:
+            try:
+                opener.open(f"{url}/health/", timeout=5).close()
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    return url
+                time.sleep(0.5)
+    return ""
+
+
+def _run_command(arguments: Sequence[str], env: dict[str, str], folder: str) -> int:
+    """Run ``posttrain ARGUMENTS`` until it ends or the task is cancelled, which interrupts it as Ctrl-C does."""
+    # Ray blocks Ctrl-C in its workers, and children would inherit that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = [sys.executable, "-m", "posttrain.cli.main", *arguments]
+    process = subprocess.Popen(
+        command, env=os.environ | env, cwd=folder, preexec_fn=_end_with_parent, start_new_session=True
+    )
+    try:
+        while process.poll() is None:
+            # Ray's cancellation interrupts Python, not a system call that blocks.
+            time.sleep(0.2)
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        return process.wait(PATIENCE)
+    finally:
+        # With the processes that it started itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+# From here -------------------------------------------------------------------------------------------------------------
 
 
 def run(name: str, argv: list[str]) -> int:
-    """Place servers and trainer, follow the trainer, and take all of it down.
+    """Place servers and trainer, wait for the trainer, and end all of it.
 
     Args:
         name: A training command.
@@ -197,109 +247,132 @@ def run(name: str, argv: list[str]) -> int:
     Raises:
         MissingDependencyError: Ray is not installed.
         ConfigError: No cluster, too little in it, or options that cannot work.
-        RolloutServerError: A server ended, or was not healthy in time; with its exit code and its last lines.
+        RolloutServerError: A server was not healthy in time.
+        SystemExit: A server ended before the trainer began; with its exit code.
     """
-    plan = Plan.of(name, argv)
-    from posttrain.integrations.ray import RayCluster
-
-    cluster = RayCluster(plan.options.ray_address)
+    job = RayRun(name, argv)
+    ray: Any = require("ray", "--launcher ray")
+    address = job.options.ray_address
+    # Equal lines of several servers are all meant.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    try:
+        ray.init(address=address, **({"include_dashboard": False} if address == "local" else {}))
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster can be used at ray_address={address!r}: {str(error).strip().splitlines()[0]} Fix: start one with "
+            "'ray start --head --port=6379' and give its HOST:6379, or use --ray_address local for one of this run."
+        ) from error
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
-        return _run(plan, cluster)
+        return _Placed(ray, job).run()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        cluster.close()
         signal.signal(signal.SIGTERM, before)
+        # Ray forwards the last lines of the commands a moment after they end.
+        time.sleep(LOGS_S)
+        ray.shutdown()
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
     raise SystemExit(TERMINATED)
 
 
-def _run(plan: Plan, cluster: RayCluster) -> int:
-    options = plan.options
-    trainer, *servers = cluster.place(plan.needs(cluster.has_gpus()), options.ray_placement, options.ray_timeout)
-    env = _environment()
-    for server in servers:
-        host = "127.0.0.1" if server.address == trainer.address else server.address  # There, memory can be shared.
-        port = server.free_port()
-        server.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        server.start(["posttrain.cli.main", "serve", *plan.serve_arguments(host, port)], env)
-        _say(f"{server}: {server.url}")
-    _wait_healthy(servers, options.ray_timeout)
-    config = None if plan.config is None else _yaml(plan.config)
-    urls = [server.url for server in servers]
-    trainer.start(["posttrain.cli.main", *plan.trainer_arguments(urls)], env, config)
-    _say(f"{trainer}: posttrain {plan.name}")
-    try:
-        return _follow(trainer, servers)
-    except KeyboardInterrupt:
-        _say("interrupted; the trainer ends its step and saves")
-        trainer.stop(signal.SIGINT)
-        _follow(trainer, servers, time.monotonic() + PATIENCE)
-        return INTERRUPTED
+class _Placed:
+    """The tasks of a run in their placement group."""
 
+    def __init__(self, ray: Any, job: RayRun) -> None:
+        self.ray, self.job, self.running = ray, job, []
+        there, options = ray.cluster_resources(), job.options
+        self.bundles = job.bundles(there.get("GPU", 0) > 0)
+        needed = {kind: sum(bundle.get(kind, 0) for bundle in self.bundles) for kind in ("CPU", "GPU")}
+        fits = all(count <= there.get(kind, 0) for kind, count in needed.items())
+        self.group = ray.util.placement_group(self.bundles, strategy=options.ray_placement) if fits else None
+        if self.group is None or not self.group.wait(options.ray_timeout):
+            has = there if self.group is None else ray.available_resources()
+            raise ConfigError(
+                f"--launcher ray needs {_resources(needed)} for the trainer and {len(self.bundles) - 1} servers "
+                f"(ray_placement={options.ray_placement!r}), and the Ray cluster at {options.ray_address} has {_resources(has)}"
+                f"{' free' if self.group else ''}. Fix: lower the CPUs or GPUs of trainer or servers, or add machines."
+            )
 
-def _wait_healthy(servers: Sequence[Command], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    waiting = list(servers)
-    while waiting:
-        for server in list(waiting):
-            state = server.poll()
-            if state.code is not None or state.lost:
-                raise _ended(server, state)
-            if server.healthy():
-                _say(f"{server} is healthy")
-                waiting.remove(server)
-            elif time.monotonic() > deadline:
-                late = f"{server} is not healthy after {timeout:g} s. Raise ray_timeout, or read why:"
-                raise RolloutServerError(late, url=server.url, log_tail=state.tail)
-        if waiting:
-            time.sleep(0.5)
+    def start(self, index: int, function: Any, *arguments: Any) -> Any:
+        """A task with the resources of one bundle: 0 is the trainer's, the others are the servers'."""
+        place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
+        takes = {"num_cpus": self.bundles[index]["CPU"], "num_gpus": self.bundles[index].get("GPU", 0)}
+        return self.ray.remote(max_retries=0, scheduling_strategy=place, **takes)(function).remote(*arguments)
 
+    def command(self, index: int, arguments: Sequence[str]) -> Any:
+        """A posttrain command as a task."""
+        passed = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
+        passed |= {API_KEY_VARIABLE: self.key, STARTED: "1"}
+        passed.pop("POSTTRAIN_EXIT_CODES", None)
+        if not self.bundles[index].get("GPU"):
+            passed["CUDA_VISIBLE_DEVICES"] = ""
+        self.running.append(self.start(index, _run_command, list(arguments), passed, os.getcwd()))
+        return self.running[-1]
 
-def _ended(server: Command, state: State) -> RolloutServerError:
-    how = f"was lost: {state.lost}" if state.lost else f"ended with code {state.code}"
-    error = RolloutServerError(f"{server} {how}", url=server.url, log_tail=state.tail)
-    error.exit_code = LOST if state.lost else (state.code or 1)  # type: ignore[misc]
-    return error
+    def run(self) -> int:
+        """Start everything, wait for the trainer, end everything."""
+        # Keeps other users of the cluster from replacing the servers' weights.
+        self.key = os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
+        trainer = None
+        try:
+            urls, servers = self.start_servers()
+            trainer = self.command(0, self.job.trainer_arguments(urls))
+            return self.follow(trainer, servers)
+        except KeyboardInterrupt:
+            _say("interrupted; the trainer ends its step and saves")
+            return INTERRUPTED
+        finally:
+            # The trainer first: it may still need its servers to save.
+            for tasks in ([trainer] if trainer is not None else [], self.running):
+                for task in tasks:
+                    self.ray.cancel(task)
+                self.ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE) if tasks else None
 
+    def start_servers(self) -> tuple[list[str], dict[Any, str]]:
+        """Addresses, and names by task, once all of them are healthy."""
+        places = self.ray.get([self.start(index, _address) for index in range(len(self.bundles))])
+        urls, servers = [], {}
+        for index, (host, port) in enumerate(places[1:], start=1):
+            # On the trainer's own machine, weights go through shared memory.
+            host = "127.0.0.1" if host == places[0][0] else f"[{host}]" if ":" in host else host
+            task = self.command(index, ["serve", *self.job.serve_arguments(host.strip("[]"), port)])
+            urls.append(f"http://{host}:{port}")
+            servers[task] = f"rollout server {index} ({urls[-1]})"
+            _say(servers[task])
+        health = self.start(0, _wait_healthy, urls, self.job.options.ray_timeout)
+        (first,), _ = self.ray.wait([health, *servers])
+        if first in servers:
+            code = self.code(first)
+            _say(f"error: {servers[first]} ended with code {code} before it was healthy; its output above says why")
+            raise SystemExit(code or 1)
+        if late := self.ray.get(health):
+            raise RolloutServerError(
+                f"{late} is not healthy after {self.job.options.ray_timeout:g} s. Fix: raise ray_timeout.", url=late
+            )
+        return urls, servers
 
-def _follow(trainer: Command, servers: Sequence[Command], deadline: float = float("inf")) -> int:
-    """Show what the trainer says until it ends; servers that end meanwhile are told, the trainer decides what follows."""
-    running = list(servers)
-    while time.monotonic() < deadline:
-        state = trainer.poll(1.0)
-        for stream, text in state.said:
-            target = sys.stdout if stream == 1 else sys.stderr
-            target.write(text)
-            target.flush()
-        if state.lost:
-            _say(f"error: {trainer} was lost: {state.lost}")
+    def follow(self, trainer: Any, servers: dict[Any, str]) -> int:
+        """Wait for the trainer; it decides what follows when a server ends."""
+        waiting = [trainer, *servers]
+        while True:
+            (ended,), waiting = self.ray.wait(waiting)
+            code = self.code(ended)
+            if ended == trainer:
+                return code
+            _say(f"warning: {servers[ended]} ended with code {code}")
+
+    def code(self, task: Any) -> int:
+        """Exit code of a command that has ended; 75 where its machine or worker was lost."""
+        try:
+            return int(self.ray.get(task))
+        except self.ray.exceptions.RayError as error:
+            _say(f"error: a command was lost: {str(error).strip().splitlines()[0]}")
             return LOST
-        if state.code is not None:
-            if state.code:
-                _say(f"error: {trainer} ended with code {state.code}")
-            return state.code
-        for server in list(running):
-            found = server.poll()
-            if found.code is not None or found.lost:
-                running.remove(server)
-                _say(f"warning: {_ended(server, found)}")
-    return INTERRUPTED
 
 
-def _environment() -> dict[str, str]:
-    """What the commands take over from here, with a token that keeps others from the servers' weights."""
-    passed = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
-    passed.pop("POSTTRAIN_EXIT_CODES", None)
-    return passed | {API_KEY_VARIABLE: os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)}
-
-
-def _yaml(config: Mapping[str, Any]) -> str:
-    import yaml
-
-    return str(yaml.safe_dump(dict(config), sort_keys=False))
+def _resources(counts: Mapping[str, float]) -> str:
+    return f"{counts.get('CPU', 0):g} CPUs and {counts.get('GPU', 0):g} GPUs"
 
 
 def _say(text: str) -> None:

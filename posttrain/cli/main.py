@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from posttrain.cli import ranks
 
-__all__ = ["main"]
+__all__ = ["TRAINING", "main"]
 
 
-HELP = """usage: posttrain COMMAND [options]
+# Training commands, and what each is for.
+TRAINING = {
+    "sft": "supervised fine-tuning",
+    "reward": "outcome reward models, from preference pairs",
+    "dpo": "direct preference optimisation, from preference pairs",
+    "kto": "from answers judged good or bad",
+    "bco": "the same, by a binary classifier's loss",
+    "cpo": "pairs without a reference model; SimPO and AlphaPO too",
+    "orpo": "supervised fine-tuning with an odds-ratio penalty on rejected answers",
+    "tpo": "pairs and a gold answer",
+    "grpo": "group-relative policy optimisation",
+    "gmpo": "GRPO with geometric means of clipped ratios",
+    "async-grpo": "GRPO on rollouts that other processes write while it trains",
+    "a2po": "regression on optimal advantages, one completion a prompt",
+    "rloo": "policy gradients against the mean of a prompt's other completions",
+    "ppo": "clipped policy gradients with a value function",
+    "online-dpo": "DPO on pairs of the policy's own completions, by rewards or a judge",
+    "nash-md": "to be preferred to a mixture of the policy and the reference",
+    "xpo": "online DPO against the reference, with a bonus for exploring",
+}
+HELP = f"""usage: posttrain COMMAND [options]
 
 Post-training of transformer language models.
 
 training commands (all take --config file.yaml; COMMAND --help lists every option):
-  sft     supervised fine-tuning
-  reward  outcome reward models, from preference pairs
-  dpo     direct preference optimisation, from preference pairs
-  kto     from answers judged good or bad
-  bco     the same, by a binary classifier's loss
-  cpo     pairs without a reference model; SimPO and AlphaPO too
-  orpo    supervised fine-tuning with an odds-ratio penalty on rejected answers
-  tpo     pairs and a gold answer
-  grpo    group-relative policy optimisation
-  gmpo    GRPO with geometric means of clipped ratios
-  async-grpo  GRPO on rollouts that other processes write while it trains
-  a2po    regression on optimal advantages, one completion a prompt
-  rloo    policy gradients against the mean of a prompt's other completions
-  ppo     clipped policy gradients with a value function
-  online-dpo  DPO on pairs of the policy's own completions, by rewards or a judge
-  nash-md     to be preferred to a mixture of the policy and the reference
-  xpo         online DPO against the reference, with a bonus for exploring
+{chr(10).join(f"  {name:10}  {text}" for name, text in TRAINING.items())}
 
 other commands:
   demo    teach a small language model to add, on this machine, in a few minutes
   check   everything that can be known of a training command without training; exit code 78 where it would be refused
-  estimate  memory by component, time of a step, the largest batch that fits; exit code 78 where nothing does
+  estimate  memory by component, the largest batch that fits; exit code 78 where the run does not
   inspect show the rows a training command would train on: text, masks, lengths, findings
   report  make one HTML file of what runs recorded: curves, findings, completions, comparison
   watch   show a run while it trains, on the terminal or as a live page on this machine
@@ -52,19 +58,14 @@ options:
 """
 
 
-def _train(name: str) -> Callable[[list[str]], int]:
-    def command(argv: list[str]) -> int:
-        from posttrain.cli.train import run
+def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
+    """A command whose module is imported when it runs: ``module:function``, called with ``first`` and the arguments."""
 
-        return run(name, argv)
+    def command(argv: list[str]) -> int:
+        module, _, name = path.partition(":")
+        return getattr(importlib.import_module(f"posttrain.cli.{module}"), name)(*first, argv)
 
     return command
-
-
-def _demo(argv: list[str]) -> int:
-    from posttrain.cli.demo import run
-
-    return run(argv)
 
 
 def _env(argv: list[str]) -> int:
@@ -75,36 +76,6 @@ def _env(argv: list[str]) -> int:
 
     sys.stdout.write(report() + "\n")
     return 0
-
-
-def _check(argv: list[str]) -> int:
-    from posttrain.cli.check import run
-
-    return run(argv)
-
-
-def _estimate(argv: list[str]) -> int:
-    from posttrain.cli.estimate import run
-
-    return run(argv)
-
-
-def _inspect(argv: list[str]) -> int:
-    from posttrain.cli.inspect import run
-
-    return run(argv)
-
-
-def _report(argv: list[str]) -> int:
-    from posttrain.cli.report import run
-
-    return run(argv)
-
-
-def _watch(argv: list[str]) -> int:
-    from posttrain.cli.report import watch
-
-    return watch(argv)
 
 
 def _serve(argv: list[str]) -> int:
@@ -120,19 +91,15 @@ def _serve(argv: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "sft": _train("sft"),
-    "reward": _train("reward"),
-    **{name: _train(name) for name in ("dpo", "kto", "bco", "cpo", "orpo", "tpo", "grpo")},
-    **{name: _train(name) for name in ("rloo", "ppo", "online-dpo", "nash-md", "xpo", "gmpo", "a2po")},
-    "async-grpo": _train("async-grpo"),
-    "check": _check,
-    "estimate": _estimate,
-    "inspect": _inspect,
-    "report": _report,
-    "watch": _watch,
+    **{name: _lazy("train:run", name) for name in TRAINING},
+    "check": _lazy("check:run"),
+    "estimate": _lazy("estimate:run"),
+    "inspect": _lazy("inspect:run"),
+    "report": _lazy("report:run"),
+    "watch": _lazy("report:watch"),
     "serve": _serve,
     "vllm-serve": _serve,
-    "demo": _demo,
+    "demo": _lazy("demo:run"),
     "env": _env,
 }
 
@@ -175,8 +142,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bool) -> int:
-    import logging
-
     from posttrain.errors import PosttrainError
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)

@@ -1,39 +1,36 @@
-"""Dataclasses to flags, and YAML to the same flags: one converter, whatever the source of a value."""
+"""Dataclasses to flags, and YAML to the same flags: one converter for both."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import sys
 import typing
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from transformers import HfArgumentParser
 
 from posttrain.errors import ConfigError, did_you_mean
 
 __all__ = ["PosttrainArgumentParser", "TrlParser"]
 
+# Read when CUDA starts.
 EARLY = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_")
 
 
-def _hf_parser() -> type:
-    from transformers import HfArgumentParser
-
-    return HfArgumentParser
-
-
-class PosttrainArgumentParser:
-    """Parses one or more dataclasses from a command line and a YAML file.
+class PosttrainArgumentParser(HfArgumentParser):
+    """`transformers.HfArgumentParser` that also reads a YAML file; every boolean field has a ``--no_`` flag.
 
     Precedence: command line, then file, then the dataclass's default. A value of the file goes through the converter of
     its flag, so ``dtype: bf16`` is refused as ``--dtype bf16`` is, and ``reward_funcs: accuracy_reward`` is a list of one.
 
     Args:
         dataclass_types: One dataclass or several; their instances are returned in this order.
-        prog: Name shown in help.
+        options: Of `argparse.ArgumentParser`, such as ``prog``.
 
     >>> @dataclasses.dataclass
     ... class Args:
@@ -42,21 +39,27 @@ class PosttrainArgumentParser:
     (Args(lr=2e-05),)
     """
 
-    def __init__(self, dataclass_types: Any, prog: str | None = None) -> None:
-        types = list(dataclass_types) if isinstance(dataclass_types, list | tuple) else [dataclass_types]
+    def __init__(self, dataclass_types: Any = None, **options: Any) -> None:
+        given = dataclass_types or []
+        types = list(given) if isinstance(given, list | tuple) else [given]
         for kind in types:
             if any(item.name == "config" for item in dataclasses.fields(kind)):
                 raise ConfigError(f"{kind.__name__} has a field called 'config'. That name is reserved for --config.")
-        self.types = types
-        self.parser = _hf_parser()(types, allow_abbrev=False, prog=prog)
-        self.parser.usage = f"{self.parser.prog} [--config FILE.yaml] [--option value ...]"  # All options fill screens.
-        hints = [item for kind in types for item in typing.get_type_hints(kind).items()]
-        either = {name for name, hint in hints if hint == int | str}
-        for action in self.parser._actions:
-            if action.help:  # An inherited percent sign would break --help.
+        super().__init__(types, **({"allow_abbrev": False} | options))
+        # All options would fill screens.
+        self.usage = options.get("usage", f"{self.prog} [--config FILE.yaml] [--option value ...]")
+        hints = dict(item for kind in types for item in typing.get_type_hints(kind).items())
+        for action in list(self._actions):
+            if action.help:
+                # An inherited percent sign would break --help.
                 action.help = action.help.replace("%", "%%").replace("%%%%", "%%")
-            if action.dest in either:
-                action.type = _number_or_word  # transformers' parser would take the number alone.
+            hint = hints.get(action.dest)
+            if hint == int | str:
+                # transformers' parser would take the number alone.
+                action.type = _number_or_word
+            if hint in (bool, bool | None) and f"--no_{action.dest}" not in self._option_string_actions:
+                flags = dict.fromkeys((f"--no_{action.dest}", f"--no-{action.dest.replace('_', '-')}"))
+                self.add_argument(*flags, action="store_false", dest=action.dest, default=SUPPRESS, help=SUPPRESS)
         self.fields = {item.name: item for kind in types for item in dataclasses.fields(kind) if item.init}
 
     def parse_args_and_config(
@@ -78,9 +81,9 @@ class PosttrainArgumentParser:
         others = {key: value for key, value in config.items() if key not in self.fields}
         if others and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"{path}: unknown key{'s' if len(others) > 1 else ''} {self._suggest(others)}.")
-        self.parser.set_defaults(**{key: None for key, value in known.items() if value is None})
+        self.set_defaults(**{key: None for key, value in known.items() if value is None})
         given = [token for key, value in known.items() if value is not None for token in to_tokens(key, value)]
-        *instances, rest = self.parser.parse_args_into_dataclasses(
+        *instances, rest = self.parse_args_into_dataclasses(
             args=given + tokens, return_remaining_strings=True, look_for_args_file=False
         )
         if rest and not return_remaining_strings and fail_with_unknown_args:
@@ -90,21 +93,20 @@ class PosttrainArgumentParser:
             return (*instances, left + list(rest))
         return tuple(instances)
 
+    def set_defaults_with_config(self, **values: Any) -> list[str]:
+        """Make these the defaults of their fields; returns the others as command-line tokens."""
+        self.set_defaults(**{key: value for key, value in values.items() if key in self.fields})
+        for action in self._actions:
+            action.required = action.required and action.dest not in values
+        others = [(key, value) for key, value in values.items() if key not in self.fields]
+        return [token for key, value in others for token in to_tokens(key, value)]
+
     def _suggest(self, names: Any) -> str:
         shown = []
         for name in names:
             bare = str(name).lstrip("-").replace("-", "_").split("=")[0]
             shown.append(f"{name!r}{did_you_mean(bare, self.fields)}")
         return ", ".join(shown)
-
-    def closest(self, name: str) -> str | None:
-        """The field most like ``name``, or None."""
-        found = difflib.get_close_matches(name, list(self.fields), n=1, cutoff=0.6)
-        return found[0] if found else None
-
-    def parse_dict(self, values: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Instances from a mapping of field names."""
-        return self.parser.parse_dict(values, allow_extra_keys)
 
 
 TrlParser = PosttrainArgumentParser

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import sys
@@ -16,17 +15,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from posttrain.errors import ConfigError
-from posttrain.report.page.build import content, render
+from posttrain.report.page.build import content, render, write_page
 from posttrain.report.page.run import read_runs, version
+from posttrain.report.watch import watch as watch_run
 
-__all__ = [
-    "LivePage",
-    "run",
-    "serve",
-    "watch",
-]
+__all__ = ["LivePage", "run", "serve", "watch"]
 
 logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+LEAST_SECONDS = 3.0  # Between two renderings.
 
 
 def run(argv: list[str]) -> int:
@@ -39,8 +37,6 @@ def run(argv: list[str]) -> int:
         DataError: A folder that holds no record.
     """
     arguments = _parser().parse_args(argv)
-    from posttrain.report.page import read_runs, write_page
-
     runs = read_runs(arguments.runs)
     target = Path(arguments.out) if arguments.out else runs[0].folder / "report.html"
     written = write_page(runs, target)
@@ -74,26 +70,17 @@ def watch(argv: list[str]) -> int:
         ConfigError: The port is taken.
     """
     arguments = _watch_parser().parse_args(argv)
-    if arguments.serve is not None:
-        return _serve(arguments.runs, arguments.serve)
-    from posttrain.errors import ConfigError
-    from posttrain.report.watch import watch as show
-
-    if len(arguments.runs) > 1:
-        raise ConfigError("the terminal shows one run. Name one folder, or add --serve for a page with all of them.")
-    show(arguments.runs[0], once=arguments.once, every=max(arguments.every, 0.1))
-    return 0
-
-
-def _serve(folders: list[str], port: int) -> int:
-
-    server = serve(folders, port)
-    sys.stdout.write(f"http://127.0.0.1:{server.server_address[1]}/ (Ctrl-C ends)\n")
-    sys.stdout.flush()
-    try:
+    if arguments.serve is None:
+        if len(arguments.runs) > 1:
+            raise ConfigError(
+                "the terminal shows one run. Name one folder, or add --serve for a page with all of them."
+            )
+        watch_run(arguments.runs[0], once=arguments.once, every=max(arguments.every, 0.1))
+        return 0
+    with serve(arguments.runs, arguments.serve) as server:
+        sys.stdout.write(f"http://{LOOPBACK}:{server.server_address[1]}/ (Ctrl-C ends)\n")
+        sys.stdout.flush()
         server.serve_forever()
-    finally:
-        server.server_close()
     return 0
 
 
@@ -113,13 +100,8 @@ def _watch_parser() -> argparse.ArgumentParser:
     return parser
 
 
-LOOPBACK = "127.0.0.1"
-LEAST_SECONDS = 3.0  # Between two renderings.
-OURS = {"127.0.0.1", "localhost"}
-
-
 class LivePage:
-    """The page and its news, made at most every few seconds and only of a record that changed.
+    """The page and its updates, rendered at most every few seconds and only when the record changed.
 
     Args:
         folders: Of the runs.
@@ -133,29 +115,20 @@ class LivePage:
         self._lock = threading.Lock()
         self._made = -float("inf")
         self._state: object = None
-        self._answers: dict[str, tuple[str, str, bytes]] = {}
+        self._bodies: dict[str, bytes] = {}
 
-    def answer(self, path: str) -> tuple[str, str, bytes] | None:
-        """Type, ETag and body for a path; None for one that does not exist."""
+    def answer(self, path: str) -> tuple[str, bytes] | None:
+        """ETag and body for ``/`` and ``/live.json``; None for another path."""
         with self._lock:
             state = [version(folder) for folder in self.folders]
             due = time.monotonic() - self._made >= self.least_seconds
-            if not self._answers or (due and state != self._state):
-                self._answers = self._render()
+            if not self._bodies or (due and state != self._state):
+                runs = read_runs(self.folders)
+                updates = json.dumps(content(runs), allow_nan=False)
+                self._bodies = {"/": render(runs, live=True).encode(), "/live.json": updates.encode()}
                 self._made, self._state = time.monotonic(), state
-            return self._answers.get(path)
-
-    def _render(self) -> dict[str, tuple[str, str, bytes]]:
-        self.renderings += 1
-        runs = read_runs(self.folders)
-        news = json.dumps(content(runs), allow_nan=False).encode()
-        bodies = {
-            "/": ("text/html; charset=utf-8", render(runs, live=True).encode()),
-            "/live.json": ("application/json", news),
-        }
-        return {
-            path: (kind, f'"{hashlib.sha256(body).hexdigest()[:32]}"', body) for path, (kind, body) in bodies.items()
-        }
+                self.renderings += 1
+            return (f'"{id(self)}-{self.renderings}"', self._bodies[path]) if path in self._bodies else None
 
 
 def serve(folders: Sequence[str | Path], port: int = 0) -> ThreadingHTTPServer:
@@ -169,7 +142,7 @@ def serve(folders: Sequence[str | Path], port: int = 0) -> ThreadingHTTPServer:
         ConfigError: The port is taken.
     """
     page = LivePage(folders)
-    page.answer("/")  # A folder that is none, or a missing package, is said now and not to the browser.
+    page.answer("/")  # A folder that is none is an error now, not in the browser.
 
     class Handler(_Handler):
         live = page
@@ -184,17 +157,16 @@ def serve(folders: Sequence[str | Path], port: int = 0) -> ThreadingHTTPServer:
 
 class _Handler(BaseHTTPRequestHandler):
     live: LivePage
-    server_version, sys_version = "posttrain", ""
 
     def do_GET(self) -> None:
-        """Answer with the page, its news, or 304 where the browser has them."""
-        # A name that another site points at this machine must not let that site read the run.
-        host = urlsplit("//" + self.headers.get("Host", "")).hostname
-        if host not in OURS:
+        """Answer with the page, its updates, or 304 where the browser has them."""
+        # Another site may give its name the address of this machine: it must not read the run.
+        if urlsplit("//" + self.headers.get("Host", "")).hostname not in (LOOPBACK, "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN, "only for this machine")
             return
+        path = urlsplit(self.path).path
         try:
-            found = self.live.answer(urlsplit(self.path).path)
+            found = self.live.answer(path)
         except Exception as error:  # A record in any state must not take the server down.
             logger.warning("the page could not be made: %s: %s", type(error).__name__, error)
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "the page could not be made")
@@ -202,21 +174,15 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        kind, tag, body = found
+        tag, body = found
         same = self.headers.get("If-None-Match") == tag
         self.send_response(HTTPStatus.NOT_MODIFIED if same else HTTPStatus.OK)
         self.send_header("ETag", tag)
         self.send_header("Cache-Control", "no-cache")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        if not same:
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", "text/html; charset=utf-8" if path == "/" else "application/json")
         self.end_headers()
-        if not same and self.command == "GET":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET
+        self.wfile.write(b"" if same else body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are no news."""
+        """Log requests at the debug level only."""
         logger.debug(format, *args)

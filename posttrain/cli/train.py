@@ -36,8 +36,10 @@ __all__ = [
 ]
 
 
-GYM = "reasoning_gym/"  # A dataset name that begins so is a task which is made, not read.
-HELD_OUT = 100  # Rows of a made test split.
+# The beginning of a dataset name that is a generated task.
+GYM = "reasoning_gym/"
+# Rows of a generated test split.
+HELD_OUT = 100
 
 
 def named_object(path: str, option: str) -> Any:
@@ -89,7 +91,7 @@ def resume_from(config: Any) -> Any:
     given = config.resume_from_checkpoint
     if str(given).lower() != "auto":
         return {"true": True, "false": None}.get(str(given).lower(), given)
-    from posttrain.report.checkpoints import complete_checkpoints
+    from posttrain.training.checkpoint import complete_checkpoints
 
     config.resume_from_checkpoint = None  # Callbacks read it; where there is one, the trainer writes its path here.
     return True if complete_checkpoints(config.output_dir) else None
@@ -168,13 +170,13 @@ def reasoning_gym_data(script_args: Any, seed: int) -> tuple[dict[str, Any], Any
     return splits, reward
 
 
-INTERRUPTED = 130  # 128 + SIGINT, as a shell says it.
-PATIENCE = 15.0  # Seconds that processes have to save after Ctrl-C.
+# 128 + SIGINT, as a shell reports it.
+INTERRUPTED = 130
+# Seconds that processes have to save after Ctrl-C.
+PATIENCE = 15.0
 CONFIGS = Path(__file__).parent / "accelerate_configs"
-SHOWN = (
-    "posttrain.training.prompts",
-    "posttrain.rewards.runner",
-)  # What they say at the start is for the terminal too.
+# Modules whose information at the start is shown on the terminal.
+SHOWN = ("posttrain.training.prompts", "posttrain.rewards.runner")
 
 
 @dataclass
@@ -242,85 +244,35 @@ class PPOScriptArguments(GRPOScriptArguments):
 
 @dataclass(frozen=True)
 class Command:
-    """One training command: where its classes are, and what it is for."""
+    """One training command: module and beginning of the names of its classes, and what says on which data it trains."""
 
-    trainer: str
-    config: str
-    help: str
+    module: str
+    name: str
     script_args: type = ScriptArguments
+
+    @property
+    def trainer(self) -> str:
+        """``module:class`` of the trainer."""
+        return f"posttrain.algorithms.{self.module}:{self.name}Trainer"
+
+    @property
+    def config(self) -> str:
+        """``module:class`` of its config."""
+        return f"posttrain.algorithms.{self.module}:{self.name}Config"
 
 
 COMMANDS: dict[str, Command] = {
-    "sft": Command(
-        "posttrain.algorithms.sft:SFTTrainer", "posttrain.algorithms.sft:SFTConfig", "supervised fine-tuning"
-    ),
-    "reward": Command(
-        "posttrain.algorithms.reward:RewardTrainer", "posttrain.algorithms.reward:RewardConfig", "outcome reward models"
-    ),
-    "dpo": Command(
-        "posttrain.algorithms.dpo:DPOTrainer", "posttrain.algorithms.dpo:DPOConfig", "direct preference optimisation"
-    ),
-    "kto": Command(
-        "posttrain.algorithms.kto:KTOTrainer", "posttrain.algorithms.kto:KTOConfig", "answers judged good or bad"
-    ),
-    "bco": Command("posttrain.algorithms.bco:BCOTrainer", "posttrain.algorithms.bco:BCOConfig", "binary classifier"),
-    "cpo": Command("posttrain.algorithms.cpo:CPOTrainer", "posttrain.algorithms.cpo:CPOConfig", "CPO, SimPO, AlphaPO"),
-    "orpo": Command("posttrain.algorithms.orpo:ORPOTrainer", "posttrain.algorithms.orpo:ORPOConfig", "odds ratio"),
-    "tpo": Command("posttrain.algorithms.tpo:TPOTrainer", "posttrain.algorithms.tpo:TPOConfig", "triple preference"),
-    "rloo": Command(
-        "posttrain.algorithms.rloo:RLOOTrainer",
-        "posttrain.algorithms.rloo:RLOOConfig",
-        "leave-one-out policy gradients",
-        GRPOScriptArguments,
-    ),
-    "ppo": Command(
-        "posttrain.algorithms.ppo:PPOTrainer",
-        "posttrain.algorithms.ppo:PPOConfig",
-        "clipped policy gradients with a value function",
-        PPOScriptArguments,
-    ),
-    "online-dpo": Command(
-        "posttrain.algorithms.online_dpo:OnlineDPOTrainer",
-        "posttrain.algorithms.online_dpo:OnlineDPOConfig",
-        "DPO on pairs of the policy's own completions",
-        JudgedScriptArguments,
-    ),
-    "nash-md": Command(
-        "posttrain.algorithms.nash_md:NashMDTrainer",
-        "posttrain.algorithms.nash_md:NashMDConfig",
-        "to be preferred to a mixture of policy and reference",
-        JudgedScriptArguments,
-    ),
-    "xpo": Command(
-        "posttrain.algorithms.xpo:XPOTrainer",
-        "posttrain.algorithms.xpo:XPOConfig",
-        "online DPO against the reference, with exploration",
-        JudgedScriptArguments,
-    ),
-    "grpo": Command(
-        "posttrain.algorithms.grpo:GRPOTrainer",
-        "posttrain.algorithms.grpo:GRPOConfig",
-        "group-relative policy optimisation",
-        EpisodeScriptArguments,
-    ),
-    "gmpo": Command(
-        "posttrain.algorithms.grpo.gmpo:GMPOTrainer",
-        "posttrain.algorithms.grpo.gmpo:GMPOConfig",
-        "GRPO with geometric means of clipped ratios",
-        EpisodeScriptArguments,
-    ),
-    "async-grpo": Command(
-        "posttrain.algorithms.async_grpo:AsyncGRPOTrainer",
-        "posttrain.algorithms.async_grpo:AsyncGRPOConfig",
-        "GRPO on rollouts that other processes write meanwhile",
-        EpisodeScriptArguments,
-    ),
-    "a2po": Command(
-        "posttrain.algorithms.a2po:A2POTrainer",
-        "posttrain.algorithms.a2po:A2POConfig",
-        "regression on optimal advantages, one completion a prompt",
-        GRPOScriptArguments,
-    ),
+    **{name: Command(name, name.upper()) for name in ("sft", "dpo", "kto", "bco", "cpo", "orpo", "tpo")},
+    "reward": Command("reward", "Reward"),
+    "rloo": Command("rloo", "RLOO", GRPOScriptArguments),
+    "ppo": Command("ppo", "PPO", PPOScriptArguments),
+    "online-dpo": Command("online_dpo", "OnlineDPO", JudgedScriptArguments),
+    "nash-md": Command("nash_md", "NashMD", JudgedScriptArguments),
+    "xpo": Command("xpo", "XPO", JudgedScriptArguments),
+    "grpo": Command("grpo", "GRPO", EpisodeScriptArguments),
+    "gmpo": Command("grpo.gmpo", "GMPO", EpisodeScriptArguments),
+    "async-grpo": Command("async_grpo", "AsyncGRPO", EpisodeScriptArguments),
+    "a2po": Command("a2po", "A2PO", GRPOScriptArguments),
 }
 
 
@@ -351,8 +303,8 @@ def run(name: str, argv: list[str]) -> int:
     argv, launch = _accelerate_shortcut(argv)
     *parsed, rest = parser_for(name).parse_args_and_config(argv, return_remaining_strings=True)
     launch += _launch_flags(rest, name)
-    if launch and "LOCAL_RANK" not in os.environ:
-        return _launch(name, argv, rest, launch)
+    if launch and "LOCAL_RANK" not in os.environ and ranks.EXIT_CODES not in os.environ:
+        return _launch(name, argv, launch)
     for shown in SHOWN:
         logging.getLogger(shown).setLevel(logging.INFO)
     return INTERRUPTED if train(name, *parsed) else 0
@@ -486,25 +438,12 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
     return list(rest)
 
 
-def _launch(name: str, argv: list[str], rest: list[str], launch: list[str]) -> int:
-    """Run this same command in every process that accelerate starts; returns the code of the first one that failed."""
-    left = list(rest)
-    script_args = []
-    for token in argv:  # The tokens that belong to the launcher, in order, are not the script's.
-        if left and token == left[0]:
-            left.pop(0)
-        else:
-            script_args.append(token)
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        *launch,
-        "-m",
-        "posttrain.cli.main",
-        name,
-        *script_args,
-    ]
+def _launch(name: str, argv: list[str], launch: list[str]) -> int:
+    """Run this same command in every process that accelerate starts; returns the code of the first one that failed.
+
+    The processes get all options, and leave those of the launcher alone.
+    """
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=os.environ | {ranks.EXIT_CODES: folder})
         try:

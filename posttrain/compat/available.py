@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from posttrain.checks.machine import NEEDS, base_version, installed_version
 from posttrain.integrations import is_available
@@ -28,7 +29,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-LIGER_MINIMUM = "0.8.0"  # The table's, as a default that can be read.
+# The table's, as a default that can be read.
+LIGER_MINIMUM = "0.8.0"
 
 
 def _at_least(package: str, minimum: str | None) -> bool:
@@ -36,74 +38,34 @@ def _at_least(package: str, minimum: str | None) -> bool:
     return minimum is None or (found is not None and base_version(found) >= base_version(minimum))
 
 
-def is_deepspeed_available() -> bool:
-    """Whether ``deepspeed`` is installed."""
-    return is_available("deepspeed")
+def _check_for(module: str) -> Callable[[], bool]:
+    def check() -> bool:
+        return is_available(module)
+
+    check.__name__ = check.__qualname__ = f"is_{module}_available"
+    check.__doc__ = f"Whether ``{module.replace('_', '-')}`` is installed."
+    return check
 
 
-def is_fastapi_available() -> bool:
-    """Whether ``fastapi`` is installed."""
-    return is_available("fastapi")
-
-
-def is_harbor_available() -> bool:
-    """Whether ``harbor`` is installed."""
-    return is_available("harbor")
-
-
-def is_jmespath_available() -> bool:
-    """Whether ``jmespath`` is installed."""
-    return is_available("jmespath")
-
-
-def is_joblib_available() -> bool:
-    """Whether ``joblib`` is installed."""
-    return is_available("joblib")
+is_deepspeed_available = _check_for("deepspeed")
+is_fastapi_available = _check_for("fastapi")
+is_harbor_available = _check_for("harbor")
+is_jmespath_available = _check_for("jmespath")
+is_joblib_available = _check_for("joblib")
+is_math_verify_available = _check_for("math_verify")
+is_mergekit_available = _check_for("mergekit")
+is_openreward_available = _check_for("openreward")
+is_pydantic_available = _check_for("pydantic")
+is_requests_available = _check_for("requests")
+is_unsloth_available = _check_for("unsloth")
+is_uvicorn_available = _check_for("uvicorn")
+is_vllm_ascend_available = _check_for("vllm_ascend")
+is_weave_available = _check_for("weave")
 
 
 def is_liger_kernel_available(min_version: str = LIGER_MINIMUM) -> bool:
     """Whether ``liger-kernel`` is installed, in ``min_version`` or later."""
     return is_available("liger_kernel") and _at_least("liger-kernel", min_version)
-
-
-def is_math_verify_available() -> bool:
-    """Whether ``math-verify`` is installed."""
-    return is_available("math_verify")
-
-
-def is_mergekit_available() -> bool:
-    """Whether ``mergekit`` is installed."""
-    return is_available("mergekit")
-
-
-def is_openreward_available() -> bool:
-    """Whether ``openreward`` is installed."""
-    return is_available("openreward")
-
-
-def is_pydantic_available() -> bool:
-    """Whether ``pydantic`` is installed."""
-    return is_available("pydantic")
-
-
-def is_requests_available() -> bool:
-    """Whether ``requests`` is installed."""
-    return is_available("requests")
-
-
-def is_unsloth_available() -> bool:
-    """Whether ``unsloth`` is installed."""
-    return is_available("unsloth")
-
-
-def is_uvicorn_available() -> bool:
-    """Whether ``uvicorn`` is installed."""
-    return is_available("uvicorn")
-
-
-def is_vllm_ascend_available() -> bool:
-    """Whether ``vllm-ascend`` is installed."""
-    return is_available("vllm_ascend")
 
 
 def is_vllm_available(min_version: str | None = None) -> bool:
@@ -116,8 +78,3 @@ def is_vllm_available(min_version: str | None = None) -> bool:
     if found is not None and base_version(found) not in works:
         logger.warning("vllm %s is installed; vllm%s was tested.", found, works)
     return _at_least("vllm", min_version)
-
-
-def is_weave_available() -> bool:
-    """Whether ``weave`` is installed."""
-    return is_available("weave")

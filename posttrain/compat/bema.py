@@ -207,7 +207,8 @@ class BEMACallback(transformers.TrainerCallback):
             else:
                 self._finish(model, state)
         folder = Path(args.output_dir or ".") / FOLDER
-        _save(model, self._final[1], folder)  # type: ignore[index]
+        assert self._final is not None
+        _save(model, self._final[1], folder)
         if processing_class is not None:
             processing_class.save_pretrained(folder)
         logger.info("BEMA: the averaged weights of step %d are in %s.", state.global_step, folder)

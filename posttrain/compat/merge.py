@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +76,19 @@ class MergeConfig:
         for name in ("policy_model_path", "target_model_path"):
             if not getattr(self, name):
                 raise ConfigError(f"MergeConfig.{name} is not set: a merge needs the folder or hub id of both models.")
-        return {"merge_method": self.method, "dtype": self.dtype, **METHODS[self.method](self)}
+        policy, target = self.policy_model_path, self.target_model_path
+        merge: dict[str, Any] = {"merge_method": self.method, "dtype": self.dtype}
+        weights = {"weight": self.policy_model_weight}, {"weight": self.target_model_weight}
+        if self.method == "slerp":
+            models: list[dict[str, Any]] = [{"model": policy}, {"model": target}]
+            return merge | {"base_model": policy, "models": models, "parameters": {"t": self.t_values}}
+        models = [{"model": path, "parameters": share} for path, share in zip((policy, target), weights, strict=True)]
+        if self.method == "linear":
+            return merge | {"models": models}
+        for model, density in zip(models, (self.policy_model_density, self.target_model_density), strict=True):
+            model["parameters"]["density"] = density
+        base = self.base_model_path or policy
+        return merge | {"base_model": base, "models": models, "parameters": {"normalize": self.normalize}}
 
     def create(self) -> Any:
         """The ``mergekit.config.MergeConfiguration`` of this merge."""
@@ -85,40 +96,7 @@ class MergeConfig:
         return mergekit.MergeConfiguration.model_validate(self.to_dict())
 
 
-def _linear(config: MergeConfig) -> dict[str, Any]:
-    weights = (config.policy_model_weight, config.target_model_weight)
-    return {"models": _models(config, *({"weight": weight} for weight in weights))}
-
-
-def _ties(config: MergeConfig) -> dict[str, Any]:
-    policy = {"weight": config.policy_model_weight, "density": config.policy_model_density}
-    target = {"weight": config.target_model_weight, "density": config.target_model_density}
-    return {
-        "base_model": config.base_model_path or config.policy_model_path,
-        "models": _models(config, policy, target),
-        "parameters": {"normalize": config.normalize},
-    }
-
-
-def _slerp(config: MergeConfig) -> dict[str, Any]:
-    return {
-        "base_model": config.policy_model_path,
-        "models": _models(config, {}, {}),
-        "parameters": {"t": config.t_values},
-    }
-
-
-def _models(config: MergeConfig, policy: dict[str, Any], target: dict[str, Any]) -> list[dict[str, Any]]:
-    pairs = ((config.policy_model_path, policy), (config.target_model_path, target))
-    return [{"model": path} | ({"parameters": parameters} if parameters else {}) for path, parameters in pairs]
-
-
-METHODS: dict[str, Callable[[MergeConfig], dict[str, Any]]] = {
-    "linear": _linear,
-    "ties": _ties,
-    "dare_ties": _ties,
-    "slerp": _slerp,
-}
+METHODS = ("linear", "ties", "dare_ties", "slerp")
 _TIES = {
     "policy_model_weight": 1.0,
     "policy_model_density": [1.0, 0.7, 0.1],
@@ -144,7 +122,7 @@ def merge_models(config: MergeConfig, out_path: str | Path) -> None:
     for path in (config.policy_model_path, config.target_model_path):
         if path and (Path(path) / "adapter_config.json").is_file():
             raise ModelError(f"{path} holds an adapter, not a model: merge it into its base first (merge_and_unload).")
-    if METHODS[config.method] is _ties and config.base_model_path is None:
+    if config.method in ("ties", "dare_ties") and config.base_model_path is None:
         logger.warning(
             "merging by %s with the policy as its own base: only the target's changes count, and at target_model_density=[1.0] "
             "the result is the target. Set MergeConfig.base_model_path to the model both were trained from.",

@@ -1,35 +1,22 @@
-"""Helpers on batches and datasets by TRL's names: splitting, shuffling, byte offsets, end tokens, conversions."""
+"""Helpers on batches and datasets by TRL's names: splitting, shuffling, conversions."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import datasets
 import torch
 from torch import Tensor
 
-from posttrain.compat.tensors import pad_to_length
-from posttrain.data.formats import (
-    describe_dataset,
-    is_messages,
-    maybe_convert_to_chatml,
-    maybe_extract_prompt,
-    unpair_preference_dataset,
-)
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError, PosttrainError, check_choice
+from posttrain.data.formats import describe_dataset, is_messages, maybe_convert_to_chatml
+from posttrain.data.preference import maybe_extract_prompt, unpair_preference_dataset
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
 __all__ = [
     "CONVERSIONS",
-    "UnsupportedTokenizerError",
-    "add_bos_token_if_needed",
-    "add_eos_token_if_needed",
     "convert_dataset",
-    "encode_with_byte_offsets",
-    "is_byte_level",
-    "pad_byte_offsets",
     "shuffle_sequence_dict",
     "split_pixel_values_by_grid",
     "split_tensor_dict",
@@ -45,10 +32,6 @@ PIXEL_KEYS = (
     "spatial_shapes",
     "image_sizes",
 )
-
-
-class UnsupportedTokenizerError(PosttrainError, NotImplementedError):
-    """A tokenizer whose tokens do not stand for bytes of the text."""
 
 
 def _is_sized(value: Any) -> bool:
@@ -220,168 +203,6 @@ def unsplit_pixel_values_by_grid(batch: Mapping[str, Any]) -> dict[str, Any]:
         name: torch.cat(list(value)) if name in PIXEL_KEYS and isinstance(value, list | tuple) else value
         for name, value in batch.items()
     }
-
-
-def pad_byte_offsets(offsets: Sequence[Sequence[int]] | Tensor, target_length: int, side: str = "right") -> Tensor:
-    """Byte spans as ``(target_length, 2)`` int64, filled with ``(0, 0)``; longer input is returned uncut.
-
-    Raises:
-        ConfigError: ``side`` is neither ``left`` nor ``right``.
-    """
-    check_choice("side", side, ("left", "right"))
-    spans = torch.as_tensor(offsets, dtype=torch.long).reshape(-1, 2)
-    if side == "right":
-        return pad_to_length(spans, target_length, 0, dim=0)
-    return pad_to_length(spans.flip(0), target_length, 0, dim=0).flip(0)
-
-
-def is_byte_level(backend: Any) -> bool:
-    """Whether every token of a `tokenizers.Tokenizer` stands for bytes of the text (byte-level BPE)."""
-    return "ByteLevel" in repr(getattr(backend, "pre_tokenizer", None))
-
-
-@lru_cache(maxsize=1)
-def _alphabet() -> dict[str, int]:
-    """The character that byte-level vocabularies write for each byte: printable Latin-1 is itself, the rest follows 255."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-def _spans(tokens: Sequence[Any], text: str, added: Callable[[int], bool]) -> list[tuple[int, int]]:
-    """Byte span of each ``(id, token, (first, last character))``, which together cover the text from left to right."""
-    raw, alphabet = text.encode(), _alphabet()
-    before = list(itertools.accumulate((len(c.encode()) for c in text), initial=0))
-    spans, cursor = [], 0
-    for token_id, token, (first, last) in tokens:
-        if added(token_id):
-            start, end = before[first], before[last]
-        else:
-            piece = bytes(alphabet[c] for c in token)
-            # A tokenizer may write a space before the first word that is not in the text.
-            if not raw.startswith(piece, cursor) and piece[:1] == b" ":
-                piece = piece[1:]
-            start, end = cursor, cursor + len(piece)
-            if not raw.startswith(piece, cursor):
-                start = -1
-        if start < cursor:
-            raise DataError(
-                f"token {token!r} (id {token_id}) does not continue the text at byte {cursor}: {text[first:last]!r}. The "
-                "byte spans of its tokens cannot be made monotone."
-            )
-        spans.append((start, end))
-        cursor = end
-    return spans
-
-
-def encode_with_byte_offsets(
-    backend: Any, texts: Sequence[str], add_special_tokens: bool = False
-) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
-    """Token ids of texts, and the bytes of the text's UTF-8 form that each token stands for.
-
-    Unlike character offsets, byte spans part a character that several tokens share. They count bytes of the text as the
-    tokenizer normalises it.
-
-    Args:
-        backend: A byte-level `tokenizers.Tokenizer` (``tokenizer.backend_tokenizer``).
-        texts: What to encode.
-        add_special_tokens: Also the tokens that the tokenizer puts around a text; their spans are empty.
-
-    Returns:
-        A list of ids and a list of ``(start, end)`` for each text.
-
-    Raises:
-        UnsupportedTokenizerError: The tokenizer is not byte-level. DataError: Spans that cannot be made monotone.
-    """
-    if not is_byte_level(backend):
-        raise UnsupportedTokenizerError(
-            f"byte offsets need a byte-level tokenizer, and this one splits text with {backend.pre_tokenizer!r}."
-        )
-    added = set(backend.get_added_tokens_decoder())
-    normal = [backend.normalizer.normalize_str(text) if backend.normalizer else text for text in texts]
-    ids, spans = [], []
-    for text, encoding in zip(normal, backend.encode_batch(normal, add_special_tokens=add_special_tokens), strict=True):
-        rows = zip(encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True)
-        ids.append(list(encoding.ids))
-        spans.append(_around([(i, t, o) for i, t, o, special in rows if not special], encoding, text, added))
-    return ids, spans
-
-
-def _around(tokens: list[Any], encoding: Any, text: str, added: set[int]) -> list[tuple[int, int]]:
-    """The spans of the text's own tokens, and empty ones for what the tokenizer put around it."""
-    own = iter(_spans(tokens, text, added.__contains__))
-    out, end = [], 0
-    for special in encoding.special_tokens_mask:
-        span = (end, end) if special else next(own)
-        out.append(span)
-        end = span[1]
-    return out
-
-
-Tokens = Mapping[str, Any]
-
-
-def add_bos_token_if_needed(
-    bos_token_id: int | None,
-    prompt_len_input_ids: int,
-    prompt_tokens: Tokens,
-    chosen_prompt_len_input_ids: int,
-    chosen_tokens: Tokens,
-    rejected_prompt_len_input_ids: int,
-    rejected_tokens: Tokens,
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Begin three tokenised prompts with the bos token, unless they do already.
-
-    Args:
-        bos_token_id: None leaves everything as it is.
-        prompt_len_input_ids: Tokens of the prompt by itself; 0 where it is empty.
-        prompt_tokens: With ``prompt_input_ids`` and ``prompt_attention_mask``.
-        chosen_prompt_len_input_ids: Tokens of the prompt before the chosen answer.
-        chosen_tokens: Likewise.
-        rejected_prompt_len_input_ids: Tokens of the prompt before the rejected answer.
-        rejected_tokens: Likewise.
-
-    Returns:
-        New dictionaries; the given ones are not changed.
-
-    >>> row = {"prompt_input_ids": [5], "prompt_attention_mask": [1]}
-    >>> add_bos_token_if_needed(1, 1, row, 1, row, 1, row)[0]
-    {'prompt_input_ids': [1, 5], 'prompt_attention_mask': [1, 1]}
-    """
-
-    def begun(tokens: Tokens, length: int) -> dict[str, Any]:
-        ids = tokens["prompt_input_ids"]
-        if bos_token_id is None or (length and ids[0] == bos_token_id):
-            return dict(tokens)
-        mask = tokens["prompt_attention_mask"]
-        return {**tokens, "prompt_input_ids": [bos_token_id, *ids], "prompt_attention_mask": [1, *mask]}
-
-    return (
-        begun(prompt_tokens, prompt_len_input_ids),
-        begun(chosen_tokens, chosen_prompt_len_input_ids),
-        begun(rejected_tokens, rejected_prompt_len_input_ids),
-    )
-
-
-def add_eos_token_if_needed(
-    eos_token_id: int, chosen_tokens: Tokens, rejected_tokens: Tokens
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """End two tokenised answers (``input_ids``, ``attention_mask``) with the eos token, unless they do already.
-
-    Returns:
-        New dictionaries; the given ones are not changed.
-
-    >>> add_eos_token_if_needed(2, {"input_ids": [5], "attention_mask": [1]}, {"input_ids": [2], "attention_mask": [1]})
-    ({'input_ids': [5, 2], 'attention_mask': [1, 1]}, {'input_ids': [2], 'attention_mask': [1]})
-    """
-
-    def ended(tokens: Tokens) -> dict[str, Any]:
-        ids = tokens["input_ids"]
-        if ids and ids[-1] == eos_token_id:
-            return dict(tokens)
-        return {**tokens, "input_ids": [*ids, eos_token_id], "attention_mask": [*tokens["attention_mask"], 1]}
-
-    return ended(chosen_tokens), ended(rejected_tokens)
 
 
 Row = Mapping[str, Any]

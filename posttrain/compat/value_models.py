@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import cached_file
 
 from posttrain.errors import ArgumentTypeError, ConfigError, ModelError, check_choice
 from posttrain.integrations import require
@@ -33,50 +35,30 @@ ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 def checkpoint_tensors(
     source: str, wanted: set[str] | None = None, *, adapter: bool = False
 ) -> Iterable[tuple[str, Tensor]]:
-    """Tensors of a checkpoint, sharded or not, read one by one.
+    """Tensors of a checkpoint, sharded or not, a file at a time.
 
     Args:
         source: Folder or hub id.
         wanted: Names; None is all.
         adapter: Of the adapter in it, not of the model.
     """
-    names = ADAPTER_WEIGHTS if adapter else WEIGHTS
-    for name in names:
-        index = _find(source, f"{name}.index.json")
-        if index is not None:
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            shards = sorted({place for key, place in places.items() if wanted is None or key in wanted})
-            files = [path for shard in shards if (path := _find(source, shard)) is not None]
-        else:
-            path = _find(source, name)
-            files = [] if path is None else [path]
-        for file in files:
-            for key, tensor in _read(file):
-                if wanted is None or key in wanted:
-                    yield key, tensor
+    for name in ADAPTER_WEIGHTS if adapter else WEIGHTS:
+        files = [_find(source, name)]
+        if index := _find(source, f"{name}.index.json"):
+            places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            files = [
+                _find(source, shard)
+                for shard in sorted({p for key, p in places.items() if not wanted or key in wanted})
+            ]
+        for file in filter(None, files):
+            state = load_state_dict(file, map_location="cpu")
+            yield from ((key, tensor) for key, tensor in state.items() if wanted is None or key in wanted)
 
 
-def _find(source: str, name: str) -> Path | None:
-    if Path(source).is_dir():
-        path = Path(source, name)
-        return path if path.is_file() else None
-    from transformers.utils import cached_file
-
-    found = cached_file(
+def _find(source: str, name: str) -> str | None:
+    return cached_file(
         source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
-    return None if found is None else Path(found)
-
-
-def _read(file: Path) -> Iterable[tuple[str, Tensor]]:
-    if file.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        with safe_open(str(file), framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - it is no mapping.
-                yield key, opened.get_tensor(key)
-    else:
-        yield from torch.load(file, map_location="cpu", weights_only=True).items()
 
 
 STRATEGIES = (None, "normal")
@@ -291,37 +273,25 @@ class PreTrainedModelWrapper(nn.Module):
         head = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items() if key.startswith("v_head.")}
         torch.save(head, Path(save_directory, "pytorch_model.bin"))
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        token: Any = None,
-        private: bool | None = None,
-        revision: str | None = None,
-        max_shard_size: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Upload what `save_pretrained` writes, the value head with it.
 
         Args:
             repo_id: ``owner/name``; made if it is not there.
-            token: Of the hub; None is the one that is logged in.
-            private: Of a new repository.
-            revision: The branch to upload to; made if it is not there.
-            max_shard_size: Of weight files.
-            **kwargs: ``commit_message``, ``commit_description`` and ``create_pr``.
+            **kwargs: ``private`` of a new repository, ``max_shard_size`` of weight files, ``token``; the others are those of
+                `huggingface_hub.upload_folder`, ``revision`` (a branch, made if it is not there) among them.
         """
         import huggingface_hub
 
-        kwargs.setdefault("commit_message", f"Upload {type(self).__name__}")
-        shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        token, revision = kwargs.get("token"), kwargs.get("revision")
+        shards = {name: kwargs.pop(name) for name in ("max_shard_size",) if name in kwargs}
+        huggingface_hub.create_repo(repo_id, token=token, private=kwargs.pop("private", None), exist_ok=True)
+        if revision is not None and not revision.startswith("refs/pr"):
+            huggingface_hub.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
+        options = {"commit_message": f"Upload {type(self).__name__}", **kwargs}
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, **shards)
-            huggingface_hub.create_repo(repo_id, token=token, private=private, exist_ok=True)
-            if revision is not None and not revision.startswith("refs/pr"):
-                huggingface_hub.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
-            where: dict[str, Any] = {"repo_id": repo_id, "revision": revision, "token": token}
-            return huggingface_hub.upload_folder(**where, folder_path=folder, **kwargs)
+            return huggingface_hub.upload_folder(repo_id=repo_id, folder_path=folder, **options)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own."""

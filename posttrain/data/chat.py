@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -24,6 +25,8 @@ __all__ = [
     "encode",
     "fit_messages",
     "has_generation_markers",
+    "inner_tokenizer",
+    "json_arguments",
     "maybe_apply_chat_template",
     "one_bos",
     "open_end",
@@ -32,12 +35,53 @@ __all__ = [
     "render",
     "render_prompt",
     "template_arguments",
+    "template_text",
     "terminal_token_ids",
     "tokenize_prompts",
+    "tool_call",
     "turn_end",
+    "with_template",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+def template_text(processing_class: Any) -> str | None:
+    """The chat template as one text: of named variants, ``default``."""
+    return _default(getattr(processing_class, "chat_template", None))
+
+
+def _default(template: str | dict[str, str] | None) -> str | None:
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def inner_tokenizer(processing_class: Any) -> Any:
+    """The tokenizer of a processor, or the tokenizer itself."""
+    return getattr(processing_class, "tokenizer", None) or processing_class
+
+
+def with_template(processing_class: Any, template: str | None) -> Any:
+    """A shallow copy of the (inner) tokenizer that carries ``template``."""
+    shadow = copy.copy(inner_tokenizer(processing_class))
+    shadow.chat_template = template
+    return shadow
+
+
+def tool_call(name: Any, arguments: Any) -> dict[str, Any]:
+    """A call as messages hold it."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with the arguments of their tool calls as JSON text, as templates that concatenate them need it."""
+    made = []
+    for message in messages:
+        calls = [
+            tool_call(c["function"]["name"], json.dumps(c["function"]["arguments"]))
+            for c in message.get("tool_calls", ())
+        ]
+        made.append({**message, "tool_calls": calls} if calls else message)
+    return made
 
 
 # What messages call the model's reasoning; a template reads one of them, and silently leaves the others out.
@@ -88,16 +132,12 @@ def fit_messages(tokenizer: Any, messages: list[dict[str, Any]], template: Any =
     """
     if not any(m.get(name) for m in messages for name in ("tool_calls", *REASONING) if name in m):
         return messages
-    text = _text_of(template or tokenizer.chat_template)
+    text = _default(template or tokenizer.chat_template) or ""
     reads = [name for name in REASONING if re.search(rf"""\.{name}\b|['"]{name}['"]""", text)]
     fitted = [_under_read_name(message, reads) for message in messages]
     if any(_json_calls(message) for message in fitted) and _escapes_twice(tokenizer, text):
         fitted = [_decoded(message) for message in fitted]
     return fitted
-
-
-def _text_of(template: Any) -> str:
-    return str((template.get("default") if isinstance(template, dict) else template) or "")
 
 
 def _under_read_name(message: dict[str, Any], reads: list[str]) -> dict[str, Any]:
@@ -145,8 +185,8 @@ def _escapes_twice(tokenizer: Any, template: str) -> bool:
     """Whether a template takes arguments as an object, and encodes text again (or refuses it)."""
 
     def rendered(arguments: Any) -> str | None:
-        call = {"type": "function", "function": {"name": "zq_find", "arguments": arguments}}
-        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        calls = [tool_call("zq_find", arguments)]
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
         try:
             return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
         except Exception:  # Whatever a template raises says that it does not take this form.
@@ -334,9 +374,7 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def has_generation_markers(template: str | dict | None) -> bool:
     """Whether a template marks what the assistant says with ``{% generation %}``."""
-    if isinstance(template, dict):
-        template = template.get("default")
-    return bool(template) and re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None  # type: ignore[arg-type]
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", _default(template) or "") is not None
 
 
 def turn_end(tokenizer: Any) -> str:

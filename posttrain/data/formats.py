@@ -1,12 +1,11 @@
-"""Dataset formats: the only place that knows column names."""
+"""Dataset formats: the only place that knows column names; and the one pass that makes ids of rows and says what it left out."""
 
 from __future__ import annotations
 
 import logging
-import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypedDict
 
@@ -14,14 +13,11 @@ from posttrain.errors import ArgumentTypeError, DataError
 
 __all__ = [
     "MESSAGE_COLUMNS",
-    "PEEKED",
     "ROW",
     "DatasetDescription",
+    "PreparationReport",
     "check_ids",
-    "check_stream",
     "describe_dataset",
-    "extract_and_unpair",
-    "extract_prompt",
     "first_row",
     "get_dataset_column_names",
     "has_nested_none",
@@ -30,11 +26,11 @@ __all__ = [
     "is_messages",
     "listed",
     "maybe_convert_to_chatml",
-    "maybe_extract_prompt",
-    "maybe_unpair_preference_dataset",
+    "one_eos",
+    "refuse_images",
     "remove_none_values",
     "strip_none",
-    "unpair_preference_dataset",
+    "tokenized",
 ]
 
 logger = logging.getLogger(__name__)
@@ -271,6 +267,9 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
 
 
 ROW = "_row"  # A column of row numbers, kept through preparation so that what is found can be found again.
+
+
+FIRST_BATCH = 32  # Rows of a stream that are prepared at once while the first one to train is looked for.
 PEEKED = 1000  # Rows of a stream of which at least one must be trainable.
 IMAGES = ("image", "images", "pixel_values")
 
@@ -342,7 +341,7 @@ def check_ids(ids: Any, column: str, vocabulary: int) -> list[int]:
     return list(ids)
 
 
-def check_stream(reasons: Iterable[str], name: str, hint: str) -> None:
+def _check_stream(reasons: Iterable[str], name: str, hint: str) -> None:
     """Refuse a stream whose first rows are all left out: it would train nothing and report success.
 
     Args:
@@ -370,159 +369,118 @@ def listed(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
 
 
-# Scripts written without spaces: a split between two of their letters is a split between words, as far as anybody can tell.
-UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
+@dataclass
+class PreparationReport:
+    """What preparing a dataset did to it.
 
-
-def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Split off what ``chosen`` and ``rejected`` share at their beginning.
-
-    Lists share whole messages. Strings share characters, back to a word boundary, and spaces at the boundary belong to
-    the answers: tokenisers merge over them.
-
-    Returns:
-        ``prompt``, ``chosen`` and ``rejected``.
-
-    Raises:
-        DataError: The two are equal, one is empty, or two conversations share no message.
-
-    >>> extract_prompt({"chosen": "The sky is blue.", "rejected": "The sky is black."})
-    {'prompt': 'The sky is', 'chosen': ' blue.', 'rejected': ' black.'}
+    Attributes:
+        name: Which set.
+        rows_in, rows_out: Before and after (before packing).
+        dropped: Rows left out, by reason.
+        truncated: Rows that were cut at ``max_length``.
+        cut_tokens: Trained tokens lost by that.
+        diverged: Rows whose prompt tokenises differently once the completion follows.
+        inner: Rows with an answer that holds turns of others than the assistant.
+        no_end: Rows that do not train a token that ends a sequence.
+        double_bos: Texts that began with the bos token already.
+        nested_none: Rows with a ``None`` in tool schemas, tool calls or content blocks.
+        untrained_pieces: With ``bfd_split``: pieces of long rows that train nothing, and are left out.
+        trained_tokens, tokens: What is left: tokens that carry loss, and all tokens.
     """
-    chosen, rejected = example["chosen"], example["rejected"]
-    if not chosen or not rejected:
-        raise DataError(f"{'chosen' if not chosen else 'rejected'} is empty: a pair needs two answers.")
-    if chosen == rejected:
-        raise DataError("chosen and rejected are equal: there is no preference in this row.")
-    cut = _shared_messages(chosen, rejected) if isinstance(chosen, list) else _shared_text(chosen, rejected)
-    return {"prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
+
+    name: str
+    rows_in: int = 0
+    rows_out: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    truncated: int = 0
+    cut_tokens: int = 0
+    diverged: int = 0
+    inner: int = 0
+    no_end: int = 0
+    double_bos: int = 0
+    nested_none: int = 0
+    untrained_pieces: int = 0
+    trained_tokens: int = 0
+    tokens: int = 0
 
 
-def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+OF_KEPT = ("_no_end", "_trained_tokens", "_tokens")  # Counted over the rows that are left, the others over all.
 
 
-def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
-    cut = _shared(chosen, rejected)
-    if cut == min(len(chosen), len(rejected)):  # One is the beginning of the other: neither answer may be empty.
-        cut -= 1
-        while cut > 0 and chosen[cut - 1].get("role") == "assistant":
-            cut -= 1
-    if cut <= 0:
-        raise DataError(
-            "chosen and rejected differ in their first message, so they share no prompt. Give a 'prompt' column."
-        )
-    return cut
-
-
-def _is_word(character: str) -> bool:
-    return character.isalnum() and not unicodedata.name(character, "").startswith(UNSPACED)
-
-
-def _shared_text(chosen: str, rejected: str) -> int:
-    def inside_a_word(cut: int) -> bool:
-        after = (text[cut : cut + 1] for text in (chosen, rejected))
-        return _is_word(chosen[cut - 1]) and any(character and _is_word(character) for character in after)
-
-    cut = min(_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
-    while cut > 0 and inside_a_word(cut):
-        cut -= 1
-    while cut > 0 and chosen[cut - 1] == " ":
-        cut -= 1
-    return cut
-
-
-_repeats_told = False
-
-
-def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`extract_prompt` where the row needs it; a prompt that both answers repeat is taken off them.
-
-    A row that is no preference, or whose prompt has the form of its answers and is not repeated, comes back unchanged.
-    """
-    if "chosen" not in example or "rejected" not in example:
-        return example
-    prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
-    if prompt is None:
-        return {**example, **extract_prompt(example)}
-    if is_messages(chosen) and not is_messages(prompt):  # A text prompt beside conversations that begin with it.
-        return {**example, **extract_prompt(example)}
-    if isinstance(prompt, list) and prompt and chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
-        _tell_repeat()
-        return {**example, "chosen": chosen[len(prompt) :], "rejected": rejected[len(prompt) :]}
-    return example
-
-
-def _tell_repeat() -> None:
-    global _repeats_told
-    if not _repeats_told:
-        _repeats_told = True
-        logger.warning(
-            "chosen and rejected repeat the messages of their prompt: they are taken off, or it would stand twice."
-        )
-
-
-def unpair_preference_dataset(dataset: Any, *, interleave: bool = True, **map_kwargs: Any) -> Any:
-    """Turn pairs into single answers with a ``label``: True for chosen, False for rejected.
-
-    Only right where every chosen answer is good and every rejected one bad by itself.
+def tokenized(
+    dataset: Any,
+    name: str,
+    function: Callable[..., dict[str, list]],
+    arguments: dict[str, Any],
+    *,
+    drop: list[str],
+    counters: Sequence[str] = (),
+    num_proc: int | None = None,
+    hint: str,
+) -> tuple[Any, Any, PreparationReport]:
+    """Map a dataset batch by batch to ids, and leave out the rows that the function gives a reason for.
 
     Args:
-        dataset: ``Dataset``, ``DatasetDict`` or an iterable twin with columns ``chosen`` and ``rejected``.
-        interleave: Put each pair's two answers side by side; False gives all chosen and then all rejected of each batch,
-            so that batches in order hold one label only.
-        map_kwargs: For ``dataset.map``.
+        dataset: ``Dataset`` or ``IterableDataset``.
+        name: Of the set, for messages.
+        function: ``f(batch, indices, **arguments)`` gives columns of ids, ``_reason`` (why a row is left out, or ``""``) and the
+            counters.
+        arguments: Of the function; part of the cache's fingerprint.
+        drop: Columns of the dataset that are not kept.
+        counters: Columns of numbers; those named like a field of the report are summed into it.
+        num_proc: Processes.
+        hint: What to look at where no row is left.
+
+    Returns:
+        All rows with reasons and counters, the rows that are left without them, and the report (counted for map-style
+        datasets).
 
     Raises:
-        DataError: A column ``completion`` or ``label`` is there already and would be overwritten.
+        DataError: No row is left (of a stream, none of its first rows).
     """
-    if isinstance(dataset, dict):
-        return type(dataset)(
-            {k: unpair_preference_dataset(v, interleave=interleave, **map_kwargs) for k, v in dataset.items()}
-        )
-    columns = get_dataset_column_names(dataset)
-    missing, taken = (
-        [c for c in ("chosen", "rejected") if c not in columns],
-        [c for c in ("completion", "label") if c in columns],
-    )
-    if missing or taken:
-        what = f"has no column {missing}" if missing else f"already has {taken}, which would be overwritten"
-        raise DataError(f"the dataset cannot be unpaired: it {what}. Its columns are {columns}.")
     import datasets
 
-    if isinstance(dataset, datasets.IterableDataset):
-        map_kwargs = {k: v for k, v in map_kwargs.items() if k not in ("num_proc", "desc")}
-    return dataset.map(
-        partial(_unpair, interleave=interleave), batched=True, remove_columns=["chosen", "rejected"], **map_kwargs
-    )
+    streaming = isinstance(dataset, datasets.IterableDataset)
+    extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
+    described = {} if streaming else {"desc": f"Tokenizing {name} dataset"}
+    options = {"batched": True, "with_indices": True, "remove_columns": drop, "fn_kwargs": arguments}
+    if streaming:
+        first = dataset.map(function, **options, batch_size=FIRST_BATCH)
+        _check_stream((row["_reason"] for row in first), name, hint)
+    mapped = dataset.map(function, **options, **extra, **described)
+    kept = mapped.filter(_is_kept, batched=True, input_columns=["_reason"], **extra)
+    report = PreparationReport(name)
+    if not streaming:
+        report.rows_in, report.rows_out = len(mapped), len(kept)
+        if report.rows_out < report.rows_in:
+            report.dropped = dict(Counter(filter(None, mapped["_reason"][:])))
+        if not report.rows_out:
+            raise DataError(
+                f"no row of the {name} dataset is left: of {report.rows_in}, {listed(report.dropped)}. {hint}"
+            )
+        for counter in (counter for counter in counters if hasattr(report, counter[1:])):
+            setattr(report, counter[1:], sum((kept if counter in OF_KEPT else mapped)[counter][:]))
+        if report.dropped:
+            lost, why = report.rows_in - report.rows_out, listed(report.dropped)
+            logger.warning("%s dataset: dropped %d of %d rows (%s).", name, lost, report.rows_in, why)
+    return mapped, kept.remove_columns([*counters, "_reason"]), report
 
 
-def _unpair(batch: dict[str, list], *, interleave: bool) -> dict[str, list]:
-    size = len(batch["chosen"])
-    order = [i + side * size for i in range(size) for side in (0, 1)] if interleave else list(range(2 * size))
-    doubled = {name: column * 2 for name, column in batch.items() if name not in ("chosen", "rejected")}
-    doubled["completion"] = batch["chosen"] + batch["rejected"]
-    doubled["label"] = [True] * size + [False] * size
-    return {name: [column[i] for i in order] for name, column in doubled.items()}
+def _is_kept(reasons: list[str]) -> list[bool]:
+    return [not reason for reason in reasons]
 
 
-def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """`unpair_preference_dataset` where there are ``chosen`` and ``rejected``; anything else comes back as it is."""
-    first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-    if not {"chosen", "rejected"} <= set(get_dataset_column_names(first)):
-        return dataset
-    return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
-
-
-def extract_and_unpair(dataset: Any, num_proc: int | None = None) -> Any:
-    """Pairs with or without a prompt column, or whose answers repeat it, as single judged answers; others as they are."""
-    if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
-        return dataset
-    import datasets
-
-    extra = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
-    return unpair_preference_dataset(dataset.map(_extracted, **extra), **extra)
-
-
-def _extracted(example: dict[str, Any]) -> dict[str, Any]:
-    return dict(maybe_extract_prompt(example))
+def one_eos(ids: list[int], tokenizer: Any) -> list[int]:
+    """Exactly one eos at the end of a plain text, also where a line end follows it."""
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise DataError("the tokenizer has no eos token, so a plain text cannot be ended. Set eos_token.")
+    if ids == [eos]:
+        return ids
+    kept = len(ids)
+    while kept > 1:  # The text may end with eos and white space, and the tokenizer may have added an eos of its own.
+        blank = ids[kept - 2] == eos and not tokenizer.decode(ids[kept - 1 : kept]).strip()
+        if ids[kept - 1] != eos and not blank:
+            break
+        kept -= 1
+    return [*ids[:kept], eos]

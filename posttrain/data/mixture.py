@@ -26,10 +26,7 @@ __all__ = [
     "DatasetMixtureConfig",
     "check_json",
     "get_dataset",
-    "load_file",
     "load_rows",
-    "parquet_conflict",
-    "quiet_loader",
 ]
 
 logger = logging.getLogger(__name__)
@@ -38,50 +35,22 @@ logger = logging.getLogger(__name__)
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # File ending -> loader's name.
 
 
-def load_file(file: Path, split: str | None, streaming: bool) -> Any:
-    """The rows of one file; a stream of a .jsonl file is read line by line.
+def check_json(file: Path) -> None:
+    """Look for the line of a JSON file that the loader could not read; a .json file may also be one array of objects.
 
     Raises:
-        DataError: An unknown kind of file, an empty one, or one that cannot be read, with the line where there are lines.
+        DataError: A line that is no UTF-8, no JSON, or no object.
     """
-    kind = LOADERS.get(file.suffix)
-    if kind is None:
-        raise DataError(f"dataset file {str(file)!r} ends in {file.suffix!r}; known are {', '.join(LOADERS)}.")
-    if file.stat().st_size == 0:
-        raise DataError(f"dataset file {str(file)!r} is empty.")
-    if streaming and file.suffix == ".jsonl" and split in (None, "train"):
-        stream = datasets.IterableDataset.from_generator(_lines, gen_kwargs={"files": [str(file)]})
-        return stream if split else datasets.IterableDatasetDict({"train": stream})
-    try:
-        with quiet_loader():
-            loaded = datasets.load_dataset(kind, data_files=str(file), split=split, streaming=streaming)
-            for part in () if streaming else loaded.values() if split is None else (loaded,):
-                part.data.validate(full=True)  # Bytes that are no UTF-8 would show when a row is read.
-            return loaded
-    except Exception as error:
-        if kind == "json":
-            check_json(file)
-        cause = str(error.__cause__ or error).rstrip(".")
-        hint = " One file has one split, 'train', and every column one type."
-        raise DataError(
-            f"dataset file {str(file)!r} cannot be read{f' (split {split!r})' if split else ''}: {cause}."
-            f"{'' if 'magic bytes' in cause or 'UTF8' in cause else hint}"
-        ) from error
-
-
-@contextlib.contextmanager
-def quiet_loader() -> Iterator[None]:
-    """Without the loader's own error lines: what is wrong is said once, by us."""
-    logger = logging.getLogger("datasets")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    if file.suffix == ".json":
+        with contextlib.suppress(ValueError):
+            json.loads(file.read_text(encoding="utf-8", errors="replace"))
+            return
+    for _ in _lines([str(file)]):
+        pass
 
 
 def _lines(files: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of files with a JSON object a line; a broken line is refused by its number."""
     for file in files:
         with Path(file).open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -90,46 +59,23 @@ def _lines(files: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
-    """One line as a row.
-
-    Raises:
-        DataError: It is no UTF-8, no JSON, no object, or holds lone surrogates.
-    """
     shown = line.strip()[:80].decode("utf-8", "replace")
     try:
-        text = line.decode("utf-8")
+        row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: it is not valid UTF-8 (byte {error.start}: {error.reason}): {shown!r}. Save the file as UTF-8."
         ) from error
-    try:
-        row = json.loads(text)
     except ValueError as error:
         raise DataError(f"{where}: it is not valid JSON ({error}): {shown!r}") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, and it is a {type(row).__name__}: {shown!r}")
-    if re.search(r"\\u[dD][89a-fA-F]", text):  # Escapes of surrogates; pairs of them are fine.
+    if b"\\u" in line:  # An escape may be one half of a surrogate pair.
         check_unicode(json.dumps(row, ensure_ascii=False), where)
     return row
 
 
-def check_json(file: Path) -> None:
-    """Raise for the first line that is not one JSON object; a .json file may also be one array of objects."""
-    if file.suffix == ".json" and _is_one_document(file):
-        return
-    for _ in _lines([str(file)]):
-        pass
-
-
-def _is_one_document(file: Path) -> bool:
-    try:
-        json.loads(file.read_text(encoding="utf-8", errors="replace"))
-    except ValueError:
-        return False
-    return True
-
-
-def parquet_conflict(files: list[Path]) -> str | None:
+def _parquet_conflict(files: list[Path]) -> str | None:
     """The first column whose kind of value, or presence, differs between parquet files; widths of numbers may differ."""
     import pyarrow.parquet as pq
 
@@ -269,39 +215,56 @@ def load_rows(
     """
     file = Path(path_or_id).expanduser()
     saved = file.is_dir() and any((file / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json"))
-    if saved or file.is_file():
-        unused = {
-            k: v for k, v in (("name", name), ("data_dir", data_dir), ("data_files", data_files)) if v is not None
-        }
-        if unused:
-            kind = "a saved folder" if saved else "one file"
-            raise ConfigError(f"dataset {path_or_id!r} is {kind}, which has no use for {unused}. Leave that out.")
-        return _load_saved(file, split, streaming) if saved else load_file(file, split, streaming)
+    options = {"name": name, "data_dir": data_dir, "data_files": data_files}
+    unused = {key: value for key, value in options.items() if value is not None}
+    if unused and (saved or file.is_file()):
+        kind = "a saved folder" if saved else "one file"
+        raise ConfigError(f"dataset {path_or_id!r} is {kind}, which has no use for {unused}. Leave that out.")
+    if saved:
+        return _load_saved(file, split, streaming)
     if (file.is_absolute() or file.suffix in LOADERS or path_or_id.startswith(".")) and not file.exists():
         raise DataError(f"dataset {path_or_id!r} does not exist{_neighbour(file)}. Looked at {file.absolute()}.")
-    options = {"name": name, "data_dir": data_dir, "data_files": data_files, "split": split, "streaming": streaming}
-    if file.is_dir() and (conflict := parquet_conflict(sorted(file.rglob("*.parquet")))):
+    if file.is_dir() and (conflict := _parquet_conflict(sorted(file.rglob("*.parquet")))):
         raise DataError(f"dataset {path_or_id!r} could not be loaded: {conflict}")
+    source = str(file) if file.is_dir() else path_or_id
+    if file.is_file():
+        source, options = _loader_of(file), {"data_files": str(file)}
+        if (
+            streaming and file.suffix == ".jsonl" and split in (None, "train")
+        ):  # A broken line is named when it is reached.
+            stream = datasets.IterableDataset.from_generator(_lines, gen_kwargs={"files": [str(file)]})
+            return stream if split else datasets.IterableDatasetDict({"train": stream})
     try:
-        with quiet_loader():
-            return datasets.load_dataset(str(file) if file.is_dir() else path_or_id, **options)
+        loaded = datasets.load_dataset(source, split=split, streaming=streaming, **options)
+        for part in () if streaming or not file.exists() else loaded.values() if split is None else (loaded,):
+            part.data.validate(full=True)  # Bytes that are no UTF-8 would show when a row is read.
+        return loaded
     except Exception as error:
-        if not file.is_dir() and isinstance(error, NOT_FOUND):
-            raise DataError(not_found("dataset", path_or_id, error)) from error
-        raise DataError(f"dataset {path_or_id!r} could not be loaded{_why(file, error)}") from error
+        raise DataError(_failure(path_or_id, file, split, error)) from error
+
+
+def _failure(path_or_id: str, file: Path, split: str | None, error: Exception) -> str:
+    """What is known about a failed load: the broken line, which is raised, or the loader's own words."""
+    if not file.exists() and isinstance(error, NOT_FOUND):
+        return not_found("dataset", path_or_id, error)
+    for part in sorted(file.rglob("*")) if file.is_dir() else [file]:
+        if part.suffix in (".jsonl", ".json") and part.is_file():
+            check_json(part)
+    cause = str(error.__cause__ or error).strip().rstrip(".")
+    hint = " One file has one split, 'train', and every column one type." if file.exists() else ""
+    return f"dataset {path_or_id!r} could not be loaded{f' (split {split!r})' if split else ''}: {cause}.{hint}"
+
+
+def _loader_of(file: Path) -> str:
+    if file.suffix not in LOADERS:
+        raise DataError(f"dataset file {str(file)!r} ends in {file.suffix!r}; known are {', '.join(LOADERS)}.")
+    if file.stat().st_size == 0:
+        raise DataError(f"dataset file {str(file)!r} is empty.")
+    return LOADERS[file.suffix]
 
 
 def _neighbour(file: Path) -> str:
     return did_you_mean(file.name, (item.name for item in file.parent.iterdir())) if file.parent.is_dir() else ""
-
-
-def _why(file: Path, error: Exception) -> str:
-    """What is known about a failed load: the broken line, the column, or the loader's own words."""
-    if file.is_dir():
-        for part in sorted(item for item in file.rglob("*") if item.suffix in (".jsonl", ".json")):
-            check_json(part)
-        return f": {str(error.__cause__ or error).rstrip('.')}."
-    return f": {str(error).strip()}"
 
 
 def _load_saved(folder: Path, split: str | None, streaming: bool) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import datasets
@@ -23,39 +24,41 @@ from posttrain.data.chat import (
 )
 from posttrain.data.formats import (
     ROW,
+    PreparationReport,
     check_ids,
-    check_stream,
     first_row,
     get_dataset_column_names,
     is_messages,
-    listed,
-    maybe_extract_prompt,
+    one_eos,
     strip_none,
+    tokenized,
 )
-from posttrain.data.labels import one_eos
 from posttrain.errors import DataError
 from posttrain.types import Row
 
 __all__ = [
     "AnswerOptions",
-    "AnswerReport",
     "answer_rows",
+    "extract_and_unpair",
+    "extract_prompt",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
     "pair_rows",
     "prepare_answers",
     "prepare_reward_dataset",
+    "unpair_preference_dataset",
 ]
 
 logger = logging.getLogger(__name__)
 
 
-REASONS = (
-    "the prompt tokenises differently with its answers",
-    "the prompt fills max_length",
-    "the answers are equal",
-    "an answer is empty",
-)
-USED, UNUSABLE, FULL, EQUAL, EMPTY = 0, 1, 2, 3, 4  # Codes of the column `_verdict`; REASONS[code - 1].
-UNUSABLE_MOST, EQUAL_MOST, TOLD_MOST = 0.01, 0.2, 0.05
+UNUSABLE = "whose prompt tokenises differently with its answers"
+FULL = "whose prompt fills max_length"
+EQUAL = "with equal answers"
+EMPTY = "with an empty answer"
+MOST = {UNUSABLE: 0.01, EQUAL: 0.2}  # A larger share of such rows is refused.
+COUNTERS = ("_truncated", "_diverged", "_inner")
+HINT = "Look at the rows with posttrain inspect."
 
 
 @dataclass(frozen=True)
@@ -84,21 +87,8 @@ class AnswerOptions:
         return f"{branch}_mask"
 
 
-@dataclass
-class AnswerReport:
-    """What preparing a dataset did to it: rows in and out, dropped by reason, cut answers, repaired boundaries."""
-
-    name: str
-    rows_in: int = 0
-    rows_out: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    cut: int = 0
-    repaired: int = 0
-    inner: int = 0  # Rows with an answer that holds turns of others than the assistant.
-
-
 def _answer_batch(
-    batch: dict[str, list], indices: list[int], tokenizer: Any, options: AnswerOptions, keep: tuple[str, ...]
+    batch: dict[str, list], indices: list[int], tokenizer: Any, options: AnswerOptions
 ) -> dict[str, list]:
     """Ids of prompts and answers, tokenised in two calls: plain texts with special tokens, rendered ones without."""
     plans: list[tuple[bool, str, list[str]]] = []
@@ -110,7 +100,7 @@ def _answer_batch(
             plans.append(_texts(rows[-1], tokenizer, options.branches))
         except DataError as error:
             raise DataError(f"row {index}: {error}") from error
-    names = ["prompt_ids", *map(options.ids, options.branches), "_verdict", "_cut", "_repaired", "_inner"]
+    names = ["prompt_ids", *map(options.ids, options.branches), "_reason", *COUNTERS]
     names += map(options.mask, options.branches if options.mask_inner_turns else ())
     out: dict[str, list] = {name: [] for name in names}
     found = _tokenize(plans, tokenizer)
@@ -128,12 +118,13 @@ def _answer_batch(
                 count = len(out[options.ids(branch)][-1])
                 start = boundary if options.truncation_mode == "keep_start" else len(whole) - count
                 out[options.mask(branch)].append(told[start : start + count])
-    return out | {name: batch[name] for name in keep}
+    return out
 
 
 def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tuple[bool, str, list[str]]:
     """Whether a row (whose prompt stands apart) is plain text, its prompt, and its prompt with each answer."""
-    prompt, answers = row.get("prompt"), [row.get(branch) for branch in branches]
+    prompt: Any = row.get("prompt")
+    answers: list[Any] = [row.get(branch) for branch in branches]
     for branch, answer in zip(branches, answers, strict=True):
         if answer is None:
             raise DataError(f"column {branch!r} is missing; its columns are {sorted(row)}.")
@@ -147,11 +138,11 @@ def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tupl
             raise DataError(
                 f"column 'prompt' is text and {mixed or 'it'} is not. Give all of a row's columns one form."
             )
-        return True, prompt, [prompt + answer for answer in answers]  # type: ignore[operator]
+        return True, prompt, [prompt + answer for answer in answers]
     for branch, answer in zip(branches, answers, strict=True):
         _check_messages(branch, answer)
     kwargs = template_arguments(row)
-    wholes = [render(tokenizer, prompt + answer, **kwargs) for answer in answers]  # type: ignore[operator]
+    wholes = [render(tokenizer, prompt + answer, **kwargs) for answer in answers]
     return False, prompt_text(tokenizer, row, {}), wholes
 
 
@@ -217,22 +208,22 @@ def _write(out: dict[str, list], prompt: list[int], wholes: list[list[int]], opt
     boundary = min(common_prefix(prompt, ids) for ids in wholes)
     lost = len(prompt) - boundary
     answers = [ids[boundary:] for ids in wholes]
-    limit, verdict, cut = options.max_length, USED, False
+    limit, reason, cut = options.max_length, "", False
     prompt = prompt[:boundary]
     if lost > max(4, 0.05 * (boundary + lost)):
-        verdict = UNUSABLE
+        reason = UNUSABLE
     elif any(not answer for answer in answers):
-        verdict = EMPTY
+        reason = EMPTY
     elif limit is not None and options.truncation_mode == "keep_start" and len(prompt) >= limit:
-        verdict = FULL
+        reason = FULL
     elif limit is not None and len(prompt) + max(map(len, answers)) > limit:
         prompt, answers, cut = *_truncate(prompt, answers, limit, options.truncation_mode), True
-    if verdict == USED and len(answers) > 1 and answers[0] == answers[1]:
-        verdict = EQUAL
+    if not reason and len(answers) > 1 and answers[0] == answers[1]:
+        reason = EQUAL
     out["prompt_ids"].append(prompt)
     for branch, answer in zip(options.branches, answers, strict=True):
         out[options.ids(branch)].append(answer)
-    for name, value in (("_verdict", verdict), ("_cut", int(cut)), ("_repaired", int(lost > 0))):
+    for name, value in (("_reason", reason), ("_truncated", int(cut)), ("_diverged", int(lost > 0))):
         out[name].append(value)
 
 
@@ -253,7 +244,7 @@ def prepare_answers(
     name: str = "train",
     num_proc: int | None = None,
     keep: tuple[str, ...] = (),
-) -> tuple[Any, AnswerReport]:
+) -> tuple[Any, PreparationReport]:
     """Tokenise prompts and answers: ``prompt_ids`` and one ``<branch>_ids`` an answer; other columns stay if in ``keep``.
 
     Returns:
@@ -268,71 +259,39 @@ def prepare_answers(
     keep = tuple(column for column in keep if column in columns)
     wanted = {"prompt_ids", *map(options.ids, options.branches)}
     if wanted <= set(columns):
-        return dataset, AnswerReport(name)
+        return dataset, PreparationReport(name)
     missing = [branch for branch in options.branches if branch not in columns]
     if missing:
         raise DataError(f"the {name} rows need {list(options.branches)}: {missing} are not in {sorted(columns)}.")
-    streaming = isinstance(dataset, datasets.IterableDataset)
-    extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
-    mapped = dataset.map(
-        _answer_batch,
-        batched=True,
-        with_indices=True,
-        remove_columns=[column for column in columns if column not in keep],
-        fn_kwargs={"tokenizer": tokenizer, "options": options, "keep": keep},
-        **extra,
-    )
-    kept = mapped.filter(_is_used, batched=True, input_columns=["_verdict"], **extra)
-    report = AnswerReport(name)
-    if not streaming:
-        _count(report, mapped, kept)
-        _tell(report, options)
-    return kept.remove_columns(["_verdict", "_cut", "_repaired", "_inner"]), report
+    drop = [column for column in columns if column not in keep]
+    about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
+    _, kept, report = tokenized(dataset, name, _answer_batch, {"tokenizer": tokenizer, "options": options}, **about)
+    _tell(report, options)
+    return kept, report
 
 
-def _is_used(verdicts: list[int]) -> list[bool]:
-    return [verdict == USED for verdict in verdicts]
-
-
-def _count(report: AnswerReport, mapped: Any, kept: Any) -> None:
-    verdicts = mapped["_verdict"][:]
-    report.rows_in, report.rows_out = len(mapped), len(kept)
-    report.dropped = {r: n for code, r in enumerate(REASONS, 1) if (n := verdicts.count(code))}
-    report.cut, report.repaired, report.inner = (sum(mapped[name][:]) for name in ("_cut", "_repaired", "_inner"))
-
-
-def _tell(report: AnswerReport, options: AnswerOptions) -> None:
-    n, dropped = report.rows_in, report.dropped
-    why = "; ".join(f"{count}: {reason}" for reason, count in dropped.items())
-    if report.rows_out == 0:
-        raise DataError(f"no row of the {report.name} dataset is left of {n} ({why}).")
-    for code, most in ((UNUSABLE, UNUSABLE_MOST), (EQUAL, EQUAL_MOST)):
-        count = dropped.get(REASONS[code - 1], 0)
-        if count > most * n:
-            raise DataError(
-                f"{report.name} dataset: in {count} of {n} rows {REASONS[code - 1]}, more than {most:.0%}. Look at the rows with "
-                "posttrain inspect."
-            )
-    if dropped:
-        level = logging.WARNING if n - report.rows_out > TOLD_MOST * n else logging.INFO
-        logger.log(level, "%s dataset: dropped %d of %d rows (%s).", report.name, n - report.rows_out, n, why)
-    if report.repaired:
+def _tell(report: PreparationReport, options: AnswerOptions) -> None:
+    name, n = report.name, report.rows_in
+    for reason, most in MOST.items():
+        if (count := report.dropped.get(reason, 0)) > most * n:
+            raise DataError(f"{name} dataset: {count} of {n} rows {reason}, more than {most:.0%}. {HINT}")
+    if report.diverged:
         logger.warning(
             "%s dataset: in %d of %d rows the end of the prompt tokenises differently with its answers; the boundary is where "
             "the tokens part.",
-            report.name, report.repaired, n,
+            name, report.diverged, n,
         )  # fmt: skip
     if report.inner and not options.mask_inner_turns:
         logger.warning(
             "%s dataset: in %d of %d rows an answer holds turns of the user or of tools, which are trained on as if the model "
             "had said them. mask_inner_turns=True leaves them without loss.",
-            report.name, report.inner, n,
+            name, report.inner, n,
         )  # fmt: skip
-    if report.cut > 0.1 * n:
+    if report.truncated > 0.1 * n:
         logger.warning(
             "%s dataset: %d of %d rows have an answer cut at max_length=%s.",
-            report.name,
-            report.cut,
+            name,
+            report.truncated,
             n,
             options.max_length,
         )
@@ -367,13 +326,183 @@ def answer_rows(
     return rows
 
 
+# Scripts written without spaces: a split between two of their letters is a split between words, as far as anybody can tell.
+UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
+
+
+def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
+    """Split off what ``chosen`` and ``rejected`` share at their beginning.
+
+    Lists share whole messages. Strings share characters, back to a word boundary, and spaces at the boundary belong to
+    the answers: tokenisers merge over them.
+
+    Returns:
+        ``prompt``, ``chosen`` and ``rejected``.
+
+    Raises:
+        DataError: The two are equal, one is empty, or two conversations share no message.
+
+    >>> extract_prompt({"chosen": "The sky is blue.", "rejected": "The sky is black."})
+    {'prompt': 'The sky is', 'chosen': ' blue.', 'rejected': ' black.'}
+    """
+    chosen, rejected = example["chosen"], example["rejected"]
+    if not chosen or not rejected:
+        raise DataError(f"{'chosen' if not chosen else 'rejected'} is empty: a pair needs two answers.")
+    if chosen == rejected:
+        raise DataError("chosen and rejected are equal: there is no preference in this row.")
+    cut = _shared_messages(chosen, rejected) if isinstance(chosen, list) else _shared_text(chosen, rejected)
+    return {"prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
+
+
+def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
+    cut = _shared(chosen, rejected)
+    if cut == min(len(chosen), len(rejected)):  # One is the beginning of the other: neither answer may be empty.
+        cut -= 1
+        while cut > 0 and chosen[cut - 1].get("role") == "assistant":
+            cut -= 1
+    if cut <= 0:
+        raise DataError(
+            "chosen and rejected differ in their first message, so they share no prompt. Give a 'prompt' column."
+        )
+    return cut
+
+
+def _is_word(character: str) -> bool:
+    return character.isalnum() and not unicodedata.name(character, "").startswith(UNSPACED)
+
+
+def _shared_text(chosen: str, rejected: str) -> int:
+    def inside_a_word(cut: int) -> bool:
+        after = (text[cut : cut + 1] for text in (chosen, rejected))
+        return _is_word(chosen[cut - 1]) and any(character and _is_word(character) for character in after)
+
+    cut = min(_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    while cut > 0 and inside_a_word(cut):
+        cut -= 1
+    while cut > 0 and chosen[cut - 1] == " ":
+        cut -= 1
+    return cut
+
+
+_repeats_told = False
+
+
+def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`extract_prompt` where the row needs it; a prompt that both answers repeat is taken off them.
+
+    A row that is no preference, or whose prompt has the form of its answers and is not repeated, comes back unchanged.
+    """
+    if "chosen" not in example or "rejected" not in example:
+        return example
+    prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
+    if prompt is None:
+        return {**example, **extract_prompt(example)}
+    if is_messages(chosen) and not is_messages(prompt):  # A text prompt beside conversations that begin with it.
+        return {**example, **extract_prompt(example)}
+    if isinstance(prompt, list) and prompt and chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
+        _tell_repeat()
+        return {**example, "chosen": chosen[len(prompt) :], "rejected": rejected[len(prompt) :]}
+    return example
+
+
+def _tell_repeat() -> None:
+    global _repeats_told
+    if not _repeats_told:
+        _repeats_told = True
+        logger.warning(
+            "chosen and rejected repeat the messages of their prompt: they are taken off, or it would stand twice."
+        )
+
+
+def unpair_preference_dataset(dataset: Any, *, interleave: bool = True, **map_kwargs: Any) -> Any:
+    """Turn pairs into single answers with a ``label``: True for chosen, False for rejected.
+
+    Only right where every chosen answer is good and every rejected one bad by itself.
+
+    Args:
+        dataset: ``Dataset``, ``DatasetDict`` or an iterable twin with columns ``chosen`` and ``rejected``.
+        interleave: Put each pair's two answers side by side; False gives all chosen and then all rejected of each batch,
+            so that batches in order hold one label only.
+        map_kwargs: For ``dataset.map``.
+
+    Raises:
+        DataError: A column ``completion`` or ``label`` is there already and would be overwritten.
+    """
+    if isinstance(dataset, dict):
+        return type(dataset)(
+            {k: unpair_preference_dataset(v, interleave=interleave, **map_kwargs) for k, v in dataset.items()}
+        )
+    columns = get_dataset_column_names(dataset)
+    missing, taken = (
+        [c for c in ("chosen", "rejected") if c not in columns],
+        [c for c in ("completion", "label") if c in columns],
+    )
+    if missing or taken:
+        what = f"has no column {missing}" if missing else f"already has {taken}, which would be overwritten"
+        raise DataError(f"the dataset cannot be unpaired: it {what}. Its columns are {columns}.")
+    if isinstance(dataset, datasets.IterableDataset):
+        map_kwargs = {k: v for k, v in map_kwargs.items() if k not in ("num_proc", "desc")}
+    return dataset.map(
+        partial(_unpair, interleave=interleave), batched=True, remove_columns=["chosen", "rejected"], **map_kwargs
+    )
+
+
+def _unpair(batch: dict[str, list], *, interleave: bool) -> dict[str, list]:
+    size = len(batch["chosen"])
+    order = [i + side * size for i in range(size) for side in (0, 1)] if interleave else list(range(2 * size))
+    doubled = {name: column * 2 for name, column in batch.items() if name not in ("chosen", "rejected")}
+    doubled["completion"] = batch["chosen"] + batch["rejected"]
+    doubled["label"] = [True] * size + [False] * size
+    return {name: [column[i] for i in order] for name, column in doubled.items()}
+
+
+def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
+    """`unpair_preference_dataset` where there are ``chosen`` and ``rejected``; anything else comes back as it is."""
+    first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    if not {"chosen", "rejected"} <= set(get_dataset_column_names(first)):
+        return dataset
+    return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
+
+
+def extract_and_unpair(dataset: Any, num_proc: int | None = None) -> Any:
+    """Pairs with or without a prompt column, or whose answers repeat it, as single judged answers; others as they are."""
+    if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
+        return dataset
+    extra = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
+    return unpair_preference_dataset(dataset.map(_extracted, **extra), **extra)
+
+
+def _extracted(example: dict[str, Any]) -> dict[str, Any]:
+    return dict(maybe_extract_prompt(example))
+
+
 SIDES = ("chosen", "rejected")
-PAIR = ("chosen_ids", "rejected_ids")
-HINT = "Raise max_length, or look for answers that are equal as tokens: posttrain inspect shows the rows."
-DROPPED_MOST = 0.01  # A larger share of rows that are left out is worth a warning.
+PAIR_HINT = "Raise max_length, or look for answers that are equal as tokens: posttrain inspect shows the rows."
 
 
-def _pair_batch(batch: dict[str, list], indices: list[int], tokenizer: Any) -> dict[str, list]:
+def _pair_batch(batch: dict[str, list], indices: list[int], tokenizer: Any, max_length: int | None) -> dict[str, list]:
+    """Ids of both answers with their prompt, and why a pair is left out."""
+    found = {f"{side}_ids": batch.get(f"{side}_ids", []) for side in SIDES}
+    if "chosen_ids" not in batch:
+        found = _pair_ids(batch, indices, tokenizer)
+    reasons = []
+    for position, (index, *sides) in enumerate(zip(indices, *found.values(), strict=True)):
+        try:
+            for name, ids in zip(found, sides, strict=True):
+                check_ids(ids, name, len(tokenizer))
+            if "margin" in batch:
+                _check_margin(batch["margin"][position])
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from None
+        reasons.append(_left_out(*sides, max_length))
+    return {**found, "_reason": reasons}
+
+
+def _pair_ids(batch: dict[str, list], indices: list[int], tokenizer: Any) -> dict[str, list]:
     texts: dict[bool, list[str]] = {True: [], False: []}
     where: list[tuple[bool, int]] = []
     for position, index in enumerate(indices):
@@ -395,6 +524,21 @@ def _pair_batch(batch: dict[str, list], indices: list[int], tokenizer: Any) -> d
     ids[True] = [one_eos(one_bos(x, tokenizer.bos_token_id), tokenizer) for x in ids[True]]
     whole = [ids[plain][at] for plain, at in where]
     return {"chosen_ids": whole[::2], "rejected_ids": whole[1::2]}
+
+
+def _check_margin(margin: Any) -> None:
+    """Refuse a margin that is no finite number; one such would make the loss no number either."""
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(f"column 'margin' must be a finite number in every row, and it is {margin!r}.")
+
+
+def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
+    """Why a pair is left out; "" for one that is kept."""
+    if not chosen or not rejected:
+        return "with an answer without tokens"
+    if chosen == rejected:
+        return "with two equal answers"
+    return f"longer than max_length={limit}" if limit is not None and max(len(chosen), len(rejected)) > limit else ""
 
 
 def _side(row: dict[str, Any], side: str, tokenizer: Any) -> tuple[bool, str]:
@@ -428,83 +572,17 @@ def prepare_reward_dataset(
         DataError: A row that cannot be tokenised, or none left.
     """
     first_row(dataset, name)
-    streaming = isinstance(dataset, datasets.IterableDataset)
-    extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
     columns = get_dataset_column_names(dataset)
     for side in SIDES:
         if f"{side}_input_ids" in columns and f"{side}_ids" not in columns:
             logger.warning("column '%s_input_ids' is read as '%s_ids', its present name.", side, side)
             dataset = dataset.rename_column(f"{side}_input_ids", f"{side}_ids")
-            columns = [f"{side}_ids" if c == f"{side}_input_ids" else c for c in columns]
-    if not {"chosen_ids", "rejected_ids"} <= set(columns):
-        if not set(SIDES) <= set(columns):
-            raise DataError(f"the {name} rows need 'chosen' and 'rejected', and have columns {sorted(columns)}.")
-        drop = [column for column in columns if column not in ("margin", ROW)]
-        dataset = dataset.map(
-            _pair_batch,
-            batched=True,
-            with_indices=True,
-            remove_columns=drop,
-            fn_kwargs={"tokenizer": tokenizer},
-            **extra,
-        )
-    return _leave_out(dataset, name, max_length, len(tokenizer), extra)
-
-
-def _left_out(pair: Mapping[str, Any], limit: int | None) -> str:
-    """Why a pair is left out; "" for one that is kept."""
-    chosen, rejected = pair["chosen_ids"], pair["rejected_ids"]
-    if not chosen or not rejected:
-        return "with an answer without tokens"
-    if chosen == rejected:
-        return "with two equal answers"
-    return f"longer than max_length={limit}" if limit is not None and max(len(chosen), len(rejected)) > limit else ""
-
-
-def _usable(batch: dict[str, list], indices: list[int], limit: int | None, vocabulary: int) -> list[bool]:
-    names = [name for name in (*PAIR, "margin") if name in batch]
-    kept = []
-    for index, values in zip(indices, zip(*(batch[name] for name in names), strict=True), strict=True):
-        pair = dict(zip(names, values, strict=True))
-        try:
-            for name in PAIR:
-                check_ids(pair[name], name, vocabulary)
-            _check_margin(pair)
-        except DataError as error:
-            raise DataError(f"row {index}: {error}") from None
-        kept.append(not _left_out(pair, limit))
-    return kept
-
-
-def _check_margin(pair: Mapping[str, Any]) -> None:
-    """Refuse a margin that is no finite number; one such would make the loss no number either.
-
-    Raises:
-        DataError: It is missing in this row, text, or not finite.
-    """
-    if "margin" not in pair:
-        return
-    margin = pair["margin"]
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise DataError(f"column 'margin' must be a finite number in every row, and it is {margin!r}.")
-
-
-def _leave_out(dataset: Any, name: str, limit: int | None, vocabulary: int, extra: dict[str, Any]) -> Any:
-    arguments = {"limit": limit, "vocabulary": vocabulary}
-    kept = dataset.filter(_usable, batched=True, with_indices=True, fn_kwargs=arguments, **extra)
-    if isinstance(dataset, datasets.IterableDataset):
-        check_stream((_left_out(pair, limit) for pair in dataset), name, HINT)
-        return kept
-    before, after = len(dataset), len(kept)
-    if after < before:
-        pairs = dataset.select_columns(list(PAIR))
-        columns = zip(*(pairs[column][:] for column in PAIR), strict=True)
-        why = listed(Counter(filter(None, (_left_out(dict(zip(PAIR, pair, strict=True)), limit) for pair in columns))))
-        if after == 0:
-            raise DataError(f"no row of the {name} dataset is left: of {before}, {why}. {HINT}")
-        level = logging.WARNING if before - after > DROPPED_MOST * before else logging.INFO
-        logger.log(level, "%s dataset: dropped %d of %d rows (%s).", name, before - after, before, why)
-    return kept
+    columns = get_dataset_column_names(dataset)
+    if not {"chosen_ids", "rejected_ids"} <= set(columns) and not set(SIDES) <= set(columns):
+        raise DataError(f"the {name} rows need 'chosen' and 'rejected', and have columns {sorted(columns)}.")
+    arguments = {"tokenizer": tokenizer, "max_length": max_length}
+    drop = [column for column in columns if column not in ("margin", ROW)]
+    return tokenized(dataset, name, _pair_batch, arguments, drop=drop, num_proc=num_proc, hint=PAIR_HINT)[1]
 
 
 def pair_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:

@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain.data.chat import turn_end
-from posttrain.data.template_probes import inner_tokenizer, template_text, tool_call, with_template
+from posttrain.data.chat import inner_tokenizer, json_arguments, template_text, tool_call, turn_end, with_template
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import ModelError
 
@@ -288,10 +287,7 @@ ATTRIBUTE = "posttrain_response_format"
 UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, SyntaxError, RecursionError, MemoryError)
 
 ASK = {"role": "user", "content": "zq ask"}
-CALLS = [
-    {"type": "function", "function": {"name": "zq_find", "arguments": {"zq_a": "zq thing", "zq_n": 3}}},
-    {"type": "function", "function": {"name": "zq_find", "arguments": {"zq_a": "zq [other]", "zq_n": 4}}},
-]
+CALL = tool_call("zq_find", {"zq_a": "zq thing", "zq_n": 3})
 
 
 def _written(tokenizer: Any, message: dict[str, Any]) -> tuple[str, str]:
@@ -303,12 +299,8 @@ def _written(tokenizer: Any, message: dict[str, Any]) -> tuple[str, str]:
 
     try:
         head, text = rendered(message)
-    except TypeError:  # Templates that concatenate arguments take them as a JSON string.
-        calls = [
-            call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
-            for call in message.get("tool_calls", ())
-        ]
-        head, text = rendered(message | {"tool_calls": calls})
+    except TypeError:
+        head, text = rendered(json_arguments([message])[0])
     if not text.startswith(head):  # The prompt opens a think block that this message does not have.
         head = head.rpartition("<think>")[0]
     return head, text[len(head) :]
@@ -316,7 +308,7 @@ def _written(tokenizer: Any, message: dict[str, Any]) -> tuple[str, str]:
 
 def _reads_back(tokenizer: Any, parser: Parser) -> bool:
     """Whether a parser returns text, one call, and its arguments as they went into the template."""
-    for message in ({"content": "zq say"}, {"content": "", "tool_calls": CALLS[:1]}):
+    for message in ({"content": "zq say"}, {"content": "", "tool_calls": [CALL]}):
         head, text = _written(tokenizer, {"role": "assistant", **message})
         try:
             read = _parsed(tokenizer, text, parser, head, {})

@@ -1,100 +1,317 @@
-"""Datasets of supervised fine-tuning: one batched pass, and a report of what that did to the rows."""
+"""Datasets of supervised fine-tuning: rows as ids and labels, rendered row by row and tokenised in two calls a batch."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
-from typing import Any
+from itertools import islice
+from typing import Any, Literal
 
 import datasets
 import numpy as np
 import pyarrow.compute as pc
-import torch
-from torch import Tensor
 
-from posttrain.data.chat import has_generation_markers, render
+from posttrain.data.chat import (
+    AssistantSpans,
+    common_prefix,
+    encode,
+    has_generation_markers,
+    one_bos,
+    open_end,
+    prompt_text,
+    render,
+    template_arguments,
+    terminal_token_ids,
+    with_template,
+)
 from posttrain.data.formats import (
     ROW,
+    PreparationReport,
     check_ids,
-    check_stream,
     describe_dataset,
     first_row,
     get_dataset_column_names,
-    listed,
+    has_nested_none,
+    is_conversational_from_value,
+    is_messages,
     maybe_convert_to_chatml,
+    one_eos,
     strip_none,
+    tokenized,
 )
-from posttrain.data.labels import COUNTERS, IGNORED, SupervisedOptions, label_batch
 from posttrain.data.packing import LENGTHS, pack_dataset, split_trained
-from posttrain.data.template_probes import with_template
 from posttrain.data.templates import check_template, get_training_chat_template
 from posttrain.errors import DataError, ModelError
 from posttrain.types import Row
 
 __all__ = [
-    "IGNORED",
-    "PreparationReport",
     "SupervisedOptions",
     "check_prepared",
     "document_rows",
+    "label_batch",
     "prepare_sft_dataset",
-    "unbatched",
-    "unbatched_pairs",
     "with_training_template",
 ]
 
 logger = logging.getLogger(__name__)
 
 
-DEFAULTS = SupervisedOptions()
-DIVERGED_MOST = (
-    0.5  # More rows than this that lose half of their prompt at the boundary: the template is not understood.
-)
-
-
-LOSSES = (
-    "PT-K116", "PT-K119", "PT-K111",
+IGNORED = -100
+COUNTERS = (
+    "_truncated", "_cut_tokens", "_diverged", "_half_lost", "_no_end", "_double_bos", "_nested_none", "_trained_tokens",
+    "_tokens", "_tail",
 )  # fmt: skip
+# Why a row trains nothing.
+CUT = "cut at max_length before their first trained token"
+EMPTY = "empty"
+EMPTY_COMPLETION = "with an empty completion"
+NO_ASSISTANT = "without a turn of the assistant"
+MASKED = "without a trained token"
+
+
+@dataclass(frozen=True)
+class SupervisedOptions:
+    """How rows become ids and labels; hashable by value, so that the dataset's fingerprint is stable from run to run.
+
+    Attributes:
+        dataset_text_field: Column of plain text.
+        completion_only_loss: Train the completion alone; None where rows have one.
+        assistant_only_loss: Train what the assistant says.
+        max_length: Tokens a row may have; None never cuts.
+        truncation_mode: ``keep_start`` or ``keep_end``.
+        packing: Strategy of `pack_dataset`, or None.
+        chat_template: Used for tokenising instead of the tokenizer's own: the same text, with the assistant's words marked.
+        allow_untrained_stop: Go on when ``assistant_only_loss`` trains no token that ends a turn.
+    """
+
+    dataset_text_field: str = "text"
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    max_length: int | None = 1024
+    truncation_mode: str = "keep_start"
+    packing: Literal["bfd", "bfd_split", "wrapped"] | None = None
+    allow_untrained_stop: bool = False
+    chat_template: str | None = None
+
+    @property
+    def cut(self) -> int | None:
+        """Tokens to cut rows to; strategies that split long rows get them whole."""
+        return None if self.packing in ("bfd_split", "wrapped") else self.max_length
+
+
+@dataclass(slots=True)
+class _Plan:
+    """One row between rendering and tokenising."""
+
+    text: str | None = None
+    head: str | None = None
+    plain: bool = False
+    spans: list[tuple[int, int]] | None = None
+    ids: list[int] | None = None
+    mask: list[int] | None = None
+    diverged: int = 0
+    double_bos: bool = False
+    nested_none: bool = False
+    head_ids: list[int] = field(default_factory=list)
+    nothing: str = ""  # Why the row itself has nothing to train.
+
+
+def label_batch(
+    batch: dict[str, list], indices: list[int], tokenizer: Any, options: SupervisedOptions
+) -> dict[str, list]:
+    """``input_ids``, ``labels`` (the token, or -100 where it is not trained) and counters for the report."""
+    plans: list[_Plan] = []
+    rows = []
+    finder = AssistantSpans(tokenizer)
+    for position, index in enumerate(indices):
+        given = {
+            name: column[position] for name, column in batch.items() if name != ROW and column[position] is not None
+        }
+        row = strip_none(given)
+        rows.append(row)
+        try:
+            plans.append(_plan(row, tokenizer, options, finder))
+        except DataError as error:
+            none = sorted(set(batch) - set(given))
+            raise DataError(f"row {index}: {error}{f' Columns {none} are None here.' if none else ''}") from error
+        plans[-1].nested_none = has_nested_none(given)
+    _tokenize(plans, indices, tokenizer)
+    out: dict[str, list] = {name: [] for name in ("input_ids", "labels", "_reason", *COUNTERS)}
+    ends = set(terminal_token_ids(tokenizer))
+    for row, plan, index in zip(rows, plans, indices, strict=True):
+        try:
+            _finish(plan, tokenizer, options)
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from error
+        _write(out, row, plan, options, ends)
+        tail = plan.head_ids[len(plan.head_ids) - plan.diverged :] if plan.diverged else []
+        out["_tail"].append(tokenizer.decode(tail) if tail else "")
+    return out
+
+
+def _plan(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans) -> _Plan:
+    if "input_ids" in row:
+        return _given(row, options, len(tokenizer))
+    if is_conversational_from_value(row):
+        row.update(maybe_convert_to_chatml({"conversations": row.pop("conversations")}))
+    if "messages" in row:
+        return _conversation(row, row["messages"], tokenizer, options, finder)
+    if "prompt" in row and "completion" in row:
+        return _prompt_completion(row, tokenizer, options, finder)
+    text = row.get(options.dataset_text_field)
+    if text is None:
+        raise DataError(
+            f"found none of input_ids, messages, prompt with completion, or {options.dataset_text_field!r} (a string); its "
+            f"columns are {sorted(row)}. Set dataset_text_field, or rename the columns."
+        )
+    if not isinstance(text, str):
+        raise DataError(
+            f"column {options.dataset_text_field!r} must be a string, and it is {type(text).__name__}: {str(text)[:80]!r}."
+        )
+    return _Plan(text=text, plain=True, nothing="" if text else EMPTY)
+
+
+def _given(row: dict[str, Any], options: SupervisedOptions, vocabulary: int) -> _Plan:
+    ids = check_ids(row["input_ids"], "input_ids", vocabulary)
+    mask = [1] * len(ids)
+    names = ["assistant_masks"] + (["completion_mask"] if options.completion_only_loss is not False else [])
+    for name in (*names, "labels"):
+        if name in row and len(row[name]) != len(ids):
+            raise DataError(f"column {name!r} has {len(row[name])} entries for {len(ids)} input_ids.")
+    for name in names:
+        if name in row:
+            mask = [a and b for a, b in zip(mask, row[name], strict=True)]
+    wrong = next((i for i, label in enumerate(row.get("labels", ())) if label not in (IGNORED, ids[i])), None)
+    if wrong is not None:
+        raise DataError(
+            f"column 'labels' has {row['labels'][wrong]} at position {wrong}, where the token is {ids[wrong]}: a label is its "
+            f"token, or {IGNORED} where nothing is learnt. Labels are not shifted."
+        )
+    return _Plan(ids=ids, mask=mask, nothing="" if ids else EMPTY)
+
+
+def _conversation(
+    row: dict[str, Any], messages: Any, tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans
+) -> _Plan:
+    if not is_messages(messages):
+        raise DataError(
+            f"column 'messages' must be a list of messages with a role and content, and it is {str(messages)[:80]!r}."
+        )
+    kwargs = template_arguments(row)
+    spoken = any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
+    nothing = NO_ASSISTANT if options.assistant_only_loss and not spoken else ""
+    if options.chat_template is not None:
+        kwargs.setdefault("chat_template", options.chat_template)
+    if not options.assistant_only_loss:
+        return _Plan(text=render(tokenizer, messages, **kwargs))
+    if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
+        ids, mask = finder.by_markers(messages, **kwargs)
+        return _Plan(ids=ids, mask=mask, nothing=nothing)
+    text, spans = finder.by_rendering(messages, **kwargs)
+    return _Plan(text=text, spans=spans, nothing=nothing)
+
+
+def _prompt_completion(
+    row: dict[str, Any], tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans
+) -> _Plan:
+    prompt, completion = row["prompt"], row["completion"]
+    if not completion:
+        return _Plan(ids=[], mask=[], nothing=EMPTY_COMPLETION)
+    chat = is_messages(prompt)
+    if not all(isinstance(value, list if chat else str) for value in (prompt, completion)):
+        raise DataError(
+            "prompt and completion must both be strings or both be lists of messages, and they are "
+            f"{type(prompt).__name__} and {type(completion).__name__}: {str(prompt)[:60]!r} and {str(completion)[:60]!r}."
+        )
+    if not chat:
+        return _Plan(text=prompt + completion, head=prompt, plain=True)
+    plan = _conversation(row, prompt + completion, tokenizer, options, finder)
+    plan.head = prompt_text(tokenizer, row, {"chat_template": options.chat_template} if options.chat_template else {})
+    return plan
+
+
+def _tokenize(plans: list[_Plan], indices: list[int], tokenizer: Any) -> None:
+    """Two calls for the whole batch: texts with the tokenizer's special tokens, and rendered ones without."""
+    place = {id(plan): index for plan, index in zip(plans, indices, strict=True)}
+    for plain in (True, False):
+        wanted = [p for p in plans if p.plain == plain]
+        texts = [p for p in wanted if p.text is not None]
+        heads = [p for p in wanted if p.head is not None]
+        rows = [place[id(plan)] for plan in (*texts, *heads)]
+        found_in = [str(p.text) for p in texts] + [str(p.head) for p in heads]
+        ids = encode(tokenizer, found_in, special=plain, where=lambda at, rows=rows: f"row {rows[at]}")
+        for plan, found in zip(texts, ids[: len(texts)], strict=True):
+            plan.ids = found
+        for plan, found in zip(heads, ids[len(texts) :], strict=True):
+            plan.head_ids = found
+            if plain:
+                plan.head_ids = open_end(one_bos(found, tokenizer.bos_token_id), str(plan.head), tokenizer)
+
+
+def _finish(plan: _Plan, tokenizer: Any, options: SupervisedOptions) -> None:
+    """Ids and mask of a tokenised row: one bos, one eos, the prompt masked where the tokens part."""
+    ids = plan.ids or []
+    if plan.plain:
+        single = one_bos(ids, tokenizer.bos_token_id)
+        plan.double_bos, ids = len(single) < len(ids), one_eos(single, tokenizer)
+    mask = plan.mask if plan.mask is not None else [1] * len(ids)
+    if plan.spans is not None:
+        mask = AssistantSpans.mask(tokenizer, str(plan.text), ids, plan.spans)
+    if plan.head is not None:
+        # A tokenizer may merge over the boundary, and a template may render the prompt differently.
+        boundary = common_prefix(plan.head_ids, ids)
+        plan.diverged = len(plan.head_ids) - boundary
+        if options.completion_only_loss is not False:
+            mask = [0] * boundary + mask[boundary:]
+    plan.ids, plan.mask = ids, mask
+
+
+def _write(out: dict[str, list], row: dict[str, Any], plan: _Plan, options: SupervisedOptions, ends: set[int]) -> None:
+    ids, mask = plan.ids or [], plan.mask or []
+    if "labels" in row and "input_ids" in row:
+        labels = list(row["labels"])
+    else:
+        whole = len(mask) == len(ids) and 0 not in mask
+        labels = list(ids) if whole else [token if m else IGNORED for token, m in zip(ids, mask, strict=True)]
+    trained = len(labels) - labels.count(IGNORED)
+    no_end = ends.isdisjoint(labels)
+    limit = options.cut
+    truncated = limit is not None and len(ids) > limit
+    if limit is not None and truncated:
+        part = slice(limit) if options.truncation_mode == "keep_start" else slice(-limit, None)
+        ids, labels = ids[part], labels[part]
+    left = len(labels) - labels.count(IGNORED)
+    learnt = left - (labels[:1] not in ([], [IGNORED]))  # Nothing predicts a row's first token.
+    half = plan.diverged > len(plan.head_ids) / 2
+    values = (
+        truncated,
+        trained - left,
+        plan.diverged > 0,
+        half,
+        no_end,
+        plan.double_bos,
+        plan.nested_none,
+        learnt,
+        len(ids),
+    )
+    out["input_ids"].append(ids)
+    out["labels"].append(labels)
+    for name, value in zip(COUNTERS, values, strict=False):
+        out[name].append(int(value))
+    out["_reason"].append("" if learnt > 0 else plan.nothing or (CUT if truncated and trained > left else MASKED))
+
+
+DEFAULTS = SupervisedOptions()
+# More rows than this that lose half of their prompt at the boundary: the template is not understood.
+DIVERGED_MOST = 0.5
+
+
+LOSSES = ("PT-K116", "PT-K119", "PT-K111")
 PEEKED = 32  # Rows that the template is tried on.
 SHOWN = 200  # Characters of a row in a message.
 HINT = "Check completion_only_loss, assistant_only_loss, max_length and the masks; posttrain inspect shows the rows."
-
-
-@dataclass
-class PreparationReport:
-    """What preparing a dataset did to it.
-
-    Attributes:
-        name: Which set.
-        rows_in, rows_out: Before and after (before packing).
-        dropped: Rows left out, by reason.
-        truncated: Rows that were cut at ``max_length``.
-        cut_tokens: Trained tokens lost by that.
-        diverged: Rows whose prompt tokenises differently once the completion follows.
-        no_end: Rows that do not train a token that ends a sequence.
-        double_bos: Texts that began with the bos token already.
-        nested_none: Rows with a ``None`` in tool schemas, tool calls or content blocks.
-        untrained_pieces: With ``bfd_split``: pieces of long rows that train nothing, and are left out.
-        trained_tokens, tokens: What is left: tokens that carry loss, and all tokens.
-    """
-
-    name: str
-    rows_in: int = 0
-    rows_out: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    truncated: int = 0
-    cut_tokens: int = 0
-    diverged: int = 0
-    no_end: int = 0
-    double_bos: int = 0
-    nested_none: int = 0
-    untrained_pieces: int = 0
-    trained_tokens: int = 0
-    tokens: int = 0
 
 
 def with_training_template(options: SupervisedOptions, tokenizer: Any) -> SupervisedOptions:
@@ -154,48 +371,19 @@ def prepare_sft_dataset(
         columns = [options.dataset_text_field]
     elif formatting_func is not None:
         logger.warning("the %s rows are tokenised already: formatting_func is ignored.", name)
-    report = PreparationReport(name, rows_in=0 if streaming else len(dataset))
-    steps = {"columns": columns, "tokenizer": tokenizer, "options": options, "extra": extra, "name": name}
-    if streaming:
-        check_stream((row["_reason"] for row in _labelled(dataset, **steps, batch_size=PEEKED)[0]), name, HINT)
-    mapped, kept = _labelled(dataset, **steps)
+    given = {"tokenizer": tokenizer, "options": options}
+    about: dict[str, Any] = {"drop": columns, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
+    mapped, kept, report = tokenized(dataset, name, label_batch, given, **about)
     if not streaming:
-        _count(report, mapped, kept)
-        _tell(report, mapped, kept, options, tokenizer)
-    kept = kept.remove_columns(list(COUNTERS))
+        _tell(report, mapped, options, tokenizer)
     if options.packing:
         assert options.max_length is not None
         if options.packing == "bfd_split":
             kept = _split(kept, options.max_length, report, extra)
-        kept = pack_dataset(kept, options.max_length, options.packing, map_kwargs=extra, seed=seed)  # type: ignore[arg-type]
+        kept = pack_dataset(kept, options.max_length, options.packing, map_kwargs=extra, seed=seed)
         if options.packing == "wrapped":  # It cuts anywhere: a row may hold nothing but the middle of a prompt.
             kept = kept.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
     return kept, report
-
-
-def _labelled(
-    dataset: Any,
-    *,
-    columns: list[str],
-    tokenizer: Any,
-    options: SupervisedOptions,
-    extra: dict,
-    name: str,
-    **batches: int,
-) -> tuple[Any, Any]:
-    """All rows as ids and labels, and those of them that train something."""
-    described = {} if isinstance(dataset, datasets.IterableDataset) else {"desc": f"Tokenizing {name} dataset"}
-    mapped = dataset.map(
-        label_batch,
-        batched=True,
-        with_indices=True,
-        remove_columns=columns,
-        fn_kwargs={"tokenizer": tokenizer, "options": options},
-        **extra,
-        **described,
-        **batches,
-    )
-    return mapped, mapped.filter(_is_kept, batched=True, input_columns=["_reason"], **extra)
 
 
 def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any]) -> Any:
@@ -245,10 +433,6 @@ def check_prepared(dataset: Any, name: str, vocabulary: int) -> None:
         )
 
 
-def _is_kept(reasons: list[str]) -> list[bool]:
-    return [not reason for reason in reasons]
-
-
 def _trains_something(labels: list[list[int]]) -> list[bool]:
     # The first token of a row has no predecessor, so a label there trains nothing.
     return [len(row) - 1 > row[1:].count(IGNORED) for row in labels]
@@ -287,34 +471,18 @@ def _check_options(dataset: Any, first: dict, name: str, options: SupervisedOpti
         )
 
 
-def _count(report: PreparationReport, mapped: Any, kept: Any) -> None:
-    report.rows_out = len(kept)
-    if report.rows_out < report.rows_in:
-        report.dropped = dict(Counter(filter(None, mapped["_reason"][:])))
-    if report.rows_out == 0:
-        raise DataError(
-            f"no row of the {report.name} dataset is left: of {report.rows_in}, {listed(report.dropped)}. {HINT}"
-        )
-    report.truncated, report.cut_tokens = sum(mapped["_truncated"][:]), sum(mapped["_cut"][:])
-    report.diverged, report.no_end = sum(mapped["_diverged"][:]), sum(kept["_no_end"][:])
-    report.double_bos, report.nested_none = sum(mapped["_double_bos"][:]), sum(mapped["_nested_none"][:])
-    report.trained_tokens, report.tokens = sum(kept["_trained"][:]), sum(kept["_tokens"][:])
-
-
-def _tell(report: PreparationReport, mapped: Any, kept: Any, options: SupervisedOptions, tokenizer: Any) -> None:
+def _tell(report: PreparationReport, mapped: Any, options: SupervisedOptions, tokenizer: Any) -> None:
     """One warning a kind, with numbers."""
     name, n = report.name, report.rows_in
     logger.info(
         "%s dataset: %d of %d tokens are trained (%.1f %%).",
         name, report.trained_tokens, report.tokens, 100 * report.trained_tokens / max(1, report.tokens),
     )  # fmt: skip
-    if report.dropped:
-        logger.warning("%s dataset: dropped %d of %d rows: %s.", name, n - report.rows_out, n, listed(report.dropped))
     if report.truncated:
         logger.warning(
             "%s dataset: %d of %d rows were cut at max_length=%s and lost %d trained tokens (%.1f %% of all).",
             name, report.truncated, n, options.max_length, report.cut_tokens,
-            100 * report.cut_tokens / max(1, sum(mapped["_trained"][:]) + report.cut_tokens),
+            100 * report.cut_tokens / max(1, sum(mapped["_trained_tokens"][:]) + report.cut_tokens),
         )  # fmt: skip
     if report.double_bos:
         row = mapped["_double_bos"][:].index(1)
@@ -388,58 +556,3 @@ def document_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
             rows.append(Row([], [ids[start : start + length]], [mask]))
             start += length
     return rows
-
-
-def unbatched(batch: Any) -> list[dict[str, Any]]:
-    """Rows with ``input_ids`` (and ``labels``) of a padded or concatenated batch; padding is told by position.
-
-    Args:
-        batch: ``input_ids (B, L)``, and ``attention_mask (B, L)`` or ``position_ids (1, T)`` that begin at 0 in every document;
-            ``labels`` likewise where there are any.
-
-    Raises:
-        DataError: It is no such batch; without mask and positions, padding could not be told from text.
-
-    >>> unbatched({"input_ids": torch.tensor([[1, 2], [3, 9]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])})
-    [{'input_ids': [1, 2]}, {'input_ids': [3]}]
-    """
-    names = [name for name in ("input_ids", "labels") if _has(batch, name)]
-    if "input_ids" not in names or not (_has(batch, "attention_mask") or _has(batch, "position_ids")):
-        keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise DataError(
-            f"data_collator gave {keys}; it must give input_ids with an attention_mask (or position_ids that begin at 0 in "
-            "every document), and labels where not everything is trained."
-        )
-    if _has(batch, "attention_mask"):
-        real = batch["attention_mask"].bool()
-        return [{name: batch[name][row][mask].tolist() for name in names} for row, mask in enumerate(real)]
-    rows = []
-    for row, positions in enumerate(batch["position_ids"]):
-        starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(positions)]
-        for start, end in pairwise(starts):
-            rows.append({name: batch[name][row, start:end].tolist() for name in names})
-    return rows
-
-
-def unbatched_pairs(batch: Any) -> list[dict[str, Any]]:
-    """Pairs with ``chosen_ids`` and ``rejected_ids`` (and ``margin``) of a batch whose first half is chosen.
-
-    Raises:
-        DataError: It is no such batch.
-    """
-    ids = [row["input_ids"] for row in unbatched(batch)]
-    if len(ids) % 2:
-        raise DataError(f"data_collator gave {len(ids)} rows; pairs are all chosen rows, then as many rejected ones.")
-    half = len(ids) // 2
-    pairs: list[dict[str, Any]] = [
-        {"chosen_ids": chosen, "rejected_ids": rejected}
-        for chosen, rejected in zip(ids[:half], ids[half:], strict=True)
-    ]
-    if _has(batch, "margin"):
-        for pair, margin in zip(pairs, batch["margin"].tolist(), strict=True):
-            pair["margin"] = margin
-    return pairs
-
-
-def _has(batch: Any, name: str) -> bool:
-    return isinstance(batch, Mapping) and isinstance(batch.get(name), Tensor)

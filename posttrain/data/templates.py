@@ -1,55 +1,255 @@
-"""Chat templates for training: one whose assistant turns are marked and stay put, and what a template can do."""
+"""Chat templates for training: families known by what they render, a template's abilities, and what it does to rows."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
 
-from posttrain.data.chat import assistant_mask, common_prefix, has_generation_markers, render, turn_end
+from posttrain.data.chat import (
+    assistant_mask,
+    common_prefix,
+    has_generation_markers,
+    inner_tokenizer,
+    json_arguments,
+    render,
+    template_arguments,
+    template_text,
+    tool_call,
+    turn_end,
+    with_template,
+)
 from posttrain.data.formats import is_messages
-from posttrain.data.template_probes import PROBES, Match, best_match, inner_tokenizer, template_text, with_template
 from posttrain.errors import ArgumentTypeError, DataError, ModelError
 from posttrain.types import Finding
 
 __all__ = [
+    "FAMILIES",
+    "PROBES",
+    "Family",
+    "Probe",
     "TemplateReport",
+    "best_match",
     "check_template",
     "get_training_chat_template",
     "is_chat_template_prefix_preserving",
     "is_chat_template_stop_token_trained",
-    "offsets_find_turns",
     "supports_tool_calling",
+    "training_template",
 ]
 
 logger = logging.getLogger(__name__)
 
 
-def offsets_find_turns(processing_class: Any) -> bool:
-    """Whether offsets alone find both assistant turns of a conversation, its end of turn included."""
-    two = next(probe for probe in PROBES if probe.name == "two turns")
-    tokenizer = with_template(processing_class, template_text(processing_class))
-    try:
-        ids, mask = assistant_mask(tokenizer, list(two.messages))
-    except Exception:
-        return False
-    said = tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained])
-    return all((m["content"] in said) == (m["role"] == "assistant") for m in two.messages)
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """A conversation to render.
+
+    Attributes:
+        name: What it shows.
+        messages: The conversation.
+        ask: With the generation prompt.
+        tools: Offered tools.
+        kwargs: Further arguments of the template.
+        shown: What a rendering must contain; a template that drops it has nothing to compare.
+        history: An assistant turn precedes the last one.
+        required: A template that refuses this one cannot be recognised at all.
+    """
+
+    name: str
+    messages: list[dict[str, Any]]
+    ask: bool = False
+    tools: list[dict[str, Any]] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    shown: Sequence[str] = ()
+    history: bool = False
+    required: bool = False
+
+    def is_shown(self, text: str) -> bool:
+        """Whether a rendering contains what was said, as text and not as a printed list of blocks."""
+        as_text = '"type": "text"' not in text and "'type': 'text'" not in text
+        return as_text and all(word in text for word in self.shown)
 
 
-def _dialogue(arguments: Any) -> list[dict[str, Any]]:
-    call = {"type": "function", "function": {"name": "zq_lookup", "arguments": arguments}}
-    return [
-        {"role": "user", "content": "zq question"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "zq_lookup", "content": "zq_result_text"},
+FOLDER = Path(__file__).parent / "chat_templates"
+PROBES = tuple(Probe(**probe) for probe in json.loads((FOLDER / "probes.json").read_text(encoding="utf-8")))
+TWO_TURNS = next(probe.messages for probe in PROBES if probe.name == "two turns")
+TOOL_CALL = next(i for i, probe in enumerate(PROBES) if probe.name == "a tool call")
+SENTINEL = "zq7 setting zq8"  # Stands for a setting while its place in the rendering is found.
+THINK_BLOCK = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
+GLM_MARKERS = ("<|user|>", "<|observation|>")
+
+
+def _exact(ours: str, theirs: str, history: bool) -> bool:
+    return ours == theirs
+
+
+def _qwen3(ours: str, theirs: str, history: bool) -> bool:
+    """The published template leaves the think block of earlier turns out; ours always writes it."""
+    return ours == theirs or (history and THINK_BLOCK.sub("", ours) == THINK_BLOCK.sub("", theirs))
+
+
+def _glm(ours: str, theirs: str, history: bool) -> bool:
+    """Ours closes a final assistant turn with the marker that opens the next one."""
+    return ours == theirs or any(ours == theirs + marker for marker in GLM_MARKERS)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A wire format with a training template of ours.
+
+    Attributes:
+        name: As users know it.
+        file: The template, without its ending, in ``chat_templates``.
+        setting: A variable of the template whose value is the checkpoint's own (its default system text, the date it
+            states) and is read from the tokenizer's template.
+        fixed: Variables of the template that make this family out of a file that several share.
+        same: Whether our rendering and the published one say the same; the third argument tells that the conversation
+            has an assistant turn before its last.
+    """
+
+    name: str
+    file: str
+    setting: str | None = None
+    fixed: tuple[tuple[str, bool], ...] = ()
+    same: Callable[[str, str, bool], bool] = _exact
+
+
+# Simple formats first: one whose template ignores tools agrees with everything that ignores them in the same way.
+FAMILIES = (
+    Family("ChatML", "chatml", "default_system"),
+    Family("Qwen2.5", "qwen2_5", "default_system"),
+    Family("Qwen3-Instruct-2507", "qwen3_instruct_2507"),
+    Family("Qwen3", "qwen3", same=_qwen3),
+    Family("Qwen3.5", "qwen3_5", same=_qwen3),
+    Family("Qwen3.5 without thinking", "qwen3_5", fixed=(("think_by_default", False),), same=_qwen3),
+    Family("Qwen3.6", "qwen3_5", fixed=(("json_constants", True),), same=_qwen3),
+    Family("Nemotron 3", "nemotron3"),
+    Family("Nemotron 3 Ultra", "nemotron3", fixed=(("tight_think", True),)),
+    Family("Llama 3", "llama3"),
+    Family("Llama 3.1", "llama3_1", "date_string"),
+    Family("Gemma", "gemma"),
+    Family("Gemma 3", "gemma3"),
+    Family("Phi-3", "phi3"),
+    Family("Phi-3.5", "phi3_5"),
+    Family("Cohere", "cohere", "default_system"),
+    Family("Cohere2", "cohere2", "default_system"),
+    Family("GLM-4-MoE", "glm4moe", same=_glm),
+    Family("DeepSeek-V3", "deepseekv3"),
+    Family("gpt-oss", "gptoss"),
+    Family("LFM2", "lfm2"),
+)
+
+
+def training_template(family: Family, settings: dict[str, str] | None = None) -> str:
+    """The family's training template, with the checkpoint's own settings written into it."""
+    text = (FOLDER / f"{family.file}.jinja").read_text(encoding="utf-8")
+    lines = [
+        f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}{{%- endif -%}}\n"
+        for name, value in (dict(family.fixed) | (settings or {})).items()
     ]
+    return "".join(lines) + text
 
 
-ARGUMENTS = {"zq_key": "zq_value"}
+def _rendered(tokenizer: Any, template: str, probe: Probe, **settings: str) -> str | None:
+    try:
+        return tokenizer.apply_chat_template(
+            probe.messages,
+            chat_template=template,
+            tokenize=False,
+            tools=probe.tools,
+            add_generation_prompt=probe.ask,
+            **probe.kwargs,
+            **settings,
+        )
+    except Exception:
+        return None  # A template refuses what its format has no words for.
+
+
+def _setting(family: Family, tokenizer: Any, theirs: list[str | None]) -> dict[str, str]:
+    """Read the checkpoint's own value of the family's setting out of the rendering of the first probe."""
+    text = training_template(family)
+    if family.setting is None or theirs[0] is None or _rendered(tokenizer, text, PROBES[0]) == theirs[0]:
+        return {}
+    marked = _rendered(tokenizer, text, PROBES[0], **{family.setting: SENTINEL})
+    before, _, after = (marked or "").partition(SENTINEL)
+    # What is read here from a template of another family is nonsense, and the probes that follow disagree.
+    return {family.setting: theirs[0][len(before) : len(theirs[0]) - len(after)]}
+
+
+@dataclass(frozen=True)
+class Match:
+    """How well a family fits a template: how many probes agree, and the first that does not (ours, theirs)."""
+
+    family: Family
+    template: str
+    agreed: int
+    difference: tuple[str, str, str] | None
+
+    @property
+    def exact(self) -> bool:
+        """Whether every probe that could be compared agrees."""
+        return self.difference is None and self.agreed > 0
+
+
+def _match(family: Family, tokenizer: Any, theirs: list[str | None]) -> Match:
+    template = training_template(family, _setting(family, tokenizer, theirs))
+    agreed, difference = 0, None
+    for probe, said in zip(PROBES, theirs, strict=True):
+        if said is None or not probe.is_shown(said):
+            if probe.required:
+                return Match(family, template, agreed, (probe.name, "", said or "(refused)"))
+            continue  # What the published template drops or refuses cannot be compared.
+        ours = _rendered(tokenizer, template, probe)
+        if ours is not None and family.same(ours, said, probe.history):
+            agreed += 1
+        elif difference is None:
+            difference = (probe.name, ours or "(refused)", said)
+    return Match(family, template, agreed, difference)
+
+
+def best_match(tokenizer: Any, template: str) -> Match:
+    """The first family that agrees on every probe, else the one that agrees on most."""
+    theirs = [_rendered(tokenizer, template, probe) for probe in PROBES]
+    if theirs[TOOL_CALL] is None:  # Templates that concatenate arguments take them as a JSON string.
+        theirs = [
+            _rendered(tokenizer, template, replace(probe, messages=json_arguments(probe.messages))) for probe in PROBES
+        ]
+    matches = []
+    for family in FAMILIES:
+        matches.append(_match(family, tokenizer, theirs))
+        if matches[-1].exact:
+            return matches[-1]
+    return max(matches, key=lambda match: match.agreed)
+
+
+def _trained(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    """Tokens that the assistant says; none where they cannot be found."""
+    try:
+        ids, mask = assistant_mask(tokenizer, messages)
+    except Exception:
+        return []
+    return [token for token, said in zip(ids, mask, strict=True) if said]
+
+
+def _offsets_find_turns(processing_class: Any) -> bool:
+    """Whether offsets alone find both assistant turns of a conversation, its end of turn included."""
+    tokenizer = with_template(processing_class, template_text(processing_class))
+    said = tokenizer.decode(_trained(tokenizer, TWO_TURNS))
+    return all((m["content"] in said) == (m["role"] == "assistant") for m in TWO_TURNS)
+
+
+DIALOGUE = (
+    {"role": "user", "content": "zq question"},
+    {"role": "assistant", "content": "", "tool_calls": [tool_call("zq_lookup", {"zq_key": "zq_value"})]},
+    {"role": "tool", "name": "zq_lookup", "content": "zq_result_text"},
+)
 
 
 def _structured(processing_class: Any, messages: list[dict[str, Any]], image: Any = None) -> list[dict[str, Any]]:
@@ -62,12 +262,15 @@ def _structured(processing_class: Any, messages: list[dict[str, Any]], image: An
     return blocks
 
 
-def _with_dict_or_json_arguments(function: Callable[[Any], Any]) -> Any:
-    """Call with arguments as a dict, and where a template concatenates strings, as JSON."""
+def _holds_for_dialogue(holds: Callable[[list[dict[str, Any]]], bool]) -> bool:
+    """Ask about `DIALOGUE`, with arguments as JSON text where a template concatenates strings; False where it refuses both."""
     try:
-        return function(dict(ARGUMENTS))
-    except TypeError:
-        return function(json.dumps(ARGUMENTS))
+        try:
+            return holds(list(DIALOGUE))
+        except TypeError:
+            return holds(json_arguments(DIALOGUE))
+    except Exception:
+        return False  # A template that refuses the conversation has no words for tools.
 
 
 def supports_tool_calling(processing_class: Any) -> bool:
@@ -76,15 +279,12 @@ def supports_tool_calling(processing_class: Any) -> bool:
     if not template:
         return False
 
-    def shown(arguments: Any) -> bool:
-        messages = _structured(processing_class, _dialogue(arguments))
+    def shown(dialogue: list[dict[str, Any]]) -> bool:
+        messages = _structured(processing_class, dialogue)
         text = processing_class.apply_chat_template(messages, chat_template=template, tokenize=False)
         return all(word in text for word in ("zq_lookup", "zq_key", "zq_value", "zq_result_text"))
 
-    try:
-        return _with_dict_or_json_arguments(shown)
-    except Exception:
-        return False  # A template that refuses the conversation has no words for tools.
+    return _holds_for_dialogue(shown)
 
 
 def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
@@ -102,8 +302,8 @@ def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
 
         image = require("PIL.Image", "probing a processor's chat template").new("RGB", (8, 8))
 
-    def preserved(arguments: Any) -> bool:
-        messages = _structured(processing_class, _dialogue(arguments), image)
+    def preserved(dialogue: list[dict[str, Any]]) -> bool:
+        messages = _structured(processing_class, dialogue, image)
         options = {"chat_template": template, "tokenize": True, "return_dict": True}
         shorter = processing_class.apply_chat_template(messages[:2], **options)["input_ids"]
         longer = processing_class.apply_chat_template(messages, add_generation_prompt=True, **options)["input_ids"]
@@ -111,10 +311,7 @@ def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
             shorter, longer = shorter[0], longer[0]
         return common_prefix(shorter, longer) == len(shorter)
 
-    try:
-        return _with_dict_or_json_arguments(preserved)
-    except Exception:
-        return False
+    return _holds_for_dialogue(preserved)
 
 
 def is_chat_template_stop_token_trained(processing_class: Any, chat_template: str | None = None) -> bool:
@@ -127,16 +324,7 @@ def is_chat_template_stop_token_trained(processing_class: Any, chat_template: st
         chat_template: Looked at instead of the tokenizer's own.
     """
     tokenizer = with_template(processing_class, chat_template or template_text(processing_class))
-    messages = [
-        {"role": "user", "content": "zq question"},
-        {"role": "assistant", "content": "zq answer"},
-        {"role": "user", "content": "zq more"},
-    ]
-    try:
-        ids, mask = assistant_mask(tokenizer, messages)
-    except Exception:
-        return False
-    trained = [token for token, said in zip(ids, mask, strict=True) if said]
+    trained = _trained(tokenizer, TWO_TURNS[:3])
     while trained and not tokenizer.decode([trained[-1]]).strip():
         trained.pop()
     return bool(trained) and trained[-1] in set(tokenizer.get_added_vocab().values())
@@ -180,7 +368,7 @@ def get_training_chat_template(processing_class: Any = None, tokenizer: Any = No
     match = best_match(inner_tokenizer(processing_class), template)
     if match.exact:
         return match.template
-    if not marked and tools_fit and offsets_find_turns(processing_class):
+    if not marked and tools_fit and _offsets_find_turns(processing_class):
         logger.info("chat template of no known family: what the assistant says is found from rendered offsets")
         return None
     raise ModelError(_unknown(match, marked, tools_fit))
@@ -189,11 +377,10 @@ def get_training_chat_template(processing_class: Any = None, tokenizer: Any = No
 def _unknown(match: Match, marked: bool, tools_fit: bool) -> str:
     assert match.difference is not None
     probe, ours, theirs = match.difference
-    at = common_prefix([ord(c) for c in ours], [ord(c) for c in theirs])
-    lacks = (
-        [] if marked else ["it has no {% generation %} markers and its assistant turns cannot be found by rendering"]
-    )
-    lacks += [] if tools_fit else ["a conversation with a tool call changes once the tool's result follows"]
+    at = common_prefix(ours, theirs)
+    lacks = [] if tools_fit else ["a conversation with a tool call changes once the tool's result follows"]
+    if not marked:
+        lacks.append("it has no {% generation %} markers and its assistant turns cannot be found by rendering")
     return (
         f"the chat template cannot be trained with as it is: {'; '.join(lacks)}. It belongs to no family known here. "
         f"Nearest is {match.family.name} ({match.agreed} of {len(PROBES)} probes agree); on {probe!r} it renders "
@@ -234,8 +421,9 @@ def _listed(findings: list[Finding]) -> str:
     return "\n".join(f"- [{f.code}] {f.what} ({f.where}). {f.why} {f.fix}" for f in findings)
 
 
+Severity = Literal["info", "warning", "error"]
 # Code: how bad it is (where only what the assistant says is trained, else), what was seen, why it matters, how to fix it.
-PROBLEMS: dict[str, tuple[str, str, str, str, str]] = {
+PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
     "PT-K111": (
         "error",
         "error",
@@ -322,9 +510,7 @@ def check_template(
     tokenizer = with_template(processing_class, template_text(processing_class))
     seen: dict[str, list[int]] = {}
     looked = 0
-    for index, row in enumerate(rows):
-        if index >= limit:
-            break
+    for index, row in enumerate(islice(rows, limit)):
         conversation = _conversation(row)
         if conversation is None:
             continue
@@ -335,9 +521,8 @@ def check_template(
             raise DataError(f"row {index}: {error}") from error
         for code in problems:
             seen.setdefault(code, []).append(index)
-    if looked:
-        for code in _token_problems(tokenizer):
-            seen.setdefault(code, [])
+    for code in _token_problems(tokenizer) if looked else ():
+        seen.setdefault(code, [])
     return TemplateReport(looked, [_finding(code, seen[code], assistant_only) for code in PROBLEMS if code in seen])
 
 
@@ -345,7 +530,7 @@ def _finding(code: str, rows: list[int], assistant_only: bool) -> Finding:
     strict, lenient, what, why, fix = PROBLEMS[code]
     listed = ", ".join(map(str, rows[:5])) + (f" and {len(rows) - 5} more" if len(rows) > 5 else "")
     where = f"row{'s' if len(rows) > 1 else ''} {listed}" if rows else "every conversation"
-    return Finding(code, strict if assistant_only else lenient, what, where, why, fix)  # type: ignore[arg-type]
+    return Finding(code, strict if assistant_only else lenient, what, where, why, fix)
 
 
 def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[str, Any]] | None:
@@ -354,12 +539,7 @@ def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[
     prompt = row.get("messages") or row.get("prompt") or []
     if not (is_messages(prompt or answer) and (not answer or is_messages(answer))):
         return None
-    tools = row.get("tools")
-    kwargs = {
-        "tools": json.loads(tools) if isinstance(tools, str) else tools,
-        **(row.get("chat_template_kwargs") or {}),
-    }
-    return [*prompt, *answer], 0 if "messages" in row else len(prompt), kwargs
+    return [*prompt, *answer], 0 if "messages" in row else len(prompt), template_arguments(row)
 
 
 def _encoded(tokenizer: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any], *, ask: bool = False) -> list[int]:

@@ -18,7 +18,6 @@ EXTRAS = {
     "liger_kernel": "liger",
     "math_verify": "math",
     "pebble": "rewards",
-    "matplotlib": "plots",
     "pydantic": "serve",
     "ray": "ray",
     "reasoning_gym": "reasoning-gym",

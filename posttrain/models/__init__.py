@@ -1,1 +1,12 @@
 """Everything that touches a model: loading, masks, forward, log-probs, references, sharding."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """TRL keeps public helpers in its package of this name: they are the public names of ``posttrain``."""
+    import posttrain
+
+    if name not in posttrain.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(posttrain, name)

@@ -147,10 +147,10 @@ def rope_limits(model: Module) -> tuple[int | None, int | None]:
         The most tokens of a sequence below the switch of longrope, and the most that ``dynamic`` computes alike in all passes;
         None where the model has no such limit. Virtual tokens count, so they are subtracted.
     """
-    text = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+    text = causal_lm(model).config.get_text_config()
     given = getattr(text, "rope_parameters", None) or {}
     kinds = [one for one in (given, *given.values()) if isinstance(one, dict) and "rope_type" in one]
-    virtual = int(unwrapped(model).active_peft_config.num_virtual_tokens) if learns_prompts(model) else 0  # type: ignore[union-attr]
+    virtual = int(unwrapped(model).active_peft_config.num_virtual_tokens) if learns_prompts(model) else 0
     switches = [one["original_max_position_embeddings"] for one in kinds if one["rope_type"] == "longrope"]
     ends = [text.max_position_embeddings for one in kinds if "dynamic" in one["rope_type"]]
     if len(set(switches)) > 1:
@@ -296,7 +296,7 @@ def probe_layout(model: Module) -> Layout:
         finally:
             model.train(training)
         if reason:
-            text = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+            text = causal_lm(model).config.get_text_config()
             logger.warning(
                 "%s with attn_implementation=%r does not compute shared prompts and packed rows as it computes sequences "
                 "alone (%s). Training uses padded rows: correct, and slower.",
@@ -361,8 +361,8 @@ def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
     found: dict[int, Tensor] = {}
     for batch in collate(rows, pad_token_id=0, layout=layout):
         batch = batch.to(next(model.parameters()).device)
-        out = forward(model, batch, frozenset({"scores"}) if scored else frozenset({"logp"}))
-        parts = out.scores[:, None] if scored else split_by_sequence(out.logp, batch)  # type: ignore[index, arg-type]
+        out: Any = forward(model, batch, frozenset({"scores"}) if scored else frozenset({"logp"}))
+        parts = out.scores[:, None] if scored else split_by_sequence(out.logp, batch)
         found |= dict(zip(batch.origin, parts, strict=True))
     values = torch.cat([found[i] for i in range(len(found))])
     return values if scored else values[_judged(rows)]

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
 __all__ = ["Available", "available_memory", "in_use", "peak_in_use", "reset_peak"]
 
-CGROUPS = (  # Limit, use, statistics: of version 2, then of version 1.
+# Limit, use and statistics of a control group: of version 2, then of version 1.
+CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -26,9 +30,9 @@ class Available:
     """Bytes.
 
     Attributes:
-        free: That this process could have, with what it holds already.
-        total: Of the device, or of the limit that holds here.
-        where: In words.
+        free: What this process can have, including what it holds already.
+        total: Of the device, or of the limit that applies.
+        where: The device or limit, for messages.
     """
 
     free: int
@@ -37,13 +41,14 @@ class Available:
 
 
 def available_memory(device: Any, limit: int | None = None) -> Available:
-    """What this process could have at most: free memory and what it holds now; never more than ``limit``.
+    """Free memory and what this process holds now; never more than ``limit``.
 
-    On a GPU what the driver calls free; on a CPU MemAvailable, or what a control group (a container) leaves, if that is less.
+    On a GPU what the driver calls free; on a CPU the memory that is available, or what a control group (a container) leaves
+    where that is less.
 
     Args:
         device: ``torch.device`` or its type.
-        limit: Bytes, where the user set some.
+        limit: Bytes that the user allows; None: all.
     """
     kind = str(getattr(device, "type", device))
     found = _of_gpu(device) if kind == "cuda" else _of_host()
@@ -53,31 +58,20 @@ def available_memory(device: Any, limit: int | None = None) -> Available:
 
 
 def _of_gpu(device: Any) -> Available:
-    import torch
-
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device)
     return Available(free + held, total, "the GPU")
 
 
 def _of_host() -> Available:
-    text = _read("/proc/meminfo")
-    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    if "MemAvailable" not in lines:  # Not Linux: all that there is.
-        import psutil
-
-        machine = psutil.virtual_memory()
-        return Available(machine.available + in_use("cpu"), machine.total, "this machine")
-    mine = in_use("cpu")
-    free, total = (1024 * int(lines[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
-    found = Available(free + mine, total, "this machine")
+    machine, mine = psutil.virtual_memory(), in_use("cpu")
+    found = Available(machine.available + mine, machine.total, "this machine")
     for limit, use, stat in CGROUPS:
         bound = _read(limit).strip()
-        if not bound.isdigit() or int(bound) >= total:
-            continue
-        used = int(_read(use).strip() or 0) - _inactive(_read(stat))
-        inside = Available(max(int(bound) - used, 0) + mine, int(bound), "the control group of this process")
-        return min(found, inside, key=lambda a: a.free)
+        if bound.isdigit() and int(bound) < machine.total:
+            used = int(_read(use).strip() or 0) - _inactive(_read(stat))
+            inside = Available(max(int(bound) - used, 0) + mine, int(bound), "the control group of this process")
+            return min(found, inside, key=lambda a: a.free)
     return found
 
 
@@ -95,41 +89,27 @@ def _read(path: str) -> str:
     return ""
 
 
-def _status(name: str) -> int | None:
-    for line in _read("/proc/self/status").splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    return None
-
-
 def in_use(device: Any) -> int:
     """Bytes that this process holds now."""
     if str(getattr(device, "type", device)) == "cuda":
-        import torch
-
         return torch.cuda.memory_allocated(device)
-    return _status("VmRSS") or peak_in_use("cpu")
+    return psutil.Process().memory_info().rss
 
 
 def peak_in_use(device: Any) -> int:
     """Most bytes that this process held since `reset_peak`, or ever."""
     if str(getattr(device, "type", device)) == "cuda":
-        import torch
-
         return torch.cuda.max_memory_allocated(device)
-    known = _status("VmHWM")
-    return known if known is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _unit()
-
-
-def _unit() -> int:
-    return 1 if sys.platform == "darwin" else 1024  # Linux counts kilobytes.
+    for line in _read("/proc/self/status").splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    # Linux counts kilobytes here, macOS bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def reset_peak(device: Any) -> bool:
-    """Begin a new peak; False where the system does not let a process do that, and the peak stays what it ever was."""
+    """Start a new peak; False where the system does not allow it (the peak is then that of the whole process)."""
     if str(getattr(device, "type", device)) == "cuda":
-        import torch
-
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.data.forest import split_by_sequence
+from posttrain.errors import ConfigError
 from posttrain.models.attention import attention_mask
 from posttrain.models.heads import (
     PER_TOKEN,
@@ -36,6 +37,7 @@ __all__ = [
     "inverse_lengths",
     "learns_prompts",
     "noisy_embeddings",
+    "router_coefficient",
     "sequence_logps",
     "sequence_scores",
     "virtual_tokens",
@@ -270,7 +272,7 @@ def batch_logps(
 def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     """``(S, labels)`` scores at the last token of every completion, each sequence alone through the model's own forward."""
     given: Any = unwrapped(model)
-    config = causal_lm(given).config.get_text_config()  # type: ignore[union-attr, operator]
+    config = causal_lm(given).config.get_text_config()
     device, pad = next(given.parameters()).device, config.pad_token_id
     scores = []
     config.pad_token_id = None  # Else a last token that is the pad id would not be the one that is read.
@@ -283,3 +285,27 @@ def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     finally:
         config.pad_token_id = pad
     return torch.cat(scores)
+
+
+def router_coefficient(model: Any, args: Any) -> float:
+    """The weight of the load-balancing term: what was asked for, else the architecture's own; 0 without a router.
+
+    Raises:
+        ConfigError: A weight was asked for and the model has no router.
+    """
+    wanted = args.router_aux_loss_coef
+    default = type(args).__dataclass_fields__["router_aux_loss_coef"].default
+    text = causal_lm(model).config.get_text_config()
+    if not hasattr(text, "output_router_logits"):
+        if wanted and wanted != default:
+            raise ConfigError(
+                f"router_aux_loss_coef={wanted}, but {type(causal_lm(model)).__name__} has no router: only mixtures of experts "
+                "have a load-balancing term. Leave it out."
+            )
+        return 0.0
+    coefficient = getattr(text, "router_aux_loss_coef", None) if wanted is None else wanted
+    # The term is ours to add: the model's own would be divided by tokens and counted once a micro-batch.
+    text.output_router_logits = False
+    if wanted is not None:
+        text.router_aux_loss_coef = wanted
+    return float(coefficient or 0.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,10 +31,14 @@ __all__ = [
     "plain",
     "score",
     "score_layer",
+    "train_new_tokens",
+    "train_score_head",
     "trunk",
     "unwrapped",
     "virtual_tokens",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -305,17 +311,17 @@ class ScoreHead:
     inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: Any) -> Any:
     """The model, or the peft wrapper around it, inside what parallelism put on top (DDP's ``module``)."""
     while isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module  # type: ignore[assignment]
+        model = model.module
     return model
 
 
-def causal_lm(model: nn.Module) -> nn.Module:
+def causal_lm(model: nn.Module) -> Any:
     """The transformers model (of any task) inside wrappers (DDP, PEFT)."""
     inner = unwrapped(model)
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[operator]
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 def learns_prompts(model: nn.Module) -> bool:
@@ -362,7 +368,7 @@ def install_token_head(model: nn.Module) -> None:
             return _own_forward(inner, original, token_head, *args, **kwargs)
         return _head_forward(inner, token_head, *args, **kwargs)
 
-    patched._posttrain = True  # type: ignore[attr-defined]
+    vars(patched)["_posttrain"] = True
     inner.forward = patched
 
 
@@ -410,6 +416,48 @@ def _own_forward(inner: Any, original: Any, head: TokenHead, *args: Any, **kwarg
 def score_layer(inner: Any) -> Any:
     """The classification head of a model, by the names that architectures give it; None where there is none."""
     return next((layer for name in SCORE_LAYERS if (layer := getattr(inner, name, None)) is not None), None)
+
+
+def train_new_tokens(peft_config: Any, model: Any, added: list[int]) -> Any:
+    """An adapter config that also trains the embeddings of tokens that were just added; the caller's is not changed."""
+    if peft_config is None or not added or getattr(peft_config, "is_prompt_learning", False):
+        return peft_config
+    config = copy.deepcopy(peft_config)
+    embedding = model.get_input_embeddings()
+    name = next((n.split(".")[-1] for n, module in model.named_modules() if module is embedding), None)
+    if name is None:
+        raise ModelError(
+            f"the embedding of {type(model).__name__} cannot be found by name; train its new tokens in full."
+        )
+    indices = config.trainable_token_indices or {}
+    if isinstance(indices, list):
+        indices = {name: indices}
+    config.trainable_token_indices = {**indices, name: sorted({*indices.get(name, []), *added})}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    if head is not None and not tied and "lm_head" not in (config.modules_to_save or []):
+        logger.warning("new tokens were added: lm_head is trained and saved in full beside the adapter.")
+        config.modules_to_save = [*(config.modules_to_save or []), "lm_head"]
+    return config
+
+
+def train_score_head(peft_config: Any, model: Any) -> Any:
+    """An adapter config that trains and saves a classifier's head, which is new and random; the caller's is not changed."""
+    if peft_config is None or not hasattr(peft_config, "modules_to_save"):
+        return peft_config
+    layer = score_layer(model)
+    name = next((n.split(".")[-1] for n, module in model.named_modules() if module is layer), None)
+    if name is None:
+        raise ModelError(
+            f"{type(model).__name__} has no classification head. Load it with AutoModelForSequenceClassification."
+        )
+    config = copy.deepcopy(peft_config)
+    if config.task_type == "CAUSAL_LM":
+        config.task_type = None  # The command line's default; peft would look for a language-model head.
+    if config.task_type is None and name not in (config.modules_to_save or []):
+        logger.info("the head %r is trained and saved in full beside the adapter.", name)
+        config.modules_to_save = [*(config.modules_to_save or []), name]
+    return config
 
 
 def score(inner: Any, hidden: Tensor) -> Tensor:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
 from posttrain.data.chat import terminal_token_ids
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError, check_choice
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found
 from posttrain.models.heads import causal_lm
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ModelConfig",
-    "bf16_is_faster",
+    "VocabularyMismatchError",
     "changes_vocabulary",
     "check_model_source",
+    "clone_chat_template",
     "create_model_from_path",
     "get_config_model_id",
     "get_peft_config",
@@ -39,9 +40,6 @@ __all__ = [
     "mirror_eos",
     "prepare_tokenizer",
     "resolve_pad_token",
-    "router_coefficient",
-    "train_new_tokens",
-    "train_score_head",
     "with_dtype",
     "wrap_with_peft",
 ]
@@ -49,6 +47,14 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+TOKENIZER_FILES = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+}
 # Special tokens that nothing uses, by name, the best to pad with first.
 UNUSED = ("pad", "reserved", "unused")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -85,14 +91,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_8bit=True and load_in_4bit=True contradict each other. Set one of them.")
-        modules = self.lora_target_modules
-        if (
-            modules is not None
-            and len(modules) == 1
-            and (modules[0] == "all-linear" or set(modules[0]) & set("*+|^$(\\"))
-        ):
+        modules: Any = self.lora_target_modules
+        if modules and len(modules) == 1 and (modules[0] == "all-linear" or set(modules[0]) & set("*+|^$(\\")):
             # A pattern or the word must reach peft as a string; a plain name stays a list, or peft reads it as a regex.
-            self.lora_target_modules = modules[0]  # type: ignore[assignment]
+            self.lora_target_modules = modules[0]
 
     def model_init_kwargs(self, trust_remote_code: bool = False) -> dict[str, Any]:
         """Keywords for the loader."""
@@ -149,22 +151,6 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
     )
 
 
-def bf16_is_faster() -> bool:
-    """Whether this device is really faster in bf16: a GPU that has it, or a CPU with AMX or AVX512-BF16.
-
-    On an AVX2 CPU a bf16 product was measured three times slower than an fp32 one.
-    """
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if torch.backends.mps.is_available():
-        return False
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return "amx_bf16" in flags or "avx512_bf16" in flags
-
-
 def check_model_source(model: str | Module, *, generative: bool = True) -> None:
     """Refuse, before any weight is read, a model folder that cannot work.
 
@@ -192,13 +178,7 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
             "peft.AutoPeftModelForCausalLM.from_pretrained(folder, is_trainable=True) and pass the model."
         )
     if generative:
-        _check_generative(model)
-
-
-def _check_generative(model_id: str, **kwargs: Any) -> None:
-    from transformers import AutoConfig
-
-    _refuse_headless(model_id, AutoConfig.from_pretrained(model_id, **kwargs))
+        _refuse_headless(model, AutoConfig.from_pretrained(model))
 
 
 def _refuse_headless(model_id: str, config: Any) -> None:
@@ -252,8 +232,7 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
     kwargs = with_dtype(kwargs)
     dtype = kwargs.pop("dtype", torch.float32)
     if isinstance(dtype, str) and dtype != "auto":
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype={dtype!r} is not known. Choose 'auto' or one of {', '.join(map(repr, DTYPES))}.")
+        check_choice("dtype", dtype, ("auto", *DTYPES))
         dtype = DTYPES[dtype]
     elif not (dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype)):
         raise ConfigError(f"dtype={dtype!r} must be a torch.dtype, a string or None, not {type(dtype).__name__}.")
@@ -317,26 +296,15 @@ def load_tokenizer(
     Raises:
         ModelError: The model was built in memory, its folder holds no tokenizer, or the id was not found.
     """
-    from transformers import AutoTokenizer
-
     if not model_id:
         raise ModelError(
             "the model was built in memory, so its tokenizer cannot be found. Pass processing_class=tokenizer."
         )
-    if Path(model_id).is_dir():
-        names = {
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "tokenizer.model",
-            "vocab.json",
-            "vocab.txt",
-            "spiece.model",
-        }
-        if not names & set(os.listdir(model_id)):
-            raise ModelError(
-                f"the model folder {model_id!r} holds no tokenizer (none of {', '.join(sorted(names))}). Save one there with "
-                "tokenizer.save_pretrained(folder), or pass processing_class=tokenizer."
-            )
+    if Path(model_id).is_dir() and not TOKENIZER_FILES & set(os.listdir(model_id)):
+        raise ModelError(
+            f"the model folder {model_id!r} holds no tokenizer (none of {', '.join(sorted(TOKENIZER_FILES))}). Save one there "
+            "with tokenizer.save_pretrained(folder), or pass processing_class=tokenizer."
+        )
     extra = {"revision": revision} if revision else {}
     with explained("tokenizer", model_id):
         return AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **extra)
@@ -361,8 +329,8 @@ def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None =
     return pad
 
 
-def _unused_token(tokenizer: PreTrainedTokenizerBase, model: Module | None) -> str | None:
-    embedding: Any = model.get_input_embeddings() if model is not None else None  # type: ignore[operator]
+def _unused_token(tokenizer: PreTrainedTokenizerBase, model: Any) -> str | None:
+    embedding = model.get_input_embeddings() if model is not None else None
     rows = embedding.weight.shape[0] if embedding is not None else len(tokenizer)
     template = str(tokenizer.chat_template or "")
     used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}
@@ -416,30 +384,6 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             f"{getattr(kind, 'value', kind)} keeps its prefix in the key-value cache, which recomputing activations drops. Set "
             "gradient_checkpointing=False."
         )
-
-
-def router_coefficient(model: Any, args: Any) -> float:
-    """The weight of the load-balancing term: what was asked for, else the architecture's own; 0 without a router.
-
-    Raises:
-        ConfigError: A weight was asked for and the model has no router.
-    """
-    wanted = args.router_aux_loss_coef
-    default = type(args).__dataclass_fields__["router_aux_loss_coef"].default
-    text = causal_lm(model).config.get_text_config()
-    if not hasattr(text, "output_router_logits"):
-        if wanted and wanted != default:
-            raise ConfigError(
-                f"router_aux_loss_coef={wanted}, but {type(causal_lm(model)).__name__} has no router: only mixtures of experts "
-                "have a load-balancing term. Leave it out."
-            )
-        return 0.0
-    coefficient = getattr(text, "router_aux_loss_coef", None) if wanted is None else wanted
-    # The term is ours to add: the model's own would be divided by tokens and counted once a micro-batch.
-    text.output_router_logits = False
-    if wanted is not None:
-        text.router_aux_loss_coef = wanted
-    return float(coefficient or 0.0)
 
 
 TEMPLATE_FILES = (".jinja", ".j2")
@@ -505,45 +449,144 @@ def _ends(tokenizer: Any) -> tuple[int, ...]:
         return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
 
 
-def train_new_tokens(peft_config: Any, model: Any, added: list[int]) -> Any:
-    """An adapter config that also trains the embeddings of tokens that were just added; the caller's is not changed."""
-    if peft_config is None or not added or getattr(peft_config, "is_prompt_learning", False):
-        return peft_config
-    config = copy.deepcopy(peft_config)
-    embedding = model.get_input_embeddings()
-    name = next((n.split(".")[-1] for n, module in model.named_modules() if module is embedding), None)
-    if name is None:
+SEED = 0
+SPREAD = 0.01  # Noise of a new row, as a share of the old rows' spread: rows differ, and no logit moves noticeably.
+
+
+class VocabularyMismatchError(ModelError, RuntimeError):
+    """The tokenizer has ids that the model's embedding has no rows for, or the other way round."""
+
+
+def clone_chat_template(
+    model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
+) -> tuple[Any, Any, list[int]]:
+    """Give ``model`` and ``tokenizer`` the chat template of another tokenizer, with the tokens it is made of.
+
+    The source's added tokens that the tokenizer lacks are added and its eos becomes the tokenizer's and the model's, bos
+    and pad only where the tokenizer has none. The embedding grows to a multiple of ``resize_to_multiple_of`` and never
+    shrinks; ``<extra_id_0>, ..`` fill the vocabulary up to it. The rows of all added tokens start at the mean of the
+    vocabulary's rows, which keeps the distribution over the old tokens as it was.
+
+    Args:
+        model: Any transformers model with input embeddings; changed in place.
+        tokenizer: Changed in place.
+        source_tokenizer_path: Folder or hub name of the tokenizer to copy from.
+        resize_to_multiple_of: Rows of the embedding; None is exactly one row a token.
+
+    Returns:
+        Model, tokenizer, and the ids of all tokens that were added.
+
+    Raises:
+        ModelError: The source has no chat template, or the multiple is not positive. VocabularyMismatchError: Tokenizer
+            and embedding could not be brought to one size.
+    """
+    if resize_to_multiple_of is not None and resize_to_multiple_of < 1:
+        raise ModelError(f"resize_to_multiple_of must be at least 1 or None, and it is {resize_to_multiple_of}.")
+    with explained("tokenizer", source_tokenizer_path):
+        source = AutoTokenizer.from_pretrained(source_tokenizer_path)
+    if not source.chat_template:
         raise ModelError(
-            f"the embedding of {type(model).__name__} cannot be found by name; train its new tokens in full."
+            f"the tokenizer {source_tokenizer_path!r} has no chat template, so there is none to clone. Give one of an "
+            "instruction-tuned checkpoint."
         )
-    indices = config.trainable_token_indices or {}
-    if isinstance(indices, list):
-        indices = {name: indices}
-    config.trainable_token_indices = {**indices, name: sorted({*indices.get(name, []), *added})}
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
-    if head is not None and not tied and "lm_head" not in (config.modules_to_save or []):
-        logger.warning("new tokens were added: lm_head is trained and saved in full beside the adapter.")
-        config.modules_to_save = [*(config.modules_to_save or []), "lm_head"]
-    return config
+    before = set(tokenizer.get_vocab().values())
+    known = _size(tokenizer)
+    tokenizer.chat_template = source.chat_template
+    _add_tokens(tokenizer, source)
+    _set_special_tokens(tokenizer, source)
+    _mirror(model, tokenizer)
+    rows = model.get_input_embeddings().weight.shape[0]
+    wanted = max(rows, _size(tokenizer))
+    if resize_to_multiple_of:
+        wanted += -wanted % resize_to_multiple_of
+    if wanted != rows:
+        model.resize_token_embeddings(wanted, mean_resizing=False)
+    _fill(tokenizer, model.get_input_embeddings().weight.shape[0])
+    added = sorted(set(tokenizer.get_vocab().values()) - before)
+    _start_at_mean(model, added, min(known, rows))
+    return model, tokenizer, added
 
 
-def train_score_head(peft_config: Any, model: Any) -> Any:
-    """An adapter config that trains and saves a classifier's head, which is new and random; the caller's is not changed."""
-    if peft_config is None or not hasattr(peft_config, "modules_to_save"):
-        return peft_config
-    from posttrain.models.heads import score_layer
+def _size(tokenizer: Any) -> int:
+    """Rows an embedding needs: ids may have holes, so this is not always the number of tokens."""
+    return max(tokenizer.get_vocab().values()) + 1
 
-    layer = score_layer(model)
-    name = next((n.split(".")[-1] for n, module in model.named_modules() if module is layer), None)
-    if name is None:
-        raise ModelError(
-            f"{type(model).__name__} has no classification head. Load it with AutoModelForSequenceClassification."
+
+def _add_tokens(tokenizer: Any, source: Any) -> None:
+    vocabulary = tokenizer.get_vocab()
+    tokens = [token for _, token in sorted(source.added_tokens_decoder.items())]
+    missing = [token for token in tokens if token.content not in vocabulary]
+    tokenizer.add_tokens([token for token in missing if token.special], special_tokens=True)
+    tokenizer.add_tokens([token for token in missing if not token.special])
+
+
+def _set_special_tokens(tokenizer: Any, source: Any) -> None:
+    vocabulary = tokenizer.get_vocab()
+    old_eos, old_pad = tokenizer.eos_token, tokenizer.pad_token
+    if source.eos_token is not None:
+        tokenizer.eos_token = source.eos_token
+    if tokenizer.bos_token is None and source.bos_token in vocabulary:
+        tokenizer.bos_token = source.bos_token
+    if old_pad is not None and (old_pad != tokenizer.eos_token or old_pad == old_eos):
+        return  # A pad that was the eos before is the user's own choice.
+    for candidate in (source.pad_token, old_eos):
+        if candidate in vocabulary and candidate != tokenizer.eos_token:
+            tokenizer.pad_token = candidate
+            return
+    if old_pad is not None:
+        logger.warning(
+            "the pad token %r has become the eos token as well, and neither tokenizer has another one to pad with. Set "
+            "tokenizer.pad_token.",
+            old_pad,
         )
-    config = copy.deepcopy(peft_config)
-    if config.task_type == "CAUSAL_LM":
-        config.task_type = None  # The command line's default; peft would look for a language-model head.
-    if config.task_type is None and name not in (config.modules_to_save or []):
-        logger.info("the head %r is trained and saved in full beside the adapter.", name)
-        config.modules_to_save = [*(config.modules_to_save or []), name]
-    return config
+
+
+def _mirror(model: Any, tokenizer: Any) -> None:
+    """Write the special tokens' ids into the model's config, its text part and its generation config."""
+    text_config = model.config.get_text_config()
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "bos", "pad")}
+    configs = [model.config] if text_config is model.config else [model.config, text_config]
+    for config in configs:
+        for name, value in ids.items():
+            if value is not None:
+                setattr(config, name, value)
+    generation = getattr(model, "generation_config", None)
+    if generation is None or not model.can_generate():
+        return
+    for name in ("bos_token_id", "pad_token_id"):
+        if ids[name] is not None:
+            setattr(generation, name, ids[name])
+    if ids["eos_token_id"] is not None:
+        stops = generation.eos_token_id if isinstance(generation.eos_token_id, list) else []
+        joined = list(dict.fromkeys([*stops, ids["eos_token_id"]]))  # A list of stops stays: each ends a turn.
+        generation.eos_token_id = joined if stops else ids["eos_token_id"]
+
+
+def _fill(tokenizer: Any, rows: int) -> None:
+    """Add placeholder tokens until every row of the embedding has one."""
+    vocabulary = tokenizer.get_vocab()
+    free = (name for name in map("<extra_id_{}>".format, count()) if name not in vocabulary)
+    names = list(islice(free, max(0, rows - _size(tokenizer))))
+    tokenizer.add_tokens(names)
+    if _size(tokenizer) != rows:
+        raise VocabularyMismatchError(
+            f"the tokenizer's ids end at {_size(tokenizer) - 1} after {len(names)} placeholders were added, and the "
+            f"model's embedding has {rows} rows. Load model and tokenizer from the same checkpoint."
+        )
+
+
+@torch.no_grad()
+def _start_at_mean(model: Any, added: list[int], known: int) -> None:
+    """Rows of added tokens: the mean of the first ``known`` rows, with a little seeded noise so that they differ."""
+    if not added:
+        return
+    output = model.get_output_embeddings()
+    weights = {id(w): w for w in [model.get_input_embeddings().weight, *([] if output is None else [output.weight])]}
+    generator = torch.Generator().manual_seed(SEED)
+    for weight in weights.values():  # Tied: one weight, written once.
+        old = weight[:known].float()
+        noise = torch.randn(len(added), weight.shape[1], generator=generator).to(weight.device)
+        weight[added] = (old.mean(0) + SPREAD * old.std(0) * noise).to(weight.dtype)
+    bias = getattr(output, "bias", None)
+    if bias is not None:
+        bias[added] = bias[:known].mean()

@@ -1,243 +1,99 @@
 """How much memory a run needs, from the configs of its models and the shape of its batches; no weight is read.
 
-What stands in memory is counted parameter by parameter; what a pass adds is traced operation by operation on tensors without
-memory (`posttrain.models.memory_trace`), or, where a model cannot be traced, told from the widths of its layers.
+Weights, gradients and optimiser states are counted parameter by parameter of the real architecture. What a pass adds is
+traced operation by operation on fake tensors, which have shapes and no memory.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from posttrain.errors import ConfigError, ModelError
-from posttrain.models.heads import causal_lm
-from posttrain.models.logprob import CHUNK_BYTES
-from posttrain.models.memory_trace import Part, PassPeak, Shadow, trace_pass
+from posttrain.errors import ModelError
+from posttrain.models.activations import keep_last_activations, recompute_activations
+from posttrain.models.attention import attention_mask
+from posttrain.models.flops import key_value_width, layer_configs
+from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, install_token_head
+from posttrain.models.value_head import attach_value
 from posttrain.types import Batch
 
 __all__ = [
-    "CUDA_CONTEXT",
-    "H100_BF16_PEAK",
     "Generating",
     "MemoryEstimate",
+    "Part",
+    "PassPeak",
+    "Shadow",
     "Shards",
     "Workload",
-    "adjusted_mfu",
-    "compute_flops_per_token",
-    "compute_mfu",
     "estimate_memory",
-    "key_value_width",
-    "layer_configs",
     "optimizer_bytes",
+    "trace_pass",
 ]
 
-logger = logging.getLogger(__name__)
-
-
-H100_BF16_PEAK = 989.5e12  # Dense bf16 operations a second of an H100 SXM, from NVIDIA's data sheet.
-BACKWARD_FACTOR = 3  # A backward pass costs twice its forward pass.
-
-
-def _number(config: Any, *names: str) -> int:
-    """The first of the named fields that is set to a number above 0."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value:
-            return int(value)
-    raise ModelError(
-        f"the config of {type(config).__name__} has no {' or '.join(names)}, so its operations cannot be counted. Count them "
-        "with torch.utils.flop_counter.FlopCounterMode instead."
-    )
-
-
-def _text_config(config: Any) -> Any:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kinds = set(getattr(text, "layer_types", None) or ())
-    foreign = {kind for kind in kinds if not str(kind).endswith("attention") or str(kind).startswith("linear")}
-    mixed = getattr(text, "is_heterogeneous", False)
-    if foreign or mixed or getattr(text, "kv_lora_rank", None):
-        what = f"layers of kind {sorted(foreign)}" if foreign else "latent attention (kv_lora_rank)"
-        what = "layers whose heads differ in size" if mixed else what
-        raise ModelError(
-            f"{type(text).__name__} has {what}, which the count for grouped-query attention does not describe. Count with "
-            "torch.utils.flop_counter.FlopCounterMode instead."
-        )
-    return text
-
-
-def layer_configs(config: Any) -> list[Any]:
-    """A config for each layer: of one kind, or Gemma 4's, whose head size differs between layers."""
-    if getattr(config, "is_heterogeneous", False):
-        return [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
-    return [config] * config.num_hidden_layers
-
-
-def key_value_width(config: Any) -> int:
-    """Numbers of a token's keys in one layer: key-value heads times the size of a head."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _heads(config: Any) -> tuple[int, int, int]:
-    """Query heads, key-value heads, and the size of one."""
-    heads = _number(config, "num_attention_heads")
-    key_values = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or _number(config, "hidden_size") // heads
-    return heads, key_values, size
-
-
-def _is_sparse(config: Any, layer: int) -> bool:
-    """Whether a layer of a mixture-of-experts model routes, by the rules that configs write."""
-    if (listed := getattr(config, "moe_layers", None)) is not None:
-        return layer in listed
-    step = getattr(config, "decoder_sparse_step", None) or getattr(config, "moe_layer_interval", None) or 1
-    first = getattr(config, "first_k_dense_replace", None) or getattr(config, "moe_layer_start_index", None) or 0
-    last = getattr(config, "moe_layer_end_index", None)
-    dense = getattr(config, "mlp_only_layers", None) or ()
-    inside = layer >= first and (last in (None, -1) or layer <= last)
-    return inside and (layer + 1) % step == 0 and layer not in dense
-
-
-def _shared_size(config: Any, inner: int) -> int:
-    """Summed sizes of the experts that see every token."""
-    if hasattr(config, "intermediate_size_mlp"):  # Llama 4 has one in every routed layer and no field for it.
-        return inner
-    count = getattr(config, "n_shared_experts", None) or getattr(config, "moe_num_shared_experts", None) or 0
-    return getattr(config, "shared_expert_intermediate_size", None) or count * inner
-
-
-def _mlp(config: Any) -> int:
-    """Forward operations of all MLPs for one token."""
-    hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
-    experts = next(
-        (n for k in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, k, None))), 0
-    )
-    if not experts:
-        return layers * 6 * hidden * _number(config, "intermediate_size")
-    sparse = sum(_is_sparse(config, layer) for layer in range(layers))
-    inner = _number(config, "moe_intermediate_size", "intermediate_size")
-    shared = _shared_size(config, inner)
-    chosen = _number(config, "num_experts_per_tok", "top_k_experts")
-    routed = 6 * hidden * (chosen * inner + shared) + 2 * hidden * experts
-    if sparse == layers:
-        return layers * routed
-    return sparse * routed + (layers - sparse) * 6 * hidden * _number(
-        config, "intermediate_size_mlp", "intermediate_size"
-    )
-
-
-def _scores(config: Any, seq_len: int) -> int:
-    """Forward operations of the attention scores and their product with the values, for one token."""
-    heads, _, size = _heads(config)
-    return _number(config, "num_hidden_layers") * 4 * heads * size * seq_len
-
-
-def compute_flops_per_token(config: Any, seq_len: int) -> int:
-    """Training operations per token of a decoder with grouped-query attention and gated MLPs.
-
-    Forward, with hidden size H, n query and k key-value heads of size d, MLP size I, vocabulary V and sequence length S::
-
-        layer = 2H(nd + 2kd) + 2ndH + 4nd S + 6HI       (routed: top_k 6HI + 2H experts, and 6HI of shared experts)
-        total = layers + 2VH (embedding) + 2VH (output layer, if not tied)
-
-    Training costs three times that. Scores are counted over the whole sequence (`adjusted_mfu` takes the causal half off),
-    and the embedding as a product although it is a look-up: with tied weights the two embedding terms are one and right,
-    without them the count is 2VH too high.
-
-    Args:
-        config: Of transformers; of a multimodal model the text part is counted.
-        seq_len: Tokens of a sequence.
-
-    Returns:
-        Floating-point operations of forward and backward for one token.
-
-    Raises:
-        ConfigError: ``seq_len`` below 1. ModelError: A model that the formula does not describe.
-    """
-    if seq_len < 1:
-        raise ConfigError(f"seq_len={seq_len} must be at least 1.")
-    text = _text_config(config)
-    hidden = _number(text, "hidden_size")
-    heads, key_values, size = _heads(text)
-    projections = 2 * hidden * (heads + 2 * key_values) * size + 2 * heads * size * hidden
-    embeddings = 2 * _number(text, "vocab_size") * hidden * (1 if text.tie_word_embeddings else 2)
-    layers = _number(text, "num_hidden_layers") * projections + _scores(text, seq_len) + _mlp(text)
-    return BACKWARD_FACTOR * (layers + embeddings)
-
-
-def compute_mfu(
-    flops_per_token: float, tokens_per_second: float, world_size: int = 1, peak_flops: float = H100_BF16_PEAK
-) -> float:
-    """Model FLOPs utilisation in percent: ``100 * flops_per_token * tokens_per_second / (peak_flops * world_size)``.
-
-    Args:
-        flops_per_token: From `compute_flops_per_token`.
-        tokens_per_second: Of all devices together.
-        world_size: Devices.
-        peak_flops: Operations a second that one device could do; the default is an H100's in bf16.
-
-    Raises:
-        ConfigError: ``world_size`` or ``peak_flops`` is not above 0.
-
-    Reference: Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B.
-
-    >>> round(compute_mfu(6e9, 80_000, world_size=1), 2)
-    48.51
-    """
-    if not (world_size > 0 and peak_flops > 0):
-        raise ConfigError(f"world_size={world_size} and peak_flops={peak_flops} must both be above 0.")
-    return 100 * flops_per_token * tokens_per_second / (peak_flops * world_size)
-
-
-def adjusted_mfu(mfu: float, config: Any, seq_len: int) -> float:
-    """The utilisation with causal attention counted once: half of the score term is never needed.
-
-    ``mfu * (F - scores / 2) / F`` with F of `compute_flops_per_token`.
-
-    Args:
-        mfu: Percent, from `compute_mfu` with the same config and length.
-        config: As there.
-        seq_len: As there.
-
-    Returns:
-        Percent.
-    """
-    total = compute_flops_per_token(config, seq_len)
-    return mfu * (1 - BACKWARD_FACTOR * _scores(_text_config(config), seq_len) / 2 / total)
-
-
-CUDA_CONTEXT = (
-    600 * 2**20
-)  # Of the driver and the libraries in one process; nvidia-smi shows about this much for an idle one.
+# Of the driver and the libraries in one process; nvidia-smi shows about this much for an idle one.
+CUDA_CONTEXT = 600 * 2**20
 # What allocators waste. glibc's puts small blocks where a large one was, so that the next large one needs a new place: up to
-# three times the largest tensor was measured (benchmarks/estimate.py; SFT of three models). CUDA's: a guess, not measured.
+# three times the largest tensor was measured (benchmarks/estimate.py). CUDA's share is a guess, not measured.
 HOLES = 3
 CUDA_WASTE = 0.05
-# Bytes of state for each byte of a trained weight (two moments of the weight's dtype), or for each weight.
+# Bytes of optimiser state for each byte of a trained weight, or, with 8 bits, for each weight.
 PER_BYTE = {"adamw": 2, "adam": 2, "nadamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "stable": 2}
 EIGHT_BIT = {"adamw": 2, "lion": 1, "rmsprop": 1, "ademamix": 3}
 STATELESS = ("sgd", "lomo", "adalomo")
+AUTO_CLASSES = {
+    "causal": "AutoModelForCausalLM",
+    "sequence": "AutoModelForSequenceClassification",
+    "token": "AutoModelForTokenClassification",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model of a run, as its config describes it.
+
+    Attributes:
+        role: ``policy``, ``reference``, ``value model`` or ``reward model``.
+        config: Of transformers.
+        kind: Language model, or a classifier of sequences or tokens.
+        dtype: Of the weights.
+        peft_config: Of an adapter; then nothing else is trained.
+        trained: Whether it has gradients and optimiser states.
+        bits: Of quantised linear weights, 4 or 8; None: they have ``dtype``.
+    """
+
+    role: str
+    config: Any
+    kind: Literal["causal", "sequence", "token"] = "causal"
+    dtype: torch.dtype = torch.float32
+    peft_config: Any = None
+    trained: bool = True
+    bits: int | None = None
 
 
 @dataclass(frozen=True)
 class Generating:
-    """What the rollout engine holds.
+    """One call of the rollout engine in the trainer's process.
 
     Attributes:
-        prompts: Different prompts of a call.
+        prompts: Different prompts of the call.
         prompt_tokens: Of the longest.
         completion_tokens: Most of a completion.
-        sequences: Completions of a call.
-        slots: Most of them that are live at once.
-        shares_prompts: Whether a prompt is kept once for all its completions.
-        prefill_tokens: Of one prefill pass.
-        models: Models that generate together (two of Nash-MD).
+        sequences: Completions of the call.
+        slots: Most sequences that are decoded at once.
+        shares_prompts: Whether a prompt's keys and values are kept once for all its completions.
+        models: Models that generate together (two in Nash-MD).
     """
 
     prompts: int
@@ -246,8 +102,11 @@ class Generating:
     sequences: int
     slots: int = 64
     shares_prompts: bool = True
-    prefill_tokens: int = 2048
     models: int = 1
+
+
+# Tokens of one prefill pass of the native engine.
+PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -262,19 +121,19 @@ class Shards:
 
 @dataclass(frozen=True)
 class Workload:
-    """One process of a run, as far as its memory goes.
+    """What decides the memory of one process.
 
     Attributes:
-        policy: What is trained.
+        policy: The model that is trained.
         batches: The passes of one micro-batch at its longest.
-        passes: Of one optimiser step.
-        critic: A value model beside the policy.
-        value_head: A value head on its trunk.
+        passes: Forward and backward passes of one optimiser step.
+        critic: A value model that is trained with the policy.
+        value_head: Whether the policy's trunk has a value head.
         frozen: Reference and reward models that stay in memory.
         reference: Whether a pass without gradients scores the same rows: ``copy``, ``adapter`` (the policy itself), or none.
         needs: As `posttrain.models.forward.forward`.
         checkpointing, kept_layers, optimizer, autocast: As in the run's config.
-        generating: What is sampled, if anything.
+        generating: The largest call of the engine, if it runs in this process.
         shards: Over processes.
         device: ``cpu`` or ``cuda``.
         process: Bytes of the interpreter and its libraries.
@@ -299,22 +158,41 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class PassPeak:
+    """Most bytes that one pass holds beyond the weights and the gradients that were there before.
+
+    Attributes:
+        activations: What layers keep for backward, and what they work with.
+        logits: Chunks of logits and their gradients.
+        gradients: Weight gradients that exist at that moment, before they are added to earlier ones.
+        largest: Bytes of the largest tensor of the pass.
+    """
+
+    activations: int
+    logits: int
+    gradients: int
+    largest: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return self.activations + self.logits + self.gradients
+
+
+@dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of one process.
 
     Attributes:
         standing: What is there all the time, by component.
         moments: What each part of a step adds, by component.
-        traced: Whether passes were traced; else they are rougher.
         trainable, parameters: Numbers of weights of the policy.
     """
 
     standing: Mapping[str, int]
     moments: Mapping[str, Mapping[str, int]]
-    traced: bool = True
     trainable: int = 0
     parameters: int = 0
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def fullest(self) -> str:
@@ -347,11 +225,10 @@ def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
         return 0
     kind = next((key for key in PER_BYTE if key in name), "adamw")
     if "adafactor" in name:
-        return sum(size // 50 for _, size in sizes)  # Sums of rows and columns: little of a matrix.
-    if "8bit" in name:
-        return EIGHT_BIT.get(kind, 2) * sum(count for count, _ in sizes)
-    if "4bit" in name:
-        return EIGHT_BIT.get(kind, 2) * sum(count for count, _ in sizes) // 2
+        # Sums of rows and columns: little of a matrix.
+        return sum(size // 50 for _, size in sizes)
+    if "8bit" in name or "4bit" in name:
+        return EIGHT_BIT.get(kind, 2) * sum(count for count, _ in sizes) // (2 if "4bit" in name else 1)
     return PER_BYTE[kind] * sum(size for _, size in sizes)
 
 
@@ -364,7 +241,7 @@ def estimate_memory(work: Workload) -> MemoryEstimate:
         peak = standing + max(moments)
 
     Raises:
-        ModelError: A config that describes no model.
+        ModelError: A config that describes no model, or a model whose forward pass needs the values of its tensors.
     """
     shadow = Shadow(
         work.policy, critic=work.critic, value_head=work.value_head,
@@ -373,56 +250,43 @@ def estimate_memory(work: Workload) -> MemoryEstimate:
     sizes = shadow.named_sizes()
     parameters = dict(shadow.model.named_parameters())
     trained = [(parameters[name].numel(), size) for name, (size, learns) in sizes.items() if learns]
-    weights, gradients = sum(size for size, _ in sizes.values()), sum(size for _, size in trained)
-    shards = work.shards
+    gradients, shards = sum(size for _, size in trained), work.shards
     standing = {
         "process": work.process,
-        "weights": weights // shards.weights,
+        "CUDA context": CUDA_CONTEXT if work.device == "cuda" else 0,
+        "weights": sum(size for size, _ in sizes.values()) // shards.weights,
         "optimizer states": optimizer_bytes(work.optimizer, trained) // shards.optimizer,
-        **_frozen(work.frozen),
+        "gradient buckets": gradients if shards.processes > 1 and shards.gradients == 1 else 0,
+        "gathered weights": _gathered(shadow.model) if shards.weights > 1 else 0,
     }
-    if work.device == "cuda":
-        standing["CUDA context"] = CUDA_CONTEXT
-    if shards.processes > 1 and shards.gradients == 1:
-        standing["gradient buckets"] = gradients
-    if shards.weights > 1:
-        standing["gathered weights"] = _gathered(shadow.model)
-    passes = _Passes(work, shadow)
+    for part in work.frozen:
+        held = sum(size for size, _ in Shadow(part).named_sizes().values())
+        standing[part.role] = standing.get(part.role, 0) + held
     many = work.passes > 1
-    training = passes.largest(training=True, accumulating=many)
-    moments: dict[str, dict[str, int]] = {"forward and backward": {
-        "gradients": (gradients if many else 0) // shards.gradients,
-        "activations": training.activations,
-        "logits": training.logits,
-        "gradients of a pass": training.gradients if many else training.gradients // shards.gradients,
-        "allocator": _wasted(work, training),
-    }}  # fmt: skip
-    moments["optimizer step"] = {"gradients": gradients // shards.gradients, "temporary": _step(work, trained)}
+    training = _largest_pass(work, shadow, training=True, accumulating=many)
+    moments: dict[str, dict[str, int]] = {
+        "forward and backward": {
+            "gradients": (gradients if many else 0) // shards.gradients,
+            **_of_pass(work, training),
+            "gradients of a pass": training.gradients if many else training.gradients // shards.gradients,
+        },
+        "optimizer step": {"gradients": gradients // shards.gradients, "temporary": _update_bytes(work, trained)},
+    }
     if work.reference:
-        scored = passes.largest(training=False, accumulating=False)
-        moments["reference pass"] = {
-            "activations": scored.activations, "logits": scored.logits, "allocator": _wasted(work, scored)
-        }  # fmt: skip
+        moments["reference pass"] = _of_pass(work, _largest_pass(work, shadow, training=False, accumulating=False))
     if work.generating is not None:
         moments["generation"] = _generation(work.generating, work.policy, shadow.model)
     count = sum(p.numel() for p in parameters.values())
-    return MemoryEstimate(standing, moments, passes.traced, sum(n for n, _ in trained), count)
+    return MemoryEstimate(standing, moments, sum(n for n, _ in trained), count)
 
 
-def _wasted(work: Workload, peak: PassPeak) -> int:
-    return HOLES * peak.largest if work.device == "cpu" else int(CUDA_WASTE * peak.total)
+def _of_pass(work: Workload, peak: PassPeak) -> dict[str, int]:
+    wasted = HOLES * peak.largest if work.device == "cpu" else int(CUDA_WASTE * peak.total)
+    return {"activations": peak.activations, "logits": peak.logits, "allocator": wasted}
 
 
-def _frozen(parts: Sequence[Part]) -> dict[str, int]:
-    held: dict[str, int] = {}
-    for part in parts:
-        sizes = Shadow(part).named_sizes()
-        held[part.role] = held.get(part.role, 0) + sum(size for size, _ in sizes.values())
-    return held
-
-
-def _step(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
-    """What the update needs for itself: a list of temporaries where it works on all weights at once, else one weight's."""
+def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
+    """Temporaries of the update: of all weights at once on a GPU, of one weight on a CPU, none where it is fused."""
     if "fused" in work.optimizer or not trained:
         return 0
     sizes = [size for _, size in trained]
@@ -437,74 +301,280 @@ def _gathered(model: nn.Module) -> int:
     return rest + 2 * max(sizes, default=0)
 
 
-class _Passes:
-    """The largest passes of a workload, traced where the model can be."""
-
-    def __init__(self, work: Workload, shadow: Shadow) -> None:
-        self.work, self.shadow, self.traced = work, shadow, True
-
-    def largest(self, *, training: bool, accumulating: bool) -> PassPeak:
-        """The peak of the batch that needs most."""
-        wanted = {
-            (tuple(b.input_ids.shape), int(b.loss_mask.sum())): b
-            for b in (max(self.work.batches, key=_tokens), max(self.work.batches, key=lambda b: int(b.loss_mask.sum())))
-        }
-        found = [self._one(batch, training, accumulating) for batch in wanted.values()]
-        return max(found, key=lambda peak: peak.total)
-
-    def _one(self, batch: Batch, training: bool, accumulating: bool) -> PassPeak:
-        if self.traced:
-            try:
-                return trace_pass(
-                    self.shadow, batch, training=training, accumulating=accumulating,
-                    needs=self.work.needs, autocast=self.work.autocast,
-                )  # fmt: skip
-            except Exception as error:  # A model that looks at values while it runs.
-                logger.info("%s cannot be traced (%s): told from the widths of its layers.", self._name(), error)
-                self.traced = False
-        return _rough(self.shadow, batch, self.work, training=training, accumulating=accumulating)
-
-    def _name(self) -> str:
-        return type(causal_lm(self.shadow.model)).__name__
+def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> PassPeak:
+    """The peak of the batch with most tokens, or of that with most loss tokens."""
+    options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
+    by_tokens = max(work.batches, key=lambda batch: batch.input_ids.numel())
+    by_loss = max(work.batches, key=lambda batch: int(batch.loss_mask.sum()))
+    wanted = [by_tokens] if by_tokens is by_loss else [by_tokens, by_loss]
+    try:
+        return max((trace_pass(shadow, batch, **options) for batch in wanted), key=lambda peak: peak.total)
+    except Exception as error:
+        name = type(causal_lm(shadow.model)).__name__
+        raise ModelError(
+            f"the memory of {name} cannot be estimated: its forward pass needs the values of its tensors, not their shapes "
+            f"alone ({str(error).splitlines()[0][:120]}). Fix: measure it with dry_step=True."
+        ) from error
 
 
-def _tokens(batch: Batch) -> int:
-    return batch.input_ids.numel()
+def _text_config(model: nn.Module) -> Any:
+    inner: Any = causal_lm(model)
+    return inner.config.get_text_config()
 
 
-def _rough(shadow: Shadow, batch: Batch, work: Workload, *, training: bool, accumulating: bool) -> PassPeak:
-    """A pass by the widths of its layers: a kept layer holds about twice what its linear layers put out."""
-    inner: Any = causal_lm(shadow.model)
-    config = inner.config.get_text_config()
-    layers = [m for m in inner.modules() if isinstance(m, GradientCheckpointingLayer)]
-    wide = max((2 * sum(m.out_features for m in x.modules() if isinstance(m, nn.Linear)) for x in layers), default=0)
-    wide = max(wide, 8 * config.hidden_size)
-    kept = sum(not (work.checkpointing and layer.gradient_checkpointing) for layer in layers) if training else 0
-    item = (work.autocast or shadow.part.dtype).itemsize
-    numbers = _tokens(batch) * (kept * wide + 2 * wide + (len(layers) * config.hidden_size if training else 0))
-    chunk = min(int(batch.loss_mask.sum()) * 4 * config.vocab_size, CHUNK_BYTES)
-    trained = sum(p.nbytes for p in inner.parameters() if p.requires_grad)
-    head = config.vocab_size * config.hidden_size * shadow.part.dtype.itemsize
-    gradients = 0 if not training else min(head, trained) if accumulating else trained + min(head, trained)
-    return PassPeak(numbers * item, (2 if training else 1) * chunk, gradients, max(chunk, min(head, gradients)))
-
-
-def _generation(asked: Generating, part: Part, model: nn.Module) -> dict[str, int]:
+def _generation(call: Generating, part: Part, model: nn.Module) -> dict[str, int]:
     """Keys and values ``2 L H_kv d bytes`` a token, and the numbers of one step: logits, their draws, a prefill pass."""
-    config = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+    config = _text_config(model)
     item = part.dtype.itemsize
     each = 2 * sum(map(key_value_width, layer_configs(config))) * item
-    live = min(asked.slots, asked.sequences)
-    room = 64
-    while room < asked.completion_tokens and asked.shares_prompts:
-        room *= 2  # Suffixes grow by doubling.
-    room = room if asked.shares_prompts else asked.completion_tokens
-    kept = min(asked.prompts, live) if asked.shares_prompts else live
+    live = min(call.slots, call.sequences)
+    room, kept, prefill = call.completion_tokens, live, live * call.prompt_tokens
+    if call.shares_prompts:
+        # The blocks of suffixes grow by doubling, from 64 tokens.
+        room = 64 << max(0, (call.completion_tokens - 1) // 64).bit_length()
+        kept = min(call.prompts, live)
+        prefill = min(PREFILL_TOKENS, call.prompts * call.prompt_tokens) or prefill
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    prefill = min(asked.prefill_tokens, asked.prompts * asked.prompt_tokens) if asked.shares_prompts else 0
-    prefill = prefill or live * asked.prompt_tokens
     return {
-        "keys and values": asked.models * each * (live * room + kept * asked.prompt_tokens),
+        "keys and values": call.models * each * (live * room + kept * call.prompt_tokens),
         "logits": 3 * live * config.vocab_size * 4,
         "activations": prefill * (3 * inner + 6 * config.hidden_size) * item,
     }
+
+
+class Shadow:
+    """A model of fake tensors, with the trainer's own head and checkpointing on it.
+
+    Args:
+        part: The model to build.
+        critic: A second model that goes through every forward with it (PPO's value model).
+        value_head: Whether its trunk has a value head.
+        checkpointing: Whether activations are recomputed in backward.
+        kept_layers: As `PostTrainingConfig.kept_layers`.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        *,
+        critic: Part | None = None,
+        value_head: bool = False,
+        checkpointing: bool = False,
+        kept_layers: int | None = None,
+    ) -> None:
+        self.part = part
+        self.values = value_head or critic is not None
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with torch.device("meta"):
+            self.model = _build(part)
+            if self.values:
+                attach_value(self.model, None if critic is None else _build(critic))
+        with self.mode:
+            _from_meta(self.model)
+        self.model.train(part.trained)
+        install_token_head(self.model)
+        if checkpointing and part.trained:
+            recompute_activations(causal_lm(self.model))
+            keep_last_activations(self.model, kept_layers)
+
+    def named_sizes(self) -> dict[str, tuple[int, bool]]:
+        """Bytes of each parameter, and whether it is trained."""
+        bits = self.part.bits
+        linear = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)} if bits else set()
+        head = getattr(getattr(causal_lm(self.model), "lm_head", None), "weight", None)
+        sizes = {}
+        for name, p in self.model.named_parameters():
+            quantised = bits is not None and name in linear and not p.requires_grad and p is not head
+            sizes[name] = (p.numel() * bits // 8 if quantised and bits else p.nbytes, p.requires_grad)
+        return sizes
+
+
+def _build(part: Part) -> Any:
+    import transformers
+    from transformers import initialization
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    config = copy.deepcopy(part.config)
+    if part.kind != "causal":
+        config.num_labels = 1 if part.kind == "sequence" else 2
+    ALL_EXPERTS_FUNCTIONS.register("posttrain_shapes", _experts_by_shape)
+    config.get_text_config()._experts_implementation = "posttrain_shapes"
+    with initialization.no_init_weights():
+        model = getattr(transformers, AUTO_CLASSES[part.kind]).from_config(config, dtype=part.dtype)
+    model.tie_weights()
+    if not part.trained:
+        return model.requires_grad_(False).eval()
+    if part.peft_config is not None:
+        import peft
+
+        model = peft.get_peft_model(model, copy.deepcopy(part.peft_config))
+        model.enable_input_require_grads()
+    return model
+
+
+def _experts_by_shape(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """A mixture of experts whose tokens all go to the first: the shapes of a grouped product, without reading the router.
+
+    Args:
+        experts: The module with the weights of all experts.
+        hidden: ``(N, H)``.
+        index: ``(N, k)`` experts of each token; not read.
+        weights: ``(N, k)``.
+    """
+    first, last = (experts.gate_up_proj if experts.has_gate else experts.up_proj), experts.down_proj
+    x = hidden.repeat_interleave(index.shape[-1], dim=0)  # (N k, H)
+    x = x @ (first[0] if experts.is_transposed else first[0].T)
+    x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)  # (N k, I)
+    x = x @ (last[0] if experts.is_transposed else last[0].T)  # (N k, H)
+    return (x * weights.reshape(-1, 1)).view(*index.shape, -1).sum(1).to(hidden.dtype)
+
+
+def _from_meta(model: nn.Module) -> None:
+    """Replace meta tensors by fake CPU tensors; tied ones stay tied."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers):
+            for name, tensor in holder.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+                holder[name] = made[id(tensor)]
+
+
+class _Meter(TorchDispatchMode):
+    """Counts the bytes of every storage from its birth to its end, by kind."""
+
+    def __init__(self, model: nn.Module, vocabulary: int) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.largest = 0
+        self.vocabulary = vocabulary
+        held = [*model.parameters(), *model.buffers()]
+        self.known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in held}
+        shapes = [tuple(p.shape) for p in model.parameters() if p.requires_grad and p.dim() > 1]
+        self.weights = {*shapes, *(shape[::-1] for shape in shapes)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self.known:
+                self._add(leaf)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
+        is_logits = len(shape) == 2 and shape[1] == self.vocabulary
+        kind = "gradients" if shape in self.weights else "logits" if is_logits else "activations"
+        key, size = storage._cdata, storage.nbytes()
+        self.known[key] = weakref.finalize(storage, self._remove, key, kind, size)
+        self.live[kind] += size
+        self.largest = max(self.largest, size)
+        if self.live.total() > self.peak.total():
+            self.peak = self.live.copy()
+
+    def _remove(self, key: int, kind: str, size: int) -> None:
+        self.known.pop(key, None)
+        self.live[kind] -= size
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count inside; forget what is still alive afterwards."""
+        try:
+            with self:
+                yield
+        finally:
+            for finalizer in self.known.values():
+                if finalizer is not None:
+                    finalizer.detach()
+
+
+def trace_pass(
+    shadow: Shadow,
+    batch: Batch,
+    *,
+    training: bool = True,
+    accumulating: bool = True,
+    needs: frozenset[str] = frozenset({"logp"}),
+    autocast: torch.dtype | None = None,
+) -> PassPeak:
+    """What one pass of this batch holds at its fullest moment, operation by operation.
+
+    Args:
+        shadow: The model.
+        batch: A token forest; its shape and masks count, not its tokens.
+        training: Forward and backward; else forward without gradients.
+        accumulating: Whether gradients of an earlier pass exist already (they are not counted).
+        needs: As `posttrain.models.forward.forward`.
+        autocast: Dtype of the computation where it differs from that of the weights.
+    """
+    model = shadow.model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    config = _text_config(model)
+    mask = attention_mask(batch, config, shadow.part.dtype)
+    # Read before the fake mode begins, in which tensors have no values.
+    counts = batch.num_loss_tokens, batch.num_sequences, int((batch.sequence >= 0).sum())
+
+    def forget(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    with shadow.mode:
+        meter = _Meter(model, config.vocab_size)
+        # Autograd cannot add fake tensors in place: a gradient that is added to an earlier one is dropped instead.
+        hooks = [p.register_post_accumulate_grad_hook(forget) for p in trained] if accumulating else []
+        compute = torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
+        try:
+            with meter.counting(), torch.set_grad_enabled(training), compute:
+                loss = _sum_of_outputs(shadow, batch.input_ids.shape, mask, counts, needs)
+                if training:
+                    loss.backward()
+                del loss
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for parameter in trained:
+                parameter.grad = None
+    return PassPeak(*(meter.peak[kind] for kind in ("activations", "logits", "gradients")), meter.largest)
+
+
+def _sum_of_outputs(
+    shadow: Shadow, shape: torch.Size, mask: Any, counts: tuple[int, int, int], needs: frozenset[str]
+) -> Tensor:
+    """The forward pass of `posttrain.models.forward.forward` with zeros for tokens and positions; the sum of its outputs.
+
+    Args:
+        shadow: The model.
+        shape: ``(B, T)`` of the batch.
+        mask: Of its attention backend, with values.
+        counts: Loss tokens, sequences and completion tokens of the batch.
+        needs: What the head computes with the log-probs.
+    """
+    place = torch.zeros(shape, dtype=torch.long)  # (B, T)
+    fake = {k: _ones_like(v) for k, v in mask.items()} if isinstance(mask, dict) else _ones_like(mask)
+    inputs = {"input_ids": place, "attention_mask": fake, "position_ids": place, "use_cache": False}
+    tokens, sequences, states = (torch.zeros(count, dtype=torch.long) for count in counts)
+    if shadow.part.kind != "causal":
+        where = sequences if shadow.part.kind == "sequence" else tokens
+        return shadow.model(**inputs, token_head=ScoreHead(where, where))["scores"].sum()
+    head = TokenHead(
+        tokens, tokens, tokens,
+        need_entropy=bool({"entropy", "entropy_grad"} & needs), entropy_grad="entropy_grad" in needs,
+        need_correct="correct" in needs, need_mean_logit="mean_logit" in needs, need_logits="logits" in needs,
+    )  # fmt: skip
+    inner: Any = causal_lm(shadow.model)
+    critic = getattr(inner, "value_model", None)
+    if critic is not None:
+        head.values = lambda _: critic(**inputs, token_head=ScoreHead(states, states))["scores"][:, 0]
+    elif shadow.values:
+        head.values = lambda hidden: inner.v_head(hidden[states, states])[:, 0].float()
+    result = shadow.model(**inputs, token_head=head)
+    return torch.stack(
+        [result[name].sum() for name in ("logp", "values", "logits") if result.get(name) is not None]
+    ).sum()
+
+
+def _ones_like(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else torch.ones(tensor.shape, dtype=tensor.dtype)

@@ -48,7 +48,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
     bare = unwrapped(model)
     if learns_prompts(model):
         raise ModelError(
-            f"the virtual tokens of {bare.active_peft_config.peft_type} cannot be added to weights, so another engine or process "  # type: ignore[union-attr]
+            f"the virtual tokens of {bare.active_peft_config.peft_type} cannot be added to weights, so another engine or process "
             "would sample from the base model without them. Fix: rollout_engine='hf', in the trainer's process; or LoRA."
         )
     base: Any = bare.get_base_model() if hasattr(bare, "get_base_model") else bare

@@ -212,7 +212,7 @@ class Reference:
         self.adapter: str | None = None
         self.copy: nn.Module | None = None
         model = unwrapped(model)  # Behind DDP's wrapper an adapter would not be seen.
-        self.policy = model if _is_peft(model) else None
+        self.policy: Any = model if _is_peft(model) else None
         if given is not None:
             _check_vocabulary(model, given)
             self.copy = given.requires_grad_(False).eval()
@@ -246,7 +246,7 @@ class Reference:
                 yield policy
             finally:
                 if self.adapter is not None:
-                    for name, parameter in self.policy.named_parameters():  # type: ignore[union-attr]
+                    for name, parameter in self.policy.named_parameters():
                         if f".{REF_ADAPTER}" in name:
                             parameter.requires_grad_(False)  # peft re-enables gradients of the adapter it activates.
 

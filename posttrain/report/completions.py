@@ -1,7 +1,8 @@
-"""`LogCompletionsCallback`: what the model says to a fixed set of prompts, while it is being trained."""
+"""Tables of completions: those of a fixed set of prompts (`LogCompletionsCallback`), and those that training samples."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -51,22 +52,12 @@ PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 MAX_NEW_TOKENS = 256
 # What transformers fills in where a generation config that samples leaves them out.
 TOP_K = 50
-# Fields that change what is generated and that no rollout engine knows, with the value that means off.
-UNKNOWN = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "no_repeat_ngram_size": 0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "penalty_alpha": 0.0,
-    "guidance_scale": 1.0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "stop_strings": None,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-}
+# Fields of a generation config that are read, or that do not change which tokens are drawn.
+KNOWN = (
+    "bos_token_id", "cache_implementation", "do_sample", "eos_token_id", "max_new_tokens", "min_p", "output_attentions",
+    "output_hidden_states", "pad_token_id", "repetition_penalty", "temperature", "top_k", "top_p", "transformers_version",
+    "use_cache",
+)  # fmt: skip
 
 
 def to_sampling(config: GenerationConfig | None, tokenizer: Any, model: Any, *, seed: int) -> Sampling:
@@ -77,14 +68,11 @@ def to_sampling(config: GenerationConfig | None, tokenizer: Any, model: Any, *, 
     """
     own = getattr(model, "generation_config", None)
     if config is not None:
-        for name, off in UNKNOWN.items():
-            if getattr(config, name, None) not in (None, off):
-                raise ConfigError(
-                    f"generation_config.{name}={getattr(config, name)!r} is not supported here; leave it out."
-                )
-        if config.max_length is not None and config.max_new_tokens is None:
+        asked = config.to_diff_dict()
+        if unknown := [name for name in asked if name not in KNOWN and not name.startswith("_")]:
             raise ConfigError(
-                f"generation_config.max_length={config.max_length} counts the prompt; set max_new_tokens instead."
+                f"generation_config.{unknown[0]}={asked[unknown[0]]!r} is not supported here. Fix: leave it out"
+                f"{', and set max_new_tokens' if unknown[0] == 'max_length' else ''}."
             )
     used = config if config is not None else own
     sampled = bool(getattr(used, "do_sample", None))
@@ -182,7 +170,8 @@ class EvalPrompts:
     def _batch(self, indices: list[int]) -> list[str]:
         # A seed of its own for every batch, the same at every step: what changes between steps is the model alone.
         sampling = replace(self.sampling, seed=(self.sampling.seed or 0) + indices[0])
-        rollouts = self._engine.generate([Request(self.ids[i]) for i in indices], sampling)  # type: ignore[union-attr]
+        assert self._engine is not None
+        rollouts = self._engine.generate([Request(self.ids[i]) for i in indices], sampling)
         return self.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
 
 
@@ -287,7 +276,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
     def _track(self, name: str) -> None:
         data = [[row["step"], _text(row["prompt"]), row["completion"]] for row in self.table]
         try:
-            TRACKERS[name](data)
+            TRACKERS[name]("completions", COLUMNS, data)
         except Exception as error:  # A table must never stop training; the local file has every row.
             self._failed.add(name)
             logger.warning("completions could not be logged to %s: %s: %s", name, type(error).__name__, error)
@@ -311,32 +300,31 @@ def _text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
 
 
-def _to_wandb(data: list[list[Any]]) -> None:
+def _to_wandb(name: str, columns: list[str], data: list[list[Any]]) -> None:
     wandb: Any = require("wandb", "report_to='wandb'")
     if wandb.run is not None:
-        wandb.log({"completions": wandb.Table(columns=COLUMNS, data=data)})
+        wandb.log({name: wandb.Table(columns=columns, data=data)})
 
 
-def _to_comet(data: list[list[Any]]) -> None:
+def _to_comet(name: str, columns: list[str], data: list[list[Any]]) -> None:
     experiment = require("comet_ml", "report_to='comet_ml'").get_running_experiment()
     if experiment is not None:
-        experiment.log_table("completions.csv", tabular_data=data, headers=COLUMNS)
+        experiment.log_table(f"{name}.csv", tabular_data=data, headers=columns)
 
 
-def _to_trackio(data: list[list[Any]]) -> None:
+def _to_trackio(name: str, columns: list[str], data: list[list[Any]]) -> None:
     trackio: Any = require("trackio", "report_to='trackio'")
-    trackio.log({"completions": trackio.Table(columns=COLUMNS, data=data)})
+    trackio.log({name: trackio.Table(columns=columns, data=data)})
 
 
-def _to_mlflow(data: list[list[Any]]) -> None:
+def _to_mlflow(name: str, columns: list[str], data: list[list[Any]]) -> None:
     mlflow: Any = require("mlflow", "report_to='mlflow'")
     if mlflow.active_run() is not None:
         latest = [row for row in data if row[0] == data[-1][0]]  # mlflow appends to the table it has.
-        columns = zip(*latest, strict=True)
-        mlflow.log_table(dict(zip(COLUMNS, map(list, columns), strict=True)), "completions.json")
+        mlflow.log_table(dict(zip(columns, map(list, zip(*latest, strict=True)), strict=True)), f"{name}.json")
 
 
-TRACKERS: dict[str, Callable[[list[list[Any]]], None]] = {
+TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {
     "wandb": _to_wandb,
     "comet_ml": _to_comet,
     "trackio": _to_trackio,
@@ -426,14 +414,11 @@ class RolloutTableCallback(transformers.TrainerCallback):
             ring.clear()
             if not rows:
                 continue
-            self._try("the terminal", lambda rows=rows: self._print(rows, state.global_step))
+            self._try("the terminal", functools.partial(self._print, rows, state.global_step))
             for tracker in args.report_to or ():
-                if tracker in TABLE_TRACKERS:
-                    columns, data = self.table(rows)
-                    self._try(
-                        tracker,
-                        lambda t=tracker, c=columns, d=data, p=prefix: TABLE_TRACKERS[t](f"{p}completions", c, d),
-                    )
+                if tracker in TRACKERS:
+                    send = functools.partial(TRACKERS[tracker], f"{prefix}completions", *self.table(rows))
+                    self._try(tracker, send)
 
     def _print(self, rows: list[dict[str, Any]], step: int) -> None:
         rewards = {name: [row.get(name) for row in rows] for name in self.names}
@@ -459,23 +444,6 @@ class RolloutTableCallback(transformers.TrainerCallback):
 
 def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def _table_to_wandb(name: str, columns: list[str], data: list[list[Any]]) -> None:
-    wandb: Any = require("wandb", "report_to='wandb'")
-    if wandb.run is not None:
-        wandb.log({name: wandb.Table(columns=columns, data=data)})
-
-
-def _table_to_trackio(name: str, columns: list[str], data: list[list[Any]]) -> None:
-    trackio: Any = require("trackio", "report_to='trackio'")
-    trackio.log({name: trackio.Table(columns=columns, data=data)})
-
-
-TABLE_TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {
-    "wandb": _table_to_wandb,
-    "trackio": _table_to_trackio,
-}
 
 
 class CompletionsHubCallback(transformers.TrainerCallback):

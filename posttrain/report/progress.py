@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,44 +13,53 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.models import parallel
-
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 __all__ = [
-    "GracefulInterrupt",
     "RichProgressCallback",
-    "comparison",
     "use_rich_progress",
 ]
 
-logger = logging.getLogger(__name__)
 
-
-HEADLINE = {
-    "reward": "reward",
-    "rewards/accuracy/mean": "accuracy",
-    "completions/mean_length": "length",
-    "rollouts/tokens_per_second": "tokens/s",
-    "mean_token_accuracy": "token accuracy",
+# Shown in this order where the run logs them; what else it logs is in the page of `posttrain report`.
+MAIN: dict[str, str] = {
     "loss": "loss",
-    "entropy": "entropy",
-    "grad_norm": "grad norm",
+    "eval_loss": "held-out loss",
+    "reward": "reward",
+    "eval_reward": "held-out reward",
+    "reward_std": "reward spread",
+    "frac_reward_zero_std": "groups without spread",
+    "rewards/chosen": "reward of chosen",
+    "rewards/rejected": "reward of rejected",
+    "rewards/accuracies": "preference accuracy",
+    "mean_token_accuracy": "token accuracy",
+    "kl": "KL (nats)",
+    "objective/kl": "KL (nats)",
+    "entropy": "entropy (nats)",
+    "completions/mean_length": "mean length",
+    "completions/clipped_ratio": "cut at the limit",
+    "clip_ratio/region_mean": "clipped tokens",
+    "grad_norm": "gradient norm",
+    "learning_rate": "learning rate",
+    "rollouts/tokens_per_second": "tokens/s",
+    "step_time": "seconds a step",
+    "rewards/margins": "margin",
+    "num_tokens": "tokens seen",
 }
+COLUMNS = 8  # Of the live table.
 
 
 class RichProgressCallback(transformers.TrainerCallback):
     """Shows step, time left and the numbers that matter, live on a terminal and as plain lines elsewhere.
 
     Args:
-        headline: Metric names to show with their labels; None picks what the run logs.
+        headline: Metric names to show with their labels; None shows the first eight of `MAIN` that the run logs.
         console: Where to write; None is the standard output.
     """
 
     def __init__(self, headline: dict[str, str] | None = None, console: Console | None = None) -> None:
-        self.headline = headline or HEADLINE
+        self.headline = headline or MAIN
         self.console = console or Console(file=sys.stdout)
         self.live: Live | None = None
         self.history: list[dict[str, Any]] = []
@@ -108,7 +113,8 @@ class RichProgressCallback(transformers.TrainerCallback):
         self.live, self._started = None, 0.0
 
     def _numbers(self, logs: dict[str, Any]) -> str:
-        return "  ".join(f"{label} {float(logs[key]):.4g}" for key, label in self.headline.items() if key in logs)
+        found = [f"{label} {float(logs[key]):.4g}" for key, label in self.headline.items() if key in logs]
+        return "  ".join(found[:COLUMNS])
 
     def _refresh(self) -> None:
         if self.live is not None:
@@ -116,7 +122,8 @@ class RichProgressCallback(transformers.TrainerCallback):
 
     def _view(self) -> Group:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        shown = {k: label for k, label in self.headline.items() if any(k in row for row in self.history)}
+        logged = [(k, label) for k, label in self.headline.items() if any(k in row for row in self.history)]
+        shown = dict(logged[:COLUMNS])
         if not shown:
             return Group(self.progress, Text("generating the first completions ...", style="dim"))
         table.add_column("step", justify="right")
@@ -138,66 +145,3 @@ def use_rich_progress(trainer: Any, headline: dict[str, str] | None = None) -> R
     return callback
 
 
-def comparison(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """A table of the same measurements before and after training."""
-    table = Table(title="held-out questions, greedy")
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name in before:
-        table.add_row(name, str(before[name]), str(after[name]))
-    return table
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; what Slurm, Kubernetes and launchers send before they kill.
-
-
-class GracefulInterrupt(transformers.TrainerCallback):
-    """While training runs, the first SIGINT or SIGTERM asks it to stop after the current step; the second stops it at once.
-
-    Attributes:
-        requested: Whether the run was asked to stop; with several ranks, whether any of them was.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._accelerator: Accelerator | None = None
-        self._process = 0
-        self._previous: dict[int, Any] = {}
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._process:  # A fork, of a reward function say, whom somebody terminates.
-            if number == signal.SIGTERM:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            return
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        logger.warning(
-            "%s: finishing this step, then saving a checkpoint. Press Ctrl-C again, or send it again, to stop at once.",
-            signal.Signals(number).name,
-        )
-
-    def install(self, accelerator: Accelerator) -> None:
-        """Take over the signals; only the main thread can."""
-        self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-
-    def restore(self) -> None:
-        """Give the signals back."""
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> TrainerControl:
-        """Ask the loop to log, save and stop; all ranks after the same step, whichever of them was told."""
-        stop = self.requested  # Read once: a signal that comes meanwhile is for the next step.
-        if self._accelerator is not None:
-            stop = parallel.all_reduce_sum([float(stop)], self._accelerator)[0] > 0
-        if stop:
-            self.requested = True
-            control.should_log = control.should_save = control.should_training_stop = True
-        return control

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,15 +13,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.errors import DataError
-from posttrain.integrations import require
 from posttrain.report.page.run import Run, read_run, version
+from posttrain.report.progress import MAIN
 from posttrain.report.templates import visible
 
 __all__ = [
-    "MAIN",
-    "plot_curves",
-    "read_metrics",
     "sparkline",
     "view",
     "watch",
@@ -36,29 +29,6 @@ WIDTH = 28  # Of a sparkline.
 FINDINGS = 3
 LINES = 8  # Of the latest completion.
 
-# Shown in this order where the run logs them; what else it logs is in the page of `posttrain report`.
-MAIN: dict[str, str] = {
-    "loss": "loss",
-    "eval_loss": "held-out loss",
-    "reward": "reward",
-    "eval_reward": "held-out reward",
-    "reward_std": "reward spread",
-    "frac_reward_zero_std": "groups without spread",
-    "rewards/chosen": "reward of chosen",
-    "rewards/rejected": "reward of rejected",
-    "rewards/accuracies": "preference accuracy",
-    "mean_token_accuracy": "token accuracy",
-    "kl": "KL (nats)",
-    "objective/kl": "KL (nats)",
-    "entropy": "entropy (nats)",
-    "completions/mean_length": "mean length",
-    "completions/clipped_ratio": "cut at the limit",
-    "clip_ratio/region_mean": "clipped tokens",
-    "grad_norm": "gradient norm",
-    "learning_rate": "learning rate",
-    "rollouts/tokens_per_second": "tokens/s",
-    "step_time": "seconds a step",
-}
 COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
@@ -198,79 +168,3 @@ def watch(folder: str, *, once: bool = False, every: float = 2.0, console: Conso
                 run, seen = read_run(folder), latest
             live.update(view(run), refresh=True)
     return run
-
-
-# What is worth a panel, in order; a panel appears when the run logged it.
-PANELS: dict[str, tuple[str, ...]] = {
-    "reward": ("reward", "eval_reward"),
-    "accuracy": ("rewards/accuracy/mean", "mean_token_accuracy", "eval_mean_token_accuracy"),
-    "loss": ("loss", "eval_loss"),
-    "completion length (tokens)": ("completions/mean_length",),
-    "entropy (nats)": ("entropy",),
-    "KL to the reference (nats)": ("kl",),
-    "gradient norm": ("grad_norm",),
-    "rollout tokens per second": ("rollouts/tokens_per_second",),
-}
-
-
-def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Lines of ``metrics.jsonl``; a last line that a crash cut off is left out.
-
-    Raises:
-        DataError: There is no such file, or nothing in it.
-    """
-    path = Path(run_dir) / "metrics.jsonl"
-    if not path.is_file():
-        raise DataError(f"{str(run_dir)!r} holds no metrics.jsonl: it is not the folder of a run.")
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    if not rows:
-        raise DataError(f"{path} is empty: the run has not logged a step yet.")
-    return rows
-
-
-def plot_curves(run_dir: str | Path, path: str | Path | None = None) -> Path:
-    """Draw the run's curves, one panel a quantity.
-
-    Args:
-        run_dir: Folder of a run.
-        path: Where to write; the suffix decides the format. None is ``curves.png`` in the folder.
-
-    Returns:
-        The path written.
-    """
-    matplotlib = require("matplotlib", "the picture of the curves")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = read_metrics(run_dir)
-    panels = {title: keys for title, keys in PANELS.items() if any(k in row for row in rows for k in keys)}
-    if not panels:
-        raise DataError(f"{str(run_dir)!r} has logged nothing that can be drawn yet.")
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.8 * lines), squeeze=False)
-    for axis, (title, keys) in zip(axes.flat, panels.items(), strict=False):
-        for key in keys:
-            points = [(row["step"], row[key]) for row in rows if key in row and "train_runtime" not in row]
-            if points:
-                label = "held out" if key.startswith("eval_") else "training"
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.6, label=label)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("optimiser step", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-        if len(axis.lines) > 1:
-            axis.legend(fontsize=8, frameon=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    figure.tight_layout()
-    target = Path(path) if path is not None else Path(run_dir) / "curves.png"
-    figure.savefig(target, dpi=130)
-    plt.close(figure)
-    return target

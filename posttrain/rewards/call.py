@@ -1,4 +1,4 @@
-"""One call of the reward functions: the arguments each gets, and the checks on what it returns."""
+"""One call of the reward functions: the arguments each gets, and the checks on its result."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import math
 import os
 import threading
 import time
-import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,11 +28,9 @@ __all__ = [
     "EnvironmentReward",
     "RewardCall",
     "awaited",
-    "close",
     "environment_rewards",
     "head",
     "is_concurrent",
-    "itself",
     "parallel",
     "run_all",
     "scores_tensor",
@@ -57,14 +54,14 @@ class RewardCall:
     """One scoring of one batch.
 
     Attributes:
-        prompts: n strings or lists of messages, as `completions` are.
-        completions: What was sampled.
-        completion_ids: Its tokens, unpadded.
+        prompts: n strings or lists of messages.
+        completions: n strings or lists of messages.
+        completion_ids: n lists of token ids, unpadded.
         columns: Dataset columns, n values each.
         always: Arguments that every function gets besides the rows (``trainer_state``, ``environments``).
         strict: NaN is an error too.
-        extra: What each function logged with ``log_extra``, by function and column.
-        logged: What was logged with ``log_metric``.
+        extra: Columns logged with ``log_extra``, by function and column.
+        logged: Values logged with ``log_metric``, by key.
         metrics: Seconds and counts of the runner itself.
     """
 
@@ -79,7 +76,7 @@ class RewardCall:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
     def check_inputs(self) -> None:
-        """Refuse columns that do not hold one value a row, or that are called as what every function is about."""
+        """Refuse columns that do not hold one value a row, or that have the name of an argument of every function."""
         n = len(self.prompts)
         rows = {"completions": self.completions, "completion_ids": self.completion_ids, **self.columns}
         for name, values in rows.items():
@@ -94,7 +91,7 @@ class RewardCall:
             )
 
     def arguments(self, name: str) -> dict[str, Any]:
-        """Fresh containers for one function: what it edits, the next one does not see."""
+        """Fresh containers for one function: the next function does not see its edits."""
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             if len(values) != len(self.prompts):
@@ -141,14 +138,13 @@ class RewardCall:
         return {p.name: arguments[p.name] for p in named if p.name in arguments}
 
     def run(self, name: str, function: Callable, timeout: float | None = None) -> Any:
-        """Call one function; what comes back may still have to be awaited."""
+        """Call one function; its result may be an awaitable."""
         call = functools.partial(function, **self.accepted(name, function, self.arguments(name)))
         try:
-            return (
-                call() if timeout is None else _on_thread(call).result(timeout)
-            )  # A signal works on the main thread only.
+            # A thread, as a signal works on the main thread only.
+            return call() if timeout is None else _on_thread(call).result(timeout)
         except (MissingDependencyError, KeyboardInterrupt, SystemExit):
-            raise  # The first says already what to install.
+            raise  # The first names already what to install.
         except BaseException as error:  # CancelledError and its kin are no Exception, and end this call alone.
             raise self.failure(name, error, timeout) from error
 
@@ -157,9 +153,9 @@ class RewardCall:
         if timeout is not None and isinstance(error, TimeoutError) and not str(error):
             return RewardError(
                 f"reward function {name!r} did not answer within reward_timeout={timeout} s for {len(self.prompts)} "
-                f"completions (first prompt: {head(self.prompts[0])}). Bound its own waits, or raise reward_timeout."
+                f"completions (first prompt: {head(self.prompts[0])}). Fix: limit its own waits, or raise reward_timeout."
             )
-        if isinstance(error, RewardError):  # Says already what is wrong and what to do.
+        if isinstance(error, RewardError):
             return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} (first prompt: {self._first()}).")
         return RewardError(
             f"reward function {name!r} raised {type(error).__name__}: {error} (first prompt: {self._first()}). Fix: return a "
@@ -226,7 +222,7 @@ class RewardCall:
         return merged
 
     def all_metrics(self) -> dict[str, Metric]:
-        """Those of the runner, and the mean over calls of what functions logged."""
+        """The runner's metrics, and the mean over calls of those that functions logged."""
         means = {}
         for key, values in self.logged.items():
             finite = [value for value in values if math.isfinite(value)]
@@ -243,7 +239,7 @@ def _copy(value: Any) -> Any:
 
 
 def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
-    """What ``work`` returns, on a daemon thread of its own: one of a pool that hangs would keep the process from ending."""
+    """Run ``work`` on a new daemon thread: a hanging thread of a pool would keep the process from ending."""
     future: concurrent.futures.Future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 
@@ -263,19 +259,18 @@ def scores_tensor(columns: list[list[float]], n: int) -> Tensor:
 
 
 F = TypeVar("F", bound=Callable)
-GRACE = 5.0  # Seconds after its limit in which a task must have noticed it, or it has the loop to itself.
-# Which of the things that are waited for a task works for: itself, or the task that began it.
-_OWNERS: weakref.WeakKeyDictionary[asyncio.Task, int] = weakref.WeakKeyDictionary()
+GRACE = 5.0  # Seconds after its limit in which a task must have noticed it, or a task blocks the loop.
 
 
 def parallel(function: F) -> F:
-    """Mark a plain function that waits (for a judge, a sandbox): it runs on a thread beside the asynchronous ones.
+    """Mark a plain function that waits (for a judge, a sandbox): it runs on a thread, concurrently with asynchronous ones.
 
     >>> @parallel
     ... def judged(completions, **kwargs):
     ...     return [1.0 for _ in completions]
     """
-    function.runs_in_thread = True  # type: ignore[attr-defined]
+    marked: Any = function
+    marked.runs_in_thread = True
     return function
 
 
@@ -296,56 +291,44 @@ async def awaited(call: RewardCall, name: str, function: Callable) -> Any:
     return await call.run(name, function)
 
 
-async def itself(awaitable: Awaitable) -> Any:
-    """What a plain function returned without awaiting it."""
-    return await awaitable
+def run_all(tasks: Mapping[str, Callable[[], Awaitable]], timeout: float | None) -> dict[str, tuple[Any, float]]:
+    """Result (or exception) and seconds of each task, all running at once on one lasting event loop of a daemon thread.
 
-
-def run_all(tasks: list[Callable[[], Awaitable]], timeout: float | None) -> list[tuple[Any, float]]:
-    """Pairs (result or exception, seconds) of each, all running at once on one lasting loop of a daemon thread.
-
-    One loop works in a notebook, and clients keep their connections. A task that never gives it back is left behind with
-    it and has timed out; later calls get another loop.
+    One loop works in a notebook, and clients keep their connections. A task that blocks the loop is left behind with it, and
+    later calls get another loop.
 
     Args:
-        tasks: Make what is awaited.
+        tasks: By name, functions that make what is awaited.
         timeout: Seconds each may take; None waits for ever.
-    """
-    found: dict[int, tuple[Any, float]] = {}
-    begin = time.perf_counter()
 
-    async def timed(index: int) -> None:
+    Raises:
+        RewardError: A task blocks the loop; names the tasks that had not ended.
+    """
+    found: dict[str, tuple[Any, float]] = {}
+
+    async def timed(name: str) -> None:
         started = time.perf_counter()
         try:
-            task = asyncio.ensure_future(tasks[index]())
-            if isinstance(task, asyncio.Task):
-                _OWNERS[task] = index
-            outcome = await asyncio.wait_for(task, timeout)
+            outcome = await asyncio.wait_for(tasks[name](), timeout)
         except (Exception, asyncio.CancelledError) as error:
             outcome = error
-        found[index] = outcome, time.perf_counter() - started
+        found[name] = outcome, time.perf_counter() - started
 
     async def every() -> None:
-        await asyncio.gather(*map(timed, range(len(tasks))))
+        await asyncio.gather(*map(timed, tasks))
 
-    loop = _loop()
-    future = asyncio.run_coroutine_threadsafe(every(), loop)
+    future = asyncio.run_coroutine_threadsafe(every(), _loop())
     try:
         future.result(None if timeout is None else timeout + GRACE)
     except concurrent.futures.TimeoutError:
-        busy = asyncio.current_task(loop)
-        guilty = None if busy is None else _OWNERS.get(busy)
         _LOOPS.pop(os.getpid(), None)
-        late = time.perf_counter() - begin
-        for index in set(range(len(tasks))) - set(found):
-            found[index] = (TimeoutError() if guilty in (None, index) else None), late
-    return [found[index] for index in range(len(tasks))]
-
-
-def close(coroutines: list[Coroutine]) -> None:
-    """Drop coroutines that will never run, without Python's warning about them."""
-    for coroutine in coroutines:
-        coroutine.close()
+        left = " or ".join(repr(name) for name in tasks if name not in found)
+        raise RewardError(
+            f"reward function {left} did not answer within reward_timeout={timeout} s and blocks the event loop of all "
+            "asynchronous reward functions: it waits without `await`. Fix: await an asynchronous client, or make it a plain "
+            "function marked with posttrain.rewards.parallel."
+        ) from None
+    return found
 
 
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # By process: a forked child has no thread to run its parent's.
@@ -355,21 +338,12 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = _LOOPS.get(os.getpid())
     if loop is None:
         loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()
-        loop.set_task_factory(_owned_task)
         threading.Thread(target=loop.run_forever, daemon=True, name="async-rewards").start()
     return loop
 
 
-def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine, **kwargs: Any) -> asyncio.Task:
-    """A task that works for whom the task that begins it works."""
-    task, parent = asyncio.Task(coroutine, loop=loop, **kwargs), asyncio.current_task(loop)
-    if parent in _OWNERS:
-        _OWNERS[task] = _OWNERS[parent]
-    return task
-
-
 class EnvironmentReward:
-    """What ``get_reward()`` of every environment of one class says; None on the rows of other classes.
+    """The rewards of ``get_reward()`` of all environments of one class; None on the rows of other classes.
 
     Args:
         kind: The class; its subclasses have a column of their own.

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +61,6 @@ exec(compile(program, "completion.py", "exec"), {"__name__": "__main__", "__buil
 PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
 # Seconds for a container or a service to start.
 START_SECONDS = 60.0
-TICK = 0.01
 # What Python needs to start; everything else of the machine's files stays outside.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 
@@ -107,6 +105,8 @@ class Outcome:
 class Sandbox(ABC):
     """Runs Python programs where they can do little harm."""
 
+    hint = f"choose another sandbox ({EXAMPLES})."
+
     @abstractmethod
     def run(self, program: str, stdin: str, limits: Limits) -> Outcome:
         """Run one program from its beginning, in an empty folder.
@@ -131,44 +131,29 @@ class Sandbox(ABC):
         if outcome != Outcome(0, "ready\n", outcome.errors):
             raise RewardError(
                 f"{type(self).__name__} cannot run Python here: exit status {outcome.status}, stdout {outcome.output[-200:]!r}, "
-                f"stderr {outcome.errors.strip()[-400:]!r}. {self.hint()}"
+                f"stderr {outcome.errors.strip()[-400:]!r}. Fix: {self.hint}"
             )
 
-    def hint(self) -> str:
-        """How to mend a sandbox that fails its check."""
-        return f"Fix: choose another sandbox ({EXAMPLES})."
 
-
-@dataclass(frozen=True, slots=True)
 class Bubblewrap(Sandbox):
-    """The program ``bwrap`` (0.7 or later): new namespaces, a folder in memory, the system and this Python read-only.
+    """The program ``bwrap`` (0.7 or later): new namespaces, no network, a folder in memory, the system and Python read-only."""
 
-    Args:
-        network: Leave the network on.
-    """
-
-    network: bool = False
+    hint = (
+        "install bubblewrap 0.7 or later and allow user namespaces (in a container: run it with "
+        f"`--security-opt seccomp=unconfined`, or privileged), or choose another sandbox ({EXAMPLES})."
+    )
 
     def run(self, program: str, stdin: str, limits: Limits) -> Outcome:
         """See `Sandbox.run`."""
         bwrap = _program("bwrap", "apt-get install bubblewrap, or dnf install bubblewrap")
         folder = ("--size", str(limits.file_mb << 22), "--tmpfs", "/tmp", "--dir", "/tmp/work", "--chdir", "/tmp/work")
-        seen = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
+        visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
         names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
-        given = [part for name, value in names.items() for part in ("--setenv", name, value)]
-        network = ("--share-net",) if self.network else ()
-        command = [bwrap, "--unshare-all", *network, "--die-with-parent", "--new-session", "--clearenv", *given]
-        command += ["--proc", "/proc", "--dev", "/dev", *folder, *seen, "--remount-ro", "/"]
+        environment = [part for name, value in names.items() for part in ("--setenv", name, value)]
+        command = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *environment]
+        command += ["--proc", "/proc", "--dev", "/dev", *folder, *visible, "--remount-ro", "/", "--", sys.executable]
         # The environment of bwrap itself can be read inside as that of process 1.
-        whole = [*command, "--", sys.executable, *PYTHON_FLAGS]
-        return _execute(whole, program, stdin, limits, 2 * limits.timeout, {"PATH": os.defpath})
-
-    def hint(self) -> str:
-        """See `Sandbox.hint`."""
-        return (
-            "Fix: install bubblewrap 0.7 or later and allow user namespaces (in a container: run it with "
-            f"`--security-opt seccomp=unconfined`, or privileged), or choose another sandbox ({EXAMPLES})."
-        )
+        return _execute([*command, *PYTHON_FLAGS], program, stdin, limits, 2 * limits.timeout, {"PATH": os.defpath})
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +165,11 @@ class Container(Sandbox):
     """
 
     command: str
+
+    @property
+    def hint(self) -> str:
+        """How to repair a container that fails its check."""
+        return f"let {self.command!r} start a container with `python3` and `timeout` and pass stdin on (-i), or {Sandbox.hint}"
 
     def run(self, program: str, stdin: str, limits: Limits) -> Outcome:
         """See `Sandbox.run`; the container ends itself when the time is up, as killing its client would not end it."""
@@ -195,17 +185,10 @@ class Container(Sandbox):
             )
         return outcome
 
-    def hint(self) -> str:
-        """See `Sandbox.hint`."""
-        return (
-            f"Fix: let {self.command!r} start a container with `python3` and `timeout` and pass stdin on (-i), or choose "
-            f"another sandbox ({EXAMPLES})."
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class SandboxService(Sandbox):
-    """A SandboxFusion service: its endpoint ``/run_code`` runs a program. Its own settings bound files and processes.
+    """A SandboxFusion service: its endpoint ``/run_code`` runs a program. Its own settings limit files and processes.
 
     Args:
         url: With or without ``/run_code``.
@@ -217,8 +200,7 @@ class SandboxService(Sandbox):
 
     def run(self, program: str, stdin: str, limits: Limits) -> Outcome:
         """See `Sandbox.run`."""
-        url = self.url.rstrip("/")
-        url = url if url.endswith("/run_code") else f"{url}/run_code"
+        url = f"{self.url.rstrip('/').removesuffix('/run_code')}/run_code"
         request = {"code": program, "language": "python", "stdin": stdin, "memory_limit_MB": limits.memory_mb}
         request["run_timeout"] = 2 * limits.timeout
         response = post_json(url, request, who="sandbox service", timeout=2 * limits.timeout + START_SECONDS)
@@ -232,26 +214,23 @@ class SandboxService(Sandbox):
         except (ValueError, KeyError, TypeError) as error:
             raise RewardError(
                 f"the sandbox service at {url} answered {response.text[:200]!r}, which is no result of SandboxFusion's "
-                "run_code. Fix: let the URL be that of such a service."
+                "run_code. Fix: give the URL of such a service."
             ) from error
         return Outcome(status if status is None or status >= 0 else 128 - status, result["stdout"], result["stderr"])
 
 
-def check_sandbox(name: str, network: bool = False) -> Sandbox:
+def check_sandbox(name: str) -> Sandbox:
     """The sandbox of that name, not yet tried.
 
     Args:
         name: ``bubblewrap``, ``container:<command>`` or a URL.
-        network: Leave the network on; bubblewrap only.
 
     Raises:
-        ConfigError: Another name, or ``network`` where the container or the service decides.
+        ConfigError: Another name.
     """
     kind, _, rest = name.partition(":")
     if name == "bubblewrap":
-        return Bubblewrap(network)
-    if network:
-        raise ConfigError(f"network=True is for sandbox='bubblewrap'; what {name!r} starts decides that for itself.")
+        return Bubblewrap()
     if kind == "container" and rest.strip():
         return Container(rest.strip())
     if kind in ("http", "https") and rest.startswith("//"):
@@ -262,15 +241,15 @@ def check_sandbox(name: str, network: bool = False) -> Sandbox:
 
 
 @functools.lru_cache(maxsize=16)
-def open_sandbox(name: str, network: bool = False) -> Sandbox:
-    """The sandbox of that name, after it ran a program of one line; see `check_sandbox`.
+def open_sandbox(name: str) -> Sandbox:
+    """The sandbox of that name, after it ran a program of one line.
 
     Raises:
         ConfigError: See `check_sandbox`.
         MissingDependencyError: Its program is not installed.
         RewardError: It cannot run Python here.
     """
-    sandbox = check_sandbox(name, network)
+    sandbox = check_sandbox(name)
     sandbox.check()
     return sandbox
 
@@ -289,34 +268,27 @@ def _program(name: str, install: str) -> str:
 def _execute(
     command: list[str], program: str, stdin: str, limits: Limits, seconds: float, environment: dict[str, str] | None
 ) -> Outcome:
-    """Run a command that ends in `LOADER`; kill it after ``seconds``, or when it wrote more than it may."""
+    """Run a command that ends in `LOADER`; kill it after ``seconds``."""
     code = program.encode("utf-8", "replace")
     timeout, memory_mb, file_mb, processes = astuple(limits)
     most = file_mb << 20
     bounds = map(str, (len(code), max(1, round(timeout + 0.5)), memory_mb << 20, most, processes))
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        given.write(code + stdin.encode("utf-8", "replace"))
-        given.seek(0)
-        streams = {"stdin": given, "stdout": output, "stderr": errors}
-        process = subprocess.Popen([*command, *bounds], **streams, env=environment, cwd="/", start_new_session=True)
-        deadline = time.monotonic() + seconds
+    # `ulimit -f` counts 512 bytes: it bounds what a container's client writes.
+    command = ["/bin/sh", "-c", f'ulimit -f {most // 512} && exec "$@"', "sh", *command, *bounds]
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
-            while process.poll() is None:
-                wrote = max(os.fstat(file.fileno()).st_size for file in (output, errors))
-                if time.monotonic() > deadline or wrote > most:
-                    break
-                time.sleep(TICK)
-        finally:
-            late = process.poll() is None
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            given = code + stdin.encode("utf-8", "replace")
+            status = subprocess.run(
+                command, input=given, stdout=output, stderr=errors, env=environment, cwd="/", timeout=seconds,
+                start_new_session=True,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            status = None
         texts = []
         for file in (output, errors):
             file.seek(0)
-            texts.append(file.read(most + 1).decode("utf-8", "replace"))
-    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return Outcome(None if late and max(map(len, texts)) <= most else status, *texts)
+            texts.append(file.read(most).decode("utf-8", "replace"))
+    return Outcome(status if status is None or status >= 0 else 128 - status, *texts)
 
 
 PYTHON = ("python", "python3", "py")
@@ -363,7 +335,7 @@ def read_tests(value: Any) -> list[dict[str, str]]:
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         with contextlib.suppress(json.JSONDecodeError):
             value = json.loads(value)
-    if value is None or (isinstance(value, Sequence | Mapping) and not value):
+    if value is None or (isinstance(value, str | Sequence | Mapping) and not value):
         return []
     if isinstance(value, str):
         return [{"code": value}] if value.strip() else []
@@ -375,8 +347,8 @@ def read_tests(value: Any) -> list[dict[str, str]]:
 
 
 def _programs(value: Mapping[str, Any]) -> list[dict[str, str]]:
-    given, wanted = (_side(value, name) for name in ("input", "output"))
-    if given is None or wanted is None or value.get("fn_name"):
+    given, wanted = ([value[n]] if n in value else value.get(f"{n}s") for n in ("input", "output"))
+    if not (isinstance(given, list | tuple) and isinstance(wanted, list | tuple)) or value.get("fn_name"):
         raise RewardError(
             "a test given as a dict needs input and output, or inputs and outputs, of a program; it has the keys "
             f"{sorted(value)}. Tests of a function are written as code: 'assert f(1) == 2'."
@@ -384,13 +356,6 @@ def _programs(value: Mapping[str, Any]) -> list[dict[str, str]]:
     if len(given) != len(wanted):
         raise RewardError(f"a test has {len(given)} inputs and {len(wanted)} outputs; there must be one each.")
     return [{"input": _lines(i), "output": _lines(o)} for i, o in zip(given, wanted, strict=True)]
-
-
-def _side(value: Mapping[str, Any], name: str) -> list[Any] | None:
-    if name in value:
-        return None if value[name] is None else [value[name]]
-    several = value.get(f"{name}s")
-    return list(several) if isinstance(several, list | tuple) else None
 
 
 def _lines(value: Any) -> str:
@@ -411,7 +376,6 @@ def run_tests(
     limits: Limits | None = None,
     *,
     sandbox: str = "bubblewrap",
-    network: bool = False,
     stop: bool = False,
 ) -> list[CaseResult]:
     """Run code against tests, each from the beginning in a sandbox.
@@ -421,7 +385,7 @@ def run_tests(
     A container or a service shows what you configure it to show.
 
     **What it does not do**: faults of the kernel and the processor are open to code in bubblewrap and in containers. The kernel
-    does not bound the number of processes of root: do not run the trainer as root, or use a container with ``--pids-limit``.
+    does not limit the number of processes of root: do not run the trainer as root, or use a container with ``--pids-limit``.
     Code shares a process with a test written as code and can tamper with it; tests with inputs and outputs are compared
     outside.
 
@@ -431,8 +395,7 @@ def run_tests(
         limits: See `Limits`.
         sandbox: ``bubblewrap`` (the program ``bwrap``); ``container:<command>`` with the command line that starts a container
             (``container:docker run --rm -i --network none python:3.12-slim``); or the URL of a SandboxFusion service.
-        network: Leave the network on; bubblewrap only.
-        stop: Leave out what follows the first failure.
+        stop: Leave out the tests after the first failure.
 
     Returns:
         One for each test that was run. Code that ends its process early has not passed.
@@ -446,7 +409,7 @@ def run_tests(
     >>> [result.passed for result in run_tests("def f(x): return 2 * x", tests)]  # doctest: +SKIP
     [True, False]
     """
-    box, results = open_sandbox(sandbox, network), []
+    box, results = open_sandbox(sandbox), []
     for test in tests:
         results.append(_run_one(box, source, test, limits or Limits()))
         if stop and not results[-1].passed:
@@ -492,12 +455,6 @@ def _reason(outcome: Outcome, limits: Limits) -> str:
     return lines[-1][-300:] if lines else f"left with exit status {outcome.status} before the test was over"
 
 
-def _default_workers() -> int:
-    """Processors of this process's share of the machine."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-
-
 class CodeTestsReward:
     r"""1 where a completion's Python block passes all tests of its row, else 0; with ``partial`` the share it passes.
 
@@ -511,7 +468,6 @@ class CodeTestsReward:
         limits: What each test may use; see `Limits`.
         workers: Sandboxes at once; None is one a processor of this process's share of the machine.
         sandbox: ``bubblewrap``, ``container:<command>`` or a URL; see `run_tests`.
-        network: Leave the network on; bubblewrap only.
 
     Raises:
         ConfigError: An unknown sandbox, or ``workers`` below 1.
@@ -528,13 +484,14 @@ class CodeTestsReward:
         limits: Limits | None = None,
         workers: int | None = None,
         sandbox: str = "bubblewrap",
-        network: bool = False,
     ) -> None:
-        check_sandbox(sandbox, network)
+        check_sandbox(sandbox)
         if workers is not None and workers < 1:
             raise ConfigError(f"workers={workers} must be at least 1, or None for one a processor.")
-        self.column, self.partial, self.limits, self.workers = column, partial, limits or Limits(), workers
-        self.sandbox, self.network = sandbox, network
+        self.column, self.partial, self.limits, self.sandbox = column, partial, limits or Limits(), sandbox
+        # Processors of this process's share of the machine.
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = workers or max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
     def __call__(
         self, completions: Sequence[Any], log_extra: Callable[[str, list], None] | None = None, **columns: Any
@@ -548,11 +505,11 @@ class CodeTestsReward:
         if self.column not in columns:
             raise RewardError(f"code_tests_reward needs the column {self.column!r}; it got {sorted(columns)}.")
         tests = [self._read(row, value) for row, value in enumerate(columns[self.column])]
-        open_sandbox(self.sandbox, self.network)  # Also where no completion has code: the trial call finds it missing.
+        open_sandbox(self.sandbox)  # Also where no completion has code: the trial call finds it missing.
         sources = [code_block(completion_text(completion)) for completion in completions]
         keys = [json.dumps((s, t)) for s, t in zip(sources, tests, strict=True)]
         jobs = {k: (s, t) for k, s, t in zip(keys, sources, tests, strict=True) if s is not None and t}
-        with ThreadPoolExecutor(max_workers=min(self.workers or _default_workers(), max(len(jobs), 1))) as pool:
+        with ThreadPoolExecutor(self.workers) as pool:
             futures = {key: pool.submit(self._judge, *job) for key, job in jobs.items()}
             done = {key: future.result() for key, future in futures.items()}
         results = [done.get(key, [CaseResult(False, "no code block")]) for key in keys]
@@ -569,8 +526,7 @@ class CodeTestsReward:
             raise RewardError(f"column {self.column!r}, row {row}: {error}") from error
 
     def _judge(self, source: str, tests: list[dict[str, str]]) -> list[CaseResult]:
-        stop = not self.partial
-        return run_tests(source, tests, self.limits, sandbox=self.sandbox, network=self.network, stop=stop)
+        return run_tests(source, tests, self.limits, sandbox=self.sandbox, stop=not self.partial)
 
     def _score(self, results: list[CaseResult], count: int) -> float:
         share = sum(result.passed for result in results) / count

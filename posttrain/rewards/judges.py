@@ -83,12 +83,10 @@ class ChatClient:
             return []
         with ThreadPoolExecutor(min(self.concurrency, len(conversations)), "judge") as pool:
             futures = [pool.submit(self.ask, messages, **options) for messages in conversations]
-            done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in waiting:
-                future.cancel()  # One failure is enough; do not ask a broken server another thousand times.
-            for future in done:
-                future.result()
-        return [future.result() for future in futures]
+            wait(futures, return_when=FIRST_EXCEPTION)
+            pool.shutdown(wait=False, cancel_futures=True)  # One failure is enough for a broken server.
+            failed = next((f for f in futures if f.done() and not f.cancelled() and f.exception()), None)
+            return [(failed or future).result() for future in futures]
 
     def ask(self, messages: list[dict[str, str]], **options: Any) -> dict[str, Any]:
         """The first choice of one answer; see `ask_all`."""
@@ -139,7 +137,7 @@ def as_text(value: Any) -> str:
 
 
 class BaseJudge(ABC):
-    """What all judges are: an object with a method ``judge``."""
+    """An object with a method ``judge``; the base of all judges."""
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list, shuffle_order: bool = True) -> list:
@@ -206,25 +204,25 @@ class AllTrueJudge(BaseBinaryJudge):
         gold_completions: list[str] | None = None,
         shuffle_order: bool = True,
     ) -> list[int]:
-        """-1 where any judge failed, else 1 where all say 1, else 0.
+        """-1 where any judge failed, else 1 where all return 1, else 0.
 
         Raises:
-            RewardError: A judge said something other than -1, 0 or 1 (also a `ValueError`).
+            RewardError: A judge returned something other than -1, 0 or 1 (also a `ValueError`).
         """
         verdicts = [judge.judge(prompts, completions, gold_completions, shuffle_order) for judge in self.judges]
         for judge, given in zip(self.judges, verdicts, strict=True):
             for row, verdict in enumerate(given):
                 if verdict not in (NO_VERDICT, 0, 1):
                     raise RewardError(
-                        f"{type(judge).__name__} said {verdict!r} for row {row}; a binary judge says 1, 0 or -1 (failed)."
+                        f"{type(judge).__name__} returned {verdict!r} for row {row}; a binary judge returns 1, 0 or -1 (failed)."
                     )
         return [NO_VERDICT if NO_VERDICT in row else int(all(row)) for row in zip(*verdicts, strict=True)]
 
 
 class OpenAIPairwiseJudge(BasePairwiseJudge):
-    """Asks a chat server that speaks OpenAI's protocol for one character, "0" or "1"; pairs are asked about at once.
+    """Asks a chat server with OpenAI's protocol (vLLM, llama.cpp, SGLang, a hosted one) for one character, "0" or "1".
 
-    Any such server will do: vLLM, llama.cpp, SGLang, a hosted one.
+    Requests for different pairs run concurrently.
 
     Args:
         model: The name the server knows the model by.
@@ -259,7 +257,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         self.max_requests, self.num_requests = max_requests, 0
         self.options = {"max_tokens": 1, "temperature": 0.0, **(options or {})}
         self._random = random.Random(seed)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def judge(
         self,
@@ -312,7 +310,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         return NO_VERDICT
 
     def _score(self, choice: dict[str, Any], temperature: float) -> float:
-        """Probability of "0" among "0" and "1", as the server's log-probs of the first token say."""
+        """Probability of "0" among "0" and "1", from the server's log-probs of the first token."""
         first = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
         found = {entry["token"].strip(): entry["logprob"] for entry in reversed(first.get("top_logprobs") or [])}
         if "0" in found and "1" in found:
@@ -321,8 +319,8 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         return {0: 1.0, 1: 0.0, NO_VERDICT: 0.5}[self._verdict(choice)]
 
     def _warn(self, key: str, message: str, *values: Any) -> None:
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             logger.warning(message, *values)
 
 
@@ -415,17 +413,14 @@ class JudgeReward:
         else:
             answers = [[texts[i] for i in group] for group in groups]
             options = {"return_scores": True} if self.soft else {}
-            verdicts = self.judge.judge(asked, answers, **options)  # type: ignore[call-arg]
+            judge: Any = self.judge
+            verdicts = judge.judge(asked, answers, **options)
             if len(verdicts) != len(groups):
                 raise RewardError(f"{self.__name__} gave {len(verdicts)} verdicts for {len(groups)} prompts.")
             read = self._pair if isinstance(self.judge, BasePairwiseJudge) else self._ranking
             rewards = [read(verdict, len(group)) for verdict, group in zip(verdicts, groups, strict=True)]
-        found = {
-            i: reward
-            for group, given in zip(groups, rewards, strict=True)
-            for i, reward in zip(group, given, strict=True)
-        }
-        return [found[i] for i in range(len(prompts))]
+        pairs = [pair for group, given in zip(groups, rewards, strict=True) for pair in zip(group, given, strict=True)]
+        return [reward for _, reward in sorted(pairs)]
 
     def _groups(self, count: int) -> list[list[int]]:
         size = min(self.group_size, count)  # A trial call may bring fewer.
@@ -447,7 +442,9 @@ class JudgeReward:
                 raise RewardError(f"{self.__name__} gave the score {verdict!r}; a probability lies in [0, 1].")
             return [first, 1.0 - first]
         if verdict not in (NO_VERDICT, 0, 1):
-            raise RewardError(f"{self.__name__} said {verdict!r}; a pairwise judge says 0, 1 or -1 (no verdict).")
+            raise RewardError(
+                f"{self.__name__} returned {verdict!r}; a pairwise judge returns 0, 1 or -1 (no verdict)."
+            )
         return {NO_VERDICT: [0.5, 0.5], 0: [1.0, 0.0], 1: [0.0, 1.0]}[int(verdict)]
 
     def _ranking(self, order: Sequence[int], size: int) -> list[float]:

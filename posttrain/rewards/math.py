@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal
 
 from posttrain.errors import ConfigError, RewardError, check_choice
-from posttrain.integrations import is_available
-from posttrain.integrations.math_verify import (
-    SECONDS,
-    TIMED_OUT,
-    compare_formulas,
-    need_math_verify,
-    parse_golds,
-)
+from posttrain.integrations import is_available, math_verify, require
 from posttrain.rewards.format import completion_text, text_with_reasoning
+from posttrain.rewards.pool import BoundedProcesses, WithoutMain
 
 __all__ = [
     "StringMatchReward",
@@ -59,65 +58,48 @@ FORMULA = re.compile(r"[\\^_=+*/(){}\[\]]|\d")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 LONGEST_FORMULA = 1000  # Characters; an answer beyond is prose.
 
-DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-DECIMAL = re.compile(
-    rf"(?P<mantissa>{DIGITS})(?:\s*(?:e|(?:[x*×·]|\\times|\\cdot)\s*10\s*\^)\s*\{{?(?P<power>[+-]?\d+)\}}?)?", re.I
-)
-RATIO = re.compile(rf"(?:(?P<whole>\d+)\s+)?(?P<top>{DIGITS})\s*/\s*(?P<bottom>{DIGITS})")
-LATEX_RATIO = re.compile(r"(?P<whole>\d+)?\s*\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(-?\d+)\}|(\d))")
-THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|\{,\}|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
-# Beyond these a "number" is an attack on the arithmetic.
-LONGEST_NUMBER, HIGHEST_POWER = 400, 400
+DIGITS = r"(?:\d{1,3}(?:[,\s]\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+DECIMAL = re.compile(rf"({DIGITS})(?:e([+-]?\d{{1,3}}))?", re.I)
+RATIO = re.compile(rf"({DIGITS})\s*/\s*({DIGITS})|\\[dt]?frac\s*\{{(-?\d+)\}}\s*\{{(\d+)\}}")
+LONGEST_NUMBER = 400  # Characters; beyond, a "number" is an attack on the arithmetic.
 CLOSE = Fraction(1, 10**6)
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A number as written: its exact value before a percent sign is applied, and whether there is one."""
+def parse_number(text: str) -> tuple[Fraction, bool] | None:
+    r"""Read a text that is one number and nothing else: its exact value, and whether a percent sign follows it.
 
-    value: Fraction
-    percent: bool = False
-
-
-def parse_number(text: str) -> Number | None:
-    r"""Read a text that is one number and nothing else; None when it is not.
-
-    >>> parse_number("1,000.5").value, parse_number("-1 1/2").value, parse_number(r"\frac{3}{4}").value
-    (Fraction(2001, 2), Fraction(-3, 2), Fraction(3, 4))
-    >>> parse_number("50%"), parse_number("5 apples")
-    (Number(value=Fraction(50, 1), percent=True), None)
+    >>> parse_number("1,000.5"), parse_number(r"\frac{3}{4}"), parse_number("50%"), parse_number("5 apples")
+    ((Fraction(2001, 2), False), (Fraction(3, 4), False), (Fraction(50, 1), True), None)
     """
     if len(text) > LONGEST_NUMBER:
         return None
-    body = text.strip().replace("−", "-").replace("–", "-")
-    body, percent = (body.rstrip("%").rstrip("\\ "), True) if body.endswith("%") else (body, False)
+    body, percent = text.strip().replace("−", "-"), False
+    if body.endswith("%"):
+        body, percent = body[:-1].rstrip("\\ "), True
     sign = -1 if body.startswith("-") else 1
-    body = body.removeprefix("-").removeprefix("+").lstrip()
-    value = _value(body)
-    return None if value is None else Number(sign * value, percent)
+    body = body.removeprefix("-").removeprefix("+").strip()
+    for space in ("{,}", r"\,"):
+        body = body.replace(space, ",")
+    if found := DECIMAL.fullmatch(body):
+        return sign * _exact(found[1]) * Fraction(10) ** int(found[2] or 0), percent
+    if found := RATIO.fullmatch(body):
+        top, bottom = (_exact(found[i] or found[i + 2]) for i in (1, 2))
+        return (sign * top / bottom, percent) if bottom else None
+    return None
 
 
-def _value(text: str) -> Fraction | None:
-    if found := DECIMAL.fullmatch(THIN_SPACE.sub(",", text)):
-        power = int(found["power"] or 0)
-        mantissa = Fraction(found["mantissa"].replace(",", ""))
-        return mantissa * Fraction(10) ** power if abs(power) <= HIGHEST_POWER else None
-    if found := RATIO.fullmatch(text):
-        top, bottom = (Fraction(found[side].replace(",", "")) for side in ("top", "bottom"))
-    elif found := LATEX_RATIO.fullmatch(text):
-        top, bottom = Fraction(found[2] or found[3]), Fraction(found[4] or found[5])
-    else:
-        return None
-    return int(found["whole"] or 0) + top / bottom if bottom else None
+def _exact(digits: str) -> Fraction:
+    return Fraction(re.sub(r"[,\s]", "", digits))
 
 
-def _same_number(said: Number, gold: Number, percent: bool) -> bool:
+def _same_number(answer: tuple[Fraction, bool], gold: tuple[Fraction, bool], percent: bool) -> bool:
     """Equal within ``max(1e-6, 1e-6 |gold|)``; ``50%`` is also ``0.5`` if the reference has the sign, or with ``percent``."""
-    if _close(said.value, gold.value):
+    (value, signed), (wanted, gold_signed) = answer, gold
+    if _close(value, wanted):
         return True
-    if gold.percent and not said.percent:
-        return _close(said.value, gold.value / 100)
-    return percent and said.percent and not gold.percent and _close(said.value / 100, gold.value)
+    if gold_signed and not signed:
+        return _close(value, wanted / 100)
+    return percent and signed and not gold_signed and _close(value / 100, wanted)
 
 
 def _close(a: Fraction, b: Fraction) -> bool:
@@ -125,7 +107,7 @@ def _close(a: Fraction, b: Fraction) -> bool:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}``, braces balanced; None without one.
+    r"""The content of the last ``\boxed{...}``, braces balanced; None without one.
 
     >>> boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -136,7 +118,7 @@ def boxed(text: str) -> str | None:
 
 
 def answer_box(text: str) -> str | None:
-    r"""The box that is the answer: the last one, but None where it only continues a list of boxes.
+    r"""The content of the last box; None where it only continues a list of boxes.
 
     >>> answer_box(r"first \boxed{1}, so in the end \boxed{2}"), answer_box(r"\boxed{1} or \boxed{2}")
     ('2', None)
@@ -148,7 +130,7 @@ def answer_box(text: str) -> str | None:
 
 
 def _closing(text: str, opening: int) -> int | None:
-    """Where the brace at ``opening`` closes."""
+    """The position of the brace that closes the one at ``opening``."""
     depth = 0
     for index in range(opening, len(text)):
         depth += {"{": 1, "}": -1}.get(text[index], 0)
@@ -158,7 +140,7 @@ def _closing(text: str, opening: int) -> int | None:
 
 
 def bare(answer: Any) -> str:
-    """Without box, dollar signs, formatting, and the period at its end."""
+    """An answer without its box, dollar signs, formatting and final period."""
     text = str(answer).strip()
     before = None
     while text != before:
@@ -191,28 +173,24 @@ def normalize_answer(text: Any) -> str:
     number = parse_number(plain)
     if number is None:
         return re.sub(r"\s*([,;:=+*/^()\[\]{}])\s*", r"\1", " ".join(plain.casefold().split()))
-    value, shift = number.value, 0
-    while shift < 12 and (value * 10**shift).denominator != 1:
-        shift += 1
-    if (value * 10**shift).denominator != 1:
-        shown = str(value)
-    else:
-        digits = f"{abs(int(value * 10**shift)):0{shift + 1}d}"
-        shown = ("-" if value < 0 else "") + (f"{digits[:-shift]}.{digits[-shift:]}" if shift else digits)
-    return shown + ("%" if number.percent else "")
+    value, percent = number
+    # A fraction with up to 12 decimal places is written with them.
+    places = next((n for n in range(13) if (value * 10**n).denominator == 1), None)
+    shown = str(value) if places is None else f"{Decimal(int(value * 10**places)).scaleb(-places):f}"
+    return shown + ("%" if percent else "")
 
 
 def answers_match(pred: Any, gold: Any, mode: Mode = "auto") -> bool | None:
     r"""Whether an answer equals the reference.
 
-    ``auto`` compares identifiers exactly, numbers by value (``|a - b| <= max(1e-6, 1e-6 |b|)``), formulas symbolically
-    where math-verify is installed (``posttrain[math]``), and the rest as text without case. ``50%`` is ``0.5`` only when
+    ``auto`` compares identifiers exactly, numbers by value (``|a - b| <= max(1e-6, 1e-6 |b|)``), formulas by math-verify
+    where it is installed (``posttrain[math]``), and the rest as text without case. ``50%`` is ``0.5`` only when
     the reference has the percent sign, or in mode ``percent``. Units and number words are text.
 
     Args:
         pred: The answer; None or empty matches nothing.
         gold: The reference.
-        mode: ``auto``, ``exact`` (identifiers: only the wrapping is taken off), ``number``, ``percent`` or ``text``.
+        mode: ``auto``, ``exact`` (identifiers: only boxes and formatting are removed), ``number``, ``percent`` or ``text``.
 
     Returns:
         None when the reference says nothing (empty, or no number in a number mode): it can score no answer.
@@ -226,33 +204,31 @@ def answers_match(pred: Any, gold: Any, mode: Mode = "auto") -> bool | None:
     True
     """
     check_choice("mode", mode, MODES)
-    reference = bare(gold) if gold is not None else ""
-    if not reference:
-        return None
+    reference, answer = ("" if value is None else bare(value) for value in (gold, pred))
     number = None if mode in ("exact", "text") else parse_number(reference)
-    if mode in ("number", "percent") and number is None:
+    if not reference or (mode in ("number", "percent") and number is None):
         return None
-    said = bare(pred) if pred is not None else ""
-    if not said:
+    if not answer:
         return False
     if mode == "exact" or (mode == "auto" and _is_identifier(reference)):
-        return said == reference
-    given = parse_number(said) if number is not None else None
+        return answer == reference
+    given = parse_number(answer)
     if number is not None and given is not None:
         return _same_number(given, number, mode == "percent")
     if mode in ("number", "percent"):
         return False
-    return normalize_answer(said) == normalize_answer(reference) or (mode == "auto" and _symbolically(said, reference))
+    return normalize_answer(answer) == normalize_answer(reference) or (mode == "auto" and _formulas(answer, reference))
 
 
-def _symbolically(said: str, gold: str) -> bool:
-    """Formulas that math-verify can compare, where it is installed."""
-    for text in (said, gold):
+def _formulas(answer: str, gold: str) -> bool:
+    """Whether two formulas are equal, where math-verify is installed to compare them."""
+    for text in (answer, gold):
         if len(text) > LONGEST_FORMULA or not FORMULA.search(text) or WORD.search(text):
             return False
     if not (is_available("math_verify") and is_available("pebble")):
         return False
-    return compare_formulas([(f"${gold}$", f"\\boxed{{{said}}}")])[0][1]
+    verdict = in_time(math_verify.compare, [(f"${gold}$", f"\\boxed{{{answer}}}", False)])[0]
+    return isinstance(verdict, tuple) and verdict[1]
 
 
 class StringMatchReward:
@@ -312,10 +288,13 @@ def string_match_reward(
 
 
 UNPARSEABLE, SKIPPED, INCOMPLETE = "[unparseable]", "[skipped]", "[incomplete reasoning]"
+TIMED_OUT = "[timed out]"
+SECONDS = 5.0  # For one formula.
 # Words are no formulas: read as one, "yes" is the product y e s and equals "sey".
 WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*", re.S)
 PATIENCE = 3  # Batches without one readable answer before the expected form is explained.
 _silent_batches = 0
+_warned: set[str] = set()
 
 
 def accuracy_reward(
@@ -329,8 +308,8 @@ def accuracy_reward(
     r"""1 where the boxed (or otherwise announced) answer equals the reference mathematically, else 0.
 
     Args:
-        completions: Strings or lists of messages; the last assistant message that says something is judged.
-        solution: References: a formula, a number, or a text that ends in one. None is given where one says nothing.
+        completions: n strings or lists of messages; the last assistant message with content is judged.
+        solution: n references: a formula, a number, or a text that ends in one.
         log_extra: Receives ``solution``, ``gold_parsed`` and ``answer_parsed``.
         lenient: Take an answer that is not announced ("The answer is 42." or "42").
 
@@ -345,13 +324,11 @@ def accuracy_reward(
     >>> accuracy_reward([r"\boxed{0.5}", "0.5"], [r"\frac{1}{2}", "1/2"])  # doctest: +SKIP
     [1.0, 0.0]
     """
-    need_math_verify("accuracy_reward")
-    _check_rows(completions, solution)
+    _check(completions, solution, "accuracy_reward")
     texts = [completion_text(completion) for completion in completions]
-    rewards, golds, answers = _judge(texts, solution, lenient)
-    _watch(texts, answers)
-    _log(log_extra, solution, golds, answers)
-    return rewards
+    verdicts = _judge(texts, solution, lenient)
+    _explain_silence(texts, verdicts)
+    return _logged(verdicts, solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -361,11 +338,11 @@ def reasoning_accuracy_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    r"""`accuracy_reward` of what follows the reasoning; 0 where the reasoning never ends.
+    r"""`accuracy_reward` of the text after the reasoning; 0 where the reasoning never ends.
 
     Args:
-        completions: Strings or lists of messages.
-        solution: References.
+        completions: n strings or lists of messages.
+        solution: n references.
         reasoning_delimiters: Texts that end the reasoning, by default ``["</think>"]``; the last occurrence counts.
         log_extra: As in `accuracy_reward`.
 
@@ -379,22 +356,30 @@ def reasoning_accuracy_reward(
     >>> reasoning_accuracy_reward([r"<think>\boxed{1}</think>\boxed{2}", r"\boxed{2}"], ["2", "2"])  # doctest: +SKIP
     [1.0, 0.0]
     """
-    need_math_verify("reasoning_accuracy_reward")
-    _check_rows(completions, solution)
-    delimiters = list(reasoning_delimiters) if reasoning_delimiters is not None else ["</think>"]
+    _check(completions, solution, "reasoning_accuracy_reward")
+    delimiters = ["</think>"] if reasoning_delimiters is None else list(reasoning_delimiters)
     ends = [_after(text_with_reasoning(completion), delimiters) for completion in completions]
     done = [i for i, end in enumerate(ends) if end is not None]
     judged = _judge([str(ends[i]) for i in done], [solution[i] for i in done], lenient=False)
-    rewards: list[float | None] = [0.0] * len(ends)
-    golds, answers = [INCOMPLETE] * len(ends), [INCOMPLETE] * len(ends)
-    for i, reward, gold, answer in zip(done, *judged, strict=True):
-        rewards[i], golds[i], answers[i] = reward, gold, answer
-    _tell(judged[2])
-    _log(log_extra, solution, golds, answers)
-    return rewards
+    verdicts = [Verdict(0.0, INCOMPLETE, INCOMPLETE)] * len(ends)
+    for i, verdict in zip(done, judged, strict=True):
+        verdicts[i] = verdict
+    return _logged(verdicts, solution, log_extra)
 
 
-def _check_rows(completions: Sequence[Any], solution: Sequence[Any]) -> None:
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The reward of one completion (None: the reference cannot be read), and how reference and answer were parsed."""
+
+    reward: float | None
+    gold: str
+    answer: str
+
+
+def _check(completions: Sequence[Any], solution: Sequence[Any], name: str) -> None:
+    for package in ("math_verify", "pebble"):
+        if not is_available(package):
+            require(package, name)
     if len(completions) != len(solution):
         raise RewardError(f"{len(completions)} completions and {len(solution)} solutions; there must be one each.")
 
@@ -404,86 +389,96 @@ def _after(text: str, delimiters: Sequence[str]) -> str | None:
     return text[max(ends) :] if ends else None
 
 
-def _judge(
-    texts: Sequence[str], solution: Sequence[Any], lenient: bool
-) -> tuple[list[float | None], list[str], list[str]]:
-    """Rewards, and what was read in references and answers."""
+def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool) -> list[Verdict]:
     golds = ["" if gold is None else str(gold).strip() for gold in solution]
-    parsed = parse_golds([gold for gold in golds if gold and not _is_words(gold)])
-    rewards: list[float | None] = [None] * len(texts)
-    shown, answers = [UNPARSEABLE] * len(texts), [SKIPPED] * len(texts)
-    formulas = [i for i, gold in enumerate(golds) if parsed.get(gold)]
-    verdicts = compare_formulas([(golds[i], texts[i]) for i in formulas], lenient=lenient)
-    for i, (answer, equal) in zip(formulas, verdicts, strict=True):
+    formulas = list(dict.fromkeys(gold for gold in golds if gold and not WORDS.fullmatch(bare(gold))))
+    # A reference that takes too long to parse is compared as text.
+    found = in_time(math_verify.show_gold, [(gold,) for gold in formulas])
+    parsed = {gold: shown for gold, shown in zip(formulas, found, strict=True) if shown and shown != TIMED_OUT}
+    rows = [i for i, gold in enumerate(golds) if gold in parsed]
+    compared = dict(zip(rows, in_time(math_verify.compare, [(golds[i], texts[i], lenient) for i in rows]), strict=True))
+    verdicts = []
+    for i, (text, gold) in enumerate(zip(texts, golds, strict=True)):
+        if i not in compared:
+            verdicts.append(_judge_words(text, gold, lenient))
+            continue
+        answer, equal = (TIMED_OUT, False) if compared[i] == TIMED_OUT else compared[i] or ("", False)
         # The very text of the reference is right, also where the strict reading of answers refuses it (\frac13).
-        inside = answer_box(texts[i])
-        same = inside is not None and bool(golds[i]) and inside.strip() == golds[i]
-        rewards[i], shown[i] = float(equal or same), str(parsed[golds[i]])
-        answers[i] = answer if answer is not None else UNPARSEABLE
-    for i, gold in enumerate(golds):
-        if gold and rewards[i] is None:
-            _judge_words(i, texts[i], gold, lenient, (rewards, shown, answers))
-    return rewards, shown, answers
+        same = (answer_box(text) or "").strip() == gold
+        verdicts.append(Verdict(float(equal or same), parsed[gold], answer or UNPARSEABLE))
+    return verdicts
 
 
-def _is_words(gold: str) -> bool:
-    return WORDS.fullmatch(bare(gold)) is not None
+def _judge_words(text: str, gold: str, lenient: bool) -> Verdict:
+    """For a reference that is a word, not a formula; or that says nothing."""
+    if not gold:
+        return Verdict(None, UNPARSEABLE, SKIPPED)
+    answer = answer_box(text)
+    answer = text if answer is None and lenient else answer
+    match = answers_match(answer, gold)
+    shown = UNPARSEABLE if answer is None else normalize_answer(answer)
+    return Verdict(None if match is None else float(match), normalize_answer(gold), shown)
 
 
-def _judge_words(i: int, text: str, gold: str, lenient: bool, into: tuple[list, list, list]) -> None:
-    """A reference that is no formula: a word."""
-    rewards, shown, answers = into
-    said = answer_box(text)
-    if said is None and lenient:
-        said = text
-    match = answers_match(said, gold)
-    rewards[i] = None if match is None else float(match)
-    shown[i] = normalize_answer(gold)
-    answers[i] = UNPARSEABLE if said is None else normalize_answer(said)
+def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
+    """``function(*call)`` for each call, in a process; `TIMED_OUT` where it was killed, None where it raised."""
+    return [_outcome(future) for future in _processes.submit(function, calls, SECONDS)]
 
 
-def _watch(texts: Sequence[str], answers: Sequence[str]) -> None:
-    """Say what is wrong when no answer could ever be read, or references cannot."""
+def _outcome(future: Future) -> Any:
+    try:
+        return future.result()
+    except (TimeoutError, require("pebble", "math-verify").ProcessExpired):
+        return TIMED_OUT
+    except BrokenProcessPool as error:
+        raise RewardError(
+            f"the processes that compare formulas ended ({error}). Fix: free memory, or try `{sys.executable} -c 'import "
+            "math_verify'`."
+        ) from error
+    except Exception:
+        return None
+
+
+_processes = BoundedProcesses(
+    max(1, min(4, (os.cpu_count() or 1) // 2)), math_verify.start_process, context=WithoutMain()
+)
+
+
+def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
+    """Warn after three batches in which no answer could be read: the model does not write the expected form."""
     global _silent_batches
-    judged = [i for i, answer in enumerate(answers) if answer != SKIPPED]
-    _silent_batches = _silent_batches + 1 if judged and all(answers[i] == UNPARSEABLE for i in judged) else 0
+    judged = [text for text, verdict in zip(texts, verdicts, strict=True) if verdict.answer != SKIPPED]
+    silent = judged and all(verdict.answer in (UNPARSEABLE, SKIPPED) for verdict in verdicts)
+    _silent_batches = _silent_batches + 1 if silent else 0
     if _silent_batches == PATIENCE:
-        sample = texts[judged[0]]
-        hint = (
-            " Its reasoning is in <think>: reasoning_accuracy_reward may be what you want."
-            if "<think>" in sample
-            else ""
-        )
+        thinks = "<think>" in judged[0]
+        hint = " Its reasoning is in <think>: use reasoning_accuracy_reward." if thinks else ""
         logger.warning(
             "accuracy_reward found no answer in any completion of %d batches. It reads \\boxed{42} or 'The final "
-            "answer is $42$'; the model writes: %r.%s Ask for that form in the prompt, or pass lenient=True.",
-            PATIENCE, sample[-200:], hint,
+            "answer is $42$'; the model writes: %r.%s Fix: ask for that form in the prompt, or pass lenient=True.",
+            PATIENCE, judged[0][-200:], hint,
         )  # fmt: skip
-    _tell(answers)
 
 
-def _tell(answers: Sequence[str]) -> None:
-    """Say once that references cannot be read, and once that comparisons were given up."""
-    late = sum(answer == TIMED_OUT for answer in answers)
-    if late and "late" not in _told:
-        _told.add("late")
+def _logged(
+    verdicts: Sequence[Verdict], solution: Sequence[Any], log_extra: Callable[[str, list], None] | None
+) -> list[float | None]:
+    """The rewards. Warns once of references that cannot be read, and once of comparisons that took too long."""
+    count = len(verdicts)
+    late = sum(verdict.answer == TIMED_OUT for verdict in verdicts)
+    if late and "late" not in _warned:
+        _warned.add("late")
         logger.warning(
             "%d of %d answers of this batch were not compared within %g s and count as wrong (answer_parsed is %r): either "
-            "formulas that explode, or a machine too busy to compare them.", late, len(answers), SECONDS, TIMED_OUT,
+            "formulas that explode, or a machine too busy to compare them.", late, count, SECONDS, TIMED_OUT,
         )  # fmt: skip
-    missing = sum(answer == SKIPPED for answer in answers)
-    if missing > 0.05 * len(answers) and "gold" not in _told:
-        _told.add("gold")
-        logger.warning(
-            "%d of %d references of this batch cannot be read; their rows are not scored.", missing, len(answers)
-        )
-
-
-_told: set[str] = set()
-
-
-def _log(log_extra: Callable[[str, list], None] | None, solution: Sequence[Any], golds: list, answers: list) -> None:
+    missing = sum(verdict.answer == SKIPPED for verdict in verdicts)
+    read = sum(verdict.answer != INCOMPLETE for verdict in verdicts)
+    if missing > 0.05 * read and "gold" not in _warned:
+        _warned.add("gold")
+        logger.warning("%d of %d references of this batch cannot be read; their rows are not scored.", missing, read)
     if log_extra is not None:
         log_extra("solution", list(solution))
-        log_extra("gold_parsed", golds)
-        log_extra("answer_parsed", answers)
+        log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
+        log_extra("answer_parsed", [verdict.answer for verdict in verdicts])
+    return [verdict.reward for verdict in verdicts]

@@ -27,20 +27,20 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-PROBES = ("Yes.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
-FEW = 3  # Different texts that may share one score by chance (or by rounding); more do not.
+PROBES = ("Yes.", "No.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
+FEW = 3  # Different texts of a batch that may share one score by chance (or by rounding); more do not.
 TOKENIZER = (
     "its texts cut to nothing; pass its own tokenizer in reward_processing_classes and check the folder's weights."
 )
 
 
 def refuse_alike(name: str, scores: list[float], texts: Iterable[str], fix: str) -> bool:
-    """Whether a batch has enough different texts to tell that a reward model tells them apart.
+    """Whether a batch has enough different texts to judge whether a reward model tells them apart.
 
     Args:
         name: Of the model.
         scores: One a text.
-        texts: What was scored.
+        texts: The scored texts.
         fix: The end of the message: what else may be wrong, and what to do.
 
     Raises:
@@ -48,15 +48,31 @@ def refuse_alike(name: str, scores: list[float], texts: Iterable[str], fix: str)
     """
     different = len(set(texts))
     if different > FEW and len(set(scores)) == 1:
-        raise _alike(name, scores[0], f"{different} different texts of the first batch", fix)
+        raise RewardError(
+            f"the reward model {name} gives {scores[0]:g} to {different} different texts: nothing can be learned from it. Its "
+            f"head may be newly initialised, its tokenizer another model's, or {fix}"
+        )
     return different > FEW
 
 
-def _alike(name: str, score: float, what: str, fix: str) -> RewardError:
-    return RewardError(
-        f"the reward model {name} gives {score:g} to {what}: nothing can be learned from it. Its head may be newly initialised, "
-        f"its tokenizer another model's, or {fix}"
-    )
+class _Context:
+    """Cuts rows from the left at a reward model's context, with a warning at the 1st, 101st, ... cut."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.name, self.cuts = name, 0
+
+    def excess(self, length: int) -> int:
+        """Tokens to remove from the beginning of a row of ``length`` tokens."""
+        if self.limit is None or length <= self.limit:
+            return 0
+        self.cuts += 1
+        if self.cuts % 100 == 1:
+            logger.warning(
+                "the reward model %s reads %d tokens: longer texts lose their beginning (%d so far).",
+                self.name, self.limit, self.cuts,
+            )  # fmt: skip
+        return length - self.limit
 
 
 class ModelReward:
@@ -111,7 +127,7 @@ class ModelReward:
         self.batch_size = batch_size
         self.template_kwargs = dict(chat_template_kwargs or {})
         self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
-        self._cut = 0
+        self._context = _Context(model, self.__name__)
         self._alike_checked = False
         self._calls_tools: bool | None = None
 
@@ -122,7 +138,7 @@ class ModelReward:
         return self
 
     def probe(self) -> list[float]:
-        """Scores of three short answers to one question; logged, so that a wrong template or head shows at the start.
+        """Scores of four short answers to one question; logged, so that a wrong template or head shows at the start.
 
         Raises:
             RewardError: The model gives all of them one score.
@@ -136,8 +152,7 @@ class ModelReward:
         scores = self._scores(prompts, completions)
         shown = ", ".join(f"{text!r} {score:.4g}" for text, score in zip(PROBES, scores, strict=True))
         logger.info("reward model %s, answers to %r: %s", self.__name__, question, shown)
-        if len(set(scores)) == 1:
-            raise _alike(self.__name__, scores[0], "three different probe texts", TOKENIZER)
+        refuse_alike(self.__name__, scores, PROBES, TOKENIZER)
         return scores
 
     @torch.inference_mode()
@@ -172,17 +187,8 @@ class ModelReward:
         return self._fitting(ids)
 
     def _fitting(self, ids: list[int]) -> list[int]:
-        """As many of the last tokens as the model reads; cuts are counted."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and len(ids) > limit:
-            self._cut += 1
-            if self._cut % 100 == 1:
-                logger.warning(
-                    "the reward model %s reads %d tokens: longer texts lose their beginning (%d so far).",
-                    self.__name__, limit, self._cut,
-                )  # fmt: skip
-            ids = ids[-limit:]
-        return ids or [self.tokenizer.pad_token_id]
+        """As many of the last tokens as the model reads."""
+        return ids[self._context.excess(len(ids)) :] or [self.tokenizer.pad_token_id]
 
     def _check_tools(self, completion: list[dict[str, Any]]) -> None:
         """A template without words for tools leaves calls and results out: the score would be of another text."""
@@ -243,7 +249,7 @@ class TokenReward:
         self.model = model.eval().requires_grad_(False)
         self.pad_token_id, self.batch_size = pad_token_id, batch_size
         self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
-        self._cut = 0
+        self._context = _Context(model, self.__name__)
         self._alike_checked = False
         install_token_head(model)
 
@@ -262,7 +268,8 @@ class TokenReward:
             found = [0.0] * len(part)
             for batch in collate(part, pad_token_id=self.pad_token_id, layout=layout):
                 values = forward(self.model, batch.to(device), frozenset({"scores"})).scores
-                for origin, value in zip(batch.origin, values.tolist(), strict=True):  # type: ignore[union-attr]
+                assert values is not None and batch.origin is not None
+                for origin, value in zip(batch.origin, values.tolist(), strict=True):
                     found[origin] = value
             scores += found
         if not self._alike_checked:
@@ -274,14 +281,6 @@ class TokenReward:
     def _row(self, prompt: list[int], ids: list[int]) -> Row:
         """An empty response is scored at the prompt's end; what the model cannot read is cut from the left."""
         prompt, ids = (list(prompt), list(ids)) if ids else (list(prompt[:-1]), list(prompt[-1:]))
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and len(prompt) + len(ids) > limit:
-            self._cut += 1
-            if self._cut % 100 == 1:
-                logger.warning(
-                    "the reward model %s reads %d tokens: longer rows lose their beginning (%d so far).",
-                    self.__name__, limit, self._cut,
-                )  # fmt: skip
-            ids = ids[-limit:]
-            prompt = prompt[len(prompt) + len(ids) - limit :]
+        excess = self._context.excess(len(prompt) + len(ids))
+        prompt, ids = prompt[excess:], ids[max(0, excess - len(prompt)) :]
         return Row(prompt, [ids], [[1] * len(ids)])

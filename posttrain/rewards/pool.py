@@ -1,32 +1,94 @@
-"""Reward functions that compute: run row by row in processes of their own, which are killed when a row takes too long.
+"""Work in processes with a time limit for each call: a call that takes too long has its process killed and replaced.
 
-A thread would not do: Python runs one at a time, and nothing can stop one. A signal works on the main thread only, and
-not inside native code. A killed process is always gone.
+A thread would not do: Python runs one at a time, and nothing can stop one. A signal works on the main thread only, and not
+inside native code. A killed process is always gone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import multiprocessing
 import os
-import pickle
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures.process import BrokenProcessPool
+from importlib.machinery import ModuleSpec
+from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
 from posttrain.errors import ConfigError, RewardError
 from posttrain.integrations import require
 
-__all__ = ["PooledReward", "pooled"]
+__all__ = ["BoundedProcesses", "PooledReward", "WithoutMain", "pooled"]
 
-# Live objects stay in the process that made them.
-NOT_SENT = ("environments",)
 GUARD = (
     "its processes ended before they called the function. Fix: put the function at the top level of a module, and the code that "
     "trains under `if __name__ == '__main__':`, so that importing the file starts nothing"
 )
+
+
+class BoundedProcesses:
+    """Processes of pebble, started at the first call and again after a fork, a crash or `close`.
+
+    Args:
+        workers: How many.
+        start: Called in each process before the clock of its first call runs.
+        arguments: Of ``start``.
+        context: How processes are started. None spawns them: a fork would copy the locks of threads and the GPU's context.
+    """
+
+    def __init__(
+        self, workers: int, start: Callable, arguments: tuple = (), context: SpawnContext | None = None
+    ) -> None:
+        self.workers, self.start, self.arguments = workers, start, arguments
+        self.context = context or multiprocessing.get_context("spawn")
+        self.pool: Any = None
+        self._owner = os.getpid()
+        self._starting = threading.Lock()
+
+    def submit(self, function: Callable, calls: Iterable[tuple], seconds: float) -> list[Any]:
+        """Futures of ``function(*call)``, one a call, in order.
+
+        A result raises TimeoutError after ``seconds``, ``pebble.ProcessExpired`` where the process died, and
+        `BrokenProcessPool` where no process could be started.
+        """
+        with self._starting:
+            if self.pool is None or self._owner != os.getpid() or not self.pool.active:
+                pebble: Any = require("pebble", "work in processes with a time limit")
+                self.pool = pebble.ProcessPool(
+                    self.workers, initializer=self.start, initargs=self.arguments, context=self.context
+                )
+                self._owner = os.getpid()
+            return [self.pool.schedule(function, args=call, timeout=seconds) for call in calls]
+
+    def close(self) -> None:
+        """Kill all processes; the next call starts new ones."""
+        if self.pool is not None and self._owner == os.getpid():
+            self.pool.stop()
+            self.pool.join()
+        self.pool = None
+
+
+class _WithoutMain(SpawnProcess):
+    def start(self) -> None:
+        main: Any = sys.modules["__main__"]
+        with _spawning:
+            spec, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)
+            try:
+                super().start()
+            finally:
+                main.__spec__ = spec
+
+
+_spawning = threading.Lock()
+
+
+class WithoutMain(SpawnContext):
+    """Spawns processes that do not run the script of the main process again, which may have no main guard."""
+
+    Process = _WithoutMain
 
 
 def pooled(
@@ -37,7 +99,7 @@ def pooled(
     on_timeout: float | None = None,
     memory_mb: int | None = None,
 ) -> Any:
-    """Run a reward function that computes for long in processes beside the trainer, one row at a time, each bounded.
+    """Run a reward function that computes for long in processes of their own, one row at a time, each with a time limit.
 
     The function keeps its signature (lists in, a list out) and must stand at the top level of a module; it is called
     with lists of one row. Columns must be picklable; ``environments`` are not passed.
@@ -47,10 +109,10 @@ def pooled(
         timeout: Seconds for one row; the process that exceeds them is killed and replaced.
         workers: Processes; None is one a processor, at most 8.
         on_timeout: The row's reward then: None (does not apply), or a number.
-        memory_mb: MiB of address space of each process; None is no bound. A row that needs more is an error.
+        memory_mb: MiB of address space of each process; None is no limit. A row that needs more is an error.
 
     Raises:
-        ConfigError: A bound that is not positive.
+        ConfigError: A limit that is not positive, or an asynchronous function.
         MissingDependencyError: pebble is not installed.
 
     >>> @pooled(timeout=2.0, on_timeout=0.0)  # doctest: +SKIP
@@ -69,7 +131,7 @@ def pooled(
 
 
 class PooledReward:
-    """A reward function in a pool of processes; see `pooled`."""
+    """A reward function in processes with a time limit; see `pooled`."""
 
     runs_in_thread = True  # It waits; other functions go on meanwhile.
 
@@ -84,20 +146,18 @@ class PooledReward:
     ) -> None:
         if inspect.iscoroutinefunction(function):
             raise ConfigError(f"pooled is for functions that compute; {function.__name__!r} is asynchronous and waits.")
+        self._pebble: Any = require("pebble", "a pooled reward")
         self.function, self.timeout, self.on_timeout, self.memory_mb = function, timeout, on_timeout, memory_mb
+        self.workers = workers or max(1, min(8, os.cpu_count() or 1))
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self.__doc__ = function.__doc__
-        self.__wrapped__ = function
+        self.__doc__, self.__wrapped__ = function.__doc__, function
         self.__signature__ = _signature(function)
         self.timed_out = 0
-        self._pebble: Any = require("pebble", "a pooled reward")
-        self._count = workers or max(1, min(8, os.cpu_count() or 1))
-        self._pool: Any = None
-        self._owner = os.getpid()
+        self._processes: BoundedProcesses | None = None
 
     def __reduce__(self) -> Any:
         settings = {"on_timeout": self.on_timeout, "memory_mb": self.memory_mb}
-        return _rebuild, (_sendable(self.function), self.timeout, self._count, settings)
+        return _rebuild, (_address(self.function), self.timeout, self.workers, settings)
 
     def __call__(
         self,
@@ -110,34 +170,31 @@ class PooledReward:
         Raises:
             RewardError: The function raised, or its process died (memory, a crash).
         """
-        columns = {k: v for k, v in columns.items() if k not in NOT_SENT}
+        columns.pop("environments", None)  # Live objects stay in the process that made them.
         n = len(next(columns[name] for name in ("completions", "completion_ids", "prompts") if name in columns))
-        rows = [{k: [v[i]] if _per_row(v, n) else v for k, v in columns.items()} for i in range(n)]
-        pool = self._started()
-        futures = [pool.schedule(_answer, args=(row,), timeout=self.timeout) for row in rows]
+        rows = [{k: [v[i]] if isinstance(v, list | tuple) and len(v) == n else v for k, v in columns.items()}
+                for i in range(n)]  # fmt: skip
+        if self._processes is None:
+            self._processes = BoundedProcesses(self.workers, _start, (_address(self.function), self.memory_mb))
+        futures = self._processes.submit(_answer, [(row,) for row in rows], self.timeout)
         try:
             replies = [self._reply(future, row) for row, future in enumerate(futures)]
         finally:
             for future in futures:
                 future.cancel()
-        late = sum(reply is None for reply in replies)
+        late = replies.count(None)
         self.timed_out += late
+        names = dict.fromkeys(name for reply in replies if reply for name in reply["extra"])
+        for name in names if log_extra is not None else ():
+            log_extra(name, [reply["extra"].get(name) if reply else None for reply in replies])
         if log_metric is not None:
             log_metric(f"rewards/{self.__name__}/timed_out", late / max(n, 1))
-        self._log(replies, log_extra, log_metric)
-        return [self.on_timeout if reply is None else reply["result"] for reply in replies]
-
-    def _started(self) -> Any:
-        """The pool; a new one where the last was closed or broke, and in a forked child, which has none of its parent's."""
-        if self._pool is None or self._owner != os.getpid() or not self._pool.active:
-            # A fork would copy threads' locks and the GPU's context.
-            context, given = multiprocessing.get_context("spawn"), (_sendable(self.function), self.memory_mb)
-            self._pool = self._pebble.ProcessPool(self._count, initializer=_start, initargs=given, context=context)
-            self._owner = os.getpid()
-        return self._pool
+            for key, value in (pair for reply in replies if reply for pair in reply["metrics"]):
+                log_metric(key, value)
+        return [reply["result"][0] if reply else self.on_timeout for reply in replies]
 
     def _reply(self, future: Any, row: int) -> dict[str, Any] | None:
-        """What came of one row; None where it took too long."""
+        """What the process returned for one row; None where it took too long."""
         try:
             reply = future.result()
         except TimeoutError:
@@ -149,81 +206,60 @@ class PooledReward:
             raise RewardError(f"{self.__name__}, row {row}: {why}.") from error
         except Exception as error:
             raise RewardError(f"{self.__name__}, row {row}: {type(error).__name__}: {error}.") from error
-        result = reply["result"]
-        if not isinstance(result, list | tuple) or len(result) != 1:
+        if not isinstance(reply["result"], list | tuple) or len(reply["result"]) != 1:
             raise RewardError(
                 f"{self.__name__}, row {row}: a pooled function is called with one row at a time and must return a list of "
-                f"one reward; it returned {result!r:.200}."
+                f"one reward; it returned {reply['result']!r:.200}."
             )
-        return reply | {"result": result[0]}
-
-    def _log(self, replies: list[dict[str, Any] | None], log_extra: Any, log_metric: Any) -> None:
-        """What the function logged in its process, row by row."""
-        names = dict.fromkeys(name for reply in replies if reply for name in reply["extra"])
-        for name in names if log_extra is not None else ():
-            log_extra(name, [(reply or {"extra": {}})["extra"].get(name) for reply in replies])
-        for reply in replies if log_metric is not None else ():
-            for key, value in reply["metrics"] if reply else ():
-                log_metric(key, value)
+        return reply
 
     def close(self) -> None:
         """Kill all processes; the next call starts new ones."""
-        if self._pool is not None and self._owner == os.getpid():
-            self._pool.stop()
-            self._pool.join()
-        self._pool = None
+        if self._processes is not None:
+            self._processes.close()
 
 
 def _signature(function: Callable) -> inspect.Signature:
-    """What the function names, with what its pool needs besides."""
-    parameters = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD}
+    """The function's parameters and those that `PooledReward` needs itself."""
+    found = dict(inspect.signature(function).parameters)
     for name in ("completions", "log_extra", "log_metric"):
-        parameters.setdefault(name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
-    rest = [p for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD]
-    ordered = sorted([*parameters.values(), *rest], key=lambda p: p.kind)
-    return inspect.Signature(ordered)
+        found.setdefault(name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
+    return inspect.Signature(sorted(found.values(), key=lambda parameter: parameter.kind))
 
 
-def _sendable(function: Callable) -> Any:
-    """Module and name of a function, as its name now means the `PooledReward` around it; a callable object as it is."""
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    with contextlib.suppress(Exception):
-        if _find((module, name)) is function:
-            return module, name
-    with contextlib.suppress(Exception):
-        pickle.dumps(function)
-        return function
+def _address(function: Callable) -> tuple[str, str]:
+    """Module and name of a function; it is not pickled, as its name now means the `PooledReward` around it."""
+    address = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    try:
+        if _find(address) is function:
+            return address
+    except (ImportError, AttributeError, ValueError):
+        pass
     raise ConfigError(
-        f"pooled reward {name or function!r} cannot be sent to another process. Define it at the top level of a module (not in "
-        "a notebook cell, a lambda or inside a function)."
+        f"pooled reward {address[1] or function!r} cannot be sent to another process. Define it at the top level of a module "
+        "(not in a notebook cell, a lambda or inside a function)."
     )
 
 
-def _find(sent: Any) -> Callable:
-    """Undo `_sendable`."""
-    if not isinstance(sent, tuple):
-        return sent
-    found: Any = importlib.import_module(sent[0])
-    for part in sent[1].split("."):
+def _find(address: tuple[str, str]) -> Callable:
+    """The function at an address."""
+    found: Any = importlib.import_module(address[0])
+    for part in address[1].split("."):
         found = getattr(found, part)
     return found.function if isinstance(found, PooledReward) else found
 
 
-def _rebuild(sent: Any, timeout: float, workers: int, settings: dict[str, Any]) -> PooledReward:
-    return PooledReward(_find(sent), timeout, workers, **settings)
+def _rebuild(address: tuple[str, str], timeout: float, workers: int, settings: dict[str, Any]) -> PooledReward:
+    return PooledReward(_find(address), timeout, workers, **settings)
 
 
-def _per_row(value: Any, n: int) -> bool:
-    return isinstance(value, list | tuple) and len(value) == n
-
-
-# In a pool's process: the function that it runs.
+# In a worker process: the function that it runs.
 _functions: list[Callable] = []
 
 
-def _start(sent: Any, memory_mb: int | None) -> None:
-    """In each process, before its first row's clock runs."""
-    _functions.append(_find(sent))
+def _start(address: tuple[str, str], memory_mb: int | None) -> None:
+    """In each process, before the clock of its first row runs."""
+    _functions.append(_find(address))
     if memory_mb is not None:
         import resource
 
@@ -242,8 +278,6 @@ def _answer(row: dict[str, Any]) -> dict[str, Any]:
         row = {p.name: row[p.name] for p in parameters if p.name in row}
     try:
         result = function(**row)
-    except TimeoutError as error:  # Its own, which is not that of the pool.
+    except TimeoutError as error:  # Raised by the function itself: not the time limit of the pool.
         raise RewardError(f"TimeoutError: {error}") from error
-    if hasattr(result, "tolist"):
-        result = result.tolist()
-    return {"result": result, "extra": extra, "metrics": metrics}
+    return {"result": result.tolist() if hasattr(result, "tolist") else result, "extra": extra, "metrics": metrics}

@@ -1,15 +1,15 @@
-"""JSON posted to a judge or a sandbox service, again while the server is busy or starting."""
+"""JSON posted to a judge or a sandbox service, with retries while the server is busy or starting."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-import random
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import httpx2
+import tenacity
 
 from posttrain.errors import RewardError
 
@@ -61,22 +61,31 @@ def post_json(
     Raises:
         RewardError: The server is down or refuses; names the URL and the number of attempts.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    started = monotonic()
-    for attempt in range(retries + 1):
-        try:
-            return _post(url, body, headers, who, timeout)
-        except _Busy as busy:
-            if attempt == retries:
-                raise RewardError(
-                    f"the {who} at {url} did not answer in {attempt + 1} attempts over "
-                    f"{monotonic() - started:.1f} s (timeout {timeout:g} s): {busy}. Is the server running and "
-                    "reachable? Fix: start it, check its URL, or raise timeout and retries."
-                ) from busy
-            delay = busy.after if busy.after is not None else backoff * 2**attempt * random.uniform(0.5, 1.0)
-            logger.info("%s at %s: %s; next attempt in %.1f s", who, url, busy, delay)
-            sleep(min(delay, LONGEST_WAIT))
-    raise AssertionError("unreachable")
+    growing = tenacity.wait_exponential(backoff / 2, max=LONGEST_WAIT / 2)
+
+    def pause(state: tenacity.RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, _Busy) and error.after is not None:
+            return min(error.after, LONGEST_WAIT)
+        half = growing(state)
+        return half + tenacity.wait_random(0, half)(state)
+
+    attempts = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(_Busy),
+        stop=tenacity.stop_after_attempt(retries + 1),
+        wait=pause,
+        sleep=sleep,
+        before_sleep=tenacity.before_sleep_log(logger, logging.INFO),
+    )
+    try:
+        return attempts(_post, url, body, {"Authorization": f"Bearer {api_key}"} if api_key else {}, who, timeout)
+    except tenacity.RetryError as error:
+        attempt = error.last_attempt
+        raise RewardError(
+            f"the {who} at {url} did not answer in {attempt.attempt_number} attempts (timeout {timeout:g} s each): "
+            f"{attempt.exception()}. Is the server running and reachable? Fix: start it, check its URL, or raise timeout and "
+            "retries."
+        ) from attempt.exception()
 
 
 def _post(url: str, body: dict[str, Any], headers: dict[str, str], who: str, timeout: float) -> httpx2.Response:
@@ -90,14 +99,8 @@ def _post(url: str, body: dict[str, Any], headers: dict[str, str], who: str, tim
         return response
     what = f"HTTP {response.status_code} {response.reason_phrase}: {response.text.strip()[:200]}"
     if response.status_code in RETRIED:
-        raise _Busy(what, _seconds(response.headers.get("Retry-After")))
+        after = response.headers.get("Retry-After", "")
+        # A date instead of seconds is not read.
+        raise _Busy(what, float(after) if after.replace(".", "", 1).isdigit() else None)
     fix = "check the API key" if response.status_code in (401, 403) else "check the URL and the model's name"
     raise RewardError(f"the {who} at {url} refused the request: {what}. Fix: {fix}.")
-
-
-def _seconds(header: str | None) -> float | None:
-    """The pause in a ``Retry-After`` header; None for a date."""
-    try:
-        return max(0.0, float(header)) if header is not None else None
-    except ValueError:
-        return None

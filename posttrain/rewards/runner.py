@@ -1,4 +1,4 @@
-"""The calling contract of reward functions: what they get, what they must return, and what happens when they do not."""
+"""The calling contract of reward functions: their arguments, their results, and the error of each broken rule."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from posttrain.rewards.call import (
     RESERVED,
     RewardCall,
     awaited,
-    close,
     environment_rewards,
     head,
     is_concurrent,
-    itself,
     parallel,
     run_all,
     scores_tensor,
@@ -197,13 +195,13 @@ class RewardRunner:
         self.described = describe_weights(self.names, self.functions, self.weights.tolist(), specs)
         self._tables = self._calls = self._reports = 0
         self._mostly_unscored = 0
-        self._said: dict[str, int] = {}
+        self._warnings: dict[str, int] = {}
 
     def start(self, device: torch.device | str) -> None:
-        """Place reward models on the trainer's device and show what they say of three texts, and all weights.
+        """Place reward models on the trainer's device, log their scores of four texts, and all weights.
 
         Raises:
-            RewardError: A reward model gives three different texts one score.
+            RewardError: A reward model gives four different texts one score.
         """
         for function in self.functions:
             if hasattr(function, "probe"):
@@ -269,13 +267,13 @@ class RewardRunner:
         return list(range(min(TWICE, count)))
 
     def _score_again(self, call: RewardCall, values: list[list[float]]) -> None:
+        """Score a few rows a second time and warn of functions that give another reward."""
         rows = self.rows_again(len(call.prompts))
 
-        def some(column: list[Any]) -> list[Any]:
-            return [column[i] for i in rows]
+        def some(column: Any) -> Any:
+            return [column[i] for i in rows] if isinstance(column, list) else column
 
-        columns = {name: some(column) for name, column in call.columns.items()}
-        always = {k: some(v) if isinstance(v, list) else v for k, v in call.always.items()}
+        columns, always = ({k: some(v) for k, v in given.items()} for given in (call.columns, call.always))
         again = RewardCall(some(call.prompts), some(call.completions), some(call.completion_ids), columns, always)
         try:
             results, _ = self._run(again)
@@ -284,7 +282,8 @@ class RewardRunner:
             logger.warning("the rewards of the first %d rows could not be computed a second time: %s", TWICE, error)
             return
         for name, before, after in zip(self.names, values, second, strict=True):
-            pairs = [(a, b) for a, b in zip(some(before), after, strict=True) if a != b and not (a != a and b != b)]
+            # NaN (not scored) differs from itself; its text does not.
+            pairs = [(a, b) for a, b in zip(some(before), after, strict=True) if str(a) != str(b)]
             if pairs:
                 logger.warning(
                     "%s gave %g and then %g for the same completion (%d of %d rows differ): it is random, depends on time "
@@ -293,33 +292,31 @@ class RewardRunner:
                 )  # fmt: skip
 
     def _run(self, call: RewardCall) -> tuple[list[Any], dict[str, float]]:
-        """Results of all functions in their order, and what each took."""
-        results: list[Any] = [None] * len(self.functions)
+        """Results of all functions in their order, and the seconds of each."""
+        results: dict[str, Any] = {}
         seconds: dict[str, float] = {}
-        later: dict[int, Callable[[], Awaitable]] = {}
+        later: dict[str, Callable[[], Awaitable]] = {}
         try:
-            for k, function in enumerate(self.functions):
-                name = self.names[k]
+            for name, function in zip(self.names, self.functions, strict=True):
                 if is_concurrent(function):
-                    later[k] = functools.partial(awaited, call, name, function)
+                    later[name] = functools.partial(awaited, call, name, function)
                     continue
                 started = time.perf_counter()
-                results[k] = call.run(name, function, self.timeout)
+                results[name] = call.run(name, function, self.timeout)
                 seconds[name] = time.perf_counter() - started
-                if inspect.isawaitable(results[k]):
-                    later[k] = functools.partial(itself, results[k])
+                if inspect.isawaitable(results[name]):
+                    later[name] = lambda awaitable=results[name]: awaitable
         except BaseException:
-            close([result for result in results if inspect.iscoroutine(result)])
+            for result in filter(inspect.iscoroutine, results.values()):
+                result.close()  # Or Python warns that it was never awaited.
             raise
-        if later:
-            for k, (outcome, spent) in zip(later, run_all(list(later.values()), self.timeout), strict=True):
-                if isinstance(outcome, RewardError | MissingDependencyError):
-                    raise outcome
-                if isinstance(outcome, BaseException):
-                    raise call.failure(self.names[k], outcome, self.timeout) from outcome
-                results[k] = outcome
-                seconds[self.names[k]] = seconds.get(self.names[k], 0.0) + spent
-        return results, seconds
+        for name, (outcome, spent) in (run_all(later, self.timeout) if later else {}).items():
+            if isinstance(outcome, RewardError | MissingDependencyError):
+                raise outcome
+            if isinstance(outcome, BaseException):
+                raise call.failure(name, outcome, self.timeout) from outcome
+            results[name], seconds[name] = outcome, seconds.get(name, 0.0) + spent
+        return [results[name] for name in self.names], seconds
 
     def finish(
         self,
@@ -362,35 +359,30 @@ class RewardRunner:
         prompts: Sequence[Any] = (),
         columns: Mapping[str, Any] | None = None,
     ) -> None:
-        """Tell of rows that nobody scored, and refuse to go on with nothing but those; wherever rewards were computed.
+        """Warn of rows that no function scored, and refuse to go on with nothing but those; wherever rewards were computed.
 
         Args:
             table: Gets ``groups/unscorable`` where there are such rows.
-            groups: ``(n,)`` which group a row belongs to.
-            prompts: As for `finish`.
-            columns: As for `finish`.
+            groups: ``(n,)`` group number of each row.
+            prompts: For the warning; may be this process's only.
+            columns: For the warning and the error; may be this process's only.
 
         Raises:
             RewardError: As for `finish`.
         """
-        unscored = table.values.isnan().all(-1)
-        names = sorted(columns or {})
+        unscored = table.values.isnan().all(-1)  # (n,)
         if unscored.any():
             rows = unscored.nonzero().flatten().tolist()
-            table.metrics["groups/unscorable"] = mean(
-                float(len(rows))
-            )  # The same on every process: a sum would multiply it.
+            # A mean, as every process has the same number: a sum would multiply it.
+            table.metrics["groups/unscorable"] = mean(float(len(rows)))
             row = {name: values[rows[0]] for name, values in (columns or {}).items() if rows[0] < len(values)}
-            shown = head(prompts[rows[0]]) if rows[0] < len(prompts) else "(on another process)"
             self._warn(
                 "none",
                 "All reward functions returned None for row %d (and %d more). Prompt: %s. Its columns: %s",
-                rows[0],
-                len(rows) - 1,
-                shown,
+                rows[0], len(rows) - 1, head(prompts[rows[0]]) if rows[0] < len(prompts) else "(on another process)",
                 head(row, 300),
-            )
-        self._judge(unscored, names)
+            )  # fmt: skip
+        self._refuse_unscored(unscored, sorted(columns or {}))
         self._warn_partial(table, groups, unscored)
 
     def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
@@ -399,7 +391,7 @@ class RewardRunner:
         return torch.stack([raw if transform is None else transform(raw, groups) for raw, transform in columns], 1)
 
     def _report_shares(self, table: RewardTable, training: bool) -> None:
-        """How much of what is learned from each function decides."""
+        """Log each function's share of the rewards' variance."""
         shares = variance_shares(table.values, table.weights).tolist()
         for name, share in zip(table.names, shares, strict=True):
             table.metrics[f"rewards/{name}/variance_share"] = mean(share)
@@ -408,47 +400,37 @@ class RewardRunner:
             shown = describe_shares(table.names, table.values, table.weights)
             logger.info("share of the rewards' variance at generation %d: %s", self._reports, shown)
 
-    def _judge(self, unscored: Tensor, columns: list[str]) -> None:
+    def _refuse_unscored(self, unscored: Tensor, columns: list[str]) -> None:
         share = float(unscored.float().mean()) if unscored.numel() else 0.0
         self._mostly_unscored = self._mostly_unscored + 1 if share > MANY else 0
         self._tables += 1
-        all_of_first = self._tables == 1 and share == 1.0
-        if not all_of_first and self._mostly_unscored < PATIENCE:
+        if self._tables == 1 and share == 1.0:
+            which = "every row of the first batch"
+        elif self._mostly_unscored >= PATIENCE:
+            which = f"{share:.0%} of the rows, in {PATIENCE} batches in a row"
+        else:
             return
-        what = (
-            "every row of the first batch"
-            if all_of_first
-            else f"{share:.0%} of the rows, in {PATIENCE} batches in a row"
-        )
         raise RewardError(
-            f"no usable reward: all reward functions ({', '.join(self.names)}) returned None for {what}. Nothing can "
+            f"no usable reward: all reward functions ({', '.join(self.names)}) returned None for {which}. Nothing can "
             f"be learned from that. They got the columns {columns}; usually a value they look for never occurs in one "
             "(a task called 'code' in the data and 'coding' in the function, a reference answer that does not parse)."
         )
 
     def _warn_partial(self, table: RewardTable, groups: Tensor, unscored: Tensor) -> None:
         """Totals inside a group are not comparable when a function scored only some of its rows."""
-        if not len(groups):
-            return
-        _, number = groups.unique(return_inverse=True)
-        count = int(number.max()) + 1
-        rows = torch.zeros(count).index_add_(0, number, (~unscored).float())
-        for k, name in enumerate(table.names):
-            scored = (~table.values[:, k].isnan()).float()
-            have = torch.zeros(count).index_add_(0, number, scored)
-            partial = int(((have > 0) & (have < rows)).sum())
-            if partial:
+        for name, column in zip(table.names, table.values.unbind(1), strict=True):
+            have, lack = (set(groups[rows].tolist()) for rows in (~column.isnan(), column.isnan() & ~unscored))
+            if have & lack:
                 self._warn(
                     f"partial {name}",
                     "%s returned None for some completions of a prompt and a number for others, in %d groups: their "
                     "totals are not comparable. Return 0.0 instead of None, or None for the whole group.",
-                    name,
-                    partial,
-                )
+                    name, len(have & lack),
+                )  # fmt: skip
 
     def _warn(self, key: str, message: str, *values: Any) -> None:
-        """The first time, and then every hundredth."""
-        count = self._said[key] = self._said.get(key, 0) + 1
+        """Log the first warning of this key, and then every hundredth."""
+        count = self._warnings[key] = self._warnings.get(key, 0) + 1
         if count % 100 == 1:
             logger.warning(message, *values)
 
@@ -507,7 +489,7 @@ class PairRewards(RewardRunner):
 
 
 def _neighbours(prompts: Sequence[Any]) -> list[int]:
-    """Rows in a row with one prompt are a group."""
+    """Group numbers: consecutive rows with the same prompt are a group."""
     numbers: list[int] = []
     for i, prompt in enumerate(prompts):
         numbers.append(numbers[-1] + _differ(prompt, prompts[i - 1]) if i else 0)

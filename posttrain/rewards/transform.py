@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.rewards.call import OURS
 
 __all__ = [
     "TRANSFORMS",
@@ -183,16 +184,7 @@ def _zscore(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 REPORTED = (1, 10, 100)  # Generations after which the shares are shown.
-OURS = (
-    "completion_ids",
-    "completions",
-    "environments",
-    "log_extra",
-    "log_metric",
-    "prompt_suffixes",
-    "prompts",
-    "trainer_state",
-)
+GIVEN = ("prompts", "completions", "completion_ids", *OURS)  # Arguments that are no dataset columns.
 OPPOSED = -0.5  # Correlation below which two rewards take back from each other what they give.
 
 
@@ -267,12 +259,12 @@ def describe_weights(
 
 
 def _columns(function: Callable) -> str:
-    """Dataset columns that a function names; "any" where it takes whatever comes."""
+    """Dataset columns that a function names; "any" where it takes all of them."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return "any"
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in OURS]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in GIVEN]
     if any(p.kind is p.VAR_KEYWORD for p in parameters) and not named:
         return "any"
     return ", ".join(named) or "no column"

@@ -4,36 +4,273 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers.trainer_callback import ExportableState
 
 from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers, size
-from posttrain.checks.training import check_special_tokens
 from posttrain.data.chat import turn_end
 from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm
-from posttrain.report import checkpoints
 from posttrain.training.checks import Checks
 from posttrain.types import Finding
 
 __all__ = [
+    "MARKER",
     "STATE_FILE",
     "Checkpointer",
+    "GracefulInterrupt",
     "MachineChecks",
+    "check_special_tokens",
     "checkpoint_bytes",
+    "complete_checkpoints",
+    "damage",
     "export_callbacks",
+    "last_complete_checkpoint",
+    "leftovers",
+    "mark",
+    "marker",
+    "publish",
+    "resolve_resume",
+    "rotate",
     "special_token_findings",
+    "staging",
+    "strangers",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+MARKER = "COMPLETE"
+BEGUN = f"{MARKER}.part"  # In its place until the checkpoint is whole: names the run, which may be killed before that.
+MISSING = "is missing"
+NAMED = re.compile(r"checkpoint-(\d+)")
+LEFT = re.compile(r"checkpoint-\d+\.tmp-.+")
+
+
+def staging(folder: Path, step: int, run: str) -> Path:
+    """Where the checkpoint of a step is written until it is whole; no program takes it for a checkpoint."""
+    return folder / f"checkpoint-{step}.tmp-{run}"
+
+
+def publish(part: Path, final: Path, run: str) -> None:
+    """Flush ``part`` to the disk and give it its name; what stood there is replaced if it is ours, else kept aside.
+
+    Args:
+        part: A written checkpoint, see `staging`.
+        final: ``checkpoint-<step>``.
+        run: Id of this run.
+    """
+    (part / BEGUN).write_text(json.dumps({"run": run}), encoding="utf-8")
+    _flush_tree(part)
+    old = None
+    if final.exists():
+        owner = _owner(final) or "unknown"
+        old = final.with_name(f"{final.name}.tmp-{run}.old" if owner == run else f"{final.name}.of-{owner}")
+        if owner != run:
+            old = _free_name(old)
+            logger.warning("%s is of another run: it was moved to %s.", final, old.name)
+        os.rename(final, old)
+    os.rename(part, final)
+    _flush_folder(final.parent)
+    if old is not None and ".tmp-" in old.name:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def mark(checkpoint: Path, run: str) -> None:
+    """Say that a checkpoint is whole: a file with its run, its time, and the size of every other file."""
+    _flush_tree(checkpoint)
+    step = NAMED.fullmatch(checkpoint.name)
+    sizes = {str(p.relative_to(checkpoint)): p.stat().st_size for p in sorted(checkpoint.rglob("*")) if p.is_file()}
+    for name in (MARKER, BEGUN):
+        sizes.pop(name, None)
+    content = {"run": run, "step": int(step[1]) if step else None, "time": round(time.time(), 3), "files": sizes}
+    part = checkpoint / BEGUN
+    with part.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, checkpoint / MARKER)
+    _flush_folder(checkpoint)
+
+
+def _owner(checkpoint: Path) -> str | None:
+    """The run that wrote a checkpoint, whole or not; None for one of another program."""
+    return (marker(checkpoint) or marker(checkpoint, BEGUN) or {}).get("run")
+
+
+def marker(checkpoint: Path, name: str = MARKER) -> dict[str, Any] | None:
+    """What `mark` wrote; None for a checkpoint without it."""
+    try:
+        content = json.loads((checkpoint / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and "run" in content else None
+
+
+def complete_checkpoints(folder: str | Path) -> list[Path]:
+    """Marked checkpoints of a folder, the one written last at the end: steps of a later run come after those of an earlier."""
+    found = []
+    for path in Path(folder).glob("checkpoint-*"):
+        content = marker(path) if NAMED.fullmatch(path.name) else None
+        if content is not None:
+            found.append((float(content.get("time", 0.0)), int(path.name.rpartition("-")[2]), path))
+    return [path for *_, path in sorted(found)]
+
+
+def last_complete_checkpoint(folder: str | Path) -> Path | None:
+    """The whole checkpoint that was written last; None where there is none."""
+    found = complete_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def damage(checkpoint: Path) -> str:
+    """What is missing or cut in a marked checkpoint, in words; empty when all files have the size they were written with."""
+    for name, written in ((marker(checkpoint) or {}).get("files") or {}).items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} {MISSING}"
+        if path.stat().st_size != written:
+            return f"{name} has {path.stat().st_size} of {written} bytes"
+    return ""
+
+
+def resolve_resume(resume: Any, folder: str | Path) -> str | None:
+    """The checkpoint that ``resume_from_checkpoint`` means: a path as it is, True the last whole one of the folder.
+
+    Raises:
+        CheckpointError: There is none, only unmarked ones, or the named one lost something since it was written.
+    """
+    if resume is None or resume is False:
+        return None
+    if resume is True:
+        return str(_last(Path(folder)))
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"resume_from_checkpoint={str(resume)!r} is not a folder. {_offer(path.parent)}")
+    broken = damage(path)
+    if broken and not broken.endswith(MISSING):
+        raise CheckpointError(
+            f"the checkpoint {str(path)!r} is not whole: {broken}. {_offer(path.parent, path)} If the file was changed on "
+            f"purpose, remove {MARKER} there."
+        )
+    if broken:  # Left out on purpose, perhaps, as an optimiser's state is to save space; what needs it will say so.
+        logger.warning("%s: %s since it was written.", path, broken)
+    if marker(path) is None:
+        logger.warning(
+            "%s has no file %s: it was written by another program, or its writing was interrupted. It is used because it was "
+            "named.", path, MARKER,
+        )  # fmt: skip
+    return str(resume)
+
+
+def _last(folder: Path) -> Path:
+    for path in reversed(complete_checkpoints(folder)):
+        broken = damage(path)
+        if not broken:
+            return path
+        logger.warning("%s is passed over: %s.", path, broken)
+    unmarked = sorted((p for p in folder.glob("checkpoint-*") if NAMED.fullmatch(p.name)), key=lambda p: p.name)
+    hint = (
+        f"{len(unmarked)} without the file {MARKER} are there ({', '.join(p.name for p in unmarked[:5])}): their writing was "
+        f"interrupted, or another program wrote them. Name one to use it: resume_from_checkpoint={str(unmarked[-1])!r}."
+        if unmarked
+        else "Start without resume_from_checkpoint, or name the folder of the run."
+    )
+    raise CheckpointError(f"there is no complete checkpoint in {str(folder)!r}. {hint}")
+
+
+def _offer(folder: Path, but: Path | None = None) -> str:
+    whole = [path for path in complete_checkpoints(folder) if path != but and not damage(path)]
+    return (
+        f"Complete there: {', '.join(p.name for p in whole)}." if whole else f"No complete one is in {str(folder)!r}."
+    )
+
+
+def strangers(folder: str | Path, run: str) -> list[Path]:
+    """Checkpoints of a folder that this run did not write, in the order of their steps."""
+    return [path for path in _named(Path(folder)) if _owner(path) != run]
+
+
+def _named(folder: Path) -> list[Path]:
+    """All checkpoints of a folder, marked or not, in the order of their steps."""
+    found = [p for p in folder.glob("checkpoint-*") if NAMED.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+
+
+def leftovers(folder: str | Path) -> list[Path]:
+    """Half-written or half-removed checkpoints, of runs that were killed."""
+    return sorted(path for path in Path(folder).glob("checkpoint-*") if LEFT.fullmatch(path.name))
+
+
+def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -> list[Path]:
+    """Remove the oldest whole checkpoints of this run beyond ``limit``; those of others are never touched.
+
+    Those that this run was killed in before they were marked go too: a whole one was written since.
+
+    Args:
+        folder: Where they lie.
+        run: Id of this run.
+        limit: How many may stay; None or 0: all.
+        keep: The best one, which stays.
+
+    Returns:
+        What was removed.
+    """
+    if not limit or limit < 0:
+        return []
+    mine = [path for path in complete_checkpoints(folder) if (marker(path) or {}).get("run") == run]
+    best = Path(keep).name if keep else None
+    room = max(limit, 2 if best and mine and mine[-1].name != best else 1)
+    removable = [path for path in mine[:-1] if path.name != best]
+    gone = removable[: max(0, len(mine) - room)]
+    gone += [p for p in _named(folder) if mine and marker(p) is None and _owner(p) == run and p.name != best]
+    for path in gone:  # Its name goes first: a process killed meanwhile leaves no torn checkpoint that looks whole.
+        old = path.with_name(f"{path.name}.tmp-{run}.old")
+        os.rename(path, old)
+        shutil.rmtree(old, ignore_errors=True)
+    return gone
+
+
+def _free_name(path: Path) -> Path:
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
+
+
+def _flush_tree(folder: Path) -> None:
+    """Wait until every file below ``folder``, and its name, is on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
+        _flush_folder(path)
+
+
+def _flush_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # Not every system lets a folder be opened.
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
 
 STATE_FILE = "posttrain_state.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the size a file may have is used up.
@@ -69,9 +306,9 @@ class Checkpointer:
     def resolve(self, resume_from_checkpoint: Any) -> str | None:
         """The checkpoint to resume from, the same on all ranks; a resumed run goes on under the name of its first part."""
         resume = parallel.run_and_share(
-            lambda: checkpoints.resolve_resume(resume_from_checkpoint, self.args.output_dir), self.accelerator
+            lambda: resolve_resume(resume_from_checkpoint, self.args.output_dir), self.accelerator
         )
-        own = (checkpoints.marker(Path(resume)) or {}).get("run") if resume else None
+        own = (marker(Path(resume)) or {}).get("run") if resume else None
         self._run = parallel.all_gather_objects([own or self.lock.run], self.accelerator)[0]
         self.lock.run = self._run
         return resume
@@ -86,7 +323,7 @@ class Checkpointer:
         """
         self.complete(state)
         final = folder / f"checkpoint-{state.global_step}"
-        part = checkpoints.staging(folder, state.global_step, self.run)
+        part = staging(folder, state.global_step, self.run)
         if best := state.best_global_step:
             path = folder / f"checkpoint-{best}"
             if path == final or path.is_dir():
@@ -105,7 +342,7 @@ class Checkpointer:
     def _publish(self, part: Path, final: Path, state: Any) -> None:
         if self.args.should_save:
             with self._whole_or_nothing(part, state):
-                checkpoints.publish(part, final, self.run)
+                publish(part, final, self.run)
 
     def complete(self, state: Any) -> None:
         """Mark the checkpoint that was written last, callbacks included, then remove those it makes superfluous."""
@@ -119,8 +356,8 @@ class Checkpointer:
         if not self.args.should_save:
             return
         with self._whole_or_nothing(final, state, remove=False):
-            checkpoints.mark(final, self.run)
-            checkpoints.rotate(final.parent, self.run, self.args.save_total_limit, state.best_model_checkpoint)
+            mark(final, self.run)
+            rotate(final.parent, self.run, self.args.save_total_limit, state.best_model_checkpoint)
 
     @contextlib.contextmanager
     def _whole_or_nothing(self, part: Path, state: Any, *, remove: bool = True) -> Iterator[None]:
@@ -136,7 +373,7 @@ class Checkpointer:
             text = str(error)
             if cause is None and not any(os.strerror(code) in text for code in FULL):
                 raise
-            whole = checkpoints.last_complete_checkpoint(part.parent)
+            whole = last_complete_checkpoint(part.parent)
             raise CheckpointError(
                 f"the checkpoint of step {state.global_step} could not be written into {str(part.parent)!r}: {text} "
                 f"({size(free_disk(part.parent))} are free, a checkpoint needs about {size(self.size())}). Nothing "
@@ -176,6 +413,50 @@ def special_token_findings(model: Any, tokenizer: Any) -> list[Finding]:
     )
 
 
+def check_special_tokens(
+    *,
+    pad: int | None,
+    eos: int | None,
+    generation_pad: int | None = None,
+    generation_eos: int | Collection[int] | None = None,
+    turn_end: int | None = None,
+) -> list[Finding]:
+    """Pad, eos and what the generation config says of them: a model must stop where training ended, and only there.
+
+    Args:
+        pad: Of the tokenizer.
+        eos: Of the tokenizer.
+        generation_pad: Of the model's generation config.
+        generation_eos: Likewise: one id, several, or None.
+        turn_end: The token that the chat template ends a turn with.
+    """
+    stops = {generation_eos} if isinstance(generation_eos, int) else set(generation_eos or ())
+    found = []
+    if generation_pad is not None and generation_pad in stops:
+        what = f"the generation config pads with token {generation_pad}, which is also one that ends a text ({sorted(stops)})."
+        why = (
+            "programs that tell padding by its id take the end of a text for padding: they cut it off, or never see it and "
+            "generate on. Training here is not affected: masks are positional."
+        )
+        fix = "set tokenizer.pad_token to a token that nothing else uses before the model is saved."
+        found.append(Finding("PT-K101", "warning", what, "generation_config", why, fix))
+    if pad is None:
+        why = "batches of different lengths cannot be made by programs that load this model."
+        fix = "set tokenizer.pad_token to a token that nothing else uses."
+        found.append(Finding("PT-K102", "warning", "the tokenizer has no pad token.", "the tokenizer", why, fix))
+    ends = {name: token for name, token in (("eos", eos), ("end of turn", turn_end)) if token is not None}
+    missing = {name: token for name, token in ends.items() if stops and token not in stops}
+    if missing:
+        named = ", ".join(f"{name} {token}" for name, token in missing.items())
+        what = f"training ends texts with {named}, and the generation config stops at {sorted(stops)} only."
+        why = (
+            "the model learns to end with a token at which generation does not stop, so it runs on to the length limit."
+        )
+        fix = f"set model.generation_config.eos_token_id = {sorted(stops | set(missing.values()))}."
+        found.append(Finding("PT-K103", "warning", what, "generation_config.eos_token_id", why, fix))
+    return found
+
+
 class MachineChecks:
     """Disk, memory and foreign checkpoints, checked before a run begins.
 
@@ -200,8 +481,8 @@ class MachineChecks:
         """Take the run's folder and report what is found; the main process alone. The folder is free again on an error."""
         checkpointer.lock.acquire()
         try:
-            with checks.preflight.looking("config", self.codes):
-                checks.tell(self.findings(checkpointer.run, resumed=resumed))
+            with checks.preflight.record_check("config", self.codes):
+                checks.report(self.findings(checkpointer.run, resumed=resumed))
         except Exception:
             checkpointer.lock.release()
             raise
@@ -214,9 +495,9 @@ class MachineChecks:
             resumed: Whether it goes on from a checkpoint.
         """
         folder = Path(self.args.output_dir).expanduser()
-        others = checkpoints.strangers(folder, run)
+        others = strangers(folder, run)
         # The folder is ours, so nobody writes them any more.
-        for path in checkpoints.leftovers(folder):
+        for path in leftovers(folder):
             logger.warning("%s was left half-written by a run that was killed; it is removed.", path)
             shutil.rmtree(path, ignore_errors=True)
         yield check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
@@ -251,3 +532,57 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+# Ctrl-C; what Slurm, Kubernetes and launchers send before they kill.
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class GracefulInterrupt(transformers.TrainerCallback):
+    """While training runs, the first SIGINT or SIGTERM asks it to stop after the current step; the second stops it at once.
+
+    Attributes:
+        requested: Whether the run was asked to stop; with several ranks, whether any of them was.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._accelerator: Any = None
+        self._process = 0
+        self._previous: dict[int, Any] = {}
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:  # A fork, of a reward function say, whom somebody terminates.
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        logger.warning(
+            "%s: finishing this step, then saving a checkpoint. Press Ctrl-C again, or send it again, to stop at once.",
+            signal.Signals(number).name,
+        )
+
+    def install(self, accelerator: Any) -> None:
+        """Take over the signals; only the main thread can."""
+        self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+
+    def restore(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Ask the loop to log, save and stop; all ranks after the same step, whichever of them was told."""
+        stop = self.requested  # Read once: a signal that comes meanwhile is for the next step.
+        if self._accelerator is not None:
+            stop = parallel.all_reduce_sum([float(stop)], self._accelerator)[0] > 0
+        if stop:
+            self.requested = True
+            control.should_log = control.should_save = control.should_training_stop = True
+        return control

@@ -5,220 +5,56 @@ The main process looks and all ranks hear the same, so that an error ends all of
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import logging
+import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pyarrow
-import pyarrow.compute
 import torch
 import transformers
 from accelerate import PartialState
 from torch import nn
 
-from posttrain.checks import training as checks
-from posttrain.checks.pairs import PAIR_TEXT_CODES, PairScan, scan_pairs, score_columns
-from posttrain.checks.registry import Context, Moment, Preflight, codes_of, describe
-from posttrain.checks.samples import (
-    ROW_CODES,
-    WHOLE,
-    answers_of,
-    bad_rows,
-    columns_of,
-    doubt,
-    doubtful_rows,
-    fault,
-    too_many,
-)
+from posttrain.checks import machine
+from posttrain.checks.registry import Context, Moment, Preflight, codes_of, describe, load
 from posttrain.data.forest import Layout
-from posttrain.data.formats import get_dataset_column_names
 from posttrain.data.templates import PROBLEMS
 from posttrain.errors import PosttrainError, PreflightError
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.report.lock import NAME as LOCK
 from posttrain.report.record import describe_run
-from posttrain.rollouts.episodes.environments import EMPTY_PROMPT
-from posttrain.training.data_report import describe_batches, refuse_data, template_findings
-from posttrain.types import Batch, Finding, Row
+from posttrain.training.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
+from posttrain.types import Batch, Finding
 
 __all__ = [
     "Checks",
-    "is_open",
+    "check_first_gradients",
+    "check_idle_memory",
+    "check_padding",
+    "check_positions",
+    "check_reward_models",
+    "check_token_rows",
+    "check_tokens",
+    "check_trained_tokens",
+    "embedding_rows",
     "log_codes",
     "model_config_of",
-    "note_suspects",
-    "row_codes",
-    "usable_rows",
 ]
 
 logger = logging.getLogger(__name__)
 
-
-DEEP, STREAMED = 1000, 256  # Rows that are read whole; of the others, Arrow counts what is missing or empty.
-BATCH = 20_000
-PAIRS = 100_000  # Pairs that are compared with each other.
-EXCERPT = 200
-SUSPECTS = "suspect_pairs.jsonl"
-
-
-def row_codes(dataset: Any) -> tuple[str, ...]:
-    """What `usable_rows` looks for in this set."""
-    pairs = not isinstance(dataset, datasets.IterableDataset) and _is_pairs(get_dataset_column_names(dataset))
-    return (*ROW_CODES, *(PAIR_TEXT_CODES if pairs else ()))
-
-
-def usable_rows(dataset: Any, args: Any, *, main: bool, filled: bool = False) -> tuple[Any, list[Finding]]:
-    """The rows that can be trained, and what is wrong with the others.
-
-    Args:
-        dataset: As it was given.
-        args: ``bad_rows``, ``bad_rows_max``, ``preflight``, ``output_dir``.
-        main: Whether this process writes files.
-        filled: Whether an environment fills empty prompts.
-
-    Returns:
-        The set, without bad rows if ``bad_rows="drop"``; and findings, the same on every rank.
-    """
-    drop = args.bad_rows == "drop"
-    if args.preflight == "off" and not drop:
-        return dataset, []
-    columns = columns_of(get_dataset_column_names(dataset), prompts_only=hasattr(args, "max_completion_length"))
-    if not columns:
-        return dataset, []
-    if isinstance(dataset, datasets.IterableDataset):
-        if drop:
-            return dataset.filter(functools.partial(_is_good, columns=columns, filled=filled)), []
-        faults, doubts = _read(islice(dataset, STREAMED), columns, filled)
-        looked = STREAMED if faults or doubts else 0
-        return dataset, _found(faults, doubts, looked)
-    faults, doubts = _read(_plain_rows(dataset, columns, len(dataset) if drop else DEEP), columns, filled)
-    scan = _pairs(dataset, columns)
-    pairs = scan.findings() if _is_pairs(columns) else []
-    if not drop:
-        faults = _empty_rows(dataset, columns) | faults
-        _write_suspects(dataset, scan, args.output_dir, main)
-        return dataset, [*_found(faults, doubts, len(dataset)), *pairs]
-    bad = dict.fromkeys(scan.swapped, "a pair that appears both ways round") | doubts | faults
-    _write(args.output_dir, "bad_rows.jsonl", _lines(dataset, bad, columns), main and bool(bad))
-    _write_suspects(dataset, scan, args.output_dir, main)
-    many = too_many(len(bad), len(dataset), most=args.bad_rows_max)
-    told = [*([many] if many else [bad_rows(bad, len(dataset), dropped=True)]), *pairs]
-    kept = dataset.select([index for index in range(len(dataset)) if index not in bad]) if bad else dataset
-    return kept, [finding for finding in told if finding is not None]
-
-
-def _found(faults: dict[int, str], doubts: dict[int, str], total: int) -> list[Finding]:
-    return [f for f in (bad_rows(faults, total), doubtful_rows(doubts, total)) if f is not None]
-
-
-def _is_good(row: Mapping[str, Any], columns: Sequence[str], filled: bool = False) -> bool:
-    return not fault(row, columns) and (not doubt(row, columns) or is_open(row, filled))
-
-
-def is_open(row: Mapping[str, Any], filled: bool) -> bool:
-    """Whether a row's prompt is empty for an environment to fill; ``filled`` says that there is one."""
-    return filled and row.get("prompt") == EMPTY_PROMPT
-
-
-def _read(rows: Any, columns: Sequence[str], filled: bool) -> tuple[dict[int, str], dict[int, str]]:
-    faults: dict[int, str] = {}
-    doubts: dict[int, str] = {}
-    for index, row in enumerate(rows):
-        if wrong := fault(row, columns):
-            faults[index] = wrong
-        elif (odd := doubt(row, columns)) and not is_open(row, filled):
-            doubts[index] = odd
-    return faults, doubts
-
-
-def _plain_rows(dataset: datasets.Dataset, columns: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
-    """Some columns of the first rows, whatever format the dataset was given."""
-    return islice(iter(dataset.select_columns(list(columns)).with_format(None)), count)
-
-
-def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
-    """What Arrow alone can tell of all rows: what is missing, and lists without an item."""
-    found: dict[int, str] = {}
-    pair = _is_pairs(columns)
-    several = len(columns) > 1 and bool(set(columns) & set(WHOLE))  # Forms, of which a row needs one.
-    for name in columns:
-        if name == "prompt" and pair:
-            continue
-        start = 0
-        for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=BATCH):
-            column = table.column(name)
-            if column.null_count and not several:
-                _note(found, pyarrow.compute.is_null(column), start, f"no `{name}`")
-            if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
-                empty = pyarrow.compute.equal(pyarrow.compute.list_value_length(column), 0)
-                _note(found, pyarrow.compute.fill_null(empty, False), start, f"empty `{name}`")
-            start += table.num_rows
-    return found
-
-
-def _note(found: dict[int, str], mask: Any, start: int, reason: str) -> None:
-    for index in pyarrow.compute.indices_nonzero(mask).to_pylist():
-        found.setdefault(start + index, reason)
-
-
-def _is_pairs(columns: Sequence[str]) -> bool:
-    return {"chosen", "rejected"} <= set(columns)
-
-
-def _pairs(dataset: datasets.Dataset, columns: Sequence[str]) -> PairScan:
-    if not _is_pairs(columns):
-        return PairScan()
-    scores = score_columns(dataset.column_names)
-    wanted = [name for name in ("prompt", "chosen", "rejected", *(scores or ())) if name in dataset.column_names]
-    return scan_pairs(_plain_rows(dataset, wanted, PAIRS), scores)
-
-
-def _lines(dataset: datasets.Dataset, reasons: Mapping[int, str], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for index in sorted(reasons):
-        row = dataset[index]
-        shown = {name: answers_of(row[name])[:EXCERPT] for name in columns if name != "label"}
-        yield {"row": index, "reason": reasons[index], **shown}
-
-
-def _write_suspects(dataset: datasets.Dataset, scan: PairScan, folder: str | None, main: bool) -> None:
-    lines = _lines(dataset, scan.suspects, [c for c in ("prompt", "chosen", "rejected") if c in dataset.column_names])
-    _write(folder, SUSPECTS, lines, main and bool(scan.suspects))
-
-
-def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Put pairs into ``suspect_pairs.jsonl``, in place of what stands there for the same reason.
-
-    Args:
-        folder: Of the run.
-        reason: Why they are suspected.
-        rows: Number and texts.
-    """
-    path = Path(folder or ".").expanduser() / SUSPECTS
-    there = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    kept = [line for line in map(json.loads, there) if line["reason"] != reason]
-    _write(folder, SUSPECTS, iter([*kept, *({"reason": reason, **row} for row in rows)]), bool(there or rows))
-
-
-def _write(folder: str | None, name: str, lines: Iterator[dict[str, Any]], wanted: bool) -> None:
-    if not wanted:
-        return
-    path = Path(folder or ".").expanduser() / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+# Every module of checks joins the register here, so that making a trainer imports nothing more.
+load()
 
 
 FILE = "preflight.json"
-SAMPLE, FEW, SECONDS = 256, 16, 2.0  # Rows that are looked at, unless the first few show that they would take longer.
 
 
 class Checks(transformers.TrainerCallback):
@@ -249,7 +85,7 @@ class Checks(transformers.TrainerCallback):
         self.args = args
         self.preflight = Preflight(args.preflight, args.silence_findings)
         self.context = Context(
-            trainer, args, processes=PartialState().num_processes, parts={"beside_the_point": ignored_codes}
+            trainer, args, processes=PartialState().num_processes, parts={"ignored_codes": ignored_codes}
         )
         self.log_codes, self.zero_gradient_is_normal = log_codes, zero_gradient_is_normal
         self.fills_prompts = fills_prompts
@@ -278,12 +114,12 @@ class Checks(transformers.TrainerCallback):
     def config(self, model: Any, train_dataset: Any, eval_dataset: Any, peft_config: Any) -> Any:
         """First moment, before a weight is loaded; returns the training set without the rows that ``bad_rows`` drops."""
         self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
-        self.look("config", train_dataset=train_dataset, eval_dataset=eval_dataset)
+        self.run_probes("config", train_dataset=train_dataset, eval_dataset=eval_dataset)
         state = PartialState()
-        with parallel.failing_together(state), self.preflight.looking("data", row_codes(train_dataset)):
+        with parallel.failing_together(state), self.preflight.record_check("data", row_codes(train_dataset)):
             main = state.is_main_process
             train_dataset, findings = usable_rows(train_dataset, self.args, main=main, filled=self.fills_prompts)
-            self.tell(findings)
+            self.report(findings)
             if self.args.strict_data and any(found.severity != "info" for found in findings):
                 refuse_data([describe(found) for found in findings])
         return train_dataset
@@ -299,34 +135,42 @@ class Checks(transformers.TrainerCallback):
         config: Any = getattr(model, "config", None)
         implementation = str(getattr(config.get_text_config() if config else None, "_attn_implementation", None))
         packed = layout.kind == "tree"
-        with self.preflight.looking("config", ("PT-C001", "PT-C002", "PT-C003", "PT-C004", "PT-C005")):
-            self.tell([
-                checks.check_precision(trainable, learning_rate=self.args.learning_rate, autocast=mixed),
-                checks.check_devices(
+        with self.preflight.record_check("config", ("PT-C001", "PT-C002", "PT-C003", "PT-C004", "PT-C005")):
+            self.report([
+                machine.check_precision(trainable, learning_rate=self.args.learning_rate, autocast=mixed),
+                machine.check_devices(
                     visible=max(self.args.n_gpu, 1),
                     processes=self.context.processes,
                     placed=(getattr(model, "hf_device_map", None) or {}).values(),
                 ),
-                checks.check_dense_masks(implementation, packed=packed, row_tokens=layout.row_tokens),
+                machine.check_dense_masks(implementation, packed=packed, row_tokens=layout.row_tokens),
             ])  # fmt: skip
 
-    def data(self, raw: Any, eval_dataset: Any, rows_of: Callable[[list[Any]], list[Row]], prepared: Any) -> None:
-        """Second moment: the training set is tokenised, and a sample of its rows is looked at.
+    def data(self, head: DatasetHead, eval_dataset: Any) -> None:
+        """Second moment: the training set is tokenised; check the sampled rows and the chat template.
 
         Args:
-            raw: The training set as it was given.
-            eval_dataset: Likewise.
-            rows_of: Makes rows of prepared examples.
-            prepared: The training set as it is trained.
+            head: The sampled rows.
+            eval_dataset: As it was given.
         """
-        active = self.preflight.active
-        rows = self._sampled_rows(rows_of, prepared) if active else []
-        limit = getattr(self.args, "max_length", None)
-        self.look("data", train_dataset=raw, eval_dataset=eval_dataset, rows=rows, limit=limit)
-        if active:
-            with self.preflight.looking("data", tuple(PROBLEMS)):
-                found = template_findings(raw, self.context.tokenizer)
-                self.tell(replace(f, severity="warning" if f.severity == "error" else "info") for f in found)
+        if not self.preflight.active:
+            return
+        sample = None
+        # What is wrong with rows that cannot be made is reported where they are trained, by number.
+        with contextlib.suppress(PosttrainError):
+            sample = head.sample if not head.streams and head.prepared is not None else None
+        rows = sample.rows if sample is not None else ()
+        self.run_probes(
+            "data", train_dataset=head.raw, eval_dataset=eval_dataset, rows=rows, sample=sample, limit=head.limit
+        )
+        known = replace(self.context, rows=rows)
+        with self.preflight.record_check("data", ("PT-B001", "PT-K004", "PT-K005")):
+            self.report_from_main(lambda: [*self._nothing_trained(), *check_tokens(known), *check_reward_models(known)])
+        with self.preflight.record_check("data", tuple(PROBLEMS)):
+            self.report(
+                replace(found, severity="warning" if found.severity == "error" else "info")
+                for found in head.template_findings
+            )
 
     def step(
         self, batches: Sequence[Batch], tokens: float, sequences: float, overlong: float, state: Any
@@ -351,18 +195,21 @@ class Checks(transformers.TrainerCallback):
         ]
         passes, lengths = zip(*widths, self.largest_seen, strict=True)
         self.largest_seen = max(passes), max(lengths)
-        with self.preflight.looking("log_step", ("PT-T003",)):
+        with self.preflight.record_check("log_step", ("PT-T003",)):
             found = parallel.all_gather_objects(self._overlong, PartialState()) if overlong else []
-            self.tell(found[:1])
+            self.report(found[:1])
         if self._steps == 0:
-            self.look("first_batch", batches=batches)
+            self.run_probes("first_batch", batches=batches)
+            ids = [int(batch.input_ids.max()) for batch in batches if batch.input_ids.numel()]
+            with self.preflight.record_check("first_batch", ("PT-K004",)):
+                self.report_from_main(lambda: [f for f in check_tokens(self.context, ids) if f.code == "PT-K004"])
             self.write()
             if self.record is not None and state.global_step == 0:
                 self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
-        self._trained = (*self._trained, tokens)[-checks.EMPTY_STEPS :]
+        self._trained = (*self._trained, tokens)[-EMPTY_STEPS:]
         if not self.zero_gradient_is_normal:
-            with self.preflight.looking("log_step", ("PT-T001",)):
-                self.tell([checks.check_trained_tokens([int(count) for count in self._trained])])
+            with self.preflight.record_check("log_step", ("PT-T001",)):
+                self.report([check_trained_tokens([int(count) for count in self._trained])])
         real = sum(batch.num_tokens for batch in batches)
         computed = sum(batch.input_ids.numel() for batch in batches)
         self.tokens_seen = (self.tokens_seen[0] + real, self.tokens_seen[1] + computed)
@@ -377,8 +224,8 @@ class Checks(transformers.TrainerCallback):
         """Fourth moment: the line is written; look at the log that it ends."""
         if not self.preflight.active:
             return
-        with self.preflight.looking("log_step", self.log_codes):
-            self.tell_from_main(
+        with self.preflight.record_check("log_step", self.log_codes):
+            self.report_from_main(
                 lambda: [
                     *(found for check in self.log_checks for found in check(logs or {})),
                     *self._probed("log_step", history=state.log_history),
@@ -396,7 +243,7 @@ class Checks(transformers.TrainerCallback):
         config = getattr(self.context.model, "config", None)
         text = None if config is None or self._lengths_reported else config.get_text_config()
         rotary = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
-        finding = checks.check_positions(longest, getattr(text, "max_position_embeddings", None), rotary=rotary)
+        finding = check_positions(longest, getattr(text, "max_position_embeddings", None), rotary=rotary)
         self._lengths_reported = self._lengths_reported or finding is not None
         self._overlong = [finding] if finding is not None else []
         return float(len(self._overlong))
@@ -404,14 +251,14 @@ class Checks(transformers.TrainerCallback):
     def _check_economy(self, state: Any) -> None:
         """Once, after a few steps: padding that is computed, and memory that is never used."""
         self._steps += 1
-        if self._steps != min(checks.ECONOMY_STEPS + 1, max(int(state.max_steps or 1), 1)):
+        if self._steps != min(ECONOMY_STEPS + 1, max(int(state.max_steps or 1), 1)):
             return
         peak, total = device_memory(self.args.device)
         checkpointing = bool(getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing)
-        with self.preflight.looking("log_step", ("PT-T002", "PT-T004")):
-            self.tell([
-                checks.check_padding(*self.tokens_seen),
-                checks.check_idle_memory(peak=peak, total=total, checkpointing=checkpointing, steps=self._steps - 1),
+        with self.preflight.record_check("log_step", ("PT-T002", "PT-T004")):
+            self.report([
+                check_padding(*self.tokens_seen),
+                check_idle_memory(peak=peak, total=total, checkpointing=checkpointing, steps=self._steps - 1),
             ])  # fmt: skip
 
     def gradient(self, norm: Any, model: nn.Module, *, scaled: bool, sharded: bool, step: int) -> bool:
@@ -451,38 +298,43 @@ class Checks(transformers.TrainerCallback):
         norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
-        with self.preflight.looking("first_batch", ("PT-B001", "PT-B002", "PT-B003")):
-            self.tell([checks.check_first_gradients(norms)])
+        with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003")):
+            self.report([check_first_gradients(norms)])
+
+    def _nothing_trained(self) -> Iterator[Finding | None]:
+        parameters = getattr(self.context.model, "parameters", None)
+        if parameters is not None and not any(parameter.requires_grad for parameter in parameters()):
+            yield check_first_gradients({})
 
     # Looking and reporting ---------------------------------------------------------------------------------------
 
-    def look(self, moment: Moment, **known: Any) -> None:
+    def run_probes(self, moment: Moment, **known: Any) -> None:
         """Run all probes of a moment on the main process and report to every rank what they find."""
-        self.tell_from_main(lambda: self._probed(moment, **known))
+        self.report_from_main(lambda: self._probed(moment, **known))
 
     def _probed(self, moment: Moment, **known: Any) -> list[Finding]:
         fields = {name: known.pop(name) for name in tuple(known) if name in Context.__dataclass_fields__}
         return self.preflight.run(moment, replace(self.context, **fields, parts={**self.context.parts, **known}))
 
-    def tell(self, findings: Iterable[Finding | None]) -> None:
+    def report(self, findings: Iterable[Finding | None]) -> None:
         """Report findings that every rank has; an error among them ends the run.
 
         Raises:
             PreflightError: With every error.
         """
         try:
-            told = self.preflight.tell(findings, log=PartialState().is_main_process)
+            told = self.preflight.report(findings, log=PartialState().is_main_process)
         except PreflightError as error:
             self._keep(error.findings)
             self.write(refused=True)
             raise
         self._keep(told)
 
-    def tell_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
+    def report_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
         """Let the main process look and report to every rank; all ranks must call this."""
         state = PartialState()
         found = parallel.run_and_share(lambda: list(look()) if state.is_main_process else [], state)  # type: ignore[arg-type]
-        self.tell(parallel.all_gather_objects(found, state))  # type: ignore[arg-type]
+        self.report(parallel.all_gather_objects(found, state))  # type: ignore[arg-type]
 
     def _keep(self, findings: Iterable[Finding]) -> None:
         if self.record is not None:
@@ -506,34 +358,11 @@ class Checks(transformers.TrainerCallback):
         os.replace(part, folder / FILE)
         self._written, self.preflight.changed = True, False
 
-    def _sampled_rows(self, rows_of: Callable[[list[Any]], list[Row]], dataset: Any) -> list[Row]:
-        """Rows spread over the training set, as many as are made in a second or two; none where they cannot be made."""
-        if dataset is None or isinstance(dataset, datasets.IterableDataset) or not len(dataset):
-            return []
-        started = time.perf_counter()
-        try:
-            rows = rows_of(self._examples(dataset, FEW))
-            spent = max(time.perf_counter() - started, 1e-6)
-            count = min(SAMPLE, int(SECONDS / spent * FEW))
-            return rows if count <= FEW else rows_of(self._examples(dataset, count))
-        # What is wrong with such rows is told where they are trained, by number.
-        except PosttrainError:
-            return []
-
-    def _examples(self, dataset: Any, count: int) -> list[Any]:
-        rows = (dataset[i] for i in _spread(len(dataset), count))
-        return [row for row in rows if not is_open(row, self.fills_prompts)]
-
 
 @cache
 def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
     """Codes of these letters that are looked for at log lines, but for those ``apart``, which have a moment of their own."""
     return tuple(code for letter in letters for code in codes_of(letter, "log_step") if code not in apart)
-
-
-def _spread(total: int, count: int) -> list[int]:
-    take = min(total, count)
-    return [total * k // take for k in range(take)]
 
 
 def model_config_of(model: Any, args: Any) -> Any:
@@ -563,3 +392,203 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 def _norm(gradient: torch.Tensor | None) -> float | None:
     return None if gradient is None else float(gradient.float().norm())
+
+
+# Numbers in, findings out ---------------------------------------------------------------------------------------
+
+EMPTY_STEPS = 3  # In a row, without a trained token.
+PADDING_MOST = 0.4
+ECONOMY_STEPS = 10  # Steps after which wasted time and memory are known.
+MEMORY_LEAST = 0.5
+
+
+def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
+    """Trained parameters after the first backward pass: at least one must have a gradient, and each a finite one.
+
+    Args:
+        norms: Norm of the gradient of each parameter that requires one; None where there is no gradient.
+    """
+    if not norms:
+        return Finding(
+            "PT-B001",
+            "error",
+            "no parameter of the model requires a gradient.",
+            "the model",
+            "the run would cost time and change nothing.",
+            "check what froze it: a reference that shares all layers, a loaded adapter without is_trainable=True, or "
+            "target_modules that match nothing.",
+        )
+    odd = sorted(name for name, norm in norms.items() if norm is not None and not math.isfinite(norm))
+    if odd:
+        return Finding(
+            "PT-B002",
+            "error",
+            f"{len(odd)} of {len(norms)} gradients are not finite, {odd[0]!r} among them.",
+            "the first step",
+            "one such step makes every weight not a number.",
+            "look for rows without a trained token, lower learning_rate, or compute in float32 (bf16=False, fp16=False).",
+        )
+    if not any(norms.values()):
+        return Finding(
+            "PT-B003",
+            "error",
+            f"none of the {len(norms)} trained parameters got a gradient.",
+            "the first step",
+            "frozen embeddings cut the graph before the first checkpointed layer, or no token of the batch is trained: the loss "
+            "stays flat.",
+            "call model.enable_input_require_grads() or set gradient_checkpointing=False; check the labels of the first rows.",
+        )
+    return None
+
+
+def check_trained_tokens(trained: Sequence[int], *, limit: int = EMPTY_STEPS) -> Finding | None:
+    """Optimiser steps in a row without one trained token.
+
+    Args:
+        trained: Tokens (or sequences) that carried loss, of the latest steps, the newest last.
+        limit: Steps in a row that are too many.
+    """
+    empty = next((index for index, count in enumerate(reversed(trained)) if count), len(trained))
+    if empty < limit:
+        return None
+    return Finding(
+        "PT-T001",
+        "error",
+        f"{empty} steps in a row held no trained token.",
+        "the latest steps",
+        "their loss is 0 and nothing is learnt, while the log looks as if the run had converged.",
+        "raise max_length, or check completion_mask, assistant_masks and labels: posttrain inspect shows them.",
+    )
+
+
+def check_padding(real: int, computed: int) -> Finding | None:
+    """A batch that is mostly padding.
+
+    Args:
+        real: Tokens of sequences.
+        computed: Tokens that went through the model, padding included.
+    """
+    share = 1 - real / computed if computed else 0.0
+    if share <= PADDING_MOST:
+        return None
+    return Finding(
+        "PT-T002",
+        "warning",
+        f"{100 * share:.0f} % of the tokens that were computed are padding.",
+        "the latest steps",
+        "that part of the time is spent on nothing.",
+        "set packing=True (or use an attention backend that takes packed rows), or group_by_length=True.",
+    )
+
+
+def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding | None:
+    """A sequence longer than the model has seen, or than it has position embeddings for.
+
+    Args:
+        longest: Tokens of the longest sequence of a step.
+        known: Positions of the model (``max_position_embeddings``); None where it has no such number.
+        rotary: Whether positions are computed, so that later ones exist, untrained; else they are rows of a table.
+    """
+    if known is None or longest <= known:
+        return None
+    return Finding(
+        "PT-T003",
+        "warning" if rotary else "error",
+        f"a sequence has {longest} tokens, and the model knows {known} positions (max_position_embeddings).",
+        "the latest step",
+        "the model never saw positions beyond that, so what stands there is read badly and teaches little; time and memory "
+        "grow with the length."
+        if rotary
+        else "there is no embedding for later positions: the forward pass would fail.",
+        f"set max_length={known} or less, or split long rows.",
+    )
+
+
+def check_idle_memory(*, peak: int, total: int, checkpointing: bool, steps: int) -> Finding | None:
+    """Activations that are computed twice although there is room to keep them.
+
+    Args:
+        peak: Most bytes of the device that were in use.
+        total: Bytes of the device.
+        checkpointing: Whether activations are computed again in backward.
+        steps: Optimiser steps that ``peak`` is about.
+    """
+    if not checkpointing or steps < ECONOMY_STEPS or not total or peak >= MEMORY_LEAST * total:
+        return None
+    return Finding(
+        "PT-T004",
+        "warning",
+        f"{steps} steps needed at most {100 * peak / total:.0f} % of the device's memory, with gradient checkpointing on.",
+        "the device",
+        "checkpointing computes every layer's forward pass twice: a fifth to a third of the time.",
+        "set gradient_checkpointing=False, or a larger per_device_train_batch_size.",
+    )
+
+
+def embedding_rows(model: Any) -> int | None:
+    """Rows of a model's input embedding; None where it has none, or only a shard of it."""
+    getter = getattr(model, "get_input_embeddings", None)
+    try:
+        weight = getattr(getter() if getter is not None else None, "weight", None)
+    except (NotImplementedError, AttributeError):
+        return None
+    shape = tuple(getattr(weight, "shape", ()))
+    return int(shape[0]) if len(shape) == 2 and shape[0] else None
+
+
+def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name: str = "the model") -> Finding | None:
+    """Ids against the rows of an embedding: one beyond the last ends a run on a CPU, and asserts on a GPU.
+
+    Args:
+        rows: Of the embedding; None is not looked at.
+        tokens: Of the tokenizer.
+        highest: Largest id of the rows that were looked at; None: none were.
+        name: Whose embedding it is.
+    """
+    if rows is None:
+        return None
+    fix = f"model.resize_token_embeddings({tokens}) before training, or the tokenizer that belongs to {name}."
+    if highest is not None and highest >= rows:
+        return Finding(
+            "PT-K004",
+            "error",
+            f"the rows hold the token id {highest}, and the embedding of {name} has {rows} rows.",
+            name,
+            "there is no embedding for it: the forward pass would fail, on a GPU with an assertion that names nothing.",
+            fix,
+        )
+    if tokens > rows:
+        return Finding(
+            "PT-K005",
+            "warning",
+            f"the tokenizer has {tokens} tokens, and the embedding of {name} {rows} rows.",
+            name,
+            f"ids from {rows} on have no embedding; the first text that holds such a token would end the run.",
+            fix,
+        )
+    return None
+
+
+def check_tokens(context: Context, ids: Iterable[int] = ()) -> Iterator[Finding]:
+    """Token ids of the sampled rows, and others, against the embedding of every model that looks them up."""
+    tokenizer = getattr(context.tokenizer, "tokenizer", context.tokenizer)
+    if not hasattr(tokenizer, "get_vocab"):
+        return
+    seen = [max(part) for row in context.rows for part in (row.prompt_ids, *row.completions) if len(part)]
+    highest = max([*seen, *ids], default=None)
+    reference = getattr(getattr(context.parts.get("trainer"), "reference", None), "copy", None)
+    models = {"the model": context.model, "the reference": reference}
+    for name, model in models.items():
+        rows = None if model is None else embedding_rows(model)
+        if found := check_token_rows(rows, tokens=len(tokenizer), highest=highest, name=name):
+            yield found
+
+
+def check_reward_models(context: Context) -> Iterator[Finding]:
+    """A reward model reads ids of its own tokenizer: the two must belong together."""
+    for function in getattr(context.parts.get("rewards"), "functions", None) or ():
+        model, tokenizer = getattr(function, "model", None), getattr(function, "tokenizer", None)
+        if model is not None and hasattr(tokenizer, "get_vocab"):
+            name = f"the reward model {getattr(function, '__name__', type(function).__name__)}"
+            if found := check_token_rows(embedding_rows(model), tokens=len(tokenizer), highest=None, name=name):
+                yield found

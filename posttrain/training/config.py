@@ -12,7 +12,8 @@ import transformers
 
 from posttrain.checks.registry import MODES, silenced_codes
 from posttrain.errors import ConfigError, check_choice
-from posttrain.models.load import bf16_is_faster, with_dtype
+from posttrain.models.load import with_dtype
+from posttrain.models.parallel import bf16_is_faster
 
 __all__ = [
     "AUTO",
@@ -166,7 +167,7 @@ class PostTrainingConfig(MemoryFields, transformers.TrainingArguments):
     silence_findings: dict[str, str] | str | None = field(
         default=None,
         metadata={
-            "help": "Findings that are known to be fine here: a reason by code or name, {'PT-D012': 'a control group'}."
+            "help": "Findings that are known to be fine here: a reason by code or name, {'PT-D013': 'a control group'}."
         },
     )
     bad_rows: Literal["error", "drop"] = field(

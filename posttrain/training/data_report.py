@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
+import pyarrow.compute
 import transformers
 
-from posttrain.checks.rows import check_rows
+from posttrain.checks.pairs import PAIR_TEXT_CODES, PairScan, scan_pairs, score_columns
+from posttrain.checks.registry import Severity, describe
+from posttrain.checks.rows import ROW_CODES, WHOLE, RowSample, answers_of, columns_of, count_of, doubt, fault, is_open
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.forest import to_rows
 from posttrain.data.formats import get_dataset_column_names, maybe_convert_to_chatml, strip_none
@@ -28,18 +36,27 @@ from posttrain.types import Batch, Finding, Row
 __all__ = [
     "DataReport",
     "DataReportCallback",
+    "DatasetHead",
+    "bad_rows",
     "describe_batches",
-    "describe_data",
+    "doubtful_rows",
+    "note_suspects",
     "prompt_rows",
     "refuse_data",
+    "row_codes",
     "template_findings",
+    "too_many",
+    "usable_rows",
     "warnings_are_errors",
 ]
 
 logger = logging.getLogger(__name__)
 
 
+# Rows of a chat template's check, and sequences that are shown.
 ROWS, SHOWN = 32, 3
+# Examples that are always tokenised, and those that are where two seconds suffice; of a stream, its first ones.
+FEW, MOST, SECONDS, STREAMED = 16, 256, 2.0, 32
 CHAT = ("messages", "prompt", "chosen", "conversations")
 
 
@@ -123,18 +140,8 @@ def warnings_are_errors(strict: bool) -> Iterator[None]:
         refuse_data(told.said)
 
 
-def describe_data(
-    raw: Any,
-    prepared: Any,
-    rows_of: Callable[[list[dict[str, Any]]], list[Row]],
-    tokenizer: Any,
-    args: Any,
-    *,
-    report: Any = None,
-    ignored_codes: frozenset[str] = frozenset(),
-    count: int = ROWS,
-) -> DataReport:
-    """What the training set looks like to the model, from a few rows spread over it; takes well under two seconds.
+class DatasetHead:
+    """The rows that are looked at before training: read and tokenised once, for the checks, the report and ``strict_data``.
 
     Args:
         raw: The training set as it was given.
@@ -142,31 +149,81 @@ def describe_data(
         rows_of: Makes rows of prepared examples.
         tokenizer: Of the run.
         args: The trainer's config: ``max_length``, ``strict_data``.
-        report: What preparation counted (``rows_out``, ``dropped``), where it did.
-        ignored_codes: Codes of findings that do not concern these rows.
-        count: Rows to look at, at most.
-
-    Raises:
-        DataError: ``strict_data`` is set and there is something to warn of.
+        fills_prompts: Whether environments write the prompts, so that rows with an empty one are left out.
     """
-    examples = _spread(prepared, count)
-    made = rows_of(examples)
-    found = _describe(made, tokenizer)
-    streams = isinstance(raw, datasets.IterableDataset) or not hasattr(raw, "__len__")
-    found.rows_in = None if streams else len(raw)
-    found.rows_out = None if streams else getattr(report, "rows_out", 0) or len(prepared)
-    found.dropped = dict(getattr(report, "dropped", {}))
-    limit = getattr(args, "max_length", None)
-    if examples and LENGTHS in examples[0] and limit:
-        found.packing_fill = statistics.fmean(len(example["input_ids"]) for example in examples) / limit
-    labels = [str(bool(example["label"])) for example in examples if isinstance(example.get("label"), bool | int)]
-    found.labels = {label: labels.count(label) for label in sorted(set(labels))}
-    findings = [*template_findings(raw, tokenizer), *(check_rows(made, tokenizer, limit=limit) if made else [])]
-    found.findings = [finding for finding in findings if finding.code not in ignored_codes]
-    worse = [f"{f.code}: {f.what} ({f.where}) {f.fix}" for f in found.findings if f.severity != "info"]
-    if worse and getattr(args, "strict_data", False):
-        refuse_data(worse)
-    return found
+
+    def __init__(
+        self,
+        raw: Any,
+        prepared: Any,
+        rows_of: Callable[[list[dict[str, Any]]], list[Row]],
+        tokenizer: Any,
+        args: Any,
+        *,
+        fills_prompts: bool = False,
+    ) -> None:
+        self.raw, self.prepared, self.rows_of, self.tokenizer = raw, prepared, rows_of, tokenizer
+        self.limit, self.strict = getattr(args, "max_length", None), args.strict_data
+        self.fills_prompts = fills_prompts
+        self.streams = isinstance(prepared, datasets.IterableDataset) or not hasattr(prepared, "__len__")
+
+    @cached_property
+    def _read(self) -> tuple[list[dict[str, Any]], list[Row]]:
+        """Examples spread over the set, as many as are tokenised in two seconds, and their rows."""
+        if self.streams:
+            first = self._kept(islice(self.prepared, STREAMED))
+            return first, self.rows_of(first)
+        began, total = time.perf_counter(), len(self.prepared)
+        few = self._kept(self.prepared[i] for i in _evenly(total, FEW))
+        rows = self.rows_of(few)
+        if total <= FEW:
+            return few, rows
+        count = min(MOST, int(SECONDS / max(time.perf_counter() - began, 1e-6) * FEW))
+        places = sorted({*_evenly(total, count)} - {*_evenly(total, FEW)}) if count > FEW else []
+        more = self._kept(self.prepared[i] for i in places)
+        return few + more, rows + (self.rows_of(more) if more else [])
+
+    def _kept(self, examples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [example for example in examples if not is_open(example, self.fills_prompts)]
+
+    @property
+    def examples(self) -> list[dict[str, Any]]:
+        """Prepared examples."""
+        return self._read[0]
+
+    @cached_property
+    def sample(self) -> RowSample:
+        """Their rows, with what the checks of rows find."""
+        return RowSample(self._read[1], self.tokenizer, self.limit)
+
+    @cached_property
+    def template_findings(self) -> list[Finding]:
+        """What the chat template does to the first raw rows."""
+        return template_findings(self.raw, self.tokenizer)
+
+    def report(self, prepared_by: Any = None, ignored_codes: frozenset[str] = frozenset()) -> DataReport:
+        """What the training set looks like to the model.
+
+        Args:
+            prepared_by: What preparation counted (``rows_out``, ``dropped``), where it did.
+            ignored_codes: Codes of findings that do not concern these rows.
+
+        Raises:
+            DataError: ``strict_data`` is set and there is something to warn of.
+        """
+        found = _describe(self.sample.rows, self.tokenizer)
+        if not self.streams and hasattr(self.raw, "__len__"):
+            found.rows_in, found.rows_out = len(self.raw), getattr(prepared_by, "rows_out", 0) or len(self.prepared)
+        found.dropped = dict(getattr(prepared_by, "dropped", {}))
+        if self.examples and LENGTHS in self.examples[0] and self.limit:
+            found.packing_fill = statistics.fmean(len(example["input_ids"]) for example in self.examples) / self.limit
+        labels = [str(bool(e["label"])) for e in self.examples if isinstance(e.get("label"), bool | int)]
+        found.labels = {label: labels.count(label) for label in sorted(set(labels))}
+        findings = [*self.template_findings, *self.sample.findings]
+        found.findings = [finding for finding in findings if finding.code not in ignored_codes]
+        if self.strict and (worse := [describe(finding) for finding in found.findings if finding.severity != "info"]):
+            refuse_data(worse)
+        return found
 
 
 class DataReportCallback(transformers.TrainerCallback):
@@ -225,15 +282,14 @@ def refuse_data(said: Sequence[str]) -> None:
     """
     listed = "".join(f"\n- {text}" for text in said)
     raise DataError(
-        f"strict_data=True makes every warning about the data an error:{listed}\nMend the data, or leave it out."
+        f"strict_data=True makes every warning about the data an error:{listed}\nFix: correct the data, or leave it out."
     )
 
 
-def _spread(dataset: Any, count: int) -> list[dict[str, Any]]:
-    if not hasattr(dataset, "__len__") or isinstance(dataset, datasets.IterableDataset):
-        return list(islice(dataset, count))
-    take = min(count, len(dataset))
-    return [dataset[len(dataset) * k // take] for k in range(take)]
+def _evenly(total: int, count: int) -> list[int]:
+    """Up to ``count`` of ``total`` indices, evenly spaced."""
+    take = min(total, count)
+    return [total * k // take for k in range(take)]
 
 
 def template_findings(raw: Any, tokenizer: Any) -> list[Finding]:
@@ -338,3 +394,205 @@ def _sequences(number: int, row: Row, tokenizer: Any) -> list[dict[str, Any]]:
             pieces.append([tokenizer.decode([token for token, _ in group]), learnt])
         made.append({"title": f"{title} ({len(row.prompt_ids) + len(ids)} tokens)", "pieces": pieces})
     return made
+
+
+# Rows that cannot be trained --------------------------------------------------------------------------------------
+
+NAMED = 5  # Row numbers in a message.
+DEEP, READ_OF_STREAM = 1000, 256  # Rows that are read whole; of the others, Arrow counts what is missing or empty.
+BATCH = 20_000
+PAIRS = 100_000  # Pairs that are compared with each other.
+EXCERPT = 200
+SUSPECTS = "suspect_pairs.jsonl"
+
+
+def row_codes(dataset: Any) -> tuple[str, ...]:
+    """What `usable_rows` looks for in this set."""
+    pairs = not isinstance(dataset, datasets.IterableDataset) and _is_pairs(get_dataset_column_names(dataset))
+    return (*ROW_CODES, *(PAIR_TEXT_CODES if pairs else ()))
+
+
+def usable_rows(dataset: Any, args: Any, *, main: bool, filled: bool = False) -> tuple[Any, list[Finding]]:
+    """The rows that can be trained, and what is wrong with the others.
+
+    Args:
+        dataset: As it was given.
+        args: ``bad_rows``, ``bad_rows_max``, ``preflight``, ``output_dir``.
+        main: Whether this process writes files.
+        filled: Whether an environment fills empty prompts.
+
+    Returns:
+        The set, without bad rows if ``bad_rows="drop"``; and findings, the same on every rank.
+    """
+    drop = args.bad_rows == "drop"
+    if args.preflight == "off" and not drop:
+        return dataset, []
+    columns = columns_of(get_dataset_column_names(dataset), prompts_only=hasattr(args, "max_completion_length"))
+    if not columns:
+        return dataset, []
+    if isinstance(dataset, datasets.IterableDataset):
+        if drop:
+            return dataset.filter(functools.partial(_is_good, columns=columns, filled=filled)), []
+        faults, doubts = _read(islice(dataset, READ_OF_STREAM), columns, filled)
+        return dataset, [*bad_rows(faults, READ_OF_STREAM), *doubtful_rows(doubts, READ_OF_STREAM)]
+    faults, doubts = _read(_plain_rows(dataset, columns, len(dataset) if drop else DEEP), columns, filled)
+    scan = _pairs(dataset, columns)
+    pairs = scan.findings() if _is_pairs(columns) else []
+    if not drop:
+        faults = _empty_rows(dataset, columns) | faults
+        _write_suspects(dataset, scan, args.output_dir, main)
+        return dataset, [*bad_rows(faults, len(dataset)), *doubtful_rows(doubts, len(dataset)), *pairs]
+    bad = dict.fromkeys(scan.swapped, "a pair that appears both ways round") | doubts | faults
+    _write(args.output_dir, "bad_rows.jsonl", _lines(dataset, bad, columns), main and bool(bad))
+    _write_suspects(dataset, scan, args.output_dir, main)
+    many = too_many(len(bad), len(dataset), most=args.bad_rows_max)
+    told = [*([many] if many else bad_rows(bad, len(dataset), dropped=True)), *pairs]
+    kept = dataset.select([index for index in range(len(dataset)) if index not in bad]) if bad else dataset
+    return kept, told
+
+
+def _is_good(row: Mapping[str, Any], columns: Sequence[str], filled: bool = False) -> bool:
+    return not fault(row, columns) and (not doubt(row, columns) or is_open(row, filled))
+
+
+def _read(rows: Any, columns: Sequence[str], filled: bool) -> tuple[dict[int, str], dict[int, str]]:
+    faults: dict[int, str] = {}
+    doubts: dict[int, str] = {}
+    for index, row in enumerate(rows):
+        if wrong := fault(row, columns):
+            faults[index] = wrong
+        elif (odd := doubt(row, columns)) and not is_open(row, filled):
+            doubts[index] = odd
+    return faults, doubts
+
+
+def _plain_rows(dataset: datasets.Dataset, columns: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
+    """Some columns of the first rows, whatever format the dataset was given."""
+    return islice(iter(dataset.select_columns(list(columns)).with_format(None)), count)
+
+
+def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
+    """What Arrow alone can tell of all rows: what is missing, and lists without an item."""
+    found: dict[int, str] = {}
+    pair = _is_pairs(columns)
+    several = len(columns) > 1 and bool(set(columns) & set(WHOLE))  # Forms, of which a row needs one.
+    for name in columns:
+        if name == "prompt" and pair:
+            continue
+        start = 0
+        for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=BATCH):
+            column = table.column(name)
+            if column.null_count and not several:
+                _note(found, pyarrow.compute.is_null(column), start, f"no `{name}`")
+            if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+                empty = pyarrow.compute.equal(pyarrow.compute.list_value_length(column), 0)
+                _note(found, pyarrow.compute.fill_null(empty, False), start, f"empty `{name}`")
+            start += table.num_rows
+    return found
+
+
+def _note(found: dict[int, str], mask: Any, start: int, reason: str) -> None:
+    for index in pyarrow.compute.indices_nonzero(mask).to_pylist():
+        found.setdefault(start + index, reason)
+
+
+def _is_pairs(columns: Sequence[str]) -> bool:
+    return {"chosen", "rejected"} <= set(columns)
+
+
+def _pairs(dataset: datasets.Dataset, columns: Sequence[str]) -> PairScan:
+    if not _is_pairs(columns):
+        return PairScan()
+    scores = score_columns(dataset.column_names)
+    wanted = [name for name in ("prompt", "chosen", "rejected", *(scores or ())) if name in dataset.column_names]
+    return scan_pairs(_plain_rows(dataset, wanted, PAIRS), scores)
+
+
+def _lines(dataset: datasets.Dataset, reasons: Mapping[int, str], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for index in sorted(reasons):
+        row = dataset[index]
+        shown = {name: answers_of(row[name])[:EXCERPT] for name in columns if name != "label"}
+        yield {"row": index, "reason": reasons[index], **shown}
+
+
+def _write_suspects(dataset: datasets.Dataset, scan: PairScan, folder: str | None, main: bool) -> None:
+    lines = _lines(dataset, scan.suspects, [c for c in ("prompt", "chosen", "rejected") if c in dataset.column_names])
+    _write(folder, SUSPECTS, lines, main and bool(scan.suspects))
+
+
+def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Put pairs into ``suspect_pairs.jsonl``, in place of what stands there for the same reason.
+
+    Args:
+        folder: Of the run.
+        reason: Why they are suspected.
+        rows: Number and texts.
+    """
+    path = Path(folder or ".").expanduser() / SUSPECTS
+    there = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    kept = [line for line in map(json.loads, there) if line["reason"] != reason]
+    _write(folder, SUSPECTS, iter([*kept, *({"reason": reason, **row} for row in rows)]), bool(there or rows))
+
+
+def _write(folder: str | None, name: str, lines: Iterator[dict[str, Any]], wanted: bool) -> None:
+    if not wanted:
+        return
+    path = Path(folder or ".").expanduser() / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+
+
+def _about(
+    code: str, severity: Severity, reasons: Mapping[int, str], total: int, verb: str, why: str, fix: str
+) -> Finding:
+    """A finding about rows, with how many there are of each reason and which come first."""
+    listed = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).most_common())
+    first = sorted(reasons)
+    shown = ", ".join(map(str, first[:NAMED])) + (", ..." if len(first) > NAMED else "")
+    what = f"{count_of(len(first), total)} {verb}: {listed}. First rows: {shown}."
+    return Finding(code, severity, what, "the training set", why, fix)
+
+
+def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> list[Finding]:
+    """Rows that cannot be trained; an error, unless they were dropped.
+
+    Args:
+        reasons: By number of the row.
+        total: Rows that were read.
+        dropped: Whether they were left out.
+    """
+    if not reasons:
+        return []
+    why = "such a row has nothing to learn from; alone in a batch it would make the loss 0 or not a number."
+    if dropped:
+        fix = "nothing, if that is meant: bad_rows.jsonl lists them."
+        return [_about("PT-D030", "warning", reasons, total, "were dropped", why, fix)]
+    fix = "correct them, or set bad_rows='drop' to leave them out (bad_rows.jsonl then lists them)."
+    return [_about("PT-D030", "error", reasons, total, "cannot be trained", why, fix)]
+
+
+def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
+    """Rows that can be trained and teach nothing good; a warning. Arguments as of `bad_rows`."""
+    why = "a conversation without an answer, a blank answer or two equal ones teach nothing, or to say nothing."
+    fix = "look at these rows with posttrain inspect; bad_rows='drop' leaves them out."
+    return [_about("PT-D031", "warning", reasons, total, "look wrong", why, fix)] if reasons else []
+
+
+def too_many(dropped: int, total: int, *, most: float) -> Finding | None:
+    """More rows to be dropped than a healthy set can have.
+
+    Args:
+        dropped: Rows that would be left out.
+        total: All rows.
+        most: The share that may be (``bad_rows_max``).
+    """
+    if dropped <= most * total:
+        return None
+    return Finding(
+        "PT-D032",
+        "error",
+        f"bad_rows='drop' would leave out {count_of(dropped, total)}, more than bad_rows_max={most:g} allows.",
+        "the training set",
+        "so many bad rows are seldom accidents: usually a column has another name or form than was thought.",
+        f"look at bad_rows.jsonl; mend the set, or set bad_rows_max={dropped / total + 0.005:.2f} if they may go.",
+    )

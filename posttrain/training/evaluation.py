@@ -238,7 +238,7 @@ def evaluate(trainer: PostTrainer, dataloader: Any, prefix: str, *, predicts: bo
         with trainer.compute_loss_context_manager():
             if trainer.own_loss:
                 return _own_loss(trainer, model, batch, counts)
-            terms, _ = trainer.terms(model, batch)
+            terms, _ = trainer.compute_loss_terms(model, batch)
             trainer.buffers["eval"].add(terms.metrics)
             return _loss_sums(terms)
 

@@ -13,7 +13,7 @@ import datasets
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from posttrain.checks import online as log_checks
+from posttrain.checks import rules as log_rules
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
@@ -75,8 +75,8 @@ class OnlineTrainer(PostTrainer):
     # Whether a prompt that is too long loses its beginning instead of being refused.
     cuts_prompts = False
     zero_gradient_is_normal = True
-    signs_of: ClassVar[str] = "R"
-    looked_apart: ClassVar[tuple[str, ...]] = WATCHED_CODES
+    check_area: ClassVar[str] = "R"
+    excluded_codes: ClassVar[tuple[str, ...]] = WATCHED_CODES
     args: OnlineConfig
     # Environments and further reward columns of the generation under way.
     _environments: list[Any] | None = None
@@ -159,7 +159,7 @@ class OnlineTrainer(PostTrainer):
             inference=self.inference,
             log=self.log_metrics_now,
             preflight=self.checks.preflight,
-            tell=self.checks.tell,
+            tell=self.checks.report,
             record=lambda found: self.record.add_findings(found),
         )
 
@@ -297,7 +297,7 @@ class OnlineTrainer(PostTrainer):
         """Whole groups in random order, cut into ``count`` slices, then exchanged with other ranks where that pays."""
         seed, skip = self.args.seed + self.window.generations, self.args.mask_truncated_completions
         slices = generation.slices(count, seed=seed, skip_truncated=skip)
-        if self.accelerator.num_processes == 1 or not self.args.balance_ranks or self.whole_rows:
+        if self.accelerator.num_processes == 1 or not self.args.balance_ranks or self.keep_groups_together:
             return slices
         slices, metrics = balance_rows(slices, self.accelerator)
         for of_slice in metrics:
@@ -314,7 +314,7 @@ class OnlineTrainer(PostTrainer):
         """Rows as forward passes."""
         if not rows:
             return []
-        options = {"whole_rows": self.whole_rows, "together": self.together}
+        options = {"whole_rows": self.keep_groups_together, "together": self.single_forward_per_microbatch}
         return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout, **options)
 
     # Generation and scoring --------------------------------------------------------------------------------------
@@ -439,9 +439,9 @@ class OnlineTrainer(PostTrainer):
         """
         return self.rollout_func is None and self.engine.capabilities.shares_weights
 
-    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Run forward and objective; log the log-prob gap to the engine (only rounding error for the in-process engine)."""
-        terms, outputs = super().terms(model, batch)
+        terms, outputs = super().compute_loss_terms(model, batch)
         said, trained = batch.columns.get("engine_logp"), batch.old_logp
         if trained is None or self.old_logp_is_engines:
             moved = model.training and self.window.born != self.state.global_step
@@ -511,7 +511,7 @@ class OnlineTrainer(PostTrainer):
             self.rewards,
             self.accelerator,
             preflight=self.checks.preflight,
-            tell=self.checks.tell,
+            tell=self.checks.report,
             log=self.log_metrics_now,
             scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
         )
@@ -524,21 +524,21 @@ class OnlineTrainer(PostTrainer):
         args = self.args
         return args.gradient_accumulation_steps / ((args.steps_per_generation or 1) * args.num_iterations)
 
-    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
         """Of generating and learning, where a step was logged."""
-        yield from super().signs(logs)
+        yield from super().log_checks(logs)
         rows = self.state.log_history
         if rows:
             yield from self.reward_watch.tool_findings(rows[-1].get("tools/token_share"))
         if rows and "loss" in rows[-1]:
-            yield from log_checks.check_online(rows, generations_per_step=self.generations_per_step)
+            yield from log_rules.check_log(rows, generations_per_step=self.generations_per_step)
 
-    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Lengths of ended completions are 0 where none ended."""
         if "completions/mean_length" in metrics:
             for kind in ("mean", "min", "max"):
                 metrics.setdefault(f"completions/{kind}_terminated_length", 0.0)
-        return super().derived(metrics)
+        return super().postprocess_metrics(metrics)
 
     def count_tokens_seen(self, tokens: float) -> None:
         """Counted at generation instead, each prompt once per completion."""

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 import transformers
 from torch import Tensor, nn
 
 from posttrain.checks import memory as checks
 from posttrain.checks.registry import codes_of
-from posttrain.errors import ModelError
+from posttrain.data.forest import collate
+from posttrain.data.samplers import longest_examples
+from posttrain.errors import ConfigError, ModelError
 from posttrain.metrics import MetricBuffer, mean, total
 from posttrain.models import parallel
-from posttrain.models.device_memory import available_memory, peak_in_use
-from posttrain.models.memory_estimate import compute_flops_per_token, compute_mfu
-from posttrain.types import Batch
+from posttrain.models.activations import get_act_offloading_ctx_manager, keep_last_activations, recompute_activations
+from posttrain.models.device_memory import available_memory, in_use, peak_in_use, reset_peak
+from posttrain.models.flops import compute_flops_per_token, compute_mfu
+from posttrain.models.forward import causal_lm, forward
+from posttrain.models.memory_estimate import optimizer_bytes
+from posttrain.types import Batch, Row
+
+if TYPE_CHECKING:
+    from posttrain.training.trainer import PostTrainer
 
 __all__ = [
+    "DryStep",
     "MemoryProfile",
     "PassRunner",
+    "batch_sizes",
+    "dry_step",
+    "fit_memory",
+    "longest_rows",
     "memory_limit",
 ]
 
@@ -183,8 +200,8 @@ class MemoryProfile(transformers.TrainerCallback):
         imbalance = max(work) * len(work) / max(sum(work), 1)
         seen = self._profile(step, rate, 1 - real / max(computed, 1), imbalance)
         trainer.log_metrics_now({name: mean(value) for name, value in _logged(seen).items()})
-        with trainer.checks.preflight.looking("log_step", codes_of("M", "log_step")):
-            trainer.checks.tell(checks.check_profile(seen))
+        with trainer.checks.preflight.record_check("log_step", codes_of("M", "log_step")):
+            trainer.checks.report(checks.check_profile(seen))
 
     def _profile(self, step: int, rate: float, padding: float, imbalance: float) -> checks.Profile:
         trainer, args = self.trainer, self.trainer.args
@@ -261,3 +278,308 @@ def memory_limit(args: Any) -> int | None:
     """Bytes that ``memory_limit_gib`` allows; None: what the device has."""
     limit = getattr(args, "memory_limit_gib", None)
     return None if limit is None else int(limit * 2**30)
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """What a step at the longest lengths took.
+
+    Attributes:
+        peak: Most bytes that the process held.
+        needed: With the optimiser's states that its first update will make.
+        tokens: Of the largest pass.
+        seconds: Of that pass.
+        failed: Whether memory ran out.
+    """
+
+    peak: int
+    needed: int
+    tokens: int
+    seconds: float
+    failed: bool = False
+
+
+def fit_memory(trainer: PostTrainer) -> None:
+    """A batch size where ``per_device_train_batch_size='auto'`` asks for one; a dry step where ``dry_step`` does.
+
+    On a GPU a dry step is the default: it costs a step's time and finds out at once what would end the run later. On a
+    CPU it is not: a step takes long there, and a system that runs out of memory ends the process instead of telling it.
+    While training, `MemoryProfile` looks.
+    """
+    if not any(isinstance(one, MemoryProfile) for one in trainer.callback_handler.callbacks):
+        trainer.add_callback(MemoryProfile(trainer))
+    if parallel.is_prepared_late(trainer.accelerator):
+        if getattr(trainer.args, "auto_batch_size", False):
+            raise ConfigError(
+                "per_device_train_batch_size='auto' tries steps before the model is handed to FSDP or DeepSpeed, which "
+                "cannot run it then. Set a number; posttrain estimate tells which."
+            )
+        return
+    if getattr(trainer.args, "auto_batch_size", False):
+        _choose_batch_size(trainer)
+        return
+    wanted = getattr(trainer.args, "dry_step", None)
+    if wanted if wanted is not None else trainer.args.device.type == "cuda":
+        try:
+            step = dry_step(trainer)
+        except Exception as error:
+            if wanted or trainer.accelerator.num_processes > 1:
+                raise
+            logger.warning(
+                "the dry step could not be taken (%s: %s); training begins without.", type(error).__name__, error
+            )
+            return
+        _check_dry(trainer, step)
+
+
+def dry_step(trainer: PostTrainer, batch_size: int | None = None) -> DryStep:
+    """Forward and backward of the longest rows; no update, and nothing that stays.
+
+    Gradients, random numbers, metrics, dropout and the training mode are as they were, so that training after it is
+    the training it would have been.
+
+    Args:
+        trainer: Before or between steps.
+        batch_size: Rows; None: ``per_device_train_batch_size``.
+
+    >>> trainer.dry_step().needed / 2**30  # doctest: +SKIP
+    """
+    batch = largest_pass(trainer, batch_size or int(trainer.args.per_device_train_batch_size))
+    device, tokens = trainer.args.device, batch.input_ids.numel()
+    sizes = [(p.numel(), p.nbytes) for p in trainer.model.parameters() if p.requires_grad]
+    started = bool(getattr(getattr(trainer, "optimizer", None), "state", None))
+    later = 0 if started else optimizer_bytes(str(getattr(trainer.args.optim, "value", trainer.args.optim)), sizes)
+    failed, seconds = False, 0.0
+    with _untouched(trainer):
+        reset_peak(device)
+        try:
+            for _ in range(2):  # The second one has gradients to add to.
+                begin = time.perf_counter()
+                _dry_pass(trainer, batch)
+                seconds = time.perf_counter() - begin
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not _is_memory(error):
+                raise
+            failed = True
+        peak = peak_in_use(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return DryStep(peak, peak + later, tokens, seconds, failed)
+
+
+def _dry_pass(trainer: PostTrainer, batch: Batch) -> None:
+    model = trainer.model
+    offloading = get_act_offloading_ctx_manager(model, enabled=trainer.args.activation_offloading)
+    with offloading, trainer.compute_loss_context_manager():
+        settings: dict[str, Any] = {"temperature": trainer.temperature, "chunk_size": trainer.args.logits_chunk_size}
+        out = forward(model, batch.to(trainer.args.device), trainer.needs, **settings)
+        parts = [x.float().sum() for x in (out.logp, out.scores, out.values, out.logits) if x is not None]
+        loss = torch.stack([part for part in parts if part.requires_grad]).sum()
+    loss.backward()
+
+
+@contextmanager
+def _untouched(trainer: PostTrainer) -> Iterator[None]:
+    """Everything that a pass moves, as it was before."""
+    model = trainer.model
+    gradients = [(p, p.grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    states = random.getstate(), numpy.random.get_state()
+    layers = _recompute(trainer)
+    try:
+        with torch.random.fork_rng(devices=_devices(trainer.args.device), device_type=_kind(trainer.args.device)):
+            model.train()
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+    finally:
+        for layer, on in layers:
+            layer.gradient_checkpointing = on
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+def _recompute(trainer: PostTrainer) -> list[tuple[Any, bool]]:
+    """Checkpointing as `transformers.Trainer` switches it on when training begins; what each layer had before."""
+    args, inner = trainer.args, causal_lm(trainer.model)
+    layers = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing")]
+    before = [(layer, bool(layer.gradient_checkpointing)) for layer in layers]
+    wanted = getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
+    if not wanted or any(on for _, on in before):
+        return before
+    options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
+    recompute_activations(inner, options)
+    if "every_n_layers" not in (options or {}):
+        keep_last_activations(trainer.model, args.kept_layers)
+    return before
+
+
+def _check_dry(trainer: PostTrainer, step: DryStep) -> None:
+    has = available_memory(trainer.args.device, memory_limit(trainer.args))
+    divisible = not trainer.single_forward_per_microbatch and trainer.accelerator.num_processes == 1
+    worst = max(parallel.all_gather_objects([(step.needed, step.failed)], trainer.accelerator))
+    with trainer.checks.preflight.record_check("first_batch", ("PT-M003",)):
+        trainer.checks.report([
+            checks.check_dry_step(
+                worst[0], has.free, tokens=step.tokens, where=has.where, failed=step.failed or worst[1], divisible=divisible
+            )
+        ])  # fmt: skip
+    logger.info(
+        "dry step: %d tokens in %.1f s, at most %s with the optimizer's states, of %s",
+        step.tokens, step.seconds, checks.gib(step.needed), checks.gib(has.free),
+    )  # fmt: skip
+
+
+def largest_pass(trainer: PostTrainer, batch_size: int) -> Batch:
+    rows = longest_rows(trainer, batch_size)
+    batches = collate(
+        rows,
+        pad_token_id=trainer.pad_token_id,
+        layout=trainer.layout,
+        whole_rows=trainer.keep_groups_together,
+        together=trainer.single_forward_per_microbatch,
+    )
+    return max(batches, key=lambda batch: (batch.input_ids.numel(), int(batch.loss_mask.sum())))
+
+
+def longest_rows(trainer: PostTrainer, batch_size: int) -> list[Row]:
+    """The longest micro-batch that the data can give.
+
+    Given answers: the longest rows of the training set. Sampled ones: as many completions of the longest prompt as
+    a micro-batch has, each of ``max_completion_length`` random tokens.
+    """
+    examples = longest_examples(trainer.train_dataset, batch_size)
+    try:
+        rows = trainer.rows(examples)
+    except NotImplementedError:
+        prompts = trainer._rows_of(examples)
+        longest = max((row.prompt_ids for row in prompts), key=len, default=[0]) or [0]
+        doubled = int(trainer.args.train_batch_size) // max(int(trainer.args.per_device_train_batch_size), 1)
+        total = batch_size * max(doubled // max(trainer.args.n_gpu, 1), 1)
+        group = min(int(getattr(trainer.args, "num_generations", 1) or 1), total)
+        counts = [group] * (total // group) + ([total % group] if total % group else [])
+        length = int(trainer.args.max_completion_length)
+        draw = random.Random(0)  # Of the prompt's own tokens: none stands for an image that is not there.
+        rows = [Row(longest, [draw.choices(longest, k=length) for _ in range(n)], [[1] * length] * n) for n in counts]
+    trainer.checks.longest_of_data = max(
+        len(row.prompt_ids) + max(map(len, row.completions), default=0) for row in rows
+    )
+    return rows
+
+
+def batch_sizes(args: Any) -> list[int]:
+    """Sizes that keep the effective batch, and the generation batch where there is one."""
+    whole = int(args.per_device_train_batch_size) * int(args.gradient_accumulation_steps)
+    sampled = int(args.per_device_train_batch_size) * int(getattr(args, "steps_per_generation", None) or 1)
+    online = getattr(args, "steps_per_generation", None) is not None
+    return [n for n in range(1, whole + 1) if whole % n == 0 and (not online or sampled % n == 0)]
+
+
+def _choose_batch_size(trainer: PostTrainer) -> None:
+    """Bisect over `batch_sizes` with dry steps at the longest lengths; all ranks take the smallest that any found."""
+    if trainer.single_forward_per_microbatch:
+        raise ConfigError(
+            "per_device_train_batch_size='auto' with a loss that compares the rows of a micro-batch: its size is part of "
+            "the loss. Set a number."
+        )
+    has = available_memory(trainer.args.device, memory_limit(trainer.args))
+    found = _Bisection(trainer, int(checks.MOST * has.free))
+    sizes = batch_sizes(trainer.args)
+    size = min(parallel.all_gather_objects([found.largest(sizes)], trainer.accelerator))
+    if size == 0:
+        raise ConfigError(
+            f"per_device_train_batch_size='auto': not even one row fits: a step at the longest lengths needs "
+            f"{checks.gib(found.least)}, and {has.where} has {checks.gib(has.free)} (of which {checks.MOST:.0%} are planned "
+            "with). Lower max_length or max_completion_length, train an adapter, or take optim='adafactor'."
+        )
+    _take_batch_size(trainer, size)
+    logger.warning(
+        "per_device_train_batch_size='auto': %d, with gradient_accumulation_steps=%d, of sizes %s; the longest step needs "
+        "%s of %s.",
+        size, trainer.args.gradient_accumulation_steps, sizes, checks.gib(found.needed(size)), checks.gib(has.free),
+    )  # fmt: skip
+
+
+def _take_batch_size(trainer: PostTrainer, size: int) -> None:
+    args = trainer.args
+    old = int(args.per_device_train_batch_size)
+    args.gradient_accumulation_steps = old * int(args.gradient_accumulation_steps) // size
+    if "steps_per_generation" in vars(args):
+        args.steps_per_generation = old * int(args.steps_per_generation) // size
+    args.per_device_train_batch_size = size
+    args.auto_batch_size = False  # Found: a second call of train() keeps it.
+    if hasattr(args, "micro_batch_size"):
+        args.micro_batch_size = size * args.world_size
+    trainer._train_batch_size = args.train_batch_size
+    trainer.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+
+
+class _Bisection:
+    """Dry steps by size; sizes whose largest pass is equal are tried once."""
+
+    def __init__(self, trainer: PostTrainer, limit: int) -> None:
+        self.trainer, self.limit = trainer, limit
+        self.tried: dict[tuple[int, ...], DryStep] = {}
+
+    def step(self, size: int) -> DryStep:
+        """Of this size, or of another with the same pass."""
+        batch = largest_pass(self.trainer, size)
+        shape = (*batch.input_ids.shape, int(batch.loss_mask.sum()))
+        if shape not in self.tried:
+            self.tried[shape] = self._predicted(shape) or dry_step(self.trainer, size)
+        return self.tried[shape]
+
+    def _predicted(self, shape: tuple[int, ...]) -> DryStep | None:
+        """Far beyond the limit by what smaller passes took: on a CPU the system would end the process."""
+        known = [step for step in self.tried.values() if not step.failed]
+        if not known:
+            return None
+        base, tokens = in_use(self.trainer.args.device), shape[0] * shape[1]
+        last = max(known, key=lambda step: step.tokens)
+        needed = last.needed + max(last.peak - base, 0) * (tokens - last.tokens) // max(last.tokens, 1)
+        return DryStep(needed, needed, tokens, 0.0, failed=True) if needed > 1.5 * self.limit else None
+
+    def fits(self, size: int) -> bool:
+        """Whether a step of this size stays within the limit."""
+        step = self.step(size)
+        return not step.failed and step.needed <= self.limit
+
+    def largest(self, sizes: Sequence[int]) -> int:
+        """The largest that fits, 0 if none does; larger steps never need less."""
+        low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not.
+        if not self.fits(sizes[0]):
+            return 0
+        low = 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.fits(sizes[middle]):
+                low = middle + 1
+            else:
+                high = middle
+        return sizes[low - 1]
+
+    def needed(self, size: int) -> int:
+        """Bytes of a step of this size."""
+        return self.step(size).needed
+
+    @property
+    def least(self) -> int:
+        """Bytes of the smallest step."""
+        return min(step.needed for step in self.tried.values())
+
+
+def _kind(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type  # fork_rng saves the CPU's numbers in any case.
+
+
+def _devices(device: torch.device) -> list[Any]:
+    return [] if device.type == "cpu" else [device]
+
+
+def _is_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or ("alloc" in text and "memory" in text)

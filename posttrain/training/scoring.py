@@ -260,7 +260,7 @@ class RewardWatch:
         """
         self.rewards.start(device)
         for function in self._overlong() if longest is not None else ():
-            with self.preflight.looking("config", ("PT-R021",)):
+            with self.preflight.record_check("config", ("PT-R021",)):
                 self.tell([reward_checks.check_overlong(function.limit, function.cache, longest)])
 
     def _overlong(self) -> list[SoftOverlongPunishment]:
@@ -312,7 +312,7 @@ class RewardWatch:
 
     def clipped(self, far: int, total: int, largest: float | None = None) -> None:
         """Report that ``far`` of ``total`` advantages were clipped; ``largest`` is their greatest size, where it is known."""
-        with self.preflight.looking("log_step", ("PT-R028",)):
+        with self.preflight.record_check("log_step", ("PT-R028",)):
             self.tell([reward_checks.check_clipped(far, total, MOST, largest)])
 
     def batch(self, table: RewardTable, totals: Tensor, advantages: Tensor) -> None:
@@ -331,7 +331,7 @@ class RewardWatch:
             self.running.setdefault(name, RunningReward()).add(column)
         weights = dict(zip(table.names, table.weights.tolist(), strict=True))
         self.preflight.notes["rewards"] = {name: running.to_dict() for name, running in self.running.items()}
-        with self.preflight.looking("log_step", BATCH_CODES):
+        with self.preflight.record_check("log_step", BATCH_CODES):
             self.tell([check_reward_ranges(self.running, weights)])
             self.tell(reward_checks.check_reward_values(columns, scaled=self.scaled))
         self._check_signal(totals, advantages)
@@ -339,7 +339,7 @@ class RewardWatch:
     def _check_signal(self, totals: Tensor, advantages: Tensor) -> None:
         self._flat_batches = 0 if bool(advantages.any()) else self._flat_batches + 1
         self._flat_rewards = (*self._flat_rewards, *totals.tolist()) if self._flat_batches else ()
-        with self.preflight.looking("log_step", ("PT-R022",)):
+        with self.preflight.record_check("log_step", ("PT-R022",)):
             found = reward_checks.check_no_signal(self._flat_batches, self._flat_rewards)
             if found is not None and self.preflight.refuses(found):
                 self.preflight.add(found)

@@ -26,26 +26,15 @@ from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import activations, load, parallel
-from posttrain.models.clone import clone_chat_template
-from posttrain.models.forward import causal_lm, forward, noisy_embeddings
+from posttrain.models.forward import causal_lm, forward, noisy_embeddings, router_coefficient
 from posttrain.report.card import create_model_card
-from posttrain.report.progress import GracefulInterrupt
 from posttrain.report.record import RunRecordCallback
-from posttrain.rollouts.server.replies import remove_orphans
 from posttrain.training import checkpoint, construct
 from posttrain.training.config import PostTrainingConfig
 from posttrain.training.construct import check_hooks, user_override
-from posttrain.training.data_report import (
-    ROWS,
-    DataReport,
-    DataReportCallback,
-    describe_data,
-    prompt_rows,
-    warnings_are_errors,
-)
-from posttrain.training.dry_step import DryStep, dry_step, fit_memory
+from posttrain.training.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
-from posttrain.training.passes import PassRunner
+from posttrain.training.passes import DryStep, PassRunner, dry_step, fit_memory
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
 __all__ = ["PostTrainer", "PostTrainingConfig"]
@@ -61,28 +50,32 @@ class PostTrainer(transformers.Trainer):
     """
 
     loss_is_scaled_for_ga = True  # Our denominators span the whole optimiser step, over micro-batches and ranks.
-    needs: ClassVar[frozenset[str]] = frozenset({"logp"})
+    needs: frozenset[str] = frozenset({"logp"})
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
     _tag_names: ClassVar[list[str]] = ["posttrain"]
     _name: ClassVar[str] = "post-training"
     _paper: ClassVar[dict[str, str]] = {}  # Title, arXiv id and citation, for the model card.
     _suffix: ClassVar[str] = "posttrain"
     generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
-    whole_rows: ClassVar[bool] = False  # Whether the objective compares the completions of a row.
+    # Whether the objective compares the completions of a row, which are then never divided.
+    keep_groups_together: ClassVar[bool] = False
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
     takes_loss_func: ClassVar[bool] = False  # Whether a user's compute_loss_func says what the loss is.
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
-    _window_start: float | None = None
-    together = False  # Whether it compares all rows of a micro-batch, which must then be one forward pass.
-    beside_the_point: ClassVar[frozenset[str]] = frozenset()  # Codes that do not concern this method's rows.
-    signs_of: ClassVar[str] = ""  # Letters of the codes that `signs` looks for,
-    looked_apart: ClassVar[tuple[str, ...]] = ()  # but for these, which have a moment of their own.
+    single_forward_per_microbatch = False  # Whether the objective compares all rows of a micro-batch.
+    # Codes of findings that do not concern this method's rows.
+    ignored_codes: ClassVar[frozenset[str]] = frozenset()
+    # Letters of the codes that `signs` may find, but for those that are checked at another moment.
+    check_area: ClassVar[str] = ""
+    excluded_codes: ClassVar[tuple[str, ...]] = ()
     zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
     answers_per_row = 1  # Sequences of a row of the dataset.
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _tokens_checked = _in_loop = False
     reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
     _eval_rounds = 0
+    _window_start: float | None = None
+    _head: DatasetHead | None = None
 
     def __init__(
         self,
@@ -110,7 +103,7 @@ class PostTrainer(transformers.Trainer):
         self.added_tokens: list[int] = []
         if load.changes_vocabulary(args):
             whole = self._load(model, args, init, quantization_config)
-            model, self.processing_class, self.added_tokens = clone_chat_template(
+            model, self.processing_class, self.added_tokens = load.clone_chat_template(
                 whole, self.processing_class, args.chat_template_path
             )
         load.prepare_tokenizer(self.processing_class, args)
@@ -121,7 +114,7 @@ class PostTrainer(transformers.Trainer):
         model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self.counters: dict[str, float] = {"num_tokens": 0.0}
-        self.router_coefficient = load.router_coefficient(model, args)
+        self.router_coefficient = router_coefficient(model, args)
         super().__init__(
             model=model,
             args=args,
@@ -143,7 +136,7 @@ class PostTrainer(transformers.Trainer):
         # Looked up at every call: a user may replace them on the instance.
         loss, backward = lambda *given: self._loss_of_pass(*given), lambda value: self.accelerator.backward(value)
         self.passes = PassRunner(loss, backward, self._halves, self.buffers, shards=shards)
-        self.record, self.interrupt = RunRecordCallback(args, self.processing_class), GracefulInterrupt()
+        self.record, self.interrupt = RunRecordCallback(args, self.processing_class), checkpoint.GracefulInterrupt()
         size = lambda: checkpoint.checkpoint_bytes(self.model, args)  # noqa: E731
         self.checkpoints = checkpoint.Checkpointer(args, self.accelerator, self.record.lock, size)
         self.checks.record = self.record
@@ -214,8 +207,8 @@ class PostTrainer(transformers.Trainer):
             self.rows(examples),
             pad_token_id=self.pad_token_id,
             layout=self.layout,
-            whole_rows=self.whole_rows,
-            together=self.together,
+            whole_rows=self.keep_groups_together,
+            together=self.single_forward_per_microbatch,
         )
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -245,10 +238,10 @@ class PostTrainer(transformers.Trainer):
 
     def check_data(self) -> None:
         """A sample of the rows that will be trained; a method adds its own."""
-        self.checks.data(self._raw, self.eval_dataset, self._rows_of, self.train_dataset)
+        self.checks.data(self.head, self.eval_dataset)
 
-    def signs(self, logs: dict[str, float]) -> Iterable[Finding | None]:
-        """What the line that was just logged says about the run; a method adds its own."""
+    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+        """Findings about the line that was just logged; a method adds its own."""
         return ()
 
     @property
@@ -256,17 +249,23 @@ class PostTrainer(transformers.Trainer):
         """What was looked for in this run, and what was found."""
         return self.checks.preflight
 
-    def data_report(self, rows: int = ROWS) -> DataReport:
-        """What the training set looks like to the model, from at most ``rows`` rows spread over it.
+    @property
+    def head(self) -> DatasetHead:
+        """The training rows that are looked at before training, read once; another ``train_dataset`` is read anew."""
+        if self._head is None or self._head.prepared is not self.train_dataset:
+            given = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
+            self._head = DatasetHead(*given, self.args, fills_prompts=self.checks.fills_prompts)
+        return self._head
+
+    def data_report(self) -> DataReport:
+        """What the training set looks like to the model, from rows spread over it.
 
         Raises:
             DataError: ``strict_data`` is set and there is something to warn of.
 
         >>> print(trainer.data_report())  # doctest: +SKIP
         """
-        known = {"report": getattr(self, "reports", {}).get("train"), "ignored_codes": self.beside_the_point}
-        options: dict[str, Any] = {**known, "count": rows}
-        return describe_data(self._raw, self.train_dataset, self._rows_of, self.processing_class, self.args, **options)
+        return self.head.report(getattr(self, "reports", {}).get("train"), self.ignored_codes)
 
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:
@@ -275,7 +274,7 @@ class PostTrainer(transformers.Trainer):
             return prompt_rows(examples, self.processing_class, self.args)
 
     def dry_step(self, batch_size: int | None = None) -> DryStep:
-        """Forward and backward of the longest rows, see `posttrain.training.dry_step.dry_step`."""
+        """Forward and backward of the longest rows, see `posttrain.training.passes.dry_step`."""
         return dry_step(self, batch_size)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
@@ -290,9 +289,8 @@ class PostTrainer(transformers.Trainer):
             lambda: main and machine.begin(self.checks, self.checkpoints, resumed=resumed), self.accelerator
         )
         if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
-            # Nothing is clipped; but at 0 no norm is taken, and NaN reaches the weights.
+            # At 0 no norm is taken, and NaN reaches the weights.
             self.args.max_grad_norm = math.inf
-        remove_orphans()  # Weights in shared memory, of runs that were killed.
         self.interrupt.install(self.accelerator)
         # transformers' own hook would take the width of a row for the length of each document in it.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
@@ -372,9 +370,9 @@ class PostTrainer(transformers.Trainer):
 
     def _halves(self, batch: Batch) -> list[Batch]:
         """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""
-        if self.together or self.router_coefficient or self.accelerator.num_processes > 1:
+        if self.single_forward_per_microbatch or self.router_coefficient or self.accelerator.num_processes > 1:
             return [batch]
-        return halves(batch, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.whole_rows)
+        return halves(batch, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.keep_groups_together)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
@@ -399,13 +397,13 @@ class PostTrainer(transformers.Trainer):
         Returns:
             The sum of the pass's terms over counts of the whole optimiser step, so that losses of passes add up.
         """
-        terms, outputs = self.terms(model, inputs)
+        terms, outputs = self.compute_loss_terms(model, inputs)
         self.buffers["train" if model.training else "eval"].add(terms.metrics)
         self.reduced_by = terms.count or terms.reduction
         loss = reduce(terms, self.denominators)
         return (loss, outputs) if return_outputs else loss
 
-    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
         needs = self.needs | {"aux"} if self.router_coefficient else self.needs
         outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=self.args.logits_chunk_size)
@@ -422,7 +420,7 @@ class PostTrainer(transformers.Trainer):
         """Add metrics to the current window."""
         self.buffers[mode].add(metrics)
 
-    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The window's metrics with those that follow from others; training and evaluation both pass here."""
         return metrics
 
@@ -430,7 +428,7 @@ class PostTrainer(transformers.Trainer):
         """The metrics of the window since the last call, over all ranks."""
         ranks = partial(parallel.all_gather_objects, accelerator=self.accelerator)
         gather = ranks if self.accelerator.num_processes > 1 else None
-        return self.derived(self.buffers[mode].compute(gather))
+        return self.postprocess_metrics(self.buffers[mode].compute(gather))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._window_start is not None:
@@ -453,8 +451,8 @@ class PostTrainer(transformers.Trainer):
         """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is checked, once."""
         if not self._tokens_checked:
             self._tokens_checked = True
-            with self.checks.preflight.looking("config", ("PT-K101", "PT-K102", "PT-K103")):
-                self.checks.tell(checkpoint.special_token_findings(self.model, self.processing_class))
+            with self.checks.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
+                self.checks.report(checkpoint.special_token_findings(self.model, self.processing_class))
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -499,7 +497,8 @@ class PostTrainer(transformers.Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""
-        count_rounds(logs, self._eval_rounds)
+        if self._eval_rounds:
+            count_rounds(logs, self._eval_rounds)
         if not any(key.startswith("eval_") for key in logs):
             logs.update(self.reduced_metrics("train"))
             logs["num_tokens"] = self.counters["num_tokens"]

@@ -192,7 +192,7 @@ class WeightSync:
         """
         if self.args.preflight == "off":
             return
-        with self.preflight.looking("config", codes_of("S", "config")):
+        with self.preflight.record_check("config", codes_of("S", "config")):
             found = parallel.run_and_share(lambda: self._engine_findings(engine), self.accelerator)
             self.tell(parallel.all_gather_objects(list(found), self.accelerator))
 
@@ -316,7 +316,7 @@ class WeightSync:
         """
         if self.args.preflight == "off" or not self.engine.capabilities.scores_sequences:
             return
-        with self.preflight.looking("first_batch", ("PT-S004",)):
+        with self.preflight.record_check("first_batch", ("PT-S004",)):
             found = self._parity_finding()
             if found is None or found.severity != "error":
                 self.tell([found])
@@ -337,7 +337,7 @@ class WeightSync:
         can = self.engine.capabilities
         if self.args.preflight == "off" or not can.scores_sequences or not can.main_process_only:
             return
-        with self.preflight.looking("first_batch", ("PT-S005",)):
+        with self.preflight.record_check("first_batch", ("PT-S005",)):
             try:
                 before = self._parity_finding()
             except RolloutServerError:

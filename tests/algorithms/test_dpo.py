@@ -423,7 +423,7 @@ def test_references_that_cannot_work_are_refused(tiny_tokenizer, tmp_path):
 
 def test_equal_pairs_everywhere_are_refused(tiny_tokenizer, tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": "q ", "chosen": "a", "rejected": "a"}] * 4)
-    with pytest.raises(ValueError, match="no row of the train dataset is left of 4"):
+    with pytest.raises(ValueError, match="no row of the train dataset is left: of 4"):
         dpo(tmp_path, tiny_tokenizer, data=rows)
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from posttrain import Rollout, Sampling, ScriptedEngine, add_response_schema
 from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
-from posttrain.data.template_probes import FAMILIES, training_template, with_template
+from posttrain.data.chat import with_template
+from posttrain.data.templates import FAMILIES, training_template
 from posttrain.rewards import reasoning_accuracy_reward, think_format_reward
 from posttrain.rollouts.workers.samples import GroupTask
 from tests.algorithms.helpers import grpo, prompts

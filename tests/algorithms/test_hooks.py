@@ -18,54 +18,10 @@ def tokenizer(tiny_tokenizer):
     return tiny_tokenizer
 
 
-def reads_labels(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    labels = inputs["labels"]
-    return labels.sum()
-
-
-def pops_labels(self, model, inputs, **kwargs):
-    return inputs.pop("labels").sum()
-
-
-def calls_model(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    outputs = model(**inputs)
-    return outputs.loss
-
-
-def reads_logits(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    loss, outputs = super(type(self), self).compute_loss(model, inputs, return_outputs=True)
-    return loss + outputs.logits.mean()
-
-
-@everyone
-@pytest.mark.parametrize("written", [reads_labels, pops_labels, calls_model, reads_logits])
-def test_a_loss_written_for_dicts_of_padded_tensors_is_refused_with_what_to_override(
-    kind, written, tokenizer, tmp_path
-):
-    mine = type("Mine", (EVERY[kind][0],), {"compute_loss": written, "__module__": __name__})
-    with pytest.raises(ConfigError, match=r"Mine\.compute_loss .*override objective\(outputs, batch\)"):
-        every(kind, tmp_path, tokenizer, cls=mine)
-
-
-@everyone
-def test_a_method_that_is_never_called_is_refused(kind, tokenizer, tmp_path):
-    mine = type("Mine", (EVERY[kind][0],), {"prediction_step": lambda *_: None, "__module__": __name__})
-    with pytest.raises(ConfigError, match=r"prediction_step.*eval_batches\(inputs\)"):
-        every(kind, tmp_path, tokenizer, cls=mine)
-
-
 @pytest.mark.parametrize("kind", sorted(set(EVERY) - {"sft"}))
 def test_a_loss_function_that_would_not_be_called_is_refused(kind, tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="compute_loss_func"):
         every(kind, tmp_path, tokenizer, compute_loss_func=lambda *_, **__: 0.0)
-
-
-def test_where_no_source_can_be_read_the_batch_says_it(tokenizer, tmp_path):
-    space = {}
-    exec("def compute_loss(self, model, inputs, **_):\n    return model(**inputs).loss", space)
-    mine = type("Mine", (EVERY["sft"][0],), {"compute_loss": space["compute_loss"], "__module__": __name__})
-    with pytest.raises(ConfigError, match="no dict of padded tensors"):
-        every("sft", tmp_path, tokenizer, cls=mine).train()
 
 
 @everyone

@@ -10,8 +10,8 @@ import torch
 from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError
 from posttrain.models.device_memory import Available
-from posttrain.training import dry_step as memory_health
-from posttrain.training.dry_step import DryStep
+from posttrain.training import passes as memory_health
+from posttrain.training.passes import DryStep
 from tests.algorithms.helpers import chats, grpo, losses, sft, weights
 from tests.conftest import build_model
 
@@ -240,7 +240,7 @@ def test_a_run_whose_weights_exceed_the_memory_is_refused(tiny_tokenizer, tmp_pa
 
 def test_a_run_that_is_likely_not_to_fit_is_warned_of_and_can_be_silenced(tiny_tokenizer, tmp_path, caplog):
     sft(tmp_path / "a", tiny_tokenizer, memory_limit_gib=0.01)  # The interpreter alone takes more.
-    assert "PT-M002" in caplog.text and "posttrain estimate sft" in caplog.text
+    assert "PT-M002" in caplog.text and "posttrain estimate" in caplog.text
     caplog.clear()
     silence = {"estimate-exceeds-memory": "a test"}
     sft(tmp_path / "b", tiny_tokenizer, memory_limit_gib=0.01, silence_findings=silence)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain import DataError, GRPOConfig, Rollout, ScriptedEngine
-from posttrain.checks.online import check_online
+from posttrain.checks.rules import check_log
 from posttrain.errors import ConfigError, RewardError
 from posttrain.training.prompts import describe_schedule
 from posttrain.training.scoring import reward_model_options
@@ -22,7 +22,7 @@ def logs(trainer):
 
 def codes(count, **values):
     rows = [{"step": i + 1, "loss": 0.0, **{k.replace("__", "/"): v for k, v in values.items()}} for i in range(count)]
-    return [finding.code for finding in check_online(rows)]
+    return [finding.code for finding in check_log(rows)]
 
 
 # The schedule ---------------------------------------------------------------------------------------------------------
@@ -103,12 +103,6 @@ def test_r9_what_would_make_a_group_s_completions_equal_is_refused(tmp_path, kwa
         grpo_args(tmp_path, generation_kwargs=kwargs)
 
 
-def test_r12_waiting_for_the_longest_completion_is_told():
-    waits = {"completions__max_length": 400.0, "completions__mean_length": 50.0, "step_time": 4.0}
-    assert "PT-R018" in codes(10, rollouts__seconds=3.0, **waits)
-    assert codes(10, rollouts__seconds=1.0, **waits) == []
-
-
 def test_r14_one_rendering_for_prompts_and_reward_models_and_it_is_shown(tiny_tokenizer, tmp_path, caplog):
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -182,7 +176,7 @@ def test_r36_a_correction_that_leaves_most_tokens_out_is_told_and_missing_log_pr
     assert codes(10, sampling__frac_masked=0.3) == ["PT-R010"]
     assert codes(1, sampling__nan_logprobs=0.0005) == []
     rows = [{"step": 1, "loss": 0.0, "sampling/nan_logprobs": 0.01}]
-    (finding,) = check_online(rows)
+    (finding,) = check_log(rows)
     assert (finding.code, finding.severity) == ("PT-R011", "error")
 
 

@@ -62,7 +62,7 @@ def shell(method, model, folder, data, capsys, *flags):
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_that_are_equal_everywhere_are_refused(tiny_tokenizer, tmp_path, method):
     match = (
-        "in every row" if method in ("kto", "bco") else r"no row of the train dataset is left of 8 \(8: the answers are"
+        "in every row" if method in ("kto", "bco") else r"no row of the train dataset is left: of 8, 8 with equal"
     )
     with pytest.raises(ValueError, match=match):
         make(method, tiny_tokenizer, tmp_path, rows(rejected="a number"))
@@ -135,19 +135,19 @@ def test_p9_a_prompt_that_fills_max_length_leaves_no_answer_and_is_dropped_and_c
     """All such rows: refused. Some: dropped with their number; every row that is left trains at least a token."""
     long = rows(4, prompt="What is the sum of two numbers? " * 4)
     with pytest.raises(
-        DataError, match=r"no row of the train dataset is left of \d+ \(\d+: the prompt fills max_length\)"
+        DataError, match=r"no row of the train dataset is left: of \d+, \d+ whose prompt fills max_length"
     ):
         make(method, tiny_tokenizer, tmp_path, long, settings={"max_length": 12})
     trainer = make(method, tiny_tokenizer, tmp_path, [*rows(6), *long], settings={"max_length": 24})
-    assert trainer.reports["train"].dropped == {"the prompt fills max_length": 8 if method in ("kto", "bco") else 4}
-    assert "the prompt fills max_length" in caplog.text
+    assert trainer.reports["train"].dropped == {"whose prompt fills max_length": 8 if method in ("kto", "bco") else 4}
+    assert "whose prompt fills max_length" in caplog.text
     assert all(sum(mask) > 0 for row in trainer.rows(list(trainer.train_dataset)) for mask in row.loss_masks)
 
 
 def test_a_prompt_that_fills_max_length_on_the_command_line(tiny_model_dir, tmp_path, capsys):
     code, message = shell("dpo", tiny_model_dir, tmp_path, rows(), capsys, "--max_length", "2")
     assert code == 1
-    assert "no row of the train dataset is left of 8 (8: the prompt fills max_length)" in message
+    assert "no row of the train dataset is left: of 8, 8 whose prompt fills max_length" in message
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -165,7 +165,7 @@ def test_p10_each_answer_is_cut_to_its_own_room(tiny_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("config", "settings", "match"),
     [
-        (CPOConfig, {"loss_type": "kto_pair"}, "Use KTOTrainer"),
+        (CPOConfig, {"loss_type": "kto_pair"}, "kto_pair"),
         (CPOConfig, {"loss_type": "simpoo"}, "did you mean 'simpo'"),
         (CPOConfig, {"loss_type": "hinge", "label_smoothing": 0.1}, "not read by loss_type='hinge'"),
         (CPOConfig, {"alpha": 0.25}, "takes sums"),

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, RolloutError, ScriptedEngine
-from posttrain.data.template_probes import FAMILIES, training_template, with_template
+from posttrain.data.chat import with_template
+from posttrain.data.templates import FAMILIES, training_template
 from tests.algorithms.helpers import grpo_args, prompts, weights
 from tests.conftest import build_model
 

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from posttrain import ConfigError, ModelConfig, ModelError, get_peft_config, get_quantization_config
-from posttrain.checks.training import check_first_gradients
 from posttrain.compat.bema import BEMACallback
 from posttrain.data.forest import Layout, collate
 from posttrain.metrics import MetricBuffer, mean, minimum
@@ -27,6 +26,7 @@ from posttrain.models.load import (
 from posttrain.models.logprob import token_logprobs
 from posttrain.models.reference import Reference, create_reference_model, disable_dropout_in_model
 from posttrain.report.completions import EvalPrompts
+from posttrain.training.checks import check_first_gradients
 from posttrain.types import Row
 from tests.algorithms.helpers import chats, grpo, losses, sft, weights
 from tests.algorithms.test_reward import alone, reward, scorer

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from posttrain.checks.training import check_lag
+from posttrain.checks.rules import check_log
 from posttrain.models.forward import sequence_logps
 from posttrain.types import Row
 from tests.algorithms.async_helpers import sample
@@ -19,12 +19,12 @@ def log(count, **curves):
 
 
 def codes(rows):
-    return [finding.code for finding in check_lag(rows)]
+    return [finding.code for finding in check_log(rows)]
 
 
 def test_a_mismatch_that_rises_is_told_with_its_value():
     rows = log(60, **{"sampling/kl": lambda i: 0.003 * i})
-    (found,) = check_lag(rows)
+    (found,) = check_log(rows)
     assert found.code == "PT-R024" and found.what == (
         "policy mismatch KL 0.17 nats a token, rising for 50 steps (from 0.046)."
     )
@@ -44,7 +44,7 @@ def test_discarded_rollouts_are_those_of_the_window_not_of_the_run():
 
     made = {"async/produced": lambda i: i * 100.0}
     assert codes(log(40, **made, **{"async/stale_dropped": early})) == []
-    (found,) = check_lag(log(40, **made, **{"async/stale_dropped": lambda i: i * 37.0}))
+    (found,) = check_log(log(40, **made, **{"async/stale_dropped": lambda i: i * 37.0}))
     assert found.code == "PT-R025" and found.what.startswith("37 % of the rollouts of the last 10 steps")
     assert "max_inflight_tasks" in found.fix and "max_staleness" in found.fix
 

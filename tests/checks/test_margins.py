@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from posttrain.checks.preference import SecondSight, check_agreement, check_second_sight
+from posttrain.checks.pairs import SecondSight, check_agreement, check_second_sight
 
 
 def hills(count, flipped, noise, seed=0):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from posttrain.checks.pairs import PairScan, edit_distance, nearly_equal, scan_pairs, score_columns
+from posttrain.checks.pairs import PairScan, nearly_equal, scan_pairs, score_columns
 
 
 def pair(index, *, flipped=False, **more):
@@ -58,25 +56,7 @@ def test_the_flip_rate_is_estimated_from_pairs_that_were_judged_twice(rate):
 def test_answers_that_differ_by_a_word_in_a_hundred_are_nearly_equal():
     text = " ".join(f"word{i}" for i in range(100))
     assert nearly_equal(text, text.replace("word50", "w0rd50").upper())
-    assert nearly_equal(text, text.replace("word3 ", "werd3 ").replace("word90", "ward90"))
     assert not nearly_equal(text, text.replace("word5", "something"))
     assert not nearly_equal("4", "5") and not nearly_equal("yes, I can", "no, I cannot")
     scan = scan_pairs([{"chosen": text, "rejected": text + "."}, pair(1)])
     assert scan.near == [0] and [f.code for f in scan.findings()] == ["PT-D033"]
-
-
-@given(st.text("abc", max_size=9), st.text("abc", max_size=9), st.integers(0, 9))
-def test_edits_are_counted_up_to_the_limit(a, b, most):
-    def plain(x, y):
-        if not x or not y:
-            return len(x) + len(y)
-        return min(plain_cached(x[1:], y) + 1, plain_cached(x, y[1:]) + 1, plain_cached(x[1:], y[1:]) + (x[0] != y[0]))
-
-    known = {}
-
-    def plain_cached(x, y):
-        if (x, y) not in known:
-            known[x, y] = plain(x, y)
-        return known[x, y]
-
-    assert edit_distance(a, b, most) == min(plain_cached(a, b), most + 1)

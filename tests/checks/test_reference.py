@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.checks.preference import PreferenceHealth, reference_mismatch
+from posttrain.checks.pairs import reference_mismatch
+from posttrain.checks.rules import check_log
 
 
 def test_half_precision_moves_the_first_loss_by_more_than_float32():
@@ -19,8 +20,7 @@ def test_a_policy_in_float32_beside_a_reference_in_bfloat16_is_told():
 
 
 def test_three_evaluations_below_one_half_say_that_labels_may_be_inverted():
-    health = PreferenceHealth()
-    assert [health.read({"eval_rewards/accuracies": value}) for value in (0.4, 0.3)] == [[], []]
-    (found,) = health.read({"eval_rewards/accuracies": 0.2})
-    assert found.code == "PT-P007" and "0.40, 0.30, 0.20" in found.what and "labels may be inverted" in found.why
-    assert health.read({"eval_rewards/accuracies": 0.5}) == []
+    history = [{"step": step, "eval_rewards/accuracies": value} for step, value in enumerate((0.4, 0.3, 0.2, 0.5))]
+    found = [list(check_log(history[: end + 1], "P")) for end in range(4)]
+    assert found[0] == found[1] == found[3] == []
+    assert found[2][0].code == "PT-P007" and "0.40, 0.30, 0.20" in found[2][0].what

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import datasets
 
-from posttrain.checks.preference import check_references, reference_column, references_of_rewards
 from posttrain.checks.registry import Context
+from posttrain.checks.rewards import check_references, reference_column, references_of_rewards
 from posttrain.rewards import (
     accuracy_reward,
     get_cosine_scaled_reward,

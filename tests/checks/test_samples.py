@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.checks.samples import bad_rows, columns_of, doubt, doubtful_rows, fault, too_many
+from posttrain.checks.rows import columns_of, doubt, fault
+from posttrain.training.data_report import bad_rows, doubtful_rows, too_many
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
@@ -61,7 +62,7 @@ def test_what_a_reward_reads_is_not_looked_at_where_completions_are_sampled():
 
 def test_bad_rows_are_told_with_counts_reasons_and_numbers():
     reasons = dict.fromkeys(range(17, 27), "empty `messages`") | {93: "no `prompt`"}
-    found = bad_rows(reasons, 400)
+    (found,) = bad_rows(reasons, 400)
     assert (found.code, found.severity) == ("PT-D030", "error")
     assert (
         found.what
@@ -71,10 +72,10 @@ def test_bad_rows_are_told_with_counts_reasons_and_numbers():
         + "."
     )
     assert "bad_rows='drop'" in found.fix
-    dropped = bad_rows(reasons, 400, dropped=True)
+    (dropped,) = bad_rows(reasons, 400, dropped=True)
     assert dropped.severity == "warning" and "were dropped" in dropped.what
-    assert bad_rows({}, 400) is None and doubtful_rows({}, 400) is None
-    assert doubtful_rows({3: "blank `text`"}, 4).severity == "warning"
+    assert bad_rows({}, 400) == doubtful_rows({}, 400) == []
+    assert doubtful_rows({3: "blank `text`"}, 4)[0].severity == "warning"
 
 
 def test_dropping_more_than_the_limit_is_refused():

@@ -1,15 +1,11 @@
 """Two tokenizers: what makes token ids comparable, and ids that a model has rows for."""
 
-import types
-
-import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.checks import tokenizers as checks
-from posttrain.checks.registry import Context
 from posttrain.checks.tokenizers import compare_tokenizers, probe_conversations, probe_texts
-from tests.conftest import build_model, build_tokenizer
+from tests.conftest import build_tokenizer
 
 CORPUS = [
     "Other words make other merges: banana bandana, Anna and Hannah.",
@@ -137,47 +133,3 @@ def test_another_template_is_a_warning_with_how_many_conversations_differ(tiny_t
 
 
 # Ids and embeddings --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rows", "tokens", "highest", "expected"),
-    [
-        (316, 316, 315, []),
-        (384, 316, 315, []),
-        (316, 321, 315, [("PT-K005", "warning")]),
-        (316, 321, 316, [("PT-K004", "error")]),
-        (None, 321, 400, []),
-    ],
-)
-def test_ids_without_an_embedding_are_an_error_and_tokens_without_one_a_warning(rows, tokens, highest, expected):
-    found = checks.check_token_rows(rows, tokens=tokens, highest=highest)
-    assert codes([found] if found else []) == expected
-    assert not found or (f"resize_token_embeddings({tokens})" in found.fix and str(rows) in found.what)
-
-
-def test_rows_are_counted_from_the_live_embedding():
-    model = build_model(97)
-    assert checks.embedding_rows(model) == 97
-    model.resize_token_embeddings(101)
-    assert checks.embedding_rows(model) == 101
-    assert checks.embedding_rows(object()) is None
-
-
-def test_the_policy_its_reference_and_reward_models_are_all_looked_at(tiny_tokenizer):
-    size = len(tiny_tokenizer)
-    batch = types.SimpleNamespace(input_ids=__import__("torch").tensor([[3, size - 1]]))
-    small = build_model(size - 40)
-    parts = {
-        "trainer": types.SimpleNamespace(reference=types.SimpleNamespace(copy=small)),
-        "rewards": types.SimpleNamespace(
-            functions=[types.SimpleNamespace(model=small, tokenizer=tiny_tokenizer, __name__="judge"), len]
-        ),
-        "batches": [batch],
-    }
-    context = Context("dpo", None, model=build_model(size), tokenizer=tiny_tokenizer, parts=parts)
-    (found,) = [f for f in checks.token_rows_of_batch(context) if f]
-    assert (found.code, found.where) == ("PT-K004", "the reference") and f"token id {size - 1}" in found.what
-    (found,) = [f for f in checks.reward_models(context) if f]
-    assert (found.code, found.where) == ("PT-K005", "the reward model judge")
-    sound = Context("dpo", None, model=build_model(size), tokenizer=tiny_tokenizer, parts={"batches": [batch]})
-    assert [f for f in [*checks.token_rows_of_batch(sound), *checks.token_rows_of_data(sound)] if f] == []

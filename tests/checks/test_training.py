@@ -1,19 +1,24 @@
 """Findings about a run's numbers: provoked one by one, silent on a run that is sound."""
 
+import types
+
 import pytest
 import torch
 
-from posttrain.checks.training import (
-    check_dense_masks,
-    check_devices,
+from posttrain.checks.machine import check_dense_masks, check_devices, check_precision, smallest_update
+from posttrain.checks.registry import Context
+from posttrain.training.checkpoint import check_special_tokens
+from posttrain.training.checks import (
     check_first_gradients,
     check_idle_memory,
     check_padding,
-    check_precision,
-    check_special_tokens,
+    check_reward_models,
+    check_token_rows,
+    check_tokens,
     check_trained_tokens,
-    smallest_update,
+    embedding_rows,
 )
+from tests.conftest import build_model
 
 
 def codes(found):
@@ -33,7 +38,6 @@ def test_t42_sixteen_bit_weights_that_a_small_learning_rate_cannot_move_are_told
     bad = check_precision({"bfloat16": 134_000_000, "float32": 5}, learning_rate=2e-5)
     assert (bad.code, bad.severity) == ("PT-C001", "warning")
     assert "134000000 trained parameters are stored in bfloat16, and learning_rate=2e-05" in bad.what
-    assert check_precision({"bfloat16": 134_000_000}, learning_rate=2e-5, master_copy=True) is None
     assert check_precision({"bfloat16": 134_000_000}, learning_rate=1e-4) is None
     assert check_precision({"float32": 134_000_000}, learning_rate=2e-5, autocast="bfloat16") is None
     assert codes(check_precision({"float32": 2_000_000_000}, learning_rate=2e-5, autocast="bfloat16")) == ["PT-C002"]
@@ -112,10 +116,52 @@ def test_t51_a_batch_of_padding_is_told_above_forty_percent():
 
 
 def test_t53_dense_masks_of_long_packed_rows_are_told_and_never_refused():
-    finding = check_dense_masks("sdpa", packed=True, row_tokens=8192, installed={"flash_attention_2"})
+    finding = check_dense_masks("sdpa", packed=True, row_tokens=8192)
     assert finding.severity == "warning"
-    assert "attn_implementation='flash_attention_2'" in finding.fix
     assert "flex_attention" in check_dense_masks("eager", packed=True, row_tokens=8192).fix
     assert check_dense_masks("sdpa", packed=True, row_tokens=512) is None
     assert check_dense_masks("sdpa", packed=False, row_tokens=8192) is None
     assert check_dense_masks("flex_attention", packed=True, row_tokens=16384) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "highest", "expected"),
+    [
+        (316, 316, 315, []),
+        (384, 316, 315, []),
+        (316, 321, 315, [("PT-K005", "warning")]),
+        (316, 321, 316, [("PT-K004", "error")]),
+        (None, 321, 400, []),
+    ],
+)
+def test_ids_without_an_embedding_are_an_error_and_tokens_without_one_a_warning(rows, tokens, highest, expected):
+    found = check_token_rows(rows, tokens=tokens, highest=highest)
+    assert [(f.code, f.severity) for f in [found] if f] == expected
+    assert not found or (f"resize_token_embeddings({tokens})" in found.fix and str(rows) in found.what)
+
+
+def test_rows_are_counted_from_the_live_embedding():
+    model = build_model(97)
+    assert embedding_rows(model) == 97
+    model.resize_token_embeddings(101)
+    assert embedding_rows(model) == 101
+    assert embedding_rows(object()) is None
+
+
+def test_the_policy_its_reference_and_reward_models_are_all_looked_at(tiny_tokenizer):
+    size = len(tiny_tokenizer)
+    ids = [3, size - 1]
+    small = build_model(size - 40)
+    parts = {
+        "trainer": types.SimpleNamespace(reference=types.SimpleNamespace(copy=small)),
+        "rewards": types.SimpleNamespace(
+            functions=[types.SimpleNamespace(model=small, tokenizer=tiny_tokenizer, __name__="judge"), len]
+        ),
+    }
+    context = Context("dpo", None, model=build_model(size), tokenizer=tiny_tokenizer, parts=parts)
+    (found,) = check_tokens(context, ids)
+    assert (found.code, found.where) == ("PT-K004", "the reference") and f"token id {size - 1}" in found.what
+    (found,) = check_reward_models(context)
+    assert (found.code, found.where) == ("PT-K005", "the reward model judge")
+    sound = Context("dpo", None, model=build_model(size), tokenizer=tiny_tokenizer)
+    assert list(check_tokens(sound, ids)) == []

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import logging
-import platform
 import subprocess
 import sys
 import time
@@ -95,7 +94,6 @@ def test_what_the_package_itself_needs_is_read_from_its_metadata():
     assert {need.name: need.requirement.specifier for need in needs_of_core()} == wanted
     (finding,) = found("core", **{name.replace("-", "_"): "99" for name in wanted} | {"datasets": "4.6"})
     assert (finding.code, finding.where) == ("PT-V002", "datasets")
-    assert versions.check_python("3.99.0") is None
 
 
 def test_every_need_is_of_a_known_feature_and_reads_as_specifiers():
@@ -167,11 +165,6 @@ def test_a_vllm_built_for_another_torch_is_an_error_and_bitsandbytes_beside_it_a
     required_version.cache_clear()
     assert required_version("vllm", "torch") == "2.9.1"
     required_version.cache_clear()
-
-
-def test_an_old_interpreter_is_named():
-    assert versions.check_python("3.10.4").what == "posttrain needs Python >=3.11; this is 3.10.4."
-    assert versions.check_python(platform.python_version()) is None
 
 
 def test_availability_of_vllm_warns_outside_the_range_and_is_false_below_the_minimum_asked_for(monkeypatch, caplog):

@@ -1,24 +1,30 @@
-"""`--launcher ray` without a cluster: how a command is taken apart, what is refused, how what runs is followed."""
+"""`--launcher ray`: how a command is taken apart, what is refused, and (slow) whole runs on a real local Ray cluster."""
 
+import contextlib
 import dataclasses
+import json
+import os
+import re
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from posttrain.cli import launch_ray, train
-from posttrain.cli.launch_ray import Plan
-from posttrain.errors import ConfigError, MissingDependencyError, RolloutServerError
-from posttrain.integrations.ray import CONFIG_FILE, Need, RayCluster, State
+from posttrain.cli.launch_ray import RayRun
+from posttrain.errors import ConfigError, MissingDependencyError
 
+ROOT = Path(__file__).parents[2]
 MODEL = ["--model_name_or_path", "m"]
 
 
-def plan(*tokens, name="grpo"):
-    return Plan.of(name, ["--launcher", "ray", *tokens])
+def job(*tokens, name="grpo"):
+    return RayRun(name, ["--launcher", "ray", *tokens])
 
 
 @pytest.fixture
@@ -29,70 +35,57 @@ def file(tmp_path):
     return str(path)
 
 
-class Scripted:
-    """A command that says what it was told to say."""
-
-    url = "http://10.0.0.2:8000"
-
-    def __init__(self, name, *states, healthy=True):
-        self.need, self.states, self.answer, self.stopped = Need(name), list(states), healthy, []
-
-    def __str__(self):
-        return f"the {self.need.name} on 10.0.0.2"
-
-    def poll(self, wait=0.0):
-        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
-
-    def healthy(self):
-        return self.answer
-
-    def stop(self, number=signal.SIGTERM):
-        self.stopped.append(number)
-
-
-def test_the_launcher_is_found_on_the_command_line_and_in_the_config_file(tmp_path, file):
+def test_the_launcher_is_found_on_the_command_line_and_in_the_config_file(tmp_path, file, monkeypatch):
     assert launch_ray.is_wanted(["--launcher", "ray"]) and launch_ray.is_wanted(["--launcher=ray"])
     assert launch_ray.is_wanted(["--config", file])
     other = tmp_path / "other.yaml"
     other.write_text("max_steps: 1\n")
     assert not launch_ray.is_wanted(["--config", str(other), "--dataset_name", "launcher"])
+    monkeypatch.setenv(launch_ray.STARTED, "1")  # The trainer has the same arguments, and trains.
+    assert not launch_ray.is_wanted(["--config", file])
 
 
-def test_the_trainer_gets_all_options_but_those_of_the_launcher(file):
-    made = plan("--config", file, "--rollout_servers", "2", "--learning_rate", "1e-5", "--num_processes", "4")
+def test_the_trainer_gets_all_options_and_the_servers(file):
+    own = ["--config", file, "--rollout_servers", "2", "--learning_rate", "1e-5", "--num_processes", "4"]
+    made = job(*own)
     assert made.options.rollout_servers == 2  # The command line wins over the file.
-    assert made.config == {"model_name_or_path": "m", "max_steps": 2, "use_peft": False}
     urls = ["http://a:1", "http://b:2"]
-    own = ["--learning_rate", "1e-5", "--num_processes", "4"]
     assert made.trainer_arguments(urls) == [
-        "grpo", "--config", CONFIG_FILE, *own,
+        "grpo", "--launcher", "ray", *own,
         "--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", "http://a:1,http://b:2",
     ]  # fmt: skip
-    assert plan(*MODEL, name="async-grpo").trainer_arguments(urls) == [
-        "async-grpo", *MODEL, "--worker_engine", "server", "--vllm_server_base_url", *urls,
+    assert job(*MODEL, name="async-grpo").trainer_arguments(urls)[-5:] == [
+        "--worker_engine", "server", "--vllm_server_base_url", *urls,
     ]  # fmt: skip
-    assert plan("--rollout_servers", "0", name="sft").trainer_arguments([]) == ["sft"]
+    assert job("--rollout_servers", "0", name="sft").trainer_arguments([])[0] == "sft"
+
+
+def test_the_training_command_takes_the_launchers_options_and_trains(file, monkeypatch):
+    monkeypatch.setenv(launch_ray.STARTED, "1")
+    monkeypatch.setattr(train, "train", lambda *parsed: ran.append(parsed))
+    ran = []
+    train.run("grpo", ["--config", file, "--rollout_server_cpus", "2", "--bf16", "false", "--output_dir", "x"])
+    ((name, _, config, *_),) = ran
+    assert (name, config.max_steps) == ("grpo", 2)
 
 
 def test_servers_serve_the_trainers_model(file):
-    made = plan("--config", file, "--model-name-or-path=n", "--model_revision", "abc")
-    config = made.serve_config("10.0.0.2", 8123)
-    assert (config.model, config.revision, config.host, config.port) == ("n", "abc", "10.0.0.2", 8123)
+    made = job("--config", file, "--model-name-or-path=n", "--model_revision", "abc")
+    config = made.serve_config()
+    assert (config.model, config.revision, config.host) == ("n", "abc", "127.0.0.1")
     assert (config.engine, config.max_model_len) == ("hf", 64)
+    words = made.serve_arguments("10.0.0.2", 8123)
+    assert {("--host", "10.0.0.2"), ("--port", "8123")} <= set(zip(words[::2], words[1::2], strict=True))
 
 
-def test_needs_are_one_trainer_and_its_servers_with_gpus_only_where_there_are_some():
-    made = plan(
+def test_resources_are_one_trainer_and_its_servers_with_gpus_only_where_there_are_some():
+    made = job(
         *MODEL, "--rollout_servers", "2", "--rollout_server_args", "--tensor_parallel_size 4", "--num_processes", "6"
     )
-    assert [(n.name, n.cpus, n.gpus) for n in made.needs(with_gpus=True)] == [
-        ("trainer", 1, 6), ("rollout server 1", 1, 4), ("rollout server 2", 1, 4),
-    ]  # fmt: skip
-    assert {n.gpus for n in made.needs(with_gpus=False)} == {0}
-    assert [n.gpus for n in plan(*MODEL, "--trainer_gpus", "2", "--rollout_server_gpus", "0.5").needs(False)] == [
-        2,
-        0.5,
-    ]
+    assert made.bundles(with_gpus=True) == [{"CPU": 1, "GPU": 6}, {"CPU": 1, "GPU": 4}, {"CPU": 1, "GPU": 4}]
+    assert made.bundles(with_gpus=False) == [{"CPU": 1}] * 3
+    given = job(*MODEL, "--trainer_gpus", "2", "--rollout_server_gpus", "0.5", "--trainer_cpus", "8")
+    assert given.bundles(with_gpus=False) == [{"CPU": 8, "GPU": 2}, {"CPU": 1, "GPU": 0.5}]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +103,7 @@ def test_needs_are_one_trainer_and_its_servers_with_gpus_only_where_there_are_so
 )  # fmt: skip
 def test_what_cannot_work_is_refused_before_anything_is_placed(name, tokens, message):
     with pytest.raises(ConfigError, match=message):
-        plan(*tokens, name=name)
+        job(*tokens, name=name)
 
 
 def test_the_commands_with_servers_are_those_whose_trainers_ask_servers():
@@ -127,67 +120,6 @@ def test_without_ray_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependencyError, match=r'pip install "posttrain\[ray\]"'):
         launch_ray.run("grpo", ["--launcher", "ray", *MODEL])
-
-
-def test_without_a_cluster_the_error_names_the_address_and_how_to_start_one(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", sys)  # Never reached.
-    started = time.monotonic()
-    with pytest.raises(ConfigError, match=r"ray_address='127.0.0.1:9'.*ray start --head"):
-        RayCluster("127.0.0.1:9")
-    assert time.monotonic() - started < 10
-    with pytest.raises(ConfigError, match="Ray's client"):
-        RayCluster("ray://127.0.0.1:10001")
-
-
-def test_a_run_shows_what_the_trainer_says_and_ends_with_its_code(capsys):
-    trainer = Scripted("trainer", State(said=[(1, "step 1\n"), (2, "40 %\r")]), State(said=[(1, "done\n")]), State(3))
-    assert launch_ray._follow(trainer, []) == 3
-    out, err = capsys.readouterr()
-    assert out == "step 1\ndone\n"
-    assert err.startswith("40 %\r") and "the trainer on 10.0.0.2 ended with code 3" in err
-
-
-def test_a_server_that_ends_is_told_with_its_last_lines_and_the_trainer_goes_on(capsys):
-    trainer = Scripted("trainer", State(), State(), State(0))
-    dead = Scripted("rollout server 1", State(1, tail="out of memory"))
-    assert launch_ray._follow(trainer, [dead]) == 0
-    err = capsys.readouterr().err
-    assert err.count("the rollout server 1 on 10.0.0.2 ended with code 1") == 1 and "out of memory" in err
-
-
-def test_a_trainer_whose_machine_is_lost_may_be_started_again(capsys):
-    assert launch_ray._follow(Scripted("trainer", State(lost="the node died")), []) == 75
-    assert "was lost: the node died" in capsys.readouterr().err
-
-
-def test_a_server_that_does_not_start_ends_the_run_with_its_code_and_last_lines():
-    servers = [Scripted("rollout server 1", State()), Scripted("rollout server 2", State(4, tail="no such model"))]
-    with pytest.raises(
-        RolloutServerError, match=r"(?s)rollout server 2 on 10.0.0.2 ended with code 4.*no such model"
-    ) as error:
-        launch_ray._wait_healthy(servers, 5)
-    assert error.value.exit_code == 4
-
-
-def test_a_server_that_is_never_healthy_ends_the_run_after_the_time_that_was_given():
-    slow = Scripted("rollout server 1", State(tail="loading"), healthy=False)
-    with pytest.raises(RolloutServerError, match=r"(?s)not healthy after 0.1 s.*loading") as error:
-        launch_ray._wait_healthy([slow], 0.1)
-    assert error.value.exit_code == 75
-
-
-def test_the_environment_that_goes_along_has_a_token_and_no_strangers(monkeypatch):
-    monkeypatch.setenv("HF_HOME", "/models")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    monkeypatch.delenv("POSTTRAIN_API_KEY", raising=False)
-    made = launch_ray._environment()
-    assert made["HF_HOME"] == "/models" and "AWS_SECRET_ACCESS_KEY" not in made
-    assert (
-        len(made["POSTTRAIN_API_KEY"]) >= 32
-        and made["POSTTRAIN_API_KEY"] != launch_ray._environment()["POSTTRAIN_API_KEY"]
-    )
-    monkeypatch.setenv("POSTTRAIN_API_KEY", "mine")
-    assert launch_ray._environment()["POSTTRAIN_API_KEY"] == "mine"
 
 
 def test_the_table_of_options_is_that_of_the_code():
@@ -208,7 +140,7 @@ def test_commands_that_only_look_accept_the_launchers_options():
 
 def test_auto_resumes_where_there_is_a_checkpoint_and_begins_anew_where_there_is_none(tmp_path):
     from posttrain.cli.train import resume_from
-    from posttrain.report.checkpoints import MARKER
+    from posttrain.training.checkpoint import MARKER
 
     def meaning(value):
         config = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=value)
@@ -220,3 +152,175 @@ def test_auto_resumes_where_there_is_a_checkpoint_and_begins_anew_where_there_is
     (tmp_path / "checkpoint-4" / MARKER).write_text('{"run": "x", "time": 1.0, "files": {}}')
     assert meaning("auto") == (True, None)
     assert [meaning(v)[0] for v in ("true", "false", None, "runs/x")] == [True, None, None, "runs/x"]
+
+
+def is_there(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_until(holds, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
+
+
+# Real Ray ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster of this machine with four cores, which several runs use one after the other."""
+    ray = pytest.importorskip("ray")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", num_cpus=4, num_gpus=0, include_dashboard=False, log_to_driver=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where a run begins: prompts, and a reward that counts how often it was asked."""
+    rows = [{"prompt": [{"role": "user", "content": f"{i} + 1"}]} for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rewards.py").write_text(
+        "def length(completions, **_):\n    return [float(len(str(c))) for c in completions]\n"
+    )
+    return tmp_path
+
+
+def command(folder, model, address, *more, name="grpo", steps=2):
+    options = {
+        "launcher": "ray", "ray_address": address, "model_name_or_path": model, "dataset_name": "prompts.jsonl",
+        "reward_funcs": "rewards.py:length", "output_dir": "run", "max_steps": steps, "per_device_train_batch_size": 4,
+        "num_generations": 4, "max_completion_length": 8, "bf16": "false", "report_to": "none", "logging_steps": 1,
+        "use_cpu": "true", "gradient_checkpointing": "false", "rollout_server_args": "--engine native",
+    }  # fmt: skip
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "posttrain.cli.main", name, *words, *more],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def left(folder):
+    """Commands that belong to this test and still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in path.read_bytes() and is_there(path.parent.name):
+                found.append(path.read_bytes())
+    return found
+
+
+def read_until(stream, pattern):
+    seen = ""
+    for line in stream:
+        seen += line
+        if re.search(pattern, line):
+            return seen
+    raise AssertionError(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_grpo_trains_two_steps_with_a_server_that_ray_started(cluster, folder, tiny_model_dir):
+    run = command(folder, tiny_model_dir, cluster)
+    out, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, out[-4000:]
+    assert re.search(r"posttrain: rollout server 1 \(http://127.0.0.1:\d+\)", out)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "sampling/sampling_logp_difference/mean" in line]
+    assert len(steps) == 2  # Only a foreign engine's log-probs are compared with the trainer's.
+    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 1e-3
+    assert (folder / "run" / "model.safetensors").is_file()
+    assert wait_until(lambda: not left(folder)), left(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_async_grpo_asks_the_servers_too(cluster, folder, tiny_model_dir):
+    run = command(folder, tiny_model_dir, cluster, "--rollout_servers", "2", "--max_staleness", "1", name="async-grpo")
+    out, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, out[-4000:]
+    assert out.count("posttrain: rollout server") == 2 and (folder / "run" / "model.safetensors").is_file()
+    assert wait_until(lambda: not left(folder)), left(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ctrl_c_saves_and_leaves_nothing_behind(cluster, folder, tiny_model_dir):
+    run = command(folder, tiny_model_dir, cluster, "--disable_tqdm", "true", steps=100000)
+    read_until(run.stdout, "'loss'|loss")
+    run.send_signal(signal.SIGINT)
+    out, _ = run.communicate(timeout=240)
+    assert run.returncode == 130, out[-4000:]
+    assert list((folder / "run").glob("checkpoint-*")), out[-4000:]
+    assert wait_until(lambda: not left(folder)), left(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_trainer_that_fails_hands_its_code_and_words_on_and_the_servers_end(cluster, folder, tiny_model_dir):
+    (folder / "rewards.py").write_text("def length(completions, **_):\n    raise KeyError('no such price')\n")
+    run = command(folder, tiny_model_dir, cluster)
+    out, _ = run.communicate(timeout=240)
+    assert run.returncode == 1 and "no such price" in out
+    assert wait_until(lambda: not left(folder)), left(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_killed_trainer_ends_its_servers_and_a_killed_launcher_ends_all(cluster, folder, tiny_model_dir):
+    run = command(folder, tiny_model_dir, cluster, "--disable_tqdm", "true", steps=100000)
+    read_until(run.stdout, "'loss'|loss")
+    (trainer,) = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if (words := path.read_bytes().split(b"\0"))[2:5] == [b"posttrain.cli.main", b"grpo", b"--launcher"]
+        and str(folder).encode() in path.read_bytes()
+        and words[1] == b"-m"
+        and b"--use_vllm" in words  # Not the launcher, which has the same beginning.
+        and is_there(path.parent.name)
+    ]
+    os.kill(trainer, signal.SIGKILL)
+    out, _ = run.communicate(timeout=240)
+    assert run.returncode == 128 + signal.SIGKILL, out[-4000:]
+    assert wait_until(lambda: not left(folder)), left(folder)
+    run = command(folder, tiny_model_dir, cluster, "--disable_tqdm", "true", "--output_dir", "again", steps=100000)
+    read_until(run.stdout, "'loss'|loss")
+    run.kill()
+    run.communicate(timeout=240)
+    assert wait_until(lambda: not left(folder), 60), left(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_server_that_cannot_start_ends_the_run_with_its_last_words(cluster, folder, tmp_path):
+    run = command(folder, str(tmp_path / "no-model"), cluster)
+    out, _ = run.communicate(timeout=240)
+    assert run.returncode == 1 and re.search(r"rollout server 1 \(\S+\) ended with code 1", out), out[-4000:]
+    assert "no-model" in out and "ray.exceptions" not in out
+    assert not (folder / "run").exists()
+    assert wait_until(lambda: not left(folder)), left(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_more_than_the_cluster_has_is_refused_with_both_numbers(cluster, folder):
+    run = command(folder, "m", cluster, "--rollout_servers", "9")
+    out, _ = run.communicate(timeout=240)
+    assert run.returncode == 1
+    assert re.search(r"needs 10 CPUs and 0 GPUs for the trainer and 9 servers.* has 4 CPUs and 0 GPUs", out)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_cluster_of_its_own_ends_with_the_run(folder, tiny_model_dir):
+    run = command(folder, tiny_model_dir, "local", "--rollout_servers", "0")
+    out, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, out[-4000:]
+    assert (folder / "run" / "model.safetensors").is_file()

@@ -68,6 +68,24 @@ def test_trap_s39_an_unknown_key_names_the_closest(parse):
         parse("", "--learning_rat", "1")
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_boolean_option_has_a_flag_that_turns_it_off(name, tmp_path):
+    parser = parser_for(name)
+    booleans = {n for n, item in parser.fields.items() if item.type in (bool, "bool", bool | None, "bool | None")}
+    assert len(booleans) > 20
+    for option in booleans:
+        for flag in (f"--no_{option}", f"--no-{option.replace('_', '-')}"):
+            assert getattr(parser.parse_known_args([flag])[0], option) is False, flag
+    plain = parser.parse_known_args([])[0]
+    assert plain.gradient_checkpointing is not False
+
+
+def test_defaults_may_come_from_a_mapping():
+    parser = TrlParser(Args)
+    assert parser.set_defaults_with_config(steps=9, other="x") == ["--other", "x"]
+    assert parser.parse_args_into_dataclasses(args=[])[0].steps == 9
+
+
 def test_prefixes_are_not_accepted(parse):
     assert parse("", "--learning", "1", return_remaining_strings=True)[-1] == ["--learning", "1"]
 
@@ -120,7 +138,7 @@ def test_a_field_called_config_is_refused():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_every_training_command_prints(name, capsys):
     with pytest.raises(SystemExit) as stop:
-        parser_for(name).parser.parse_args(["--help"])
+        parser_for(name).parse_args(["--help"])
     assert stop.value.code == 0
     assert "--learning_rate" in capsys.readouterr().out
 

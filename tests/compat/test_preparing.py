@@ -156,15 +156,3 @@ def test_dft_loss_weighs_each_token_by_its_probability_and_survives_a_batch_with
     nothing = posttrain.dft_loss(SimpleNamespace(logits=logits), torch.full((2, 5), -100), num_items_in_batch=0)
     nothing.backward()
     assert float(nothing.detach()) == 0.0 and torch.isfinite(logits.grad).all()
-
-
-def test_bos_and_eos_are_added_once():
-    row = {"prompt_input_ids": [1, 5], "prompt_attention_mask": [1, 1]}
-    bare = {"prompt_input_ids": [], "prompt_attention_mask": []}
-    made = posttrain.add_bos_token_if_needed(1, 2, row, 0, bare, 2, row)
-    assert [m["prompt_input_ids"] for m in made] == [[1, 5], [1], [1, 5]] and bare["prompt_input_ids"] == []
-    assert posttrain.add_bos_token_if_needed(None, 2, row, 0, bare, 2, row)[1] == bare
-    chosen, rejected = posttrain.add_eos_token_if_needed(
-        2, {"input_ids": [], "attention_mask": []}, {"input_ids": [3, 2], "attention_mask": [1, 1]}
-    )
-    assert chosen == {"input_ids": [2], "attention_mask": [1]} and rejected["input_ids"] == [3, 2]

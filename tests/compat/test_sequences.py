@@ -1,25 +1,17 @@
-"""Batches cut, shuffled and regrouped without an entry leaving its row; byte spans of tokens."""
-
-import json
+"""Batches cut, shuffled and regrouped without an entry leaving its row."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from posttrain.compat.sequences import (
-    UnsupportedTokenizerError,
-    encode_with_byte_offsets,
-    is_byte_level,
-    pad_byte_offsets,
     shuffle_sequence_dict,
     split_pixel_values_by_grid,
     split_tensor_dict,
     unsplit_pixel_values_by_grid,
 )
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
-from tests.conftest import build_tokenizer
 
 # split_tensor_dict
 
@@ -211,113 +203,3 @@ def test_shuffling_regrouped_images_keeps_them_with_their_sample(samples, seed):
     for sample, pixels, count in zip(out["sample"].tolist(), out["pixel_values"], out["num_images"], strict=True):
         assert set(pixels.flatten().tolist()) <= {sample}
         assert count == len(samples[sample])
-
-
-# Byte offsets
-
-
-def test_pad_byte_offsets_fills_with_empty_spans_and_never_cuts():
-    spans = [(0, 2), (2, 5)]
-    assert pad_byte_offsets(spans, 4).tolist() == [[0, 2], [2, 5], [0, 0], [0, 0]]
-    assert pad_byte_offsets(spans, 3, "left").tolist() == [[0, 0], [0, 2], [2, 5]]
-    assert pad_byte_offsets(spans, 1, "left").tolist() == [[0, 2], [2, 5]]
-    assert pad_byte_offsets([], 2).tolist() == [[0, 0], [0, 0]]
-    assert pad_byte_offsets(spans, 4).dtype == torch.long
-    with pytest.raises(ConfigError, match="side='middle'"):
-        pad_byte_offsets(spans, 4, "middle")
-
-
-TEXTS = [
-    "What is the sum of two numbers?",
-    "naïve café 🎉🎉 日本語\n\n  end  ",
-    "<|im_start|>user\nhé<|im_end|>\n",
-    "",
-    " <|im_end|>  x",
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_byte_spans_cover_the_text_without_gap_or_overlap(text):
-    backend = build_tokenizer().backend_tokenizer
-    (ids,), (spans,) = encode_with_byte_offsets(backend, [text])
-    assert ids == backend.encode(text, add_special_tokens=False).ids
-    raw = text.encode()
-    assert b"".join(raw[a:b] for a, b in spans) == raw
-    assert all(a <= b for a, b in spans)
-    assert [a for a, _ in spans[1:]] == [b for _, b in spans[:-1]]
-
-
-def test_byte_spans_part_a_character_that_several_tokens_share():
-    backend = build_tokenizer().backend_tokenizer
-    _, (spans,) = encode_with_byte_offsets(backend, ["é"])
-    assert spans == [(0, 1), (1, 2)]
-    assert backend.encode("é").offsets == [(0, 1), (0, 1)]  # Characters cannot say it.
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.text(max_size=30))
-def test_byte_spans_of_any_text_give_it_back(text):
-    raw = text.encode()
-    _, (spans,) = encode_with_byte_offsets(BACKEND, [text])
-    assert b"".join(raw[a:b] for a, b in spans) == raw
-
-
-BACKEND = build_tokenizer().backend_tokenizer
-
-
-def test_space_that_the_tokenizer_adds_is_not_counted():
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
-    assert len(backend.encode("ab").ids) == 3
-    _, (spans,) = encode_with_byte_offsets(backend, ["ab"])
-    assert spans == [(0, 0), (0, 1), (1, 2)]
-
-
-def test_spans_count_bytes_of_the_normalised_text():
-    backend = build_tokenizer().backend_tokenizer
-    backend.normalizer = normalizers.NFC()
-    _, (spans,) = encode_with_byte_offsets(backend, ["e\u0301x"])
-    assert spans == [(0, 1), (1, 2), (2, 3)]
-
-
-def test_tokens_put_around_a_text_have_empty_spans():
-    from tokenizers.processors import TemplateProcessing
-
-    backend = build_tokenizer().backend_tokenizer
-    backend.post_processor = TemplateProcessing(
-        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
-    )
-    (ids,), (spans,) = encode_with_byte_offsets(backend, ["ab<|im_end|>"], add_special_tokens=True)
-    assert (ids[0], ids[-2:]) == (1, [2, 2])
-    assert (spans[0], spans[-2:]) == ((0, 0), [(2, 12), (12, 12)])
-    assert encode_with_byte_offsets(backend, ["ab"])[0][0] == ids[1:-2]
-
-
-def test_added_token_that_swallows_spaces_covers_them():
-    backend = build_tokenizer().backend_tokenizer
-    backend.add_tokens([AddedToken("[T]", lstrip=True, rstrip=True)])
-    _, (spans,) = encode_with_byte_offsets(backend, ["a  [T]  b"])
-    raw = b"a  [T]  b"
-    assert b"".join(raw[a:b] for a, b in spans) == raw
-
-
-def test_tokenizer_that_is_not_byte_level_is_refused():
-    backend = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.decoder = decoders.WordPiece()
-    assert not is_byte_level(backend)
-    assert is_byte_level(BACKEND)
-    assert not is_byte_level(None)
-    with pytest.raises(UnsupportedTokenizerError, match="Whitespace"):
-        encode_with_byte_offsets(backend, ["a"])
-    assert issubclass(UnsupportedTokenizerError, NotImplementedError)
-
-
-def test_tokens_that_do_not_continue_the_text_are_refused():
-    """A vocabulary without the byte for 'z': the model skips it, so spans after it cannot be right."""
-    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())) if c != "z"}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    assert "z" not in json.dumps(backend.encode("azb").tokens)
-    with pytest.raises(DataError, match=r"token 'b' .*cannot be made monotone"):
-        encode_with_byte_offsets(backend, ["azb"])

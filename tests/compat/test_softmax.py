@@ -235,12 +235,6 @@ def test_input_logits_are_never_written_to():
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("bad", [-100, -1, 11])
-def test_index_outside_the_vocabulary_is_refused_with_its_range(bad):
-    with pytest.raises(DataError, match=rf"{bad}.*vocabulary has 11 entries.*row_mask"):
-        selective_log_softmax(logits_of(3, 11), torch.tensor([5, bad, 5]))
-
-
 @pytest.mark.parametrize("shape", [(3,), (2, 4), (2, 3, 1, 1)])
 def test_index_that_does_not_fit_the_logits_is_refused_with_both_shapes(shape):
     with pytest.raises(DataError, match=r"index has shape .* logits \(2, 3, 11\)"):

@@ -6,8 +6,7 @@ from posttrain import DataError, ModelError, create_model_from_path
 from posttrain.cli.main import main
 from posttrain.data.mixture import load_rows
 from posttrain.integrations.hub import explained
-from posttrain.models.clone import clone_chat_template
-from posttrain.models.load import check_model_source, load_tokenizer
+from posttrain.models.load import check_model_source, clone_chat_template, load_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from posttrain.data.formats import (
+from posttrain.data.preference import (
     extract_prompt,
     maybe_extract_prompt,
     maybe_unpair_preference_dataset,

@@ -40,7 +40,7 @@ def test_a_token_that_merges_over_the_boundary_belongs_to_the_answers(tiny_token
     assert tiny_tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == "What is these<|im_end|>"
     alone = tiny_tokenizer("What is the")["input_ids"]
     assert row["prompt_ids"] == alone[: len(row["prompt_ids"])]
-    assert report.repaired == int(len(row["prompt_ids"]) < len(alone))
+    assert report.diverged == int(len(row["prompt_ids"]) < len(alone))
 
 
 def test_conversations_share_the_generation_prompt(tiny_tokenizer):
@@ -71,7 +71,7 @@ def test_the_end_of_answers_is_cut_or_the_beginning_of_the_shared_prompt(tiny_to
     (start,), report = prepared(rows, tiny_tokenizer, max_length=limit)
     assert start["chosen_ids"] == whole["chosen_ids"][: c - 2]
     assert start["rejected_ids"] == whole["rejected_ids"]
-    assert report.cut == 1
+    assert report.truncated == 1
     (end,), _ = prepared(rows, tiny_tokenizer, max_length=limit, truncation_mode="keep_end")
     assert end["prompt_ids"] == whole["prompt_ids"][2:]
     assert end["chosen_ids"] == whole["chosen_ids"]
@@ -83,18 +83,18 @@ def test_p2_p9_equal_and_full_rows_are_dropped_and_counted(tiny_tokenizer, caplo
     full = {"prompt": "long " * 30, "chosen": "a", "rejected": "b"}
     rows, report = prepared([good] * 8 + [equal, full], tiny_tokenizer, max_length=20)
     assert len(rows) == 8
-    assert report.dropped == {"the prompt fills max_length": 1, "the answers are equal": 1}
+    assert report.dropped == {"whose prompt fills max_length": 1, "with equal answers": 1}
     assert "dropped 2 of 10 rows" in caplog.text
-    with pytest.raises(DataError, match="in 2 of 4 rows the answers are equal, more than 20%"):
+    with pytest.raises(DataError, match="2 of 4 rows with equal answers, more than 20%"):
         prepared([good, good, equal, equal], tiny_tokenizer)
-    with pytest.raises(DataError, match="no row of the train dataset is left of 1"):
+    with pytest.raises(DataError, match="no row of the train dataset is left: of 1"):
         prepared([full], tiny_tokenizer, max_length=20)
 
 
 def test_p1_rows_whose_prompt_is_lost_are_refused(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{% if add_generation_prompt %}now think {% endif %}" + tiny_tokenizer.chat_template
     rows = [{"prompt": U, "chosen": say("two"), "rejected": say("three")}] * 3
-    with pytest.raises(DataError, match=r"no row of the train dataset is left of 3 .*tokenises differently"):
+    with pytest.raises(DataError, match=r"no row of the train dataset is left: of 3, .*tokenises differently"):
         prepared(rows, tiny_tokenizer)
 
 
@@ -103,7 +103,7 @@ def test_p1_a_prompt_that_the_assistant_began_is_continued_and_opens_no_turn_of_
     begun = [*U, *say("The number is")]
     rows = [{"prompt": begun, "chosen": say("two"), "rejected": say("three")}]
     (row,), report = prepared(rows, tiny_tokenizer)
-    assert report.repaired == 0
+    assert report.diverged == 0
     assert tiny_tokenizer.decode(row["prompt_ids"]).endswith("<|im_start|>assistant\nThe number is")
     whole = tiny_tokenizer.apply_chat_template(begun + say("two"), tokenize=False)
     assert tiny_tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == whole

@@ -15,7 +15,7 @@ from posttrain.data.responses import (
     reasoning_policy,
     typed_arguments,
 )
-from posttrain.data.template_probes import training_template
+from posttrain.data.templates import training_template
 from posttrain.errors import ModelError
 from tests.data.test_templates import BY_FILE, TOKENS
 

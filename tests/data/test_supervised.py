@@ -3,8 +3,7 @@
 import datasets
 import pytest
 
-from posttrain.data.labels import label_batch
-from posttrain.data.sft import SupervisedOptions, document_rows, prepare_sft_dataset
+from posttrain.data.sft import SupervisedOptions, document_rows, label_batch, prepare_sft_dataset
 from posttrain.errors import ArgumentTypeError, DataError, ModelError
 
 
@@ -68,7 +67,7 @@ def test_rows_are_dropped_by_reason(tiny_tokenizer, caplog):
     ask, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     _, report = prepare([{"messages": [ask]}, {"messages": [ask, answer]}], tiny_tokenizer, assistant_only_loss=True)
     assert report.dropped == {"without a turn of the assistant": 1}
-    assert "dropped 1 of 2 rows: 1 without a turn of the assistant." in caplog.text
+    assert "dropped 1 of 2 rows (1 without a turn of the assistant)." in caplog.text
     assert prepare([{"text": ""}, {"text": "a"}], tiny_tokenizer)[1].dropped == {"empty": 1}
     given = [{"input_ids": [5, 6], "completion_mask": [1, 0]}, {"input_ids": [5, 6], "completion_mask": [0, 1]}]
     assert prepare(given, tiny_tokenizer)[1].dropped == {"without a trained token": 1}

@@ -9,13 +9,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from posttrain.data.chat import assistant_mask, has_generation_markers, render
-from posttrain.data.template_probes import FAMILIES, recognise_family, training_template
 from posttrain.data.templates import (
+    FAMILIES,
+    best_match,
     check_template,
     get_training_chat_template,
     is_chat_template_prefix_preserving,
     is_chat_template_stop_token_trained,
     supports_tool_calling,
+    training_template,
 )
 from posttrain.errors import ArgumentTypeError, DataError, ModelError
 
@@ -246,8 +248,13 @@ def masked_runs(tokenizer, messages, **kwargs) -> list[str]:
     return [*runs, tokenizer.decode(current)] if current else runs
 
 
+def known_family(tokenizer):
+    match = best_match(tokenizer, tokenizer.chat_template)
+    return (match.family, match.template) if match.exact else None
+
+
 def test_every_template_file_belongs_to_a_family_and_has_its_wire_format_pinned():
-    import posttrain.data.template_probes as module
+    import posttrain.data.templates as module
 
     files = {path.stem for path in (Path(module.__file__).parent / "chat_templates").glob("*.jinja")}
     assert files == set(FILES) == set(WIRE) == set(TOKENS)
@@ -372,12 +379,12 @@ def test_variants_that_share_a_file_are_told_apart(name, asked, said, yes, token
     assert run.startswith(said)
     assert f"<parameter=deep>\n{yes}\n</parameter>" in run
     shipped = re.sub(r"\{%-? *(end)?generation *-?%\}", "", tokenizer.chat_template)
-    assert recognise_family(tokenizer_of("qwen3_5", shipped)) == (family, training_template(family))
+    assert known_family(tokenizer_of("qwen3_5", shipped)) == (family, training_template(family))
 
 
 def test_nemotron_ultra_writes_no_line_breaks_around_its_closing_tag(tokenizer_of):
     tokenizer = tokenizer_of("nemotron3", unmarked("nemotron3", {"tight_think": True}))
-    assert recognise_family(tokenizer)[0].name == "Nemotron 3 Ultra"
+    assert known_family(tokenizer)[0].name == "Nemotron 3 Ultra"
     tokenizer.chat_template = get_training_chat_template(tokenizer)
     assert masked_runs(tokenizer, [USER, SAID | {"reasoning_content": "because"}]) == ["because</think>Yes.<|im_end|>"]
 
@@ -412,7 +419,7 @@ def test_formats_of_alternating_turns_refuse_two_questions_in_a_row(file, tokeni
 @pytest.mark.parametrize("file", FILES)
 def test_a_family_is_recognised_from_a_template_without_its_markers(file, tokenizer_of):
     tokenizer = tokenizer_of(file, unmarked(file))
-    family, template = recognise_family(tokenizer)
+    family, template = known_family(tokenizer)
     twins = {"qwen2_5": {"qwen2_5"}, "qwen3_instruct_2507": {"qwen2_5", "qwen3_instruct_2507"}}.get(file, {file})
     assert family.file in twins
     assert get_training_chat_template(tokenizer) == template
@@ -447,7 +454,7 @@ QWEN3_LIKE = (
 def test_a_format_close_to_a_known_one_is_refused_with_the_nearest_named(tokenizer_of):
     """It prints tool results as turns of their own: no family does that together with think blocks."""
     tokenizer = tokenizer_of("qwen3", QWEN3_LIKE)
-    assert recognise_family(tokenizer) is None
+    assert known_family(tokenizer) is None
     with pytest.raises(ModelError, match=r"Nearest is Qwen3 .* probes agree\); on "):
         get_training_chat_template(tokenizer)
 
@@ -456,14 +463,14 @@ def test_a_shipped_template_that_prints_blocks_as_a_list_is_still_its_family(tok
     shipped = unmarked("llama3").replace("text_of(message.content)", "(message.content | string | trim)")
     tokenizer = tokenizer_of("llama3", shipped)
     assert "{'type': 'text'" in render(tokenizer, [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}])
-    assert recognise_family(tokenizer)[0].file == "llama3"
+    assert known_family(tokenizer)[0].file == "llama3"
 
 
 def test_a_shipped_template_that_drops_reasoning_is_still_its_family(tokenizer_of):
     shipped = unmarked("deepseekv3").replace("{%- if message.reasoning_content -%}", "{%- if false -%}")
     tokenizer = tokenizer_of("deepseekv3", shipped)
     assert "because" not in render(tokenizer, [USER, SAID | {"reasoning_content": "because"}])
-    assert recognise_family(tokenizer)[0].file == "deepseekv3"
+    assert known_family(tokenizer)[0].file == "deepseekv3"
 
 
 def test_a_marked_template_needs_no_other(tiny_tokenizer):
@@ -482,7 +489,7 @@ def test_an_unknown_format_whose_turns_are_found_by_rendering_is_left_alone(toke
         "{% for m in messages %}{{ '[' + m.role + '] ' + m.content + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}",
     )
-    assert recognise_family(tokenizer) is None
+    assert known_family(tokenizer) is None
     assert get_training_chat_template(tokenizer) is None
     assert is_chat_template_stop_token_trained(tokenizer)
 
@@ -490,7 +497,7 @@ def test_an_unknown_format_whose_turns_are_found_by_rendering_is_left_alone(toke
 def test_a_format_that_would_drop_images_is_not_taken_for_its_text_only_twin(tokenizer_of):
     template = unmarked("qwen3_instruct_2507").replace("{{- part.text or '' -}}", "{{- part.text or '<image>' -}}")
     assert "<image>" in template
-    assert recognise_family(tokenizer_of("qwen3_instruct_2507", template)) is None
+    assert known_family(tokenizer_of("qwen3_instruct_2507", template)) is None
 
 
 def test_arguments_are_checked(tiny_tokenizer):
@@ -548,7 +555,7 @@ def test_arguments_that_a_template_concatenates_are_probed_as_json(tokenizer_of)
         tokenizer.apply_chat_template([USER, CALLS], tokenize=False)
     assert supports_tool_calling(tokenizer)
     assert is_chat_template_prefix_preserving(tokenizer)
-    assert recognise_family(tokenizer)[0].file == "deepseekv3"
+    assert known_family(tokenizer)[0].file == "deepseekv3"
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,11 @@ from posttrain.compat.sequences import split_tensor_dict
 from posttrain.compat.tensors import flush_left, pad
 from posttrain.data import chat, formats
 from posttrain.data import chat as messages
-from posttrain.data import formats as pairs
+from posttrain.data import preference as pairs
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.forest import Layout, collate
-from posttrain.data.formats import maybe_extract_prompt, unpair_preference_dataset
 from posttrain.data.packing import pack_dataset, truncate_dataset
-from posttrain.data.preference import prepare_reward_dataset
+from posttrain.data.preference import maybe_extract_prompt, prepare_reward_dataset, unpair_preference_dataset
 from posttrain.data.sft import SupervisedOptions, check_prepared, document_rows, prepare_sft_dataset
 from posttrain.data.templates import get_training_chat_template
 from posttrain.errors import ConfigError, DataError, ModelError
@@ -316,7 +315,7 @@ def test_trap_18_a_think_tag_that_the_prompt_opened_is_neither_doubled_nor_lost(
 
 
 def test_trap_18_the_training_template_of_a_thinking_family_renders_one_block(tiny_tokenizer):
-    from posttrain.data.template_probes import FAMILIES, training_template
+    from posttrain.data.templates import FAMILIES, training_template
 
     family = next(f for f in FAMILIES if f.file == "qwen3")
     tiny_tokenizer.chat_template = training_template(family)

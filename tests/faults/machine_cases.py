@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.checks import machine as table
-from posttrain.report import checkpoints
 from posttrain.report.lock import NAME, FolderLock
+from posttrain.training import checkpoint as checkpoints
 from tests.faults import build
 from tests.faults.scene import Case, Scene
 

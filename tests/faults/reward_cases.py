@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import datasets
 import torch
 
 from posttrain import ScriptedEngine
+from posttrain.rewards import string_match_reward
 from tests.algorithms.helpers import scripted
 from tests.conftest import build_model
 from tests.faults import build
@@ -74,6 +76,12 @@ def missing_argument(scene: Scene) -> None:
         return [float(s in c[0]["content"]) for c, s in zip(completions, solution, strict=True)]
 
     build.online(scene, graded)
+
+
+def unread_references(scene: Scene) -> None:
+    """References that hold no number, for a reward that compares numbers."""
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+1?"}], "gold": "see the book"} for i in range(16)]
+    build.online(scene, string_match_reward("gold", mode="number"), data=datasets.Dataset.from_list(rows))
 
 
 def constant(scene: Scene) -> None:
@@ -197,6 +205,7 @@ CASES = (
     Case("reward", "reward that is text", text_reward, r"said.*'1\.0'|str", "data"),
     Case("reward", "scores of a 2048 game", game, r"PT-R0(13|19|20|2\d|3\d)", "step 1"),
     Case("reward", "reward needs a missing column", missing_argument, r"solution", "data"),
+    Case("reward", "references that cannot be read", unread_references, r"PT-R030", "data"),
     Case("reward", "reward never varies", constant, r"PT-R0(02|15|22)", "step 20"),
     Case("reward", "reward never applies", never_applies, r"None|PT-R014", "step 1"),
     Case("training", "a policy that says nothing", says_nothing, r"PT-R0\d\d|empty", "step 10"),

@@ -18,7 +18,7 @@ import transformers
 
 from posttrain.checks import registry as core
 from posttrain.errors import PosttrainError
-from posttrain.report import checkpoints
+from posttrain.training import checkpoint as checkpoints
 
 LOOPBACK = re.compile(r"127\.0\.0\.1:\d+")
 CODE = re.compile(r"\b(PT-[A-Z]\d{3})\b")

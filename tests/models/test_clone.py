@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from posttrain.errors import ModelError
-from posttrain.models.clone import VocabularyMismatchError, clone_chat_template
+from posttrain.models.load import VocabularyMismatchError, clone_chat_template
 from tests.conftest import build_model
 
 TEMPLATE = "{% for m in messages %}{{ '<turn>' + m.role + ' ' + m.content + '<stop>' }}{% endfor %}"

@@ -1,21 +1,19 @@
 """What a process may have: the least of the machine, its control group, and what the user allows."""
 
+from types import SimpleNamespace
+
 import torch
 
 from posttrain.models import device_memory
 from posttrain.models.device_memory import available_memory, in_use, peak_in_use, reset_peak
 
-MEMINFO = "MemTotal: 1000000 kB\nMemFree: 1 kB\nMemAvailable: 600000 kB\n"
+HOST = SimpleNamespace(total=1_000_000 * 1024, available=600_000 * 1024)
 
 
 def machine(monkeypatch, tmp_path, *, limit, used, inactive=0, mine=50_000):
-    files = {
-        "/proc/meminfo": MEMINFO,
-        "max": str(limit),
-        "current": str(used),
-        "stat": f"anon 5\ninactive_file {inactive}\n",
-    }
-    files["/proc/self/status"] = f"VmHWM: {2 * mine} kB\nVmRSS: {mine} kB\n"
+    files = {"max": str(limit), "current": str(used), "stat": f"anon 5\ninactive_file {inactive}\n"}
+    monkeypatch.setattr(device_memory.psutil, "virtual_memory", lambda: HOST)
+    monkeypatch.setattr(device_memory, "in_use", lambda device: mine * 1024)
     monkeypatch.setattr(device_memory, "_read", lambda path: files.get(path, ""))
     monkeypatch.setattr(device_memory, "CGROUPS", (("max", "current", "stat"),))
 

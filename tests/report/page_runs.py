@@ -1,6 +1,5 @@
 """Run records written by hand, as good and as broken as a test wants them."""
 
-import json
 import math
 
 from posttrain.report.record import RunRecord
@@ -40,7 +39,10 @@ def dpo_record(folder, steps=30):
     """Both rewards sink, rejected faster."""
     record = RunRecord(folder)
     for step in range(1, steps + 1):
-        record.metrics(step, {"loss": 0.69, "rewards/chosen": -0.1 * step, "rewards/rejected": -0.2 * step})
+        record.metrics(
+            step,
+            {"loss": 0.69, "rewards/chosen": -0.1 * step, "rewards/rejected": -0.2 * step, "rewards/accuracies": 0.9},
+        )
     return folder
 
 
@@ -52,8 +54,6 @@ def break_record(folder):
         )
     (folder / "manifest.json").write_text("{")
     (folder / "findings.jsonl").write_text('{"code": 3, "severity": "fatal", "step": null}\nnull\n7\n')
-    (folder / "data.json").write_text(
-        json.dumps({"sequences": [1, {"pieces": [["a", True], "no"]}], "lengths": ["x", 3]})
-    )
+    (folder / "data.json").write_text("[1")
     next(iter(sorted((folder / "completions").iterdir()))).write_bytes(b"no parquet")
     return folder

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import CheckpointError, ConfigError
-from posttrain.report import checkpoints
 from posttrain.report.lock import NAME, FolderLock
+from posttrain.training import checkpoint as checkpoints
 from tests.algorithms.helpers import losses, sft, weights
 
 ROOT = Path(__file__).resolve().parents[2]

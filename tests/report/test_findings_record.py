@@ -34,10 +34,10 @@ def test_findings_told_before_training_are_in_the_record_of_that_training(tmp_pa
     RunRecord(tmp_path).metrics(1, {"loss": 1.0})  # An older run, which is moved aside.
     RunRecord(tmp_path).finding(1, finding("OLD"))
     trainer = sft(tmp_path, tiny_tokenizer)
-    trainer.checks.tell([finding("EARLY"), None])
+    trainer.checks.report([finding("EARLY"), None])
     assert [row["code"] for row in lines(tmp_path / "findings.jsonl")] == ["OLD"]
     trainer.train()
-    trainer.checks.tell([finding("LATE")])
+    trainer.checks.report([finding("LATE")])
     rows = lines(tmp_path / "findings.jsonl")
     assert [(r["step"], r["code"]) for r in rows if r["code"] in ("EARLY", "LATE", "OLD")] == [
         (0, "EARLY"),

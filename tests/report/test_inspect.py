@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from posttrain.errors import DataError
-from posttrain.report.inspect import summarise, to_console, to_html
-from posttrain.report.inspect.render import MOST
-from posttrain.report.inspect.summary import Bin, Piece, elide, pieces_of, visible
+from posttrain.report.inspect import MOST, Bin, Piece, elide, pieces_of, summarise, to_console, to_html
+from posttrain.report.templates import visible
 from posttrain.types import Finding, Row
 
 BOS, EOS = 1, 2

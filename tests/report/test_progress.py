@@ -1,15 +1,12 @@
 """The live view and the curves: they show what was logged, anywhere, and never outlive a run."""
 
 import io
-import json
 
 import pytest
 import torch
 from rich.console import Console
 
-from posttrain.errors import DataError
 from posttrain.report.progress import RichProgressCallback, use_rich_progress
-from posttrain.report.watch import plot_curves, read_metrics
 from tests.algorithms.helpers import chats, sft
 
 
@@ -51,24 +48,6 @@ def test_the_display_stops_when_training_raises_and_survives_evaluation_outside_
     with pytest.raises(RuntimeError, match="on purpose"):
         trainer.train()
     assert view.live is None
-
-
-def test_curves_are_drawn_from_what_was_logged(tmp_path):
-    rows = [{"step": i, "loss": 1.0 / (i + 1), "reward": i} for i in range(4)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 5, "lo')
-    assert read_metrics(tmp_path) == rows
-    picture = plot_curves(tmp_path)
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    drawing = plot_curves(tmp_path, tmp_path / "curves.svg").read_text()
-    assert "<svg" in drawing
-
-
-def test_folders_without_numbers_are_told(tmp_path):
-    with pytest.raises(DataError, match=r"holds no metrics\.jsonl"):
-        plot_curves(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(DataError, match="has not logged a step"):
-        plot_curves(tmp_path)
 
 
 def test_the_callback_can_be_made_without_a_run():

@@ -277,7 +277,7 @@ def test_all_true_is_as_strict_as_its_strictest_judge():
     """Rows: both 1; one 0; one failed; failed and 0."""
     both = AllTrueJudge([Says(1, 1, 1, -1), Says(1, 0, -1, 0)])
     assert both.judge(["q"] * 4, ["a"] * 4) == [1, 0, -1, -1]
-    with pytest.raises(ValueError, match="said 2 for row 1"):
+    with pytest.raises(ValueError, match="returned 2 for row 1"):
         AllTrueJudge([Says(1, 2)]).judge(["q"] * 2, ["a"] * 2)
     with pytest.raises(ConfigError, match="no judge"):
         AllTrueJudge([])
@@ -338,7 +338,7 @@ def test_a_binary_judge_that_failed_makes_a_tie_of_its_group():
 
 @pytest.mark.parametrize("verdict", [2, "0", None, 0.5])
 def test_what_is_no_verdict_is_an_error(verdict):
-    with pytest.raises(RewardError, match="a pairwise judge says 0, 1 or -1"):
+    with pytest.raises(RewardError, match="a pairwise judge returns 0, 1 or -1"):
         JudgeReward(Pairwise(verdict))(prompts=["p", "p"], completions=["a", "b"])
 
 

@@ -83,7 +83,7 @@ def test_a_folder_is_loaded_with_the_given_keywords_and_the_caller_s_dict_stays(
     assert one.names == ["judge"]
 
 
-def test_the_start_places_the_model_and_shows_three_scores(judge, caplog):
+def test_the_start_places_the_model_and_shows_its_scores(judge, caplog):
     caplog.set_level(logging.INFO)
     runner = RewardRunner(judge)
     judge.model.to(torch.float64)
@@ -94,9 +94,9 @@ def test_the_start_places_the_model_and_shows_three_scores(judge, caplog):
 def test_r29_a_head_that_says_the_same_of_everything_is_an_error(judge):
     with torch.no_grad():
         judge.model.score.weight.zero_()
-    with pytest.raises(RewardError, match="gives 0 to three different probe texts"):
+    with pytest.raises(RewardError, match="gives 0 to 4 different texts"):
         judge.probe()
-    with pytest.raises(RewardError, match="gives 0 to 4 different texts of the first batch"):
+    with pytest.raises(RewardError, match="gives 0 to 4 different texts"):
         judge(prompts=PROMPTS, completions=TEXTS)
 
 

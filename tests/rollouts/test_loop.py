@@ -12,8 +12,8 @@ from typing import Any, Literal
 import pytest
 
 from posttrain import ConfigError, ModelError, Request, RolloutError, Sampling, ScriptedEngine
-from posttrain.data.chat import tokenize_prompts
-from posttrain.data.template_probes import FAMILIES, training_template, with_template
+from posttrain.data.chat import tokenize_prompts, with_template
+from posttrain.data.templates import FAMILIES, training_template
 from posttrain.rollouts.episodes.driver import Episode, ToolLoop, roll_out_with_tools, share_prompts
 from posttrain.rollouts.episodes.environments import add_observation
 from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer, tokenize_observed

@@ -5,8 +5,9 @@ import contextlib
 import pytest
 import torch
 
-from posttrain.data.template_probes import FAMILIES as TEMPLATES
-from posttrain.data.template_probes import training_template, with_template
+from posttrain.data.chat import with_template
+from posttrain.data.templates import FAMILIES as TEMPLATES
+from posttrain.data.templates import training_template
 from posttrain.rollouts.episodes.driver import roll_out_with_tools
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.prefix_cache import Kept, fingerprint, match

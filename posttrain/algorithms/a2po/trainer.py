@@ -24,10 +24,9 @@ from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model
-from posttrain.report.checkpoints import last_complete_checkpoint
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
-from posttrain.training.checkpoint import STATE_FILE
+from posttrain.training.checkpoint import STATE_FILE, last_complete_checkpoint
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.prompts import named_sets
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling

@@ -288,9 +288,9 @@ class AsyncGRPOTrainer(OnlineTrainer):
         """Group ids this far back can still have rollouts on their way."""
         return 2 * (self.args.max_inflight_tasks + self.args.queue_maxsize)
 
-    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The window's metrics, and the account of this moment."""
-        metrics = super().derived(metrics)
+        metrics = super().postprocess_metrics(metrics)
         return metrics | (self.account() if "async/staleness_mean" in metrics else {})
 
     # Evaluation --------------------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ class GRPOTrainer(OnlineTrainer):
         args = self.args
         self.needs = grpo_needs(args)
         # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
-        self.together = args.top_entropy_quantile < 1.0 or args.loss_type == "bnpo"
+        self.single_forward_per_microbatch = args.top_entropy_quantile < 1.0 or args.loss_type == "bnpo"
         self._narrow_told, self._totals = False, RunningReward()
         self._stds_seen: deque[float] = deque(maxlen=LOOKED_AT)
         self.entropy_bonus = EntropyBonus(args, self.accelerator)
@@ -329,9 +329,9 @@ class GRPOTrainer(OnlineTrainer):
         """The coefficient, before the gate of the controller."""
         return self.entropy_bonus.coefficient
 
-    def terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """As the parent's; in training, what the controller and the log need is added up over the optimiser step."""
-        terms, outputs = super().terms(model, batch)
+        terms, outputs = super().compute_loss_terms(model, batch)
         if model.training:
             self.entropy_bonus.add(terms, outputs, self.denominators)
         return terms, outputs

@@ -93,7 +93,7 @@ class PPOTrainer(OnlineTrainer):
     """
 
     config_class: ClassVar[type[PPOConfig]] = PPOConfig
-    needs: ClassVar[frozenset[str]] = frozenset({"logp", "values", "entropy"})
+    needs: frozenset[str] = frozenset({"logp", "values", "entropy"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "ppo"]
     _name: ClassVar[str] = "PPO"
     _suffix: ClassVar[str] = "PPO"
@@ -315,7 +315,7 @@ class PPOTrainer(OnlineTrainer):
         """States with a value, which the value loss is a mean over."""
         return {STATES: float(sum(states_mask(batch).sum() for batch in batches))}
 
-    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The ratio's mean and variance from those of its distance to 1."""
         if "val/ratio" in metrics:
             excess = metrics["val/ratio"]

@@ -21,9 +21,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from posttrain.checks.online import Rule, Verdict, review
+from posttrain.checks.rules import Rule, Verdict, review
 from posttrain.errors import ConfigError
+from posttrain.report.inspect import histogram
 from posttrain.report.page.run import Run, Series, flat
+from posttrain.report.progress import MAIN
 from posttrain.report.templates import TEMPLATES, environment
 
 __all__ = [
@@ -43,18 +45,6 @@ LONGEST = 4000  # Characters of a completion before its middle is left out.
 TAIL = 0.1  # Share of the latest points whose mean is the final value.
 ABSENT = "—"
 BESIDE_THE_POINT = ("config.output_dir", "config.logging_dir", "config.run_name", "started", "first_started")
-HEADLINE = {
-    "loss": "loss",
-    "reward": "reward",
-    "rewards/accuracies": "preference accuracy",
-    "rewards/margins": "margin",
-    "mean_token_accuracy": "token accuracy",
-    "kl": "KL (nats)",
-    "entropy": "entropy (nats)",
-    "completions/mean_length": "mean length",
-    "grad_norm": "gradient norm",
-    "num_tokens": "tokens seen",
-}
 TITLES = {
     "findings": "Findings",
     "pathologies": "What may be wrong",
@@ -160,20 +150,6 @@ def steps(spans: Sequence[tuple[int, int]]) -> str:
     words = [f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in spans]
     more = f" and {len(words) - 4} more" if len(words) > 4 else ""
     return ("step " if words[1:] == [] and "to" not in words[0] else "steps ") + ", ".join(words[:4]) + more
-
-
-def histogram(lengths: Sequence[int], bins: int = 10) -> list[tuple[str, int, int]]:
-    """Bins as text, with counts and with percentages of the largest count.
-
-    >>> histogram([3, 3, 4])
-    [('3', 2, 100), ('4', 1, 50)]
-    """
-    low, high = min(lengths), max(lengths)
-    width = max(1, math.ceil((high - low + 1) / bins))
-    counts = [(at, sum(at <= n < at + width for n in lengths)) for at in range(low, high + 1, width)]
-    most = max(count for _, count in counts)
-    spans = [f"{at}" if width == 1 else f"{at}–{min(at + width - 1, high)}" for at, _ in counts]
-    return [(span, count, round(100 * count / most)) for span, (_, count) in zip(spans, counts, strict=True)]
 
 
 environment().filters.update({f.__name__: f for f in (number, middle_out, shown, steps, histogram)})
@@ -375,7 +351,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     panels = panels_of(runs)
     make: Any = environment().get_template("sections.html.jinja").module
     sections = {
-        "overview": make.overview(runs, HEADLINE),
+        "overview": make.overview(runs, MAIN),
         "findings": make.findings(runs),
         "pathologies": make.pathologies(runs, _cards(verdicts)),
         "curves": make.curves(groups_of(panels, runs, verdicts)),

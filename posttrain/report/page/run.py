@@ -111,7 +111,7 @@ Moment = tuple[int, list[list[Sample]]]  # A step, and completions by prompt.
 
 @dataclass
 class Run:
-    """Everything a page or a terminal shows of one run.
+    """The record of one run, as a page or a terminal shows it.
 
     Attributes:
         name: Unique among the runs shown together.
@@ -153,8 +153,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """Settings of the trainer."""
-        config = self.manifest.get("config")
-        return config if isinstance(config, dict) else {}
+        return self.manifest.get("config", {})
 
     @property
     def end(self) -> str:
@@ -190,8 +189,7 @@ class Run:
     @property
     def command(self) -> str:
         """The command line; "" where it was not recorded."""
-        command = self.manifest.get("command")
-        return " ".join(map(str, command)) if isinstance(command, list) else ""
+        return " ".join(self.manifest.get("command", []))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -206,34 +204,21 @@ class Run:
     @property
     def facts(self) -> dict[str, Any]:
         """Counts of the first batch."""
-        facts = self.seen.get("facts")
-        return facts if isinstance(facts, dict) else {}
+        return self.seen.get("facts", {})
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of the sequences of the first batch."""
-        lengths = self.seen.get("lengths")
-        return [n for n in lengths if isinstance(n, int)] if isinstance(lengths, list) else []
+        return self.seen.get("lengths", [])
 
     @property
     def sequences(self) -> list[tuple[str, list[tuple[str, bool]]]]:
         """Title and pieces ``(text, whether it is trained)`` of some sequences of the first batch."""
-        found = self.seen.get("sequences")
-        items = [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
-        return [(str(item.get("title", "sequence")), _pieces(item)) for item in items[:SEQUENCES]]
+        return [(item["title"], item["pieces"]) for item in self.seen.get("sequences", [])[:SEQUENCES]]
 
     def last(self, name: str) -> float | None:
         """The latest value of a metric; NaN where that is what was logged."""
         return self.series[name].values[-1] if name in self.series else None
-
-
-def _pieces(item: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    pieces = item.get("pieces")
-    return (
-        [(str(p[0]), bool(p[1])) for p in pieces if isinstance(p, list) and len(p) == 2]
-        if isinstance(pieces, list)
-        else []
-    )
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -315,12 +300,10 @@ def _json(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, 
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read: {error}.")
         return {}
-    if isinstance(content, dict):
-        return content
-    if isinstance(content, list) and optional:
-        return {"findings": content}
-    notes.append(f"{path.name} is not a mapping.")
-    return {}
+    if not isinstance(content, dict):
+        notes.append(f"{path.name} is not a mapping.")
+        return {}
+    return content
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
@@ -381,19 +364,18 @@ def _read_metrics(run: Run) -> None:
 
 
 def _read_findings(run: Run) -> None:
-    before = _json(run.folder / "preflight.json", run.notes, optional=True).get("findings")
-    rows: list[Any] = list(before) if isinstance(before, list) else []
+    rows: list[Any] = list(_json(run.folder / "preflight.json", run.notes, optional=True).get("findings", []))
     rows += _lines(run.folder / "findings.jsonl", run.notes)
     names = [item.name for item in dataclasses.fields(Finding)]
     seen = set()
     for row in rows:
         if not isinstance(row, Mapping) or "code" not in row:
             continue
-        text = {name: str(row.get(name, "")) for name in names}
+        text: dict[str, Any] = {name: str(row.get(name, "")) for name in names}
         if text["severity"] not in SEVERITIES:
             text["severity"] = "warning"
         step = number(row.get("step", 0)) or 0.0
-        mark = Mark(int(step) if math.isfinite(step) else 0, Finding(**text))  # type: ignore[arg-type]
+        mark = Mark(int(step) if math.isfinite(step) else 0, Finding(**text))
         if mark not in seen:
             seen.add(mark)
             run.marks.append(mark)

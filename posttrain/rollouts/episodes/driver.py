@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.data.chat import terminal_token_ids, tokenize_prompts
+from posttrain.data.chat import inner_tokenizer, terminal_token_ids, tokenize_prompts
 from posttrain.data.responses import parse_response
-from posttrain.data.template_probes import inner_tokenizer
 from posttrain.errors import RolloutError
 from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.episodes.environments import is_done

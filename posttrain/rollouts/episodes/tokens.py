@@ -7,10 +7,19 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.data.chat import common_prefix, encode, one_bos, prompt_text, render, tokenize_prompts
+from posttrain.data.chat import (
+    common_prefix,
+    encode,
+    inner_tokenizer,
+    one_bos,
+    prompt_text,
+    render,
+    template_text,
+    tokenize_prompts,
+    with_template,
+)
 from posttrain.data.formats import strip_none
 from posttrain.data.responses import add_response_schema
-from posttrain.data.template_probes import inner_tokenizer, template_text, with_template
 from posttrain.data.templates import (
     get_training_chat_template,
     is_chat_template_prefix_preserving,

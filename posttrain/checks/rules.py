@@ -1,6 +1,6 @@
-"""What can go wrong while a run generates and learns: one table of rules, read while training and on the page of a run.
+"""What the log of a run says: one table of rules, read while training and on the page of a run.
 
-A rule has a code, the metrics that it reads, a window in optimiser steps, a predicate and its texts. `check_online` applies
+A rule has a code, the metrics that it reads, a window in optimiser steps, a predicate and its texts. `check_log` applies
 the rules to the newest row of a log; `review` applies the same rules to every row of a whole log. A row of the log that
 speaks of ten steps counts as ten. Thresholds are starting values; those without a source were set here.
 """
@@ -10,31 +10,75 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from posttrain.checks.registry import REGISTRY, Severity, register
-from posttrain.checks.training import History, check_lag, columns, ends, training_rows, window
 from posttrain.types import Finding
 
-__all__ = ["RULES", "Rule", "Verdict", "check_online", "review"]
+__all__ = ["RULES", "History", "Rule", "Verdict", "check_log", "review", "window"]
 
 FLAT_SHARE = 0.8  # Of the groups, without spread.
 KL_LARGE, KL_GROWTH = 0.5, 5.0  # Nats a token, and times what it was at first.
-CLIPPED_TOKENS = 0.3  # Of all.
 ENTROPY_LEFT = 0.1  # Of what the run began with.
 CUT = 0.5  # Of the completions, at the length limit.
 CUT_AT_FIRST = 0.9  # The same in the first generation.
-DUPLICATES = 0.8
 GROWTH = 1.5  # Of the mean length, while the reward moves by less than a tenth of its spread.
-RATIO_LARGE = 10.0
 DROWNS = 400.0  # Ratio of two variances: of 20 between the spreads.
-MASKED, MASKED_MOST, MISSING = 0.2, 0.9, 0.001  # Tokens without weight; tokens without a log-prob.
-REWARD_SHARE, GENERATION_SHARE, STRAGGLER = 0.3, 0.6, 3.0
-STALE, APART = 4.0, 0.1  # Updates; nats a token between trainer and engine.
+MASKED, MASKED_MOST = 0.2, 0.9  # Tokens without weight.
+REWARD_SHARE = 0.3  # Of the step time.
+RISING = 50  # Optimiser steps.
+# Policy mismatch in nats a token: where a rise counts, by how much, and where the size alone does.
+DRIFT, DRIFT_GROWTH, FAR = 0.1, 1.5, 0.5
+DISCARDED = 0.3  # Of the rollouts.
+SINKING = 5  # Logs in a row in which both rewards fall.
+SATURATED = 10.0  # Margin.
+EVALUATIONS, BACKWARDS = 3, 0.45  # Evaluations in a row, and the accuracy below which labels look inverted.
 SPIKE = 10.0  # Times the median before it.
 LEAST = 6  # Rows below which a whole log says nothing.
 MOST_ROWS = 5000  # Rows of a whole log that are looked at.
+
+
+History = Sequence[Mapping[str, float]]
+
+
+def training_rows(history: History) -> list[Mapping[str, float]]:
+    """The rows that training logged, without those of evaluations and the summary at the end."""
+    return [row for row in history if "loss" in row and "step" in row]
+
+
+def window(history: History, name: str, steps: int) -> list[float] | None:
+    """Values of the latest rows that together speak of at least ``steps`` optimiser steps; None where there are fewer.
+
+    >>> rows = [{"loss": 0.0, "step": 5, "kl": 1.0}, {"loss": 0.0, "step": 10, "kl": 2.0}]
+    >>> window(rows, "kl", 5), window(rows, "kl", 10), window(rows, "kl", 11)
+    ([2.0], [1.0, 2.0], None)
+    """
+    values: list[float] = []
+    newest = None
+    for row in reversed(history):
+        if "loss" not in row or "step" not in row:
+            continue
+        newest = row["step"] if newest is None else newest
+        if newest - row["step"] >= steps:
+            return values[::-1]
+        if name not in row:
+            return None
+        values.append(row[name])
+    return values[::-1] if newest is not None and newest >= steps else None
+
+
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """Means of the first and the last fifth."""
+    fifth = max(1, len(values) // 5)
+    return statistics.fmean(values[:fifth]), statistics.fmean(values[-fifth:])
+
+
+def columns(history: History, ending: str) -> list[str]:
+    """Names of the reward functions that the newest row has ``rewards/<name>/<ending>`` of."""
+    rows = training_rows(history)
+    keys = [key for key in (rows[-1] if rows else {}) if key.startswith("rewards/") and key.endswith(f"/{ending}")]
+    return [key.removeprefix("rewards/").removesuffix(f"/{ending}") for key in keys]
 
 
 @dataclass(frozen=True)
@@ -56,6 +100,11 @@ class View:
     def values(self, name: str | None = None) -> list[float] | None:
         """Values of a metric in the window; None where the log is shorter, or a row has no value."""
         return window(self.history, name or self.name, self.steps)
+
+    def last(self, name: str, count: int) -> list[float]:
+        """Values of a metric in the newest rows of training that have it, at most so many, the newest last."""
+        rows = (row for row in reversed(self.history) if name in row and ("loss" in row or name.startswith("eval_")))
+        return [float(row[name]) for row in itertools.islice(rows, count)][::-1]
 
     def mean(self, name: str | None = None) -> float:
         """Mean of a metric in the window; 0 where it has none."""
@@ -101,22 +150,32 @@ class Rule:
     def findings(self, history: History, steps: int, generations_per_step: float = 1.0) -> Iterator[Finding]:
         """What the rule finds at the newest row of a log."""
         newest = next((row for row in reversed(history) if "loss" in row), {})
+        # Only the line of an evaluation is read for the metrics of evaluations.
+        newest = dict(newest) | {
+            name: value for name, value in (history[-1] if history else {}).items() if "eval_" in name
+        }
         for name in [name for name in self.metrics if name in newest] if self.metrics else [""]:
             for sign in self.holds(View(history, name, steps, generations_per_step)):
                 where, fix = sign.where or name, sign.fix or self.fix
                 yield Finding(self.code, self.severity, sign.what, where, self.why, fix)
 
 
-# Predicates ------------------------------------------------------------------------------------------------------
+def _above(most: float, what: str, *, newest: bool = False) -> Callable[[View], Iterator[Sign]]:
+    """The mean over the window, or the newest value; ``{value}``, ``{percent}`` and ``{steps}`` are filled in."""
+
+    def holds(view: View) -> Iterator[Sign]:
+        values = view.values() or [0.0]
+        value = values[-1] if newest else statistics.fmean(values)
+        if value > most:
+            yield Sign(what.format(value=value, percent=100 * value, steps=view.steps))
+
+    return holds
 
 
 def _flat(view: View) -> str | None:
     share = view.mean()
-    return (
-        f"{100 * share:.0f} % of the groups of the last {view.steps} steps have equal rewards"
-        if share > FLAT_SHARE
-        else None
-    )
+    what = f"{100 * share:.0f} % of the groups of the last {view.steps} steps have equal rewards"
+    return what if share > FLAT_SHARE else None
 
 
 def _best(view: View) -> float | None:
@@ -161,17 +220,6 @@ def _kl_grows(view: View) -> Iterator[Sign]:
         yield Sign(f"the KL to the reference grew from {first:.3g} to {last:.3g} nats a token in {view.steps} steps.")
 
 
-def _ratio(view: View) -> Iterator[Sign]:
-    largest = view.values()
-    if largest is not None and largest[-1] > RATIO_LARGE:
-        yield Sign(f"a token is {largest[-1]:.3g} times as likely as when it was sampled.")
-
-
-def _clipped(view: View) -> Iterator[Sign]:
-    if view.mean() > CLIPPED_TOKENS:
-        yield Sign(f"{100 * view.mean():.0f} % of the tokens of the last {view.steps} steps were clipped.")
-
-
 def _certain(view: View) -> Iterator[Sign]:
     recent = view.values()
     if recent is None:
@@ -195,23 +243,11 @@ def _cut(view: View) -> Iterator[Sign]:
     yield Sign(f"{100 * share:.0f} % of the completions were cut at the length limit.")
 
 
-def _copies(view: View) -> Iterator[Sign]:
-    share = view.values()
-    if share is not None and share[-1] > DUPLICATES:
-        yield Sign(f"{100 * share[-1]:.0f} % of the completions repeat another one of their group.")
-
-
 def _masked(view: View) -> Iterator[Sign]:
     share = view.mean()
     if share > MASKED:
         what = f"{100 * share:.0f} % of the tokens of the last {view.steps} steps have an importance weight of 0."
         yield Sign(what, fix=f"stop this run; {MASKED_FIX}" if share > MASKED_MOST else "")
-
-
-def _missing(view: View) -> Iterator[Sign]:
-    missing = view.values()
-    if missing is not None and missing[-1] > MISSING:
-        yield Sign(f"the engine gave no log-prob for {100 * missing[-1]:.2g} % of the tokens.")
 
 
 def _no_gradient(view: View) -> Iterator[Sign]:
@@ -239,14 +275,6 @@ def _never_applies(view: View) -> Iterator[Sign]:
             yield Sign(what, f"rewards/{name}/applicable")
 
 
-def _constant(view: View) -> Iterator[Sign]:
-    names = columns(view.history, "applicable")
-    for name in names if len(names) > 1 else ():
-        spread, applies = view.values(f"rewards/{name}/std"), view.values(f"rewards/{name}/applicable")
-        if spread is not None and not any(spread) and (applies is None or any(applies)):
-            yield Sign(f"{name} gave one value to every row of the last {view.steps} steps.", f"rewards/{name}/std")
-
-
 def _nan_rewards(view: View) -> Iterator[Sign]:
     for name in columns(view.history, "nan"):
         where = f"rewards/{name}/nan"
@@ -262,20 +290,6 @@ def _slow_reward(view: View) -> Iterator[Sign]:
             yield Sign(what, f"rewards/{name}/seconds")
 
 
-def _stragglers(view: View) -> Iterator[Sign]:
-    needed = ("completions/max_length", "completions/mean_length", "rollouts/seconds", "step_time")
-    longest, mean, spent, steps = (view.values(name) for name in needed)
-    if longest is None or mean is None or spent is None or steps is None:
-        return
-    ratio = max(longest) / max(statistics.fmean(mean), 1.0)
-    share = statistics.fmean(spent) * view.generations_per_step / max(statistics.fmean(steps), 1e-9)
-    if ratio > STRAGGLER and share > GENERATION_SHARE:
-        yield Sign(
-            f"the longest completion is {ratio:.1f} times the mean, and generation is {100 * share:.0f} % of the step time.",
-            "completions/max_length",
-        )
-
-
 def _not_finite(view: View) -> Iterator[Sign]:
     row = view.history[-1]
     if not math.isfinite(row[view.name]):
@@ -283,12 +297,39 @@ def _not_finite(view: View) -> Iterator[Sign]:
 
 
 def _sinking(view: View) -> Iterator[Sign]:
-    chosen, rejected = view.values("rewards/chosen"), view.values("rewards/rejected")
-    if chosen is None or rejected is None or len(chosen) < 3:
-        return
-    (first, last), (before, after) = ends(chosen), ends(rejected)
-    if last < first and after < before and last < -0.05:
-        yield Sign(f"chosen went from {first:.3g} to {last:.3g}, and rejected from {before:.3g} to {after:.3g}.")
+    chosen, rejected = view.last("rewards/chosen", SINKING + 1), view.last("rewards/rejected", SINKING + 1)
+    falls = all(a > b for values in (chosen, rejected) for a, b in itertools.pairwise(values))
+    learns = view.last("rewards/accuracies", 1)[-1:] > [0.5]
+    if len(chosen) == len(rejected) == SINKING + 1 and falls and chosen[-1] < 0 and learns:
+        yield Sign(
+            f"rewards/chosen ({chosen[-1]:.3g}) and rewards/rejected ({rejected[-1]:.3g}) have both fallen for {SINKING} logs."
+        )
+
+
+def _saturated(view: View) -> Iterator[Sign]:
+    margins = view.last(view.name, 3)
+    if len(margins) == 3 and min(margins) >= SATURATED:
+        yield Sign(f"rewards/margins is {margins[-1]:.3g}, where a sigmoid has no gradient left.")
+
+
+def _backwards(view: View) -> Iterator[Sign]:
+    accuracy = view.last(view.name, 10)
+    if len(accuracy) == 10 and statistics.fmean(accuracy) < BACKWARDS:
+        yield Sign(f"rewards/accuracies has a mean of {statistics.fmean(accuracy):.2f} over the last 10 logs.")
+
+
+def _still(view: View) -> Iterator[Sign]:
+    rows = [row for row in training_rows(view.history) if view.name in row][-3:]
+    moved = any(row["rewards/chosen"] or row["rewards/rejected"] for row in rows)
+    if len(rows) == 3 and not moved and all(row.get("learning_rate", 1.0) > 0 for row in rows):
+        yield Sign("rewards/chosen and rewards/rejected are exactly 0 after 3 logs.")
+
+
+def _inverted(view: View) -> Iterator[Sign]:
+    latest = view.last(view.name, EVALUATIONS)
+    if len(latest) == EVALUATIONS and max(latest) < BACKWARDS:
+        values = ", ".join(f"{value:.2f}" for value in latest)
+        yield Sign(f"eval_rewards/accuracies was {values} in the last {EVALUATIONS} evaluations.")
 
 
 def _spikes(view: View) -> Iterator[Sign]:
@@ -298,20 +339,41 @@ def _spikes(view: View) -> Iterator[Sign]:
         yield Sign(f"the gradient norm was {norms[-1]:.3g}, {norms[-1] / usual:.0f} times the median before.")
 
 
-def _old(view: View) -> Iterator[Sign]:
-    if view.mean() > STALE:
-        yield Sign(f"rollouts were {view.mean():.3g} updates old.")
+def _mismatch(view: View) -> Iterator[Sign]:
+    newest = training_rows(view.history)[-1]
+    # Without a sampler's log-probs, and where rollouts have no age, "kl" is the distance to the reference.
+    if view.name == "kl" and ("sampling/kl" in newest or "async/staleness_mean" not in newest):
+        return
+    recent, trend = view.values(), window(view.history, view.name, RISING)
+    if recent is None:
+        return
+    now = statistics.fmean(recent)
+    first, last = ends(trend) if trend is not None and len(trend) >= 5 else (now, now)
+    rising = last > DRIFT and last > DRIFT_GROWTH * first
+    if now > FAR or rising:
+        trail = f", rising for {RISING} steps (from {first:.2g})" if rising else f" over {view.steps} steps"
+        yield Sign(f"policy mismatch KL {now:.2g} nats a token{trail}.")
 
 
-def _apart(view: View) -> Iterator[Sign]:
-    if view.mean() > APART:
-        yield Sign(f"trainer and engine differ by {view.mean():.3g} nats a token.")
+def _discarded(view: View) -> Iterator[Sign]:
+    dropped, made = view.values(), view.values("async/produced")
+    if dropped is None or made is None or len(dropped) < 2:
+        return
+    # Both count from the start of the run.
+    old, new = dropped[-1] - dropped[0], made[-1] - made[0]
+    if new > 0 and old > DISCARDED * new:
+        yield Sign(
+            f"{100 * old / new:.0f} % of the rollouts of the last {view.steps} steps ({old:.0f} of {new:.0f}) were discarded as "
+            "too old."
+        )
 
 
 register("PT-T005", "train-gradient-spikes", moment="log_step", title="steps with a far larger gradient than usual")
-register("PT-R032", "rollouts-old", moment="log_step", title="rollouts come from the weights of many updates ago")
-
-# The table -------------------------------------------------------------------------------------------------------
+register("PT-R024", "policy-mismatch", moment="log_step", title="the policy moves away from what samples", page="c")
+register("PT-R025", "rollouts-discarded", moment="log_step", title="many rollouts are thrown away as too old", page="c")
+register(
+    "PT-R026", "rollouts-at-the-bound", moment="log_step", title="most rollouts are as old as they may be", page="c"
+)
 
 MASKED_FIX = "set vllm_importance_sampling_mode='geometric' or 'token_truncate', or shorten completions."
 
@@ -348,7 +410,8 @@ RULES: tuple[Rule, ...] = (
         "raise max_completion_length, ask for shorter answers, or check that the model's end token is among the stop tokens.",
     ),
     Rule(
-        "PT-R009", ("completions/duplicate_ratio",), 1, _copies,
+        "PT-R009", ("completions/duplicate_ratio",), 1,
+        _above(0.8, "{percent:.0f} % of the completions repeat another one of their group.", newest=True),
         "copies have equal rewards and no advantage, and cost as much as others.",
         "raise temperature, undo top_k, top_p or min_p, and check that the engine draws with a new seed for each completion.",
     ),
@@ -364,12 +427,14 @@ RULES: tuple[Rule, ...] = (
         "multi_objective_aggregation='normalize_then_sum'.",
     ),
     Rule(
-        "PT-R005", ("ratio/max",), 1, _ratio,
+        "PT-R005", ("ratio/max",), 1,
+        _above(10.0, "a token is {value:.3g} times as likely as when it was sampled.", newest=True),
         "with a negative advantage nothing bounds such a token: one of them can undo the step.",
         "set delta (2 to 4), lower learning_rate, num_iterations or steps_per_generation.",
     ),
     Rule(
-        "PT-R006", ("clip_ratio/region_mean", "cispo_clip_ratio", "policy/clipfrac_avg"), 10, _clipped,
+        "PT-R006", ("clip_ratio/region_mean", "cispo_clip_ratio", "policy/clipfrac_avg"), 10,
+        _above(0.3, "{percent:.0f} % of the tokens of the last {steps} steps were clipped."),
         "clipped tokens have no gradient: the policy moves further in a window than the clip allows.",
         "lower learning_rate or num_iterations, generate more often (steps_per_generation), or widen epsilon.",
     ),
@@ -380,7 +445,8 @@ RULES: tuple[Rule, ...] = (
         MASKED_FIX,
     ),
     Rule(
-        "PT-R011", ("sampling/nan_logprobs",), 1, _missing,
+        "PT-R011", ("sampling/nan_logprobs",), 1,
+        _above(0.001, "the engine gave no log-prob for {percent:.2g} % of the tokens.", newest=True),
         "these tokens are trained by nobody, and the others with weights that may be wrong.",
         "look at what the engine or rollout_func returns in logprobs, or turn off vllm_importance_sampling_correction.",
         severity="error",
@@ -389,12 +455,6 @@ RULES: tuple[Rule, ...] = (
         "PT-R014", (), 10, _never_applies,
         "it takes part in nothing, silently: usually a value it looks for never occurs in a column.",
         "compare the column's values with those in the function, or leave the function out.",
-    ),
-    Rule(
-        "PT-R015", (), 20, _constant,
-        "a constant cancels in every group: it teaches nothing (any more).",
-        "leave it out where it costs time, or check what it reads.",
-        severity="info",
     ),
     Rule(
         "PT-R016", (), 1, _nan_rewards,
@@ -408,23 +468,37 @@ RULES: tuple[Rule, ...] = (
         "posttrain.rewards.pooled where it computes.",
     ),
     Rule(
-        "PT-R018", (), 10, _stragglers,
-        "an engine with fixed batches waits for the longest completion of each.",
-        "use rollout_engine='native' (a finished completion frees its place), or lower max_completion_length.",
-        severity="info",
-    ),
-    Rule(
         "PT-B002", ("loss", "grad_norm"), 1, _not_finite,
         "a gap in the curve is NaN or infinity: one skipped step is harmless, several in a row end a run.",
         "lower learning_rate, try bf16 instead of fp16, look at the rows of these steps.",
         live=False, title="loss or gradient is not a number",
     ),
     Rule(
-        "PT-P003", ("rewards/chosen",), 20, _sinking,
-        "the margin grows because rejected answers sink faster: good answers become unlikely too.",
-        "lower learning_rate or raise beta; add 'sft' to loss_type; train on the chosen answers first; compare pairs that "
-        "differ in few tokens.",
-        live=False,
+        "PT-P003", ("rewards/chosen",), 1, _sinking,
+        "the margin grows while the chosen answers become less likely too: the model unlearns both, and its samples get worse at "
+        "a rising accuracy.",
+        "raise the weight of a likelihood term ('sft' in DPO's loss_type, cpo_alpha, tpo_alpha), try apo_zero, a larger beta or "
+        "a lower learning rate.",
+    ),
+    Rule(
+        "PT-P004", ("rewards/margins",), 1, _saturated,
+        "every further step only moves pairs that are already apart, or noise.",
+        "stop here, or lower the learning rate or the number of epochs; a larger beta makes the margin reach this sooner.",
+    ),
+    Rule(
+        "PT-P005", ("rewards/accuracies",), 1, _backwards,
+        "the policy moves towards the rejected answers: labels are flipped, or the batches contradict each other.",
+        "look at chosen and rejected of some rows with posttrain inspect; lower the learning rate.",
+    ),
+    Rule(
+        "PT-P006", ("rewards/margins",), 1, _still,
+        "policy and reference share their weights, or nothing that is trained changes the output.",
+        "check that ref_model is another object, that some parameter requires a gradient, and beta > 0.",
+    ),
+    Rule(
+        "PT-P007", ("eval_rewards/accuracies",), 1, _inverted,
+        "labels may be inverted: on pairs it never saw, the policy prefers the answer that was rejected.",
+        "look at chosen and rejected of some rows with posttrain inspect; swap the columns if they are swapped.",
     ),
     Rule(
         "PT-T005", ("grad_norm",), 25, _spikes,
@@ -433,34 +507,39 @@ RULES: tuple[Rule, ...] = (
         live=False,
     ),
     Rule(
-        "PT-R032", ("staleness/mean_updates",), 10, _old,
-        "completions come from the weights of many updates ago: importance weights throw more and more of them away.",
-        "lower steps_per_generation, num_iterations or max_staleness.",
-        live=False,
+        "PT-R024", ("sampling/kl", "kl"), 10, _mismatch,
+        "mean(rho - 1 - log rho) of policy to sampler: what is trained was written by another policy, and importance weights "
+        "throw more and more of it away.",
+        "lower learning_rate, max_staleness, num_iterations or steps_per_generation; push weights more often; check that the "
+        "engine really samples from the weights that were pushed, at this temperature.",
     ),
     Rule(
-        "PT-R024", ("sampling/sampling_logp_difference/mean",), 10, _apart,
-        "the engine's log-probs part from the trainer's: weights that never arrived look like this.",
-        "check that weight syncs succeed; correct with importance sampling.",
-        live=False, title="the engine's log-probs part from the trainer's",
+        "PT-R025", ("async/stale_dropped",), 10, _discarded,
+        "generation outpaces training: that part of its time is spent on nothing.",
+        "lower max_inflight_tasks, raise max_staleness, or raise weight_sync_steps so that versions pass more slowly.",
+    ),
+    Rule(
+        "PT-R026", ("async/at_staleness_bound",), 10,
+        _above(
+            0.8, "{percent:.0f} % of the rollouts of the last {steps} steps are as old as max_staleness_hard allows."
+        ),
+        "every step trains on what old weights wrote: more bias for no more speed, and the next delay discards them.",
+        "lower max_inflight_tasks, set staleness_policy='pace', or give generation more devices.",
     ),
 )  # fmt: skip
 
 
-def check_online(history: History, *, generations_per_step: float = 1.0) -> Iterator[Finding]:
+def check_log(history: History, area: str = "R", *, generations_per_step: float = 1.0) -> Iterator[Finding]:
     """All findings of a log whose newest row has just been written.
 
     Args:
-        history: Rows with ``step``, oldest first; evaluation rows are passed over.
+        history: Rows with ``step``, oldest first.
+        area: Letter of the codes: ``R`` for rollouts, ``P`` for preferences.
         generations_per_step: Generations of one optimiser step (less than 1 where a generation serves several).
     """
     for rule in RULES:
-        if rule.live:
+        if rule.live and rule.code[3] == area:
             yield from rule.findings(history, rule.steps, generations_per_step)
-    yield from check_lag(history)
-
-
-# A whole log -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rows to numbers and pieces of text: everything that the terminal and the HTML file show, computed once."""
+"""What the model will really see: rows summarised as numbers and coloured text, on a terminal or in one HTML file."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
 from posttrain.errors import DataError
-from posttrain.report.templates import visible
+from posttrain.report.templates import TEMPLATES, environment, visible
 from posttrain.types import Finding, Row
 
-__all__ = [
-    "Bin",
-    "Piece",
-    "Shown",
-    "SpecialToken",
-    "Summary",
-    "elide",
-    "facts",
-    "pieces_of",
-    "row_title",
-    "summarise",
-    "visible",
-]
+__all__ = ["Bin", "Piece", "Shown", "SpecialToken", "Summary", "histogram", "summarise", "to_console", "to_html"]
 
 BINS = 12
 TAIL = 3  # Lengths beyond this many times those of 99 in 100 rows would squeeze the others into one bin.
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+SCREEN = 400  # Tokens of a row shown on a terminal before its middle is left out: about a screen.
+MOST = 2000  # The same in a file: some ten screens.
+BAR = 40
+STYLES = {  # (trained, special)
+    (True, False): "bold green",
+    (False, False): "dim",
+    (True, True): "bold magenta underline",
+    (False, True): "dim magenta",
+}
+SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,11 @@ class Bin:
     low: int
     high: int
     count: int
+
+    @property
+    def span(self) -> str:
+        """The lengths as text."""
+        return f"{self.low}" if self.low == self.high else f"{self.low}–{self.high}"
 
 
 @dataclass(frozen=True)
@@ -227,7 +236,7 @@ def summarise(
         tokens=sum(sizes),
         trained_tokens=sum(sum(item.trained) for item in flat),
         lengths=_quantiles(sizes),
-        histogram=_histogram(sizes),
+        histogram=histogram(sizes),
         limit=limit,
         truncated=truncated,
         duplicates=len(rows) - len(keys),
@@ -250,13 +259,17 @@ def _quantiles(sizes: list[int]) -> dict[str, float]:
     }
 
 
-def _histogram(sizes: list[int]) -> list[Bin]:
-    """Equal steps; where a few sequences are far longer than the rest, they share the last one."""
+def histogram(sizes: Sequence[int]) -> list[Bin]:
+    """Equal steps; where a few sequences are far longer than the rest, they share the last one.
+
+    >>> [(bin.span, bin.count) for bin in histogram([3, 3, 4])]
+    [('3', 2), ('4', 1)]
+    """
     low, high = min(sizes), max(sizes)
     usual = sorted(sizes)[-(-99 * len(sizes) // 100) - 1]
     if high > TAIL * usual:
         far = [size for size in sizes if size > usual]
-        return [*_histogram([size for size in sizes if size <= usual]), Bin(min(far), high, len(far))]
+        return [*histogram([size for size in sizes if size <= usual]), Bin(min(far), high, len(far))]
     width = -(-(high - low + 1) // BINS)
     counts = Counter((size - low) // width for size in sizes)
     edges = range(low, high + 1, width)
@@ -416,3 +429,103 @@ def row_title(shown: Shown) -> str:
     trained = "prompt only" if shown.completion is None else f"{shown.trained} trained"
     found = f" ({', '.join(shown.codes)})" if shown.codes else ""
     return f"{which}: {shown.tokens} tokens, {trained}, {shown.bos} bos, {shown.eos} eos{found}"
+
+
+# On a terminal and in a file -----------------------------------------------------------------------------------------
+
+
+def to_console(summary: Summary, console: Console | None = None) -> None:
+    """Print a summary; without colours, trained text stands in ``[[ ]]``."""
+    console = console if console is not None else Console()
+    marked = console.color_system is None
+    console.print(Text(visible(summary.title), style="bold"))
+    for shown in summary.shown:
+        console.print(_row(shown, marked))
+    console.print(_legend(marked))
+    console.print(Group(Text("\nlengths in tokens", style="bold"), _histogram(summary.histogram)))
+    console.print(_facts_table(summary))
+    console.print(_special(summary))
+    console.print(_findings(summary))
+
+
+def _row(shown: Shown, marked: bool) -> Panel:
+    head, hidden, tail = elide(shown.pieces, SCREEN)
+    text = _text(head, marked)
+    if hidden:
+        text.append(f"\n... {hidden:,} tokens left out ...\n", style="italic dim")
+        text.append_text(_text(tail, marked))
+    return Panel(text, title=Text(row_title(shown)), title_align="left", border_style="dim")
+
+
+def _text(pieces: list[Piece], marked: bool) -> Text:
+    text = Text()
+    for trained, run in groupby(pieces, key=lambda piece: piece.trained):
+        text.append("[[" if marked and trained else "")
+        for special, part in groupby(run, key=lambda piece: bool(piece.role)):
+            words = visible("".join(piece.text for piece in part))
+            text.append(words.replace("\n", "↵\n"), style=STYLES[trained, special])
+        text.append("]]" if marked and trained else "")
+    return text
+
+
+def _legend(marked: bool) -> Text:
+    if marked:
+        return Text("[[trained text]]  everything else is context")
+    names = {(True, False): "trained", (False, False): "context"}
+    names |= {(False, True): "special token", (True, True): "special token, trained"}
+    return Text("  ").join(Text(name, style=STYLES[key]) for key, name in names.items())
+
+
+def _histogram(bins: list[Bin]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for justify in ("right", "left", "right"):
+        table.add_column(justify=justify, no_wrap=True)
+    most = max(item.count for item in bins)
+    for item in bins:
+        length = max(1, round(BAR * item.count / most)) if item.count else 0
+        table.add_row(item.span, Text("█" * length, style="cyan"), str(item.count))
+    return table
+
+
+def _facts_table(summary: Summary) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for label, value in facts(summary).items():
+        table.add_row(label, Text(value))
+    return table
+
+
+def _special(summary: Summary) -> Table:
+    table = Table(title="special tokens", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 1))
+    for column in ("token", "is"):
+        table.add_column(column, header_style="dim")
+    for column in ("id", "in all", "trained", "a sequence"):
+        table.add_column(column, justify="right", header_style="dim")
+    for token in summary.special:
+        span = str(token.least) if token.least == token.most else f"{token.least}-{token.most}"
+        cells = (visible(token.text), token.role, str(token.id), f"{token.total:,}", f"{token.trained:,}", span)
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _findings(summary: Summary) -> Group:
+    if not summary.findings:
+        return Group(Text("\nno finding: the checks saw nothing wrong with these rows", style="green"))
+    parts: list[Text] = [Text("\nfindings", style="bold")]
+    for finding in summary.findings:
+        head = Text.assemble(
+            (finding.severity, SEVERITIES[finding.severity]), " ", (finding.code, "bold"), " ", visible(finding.what)
+        )
+        parts.append(head)
+        for label, value in (("where", finding.where), ("why", finding.why), ("fix", finding.fix)):
+            parts.append(Text.assemble((f"  {label}: ", "dim"), visible(value)))
+    return Group(*parts)
+
+
+def to_html(summary: Summary) -> str:
+    """The whole page."""
+    rows = [(row_title(shown), *elide(shown.pieces, MOST)) for shown in summary.shown]
+    style = (TEMPLATES / "page.css").read_text(encoding="utf-8")
+    template = environment().get_template("inspect.html.jinja")
+    return template.render(summary=summary, facts=facts(summary), rows=rows, style=style)

@@ -1,0 +1,131 @@
+"""Small names of TRL that scripts import and that no trainer here needs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from rich.logging import RichHandler
+from transformers import PreTrainedModel
+
+__all__ = [
+    "EnvironmentFactory",
+    "RewardFunc",
+    "RolloutFunc",
+    "TRLExperimentalWarning",
+    "decode_and_strip_padding",
+    "ensure_master_addr_port",
+    "init_zero_verbose",
+    "profiling_context",
+    "profiling_decorator",
+]
+
+# A model id, a model with one output, or a function of prompts, completions and columns (docs/rewards.md).
+RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
+
+# Takes the prompts and the trainer; returns token ids and log-probs of completions (docs/environments.md).
+RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
+
+
+class _Resettable(Protocol):
+    def reset(self, **columns: Any) -> str | None: ...
+
+
+# Called once for each completion; its public methods are the tools of the episode (docs/environments.md).
+EnvironmentFactory = Callable[[], _Resettable]
+
+
+class TRLExperimentalWarning(UserWarning):
+    """TRL's category for methods that may change. posttrain never emits it; filters that name it keep working."""
+
+
+def decode_and_strip_padding(
+    inputs: torch.Tensor, tokenizer: Any, attention_mask: torch.Tensor | None = None
+) -> list[str]:
+    """Decode padded rows of token ids. Special tokens and reasoning blocks stay in the text, padding does not.
+
+    Padding is removed as tokens, from both ends of a row: a pad token inside a row is real. Where the pad token is
+    also the end token, the ends cannot tell one from the other; pass ``attention_mask`` to keep the end token.
+
+    Args:
+        inputs: (B, T) integer token ids.
+        tokenizer: Decodes the ids.
+        attention_mask: (B, T), 1 on real tokens; None finds padding by the tokenizer's pad token.
+
+    Returns:
+        B texts.
+
+    Raises:
+        ValueError: The mask has another shape than the ids.
+    """
+    if attention_mask is not None and attention_mask.shape != inputs.shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)} and inputs {tuple(inputs.shape)}. "
+            "Fix: pass the mask of these rows."
+        )
+    real = attention_mask.bool() if attention_mask is not None else inputs != tokenizer.pad_token_id  # (B, T)
+    texts = []
+    for ids, kept in zip(inputs, real, strict=True):
+        at = kept.nonzero().flatten()  # (number of real tokens,)
+        row = ids[:0] if at.numel() == 0 else ids[at[0] : at[-1] + 1]
+        texts.append(tokenizer.decode(row, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return texts
+
+
+def ensure_master_addr_port(addr: str | None = None, port: int | None = None) -> None:
+    """Set ``MASTER_ADDR`` and ``MASTER_PORT`` where the environment does not.
+
+    Args:
+        addr: Host of rank 0; None means ``localhost``.
+        port: 1 to 65535. None or 0 keeps the environment's port, or takes a free one where it has none, 0 or "auto".
+    """
+    os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or addr or "localhost"
+    named = os.environ.get("MASTER_PORT", "").strip()
+    if not port and named.isdigit() and int(named) > 0:
+        return
+    if not port:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def init_zero_verbose() -> None:
+    """Show errors alone, through rich, and send Python's warnings to the log."""
+    logging.basicConfig(format="%(message)s", datefmt="[%X]", handlers=[RichHandler()], level=logging.ERROR)
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")
+
+
+@contextlib.contextmanager
+def profiling_context(trainer: Any, name: str) -> Iterator[None]:
+    """Log the seconds of the block as ``profiling/Time taken: TrainerClass.name`` with the next log line.
+
+    Args:
+        trainer: Any trainer of this library.
+        name: What the block does.
+    """
+    start = time.perf_counter()
+    with torch.profiler.record_function(name):
+        yield
+    key = f"profiling/Time taken: {type(trainer).__name__}.{name}"
+    trainer.buffers["train" if trainer.model.training else "eval"][key].append(time.perf_counter() - start)
+
+
+def profiling_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Time each call of a trainer's method with `profiling_context`."""
+
+    @functools.wraps(function)
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with profiling_context(self, function.__name__):
+            return function(self, *args, **kwargs)
+
+    return timed

@@ -1,0 +1,189 @@
+"""Operations of a decoder, counted from its config, and how much of the hardware's peak a run reaches (MFU)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.errors import ConfigError, ModelError
+
+__all__ = [
+    "H100_BF16_PEAK",
+    "adjusted_mfu",
+    "compute_flops_per_token",
+    "compute_mfu",
+    "key_value_width",
+    "layer_configs",
+]
+
+# Dense bf16 operations a second of an H100 SXM, from NVIDIA's data sheet.
+H100_BF16_PEAK = 989.5e12
+# A backward pass costs twice its forward pass.
+BACKWARD_FACTOR = 3
+
+
+def _number(config: Any, *names: str) -> int:
+    """The first of the named fields that is set to a number above 0."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value:
+            return int(value)
+    raise ModelError(
+        f"the config of {type(config).__name__} has no {' or '.join(names)}, so its operations cannot be counted. Count them "
+        "with torch.utils.flop_counter.FlopCounterMode instead."
+    )
+
+
+def _text_config(config: Any) -> Any:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = set(getattr(text, "layer_types", None) or ())
+    foreign = {kind for kind in kinds if not str(kind).endswith("attention") or str(kind).startswith("linear")}
+    mixed = getattr(text, "is_heterogeneous", False)
+    if foreign or mixed or getattr(text, "kv_lora_rank", None):
+        what = f"layers of kind {sorted(foreign)}" if foreign else "latent attention (kv_lora_rank)"
+        what = "layers whose heads differ in size" if mixed else what
+        raise ModelError(
+            f"{type(text).__name__} has {what}, which the count for grouped-query attention does not describe. Count with "
+            "torch.utils.flop_counter.FlopCounterMode instead."
+        )
+    return text
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """A config for each layer: of one kind, or Gemma 4's, whose head size differs between layers."""
+    if getattr(config, "is_heterogeneous", False):
+        return [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    return [config] * config.num_hidden_layers
+
+
+def key_value_width(config: Any) -> int:
+    """Numbers of a token's keys in one layer: key-value heads times the size of a head."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Query heads, key-value heads, and the size of one."""
+    heads = _number(config, "num_attention_heads")
+    key_values = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or _number(config, "hidden_size") // heads
+    return heads, key_values, size
+
+
+def _is_sparse(config: Any, layer: int) -> bool:
+    """Whether a layer of a mixture-of-experts model routes, by the rules that configs write."""
+    if (listed := getattr(config, "moe_layers", None)) is not None:
+        return layer in listed
+    step = getattr(config, "decoder_sparse_step", None) or getattr(config, "moe_layer_interval", None) or 1
+    first = getattr(config, "first_k_dense_replace", None) or getattr(config, "moe_layer_start_index", None) or 0
+    last = getattr(config, "moe_layer_end_index", None)
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    inside = layer >= first and (last in (None, -1) or layer <= last)
+    return inside and (layer + 1) % step == 0 and layer not in dense
+
+
+def _shared_size(config: Any, inner: int) -> int:
+    """Summed sizes of the experts that see every token."""
+    if hasattr(config, "intermediate_size_mlp"):  # Llama 4 has one in every routed layer and no field for it.
+        return inner
+    count = getattr(config, "n_shared_experts", None) or getattr(config, "moe_num_shared_experts", None) or 0
+    return getattr(config, "shared_expert_intermediate_size", None) or count * inner
+
+
+def _mlp(config: Any) -> int:
+    """Forward operations of all MLPs for one token."""
+    hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
+    experts = next(
+        (n for k in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, k, None))), 0
+    )
+    if not experts:
+        return layers * 6 * hidden * _number(config, "intermediate_size")
+    sparse = sum(_is_sparse(config, layer) for layer in range(layers))
+    inner = _number(config, "moe_intermediate_size", "intermediate_size")
+    shared = _shared_size(config, inner)
+    chosen = _number(config, "num_experts_per_tok", "top_k_experts")
+    routed = 6 * hidden * (chosen * inner + shared) + 2 * hidden * experts
+    if sparse == layers:
+        return layers * routed
+    return sparse * routed + (layers - sparse) * 6 * hidden * _number(
+        config, "intermediate_size_mlp", "intermediate_size"
+    )
+
+
+def _scores(config: Any, seq_len: int) -> int:
+    """Forward operations of the attention scores and their product with the values, for one token."""
+    heads, _, size = _heads(config)
+    return _number(config, "num_hidden_layers") * 4 * heads * size * seq_len
+
+
+def compute_flops_per_token(config: Any, seq_len: int) -> int:
+    """Training operations per token of a decoder with grouped-query attention and gated MLPs.
+
+    Forward, with hidden size H, n query and k key-value heads of size d, MLP size I, vocabulary V and sequence length S::
+
+        layer = 2H(nd + 2kd) + 2ndH + 4nd S + 6HI       (routed: top_k 6HI + 2H experts, and 6HI of shared experts)
+        total = layers + 2VH (embedding) + 2VH (output layer, if not tied)
+
+    Training costs three times that. Scores are counted over the whole sequence (`adjusted_mfu` takes the causal half off),
+    and the embedding as a product although it is a look-up: with tied weights the two embedding terms are one and right,
+    without them the count is 2VH too high.
+
+    Args:
+        config: Of transformers; of a multimodal model the text part is counted.
+        seq_len: Tokens of a sequence.
+
+    Returns:
+        Floating-point operations of forward and backward for one token.
+
+    Raises:
+        ConfigError: ``seq_len`` below 1. ModelError: A model that the formula does not describe.
+    """
+    if seq_len < 1:
+        raise ConfigError(f"seq_len={seq_len} must be at least 1.")
+    text = _text_config(config)
+    hidden = _number(text, "hidden_size")
+    heads, key_values, size = _heads(text)
+    projections = 2 * hidden * (heads + 2 * key_values) * size + 2 * heads * size * hidden
+    embeddings = 2 * _number(text, "vocab_size") * hidden * (1 if text.tie_word_embeddings else 2)
+    layers = _number(text, "num_hidden_layers") * projections + _scores(text, seq_len) + _mlp(text)
+    return BACKWARD_FACTOR * (layers + embeddings)
+
+
+def compute_mfu(
+    flops_per_token: float, tokens_per_second: float, world_size: int = 1, peak_flops: float = H100_BF16_PEAK
+) -> float:
+    """Model FLOPs utilisation in percent: ``100 * flops_per_token * tokens_per_second / (peak_flops * world_size)``.
+
+    Args:
+        flops_per_token: From `compute_flops_per_token`.
+        tokens_per_second: Of all devices together.
+        world_size: Devices.
+        peak_flops: Operations a second that one device could do; the default is an H100's in bf16.
+
+    Raises:
+        ConfigError: ``world_size`` or ``peak_flops`` is not above 0.
+
+    Reference: Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B.
+
+    >>> round(compute_mfu(6e9, 80_000, world_size=1), 2)
+    48.51
+    """
+    if not (world_size > 0 and peak_flops > 0):
+        raise ConfigError(f"world_size={world_size} and peak_flops={peak_flops} must both be above 0.")
+    return 100 * flops_per_token * tokens_per_second / (peak_flops * world_size)
+
+
+def adjusted_mfu(mfu: float, config: Any, seq_len: int) -> float:
+    """The utilisation with causal attention counted once: half of the score term is never needed.
+
+    ``mfu * (F - scores / 2) / F`` with F of `compute_flops_per_token`.
+
+    Args:
+        mfu: Percent, from `compute_mfu` with the same config and length.
+        config: As there.
+        seq_len: As there.
+
+    Returns:
+        Percent.
+    """
+    total = compute_flops_per_token(config, seq_len)
+    return mfu * (1 - BACKWARD_FACTOR * _scores(_text_config(config), seq_len) / 2 / total)
