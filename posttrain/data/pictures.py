@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 from urllib.parse import unquote, urlparse
 
@@ -23,13 +24,15 @@ __all__ = [
     "image_size",
     "pictures_of",
     "read_picture",
+    "shows_pictures",
     "undecoded",
     "without_pictures",
 ]
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("image", "images")
+PEEKED = 64  # Rows that are looked at for pictures, spread over the set;
+STREAMED = 8  # of a stream its first ones.
 MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected")  # Columns that may hold conversations.
 ALIASES = (
     "image",
@@ -253,6 +256,20 @@ def _blocks(messages: Any) -> list[dict[str, Any]]:
 
 def _is_picture(block: Mapping[str, Any]) -> bool:
     return block.get("type") in KINDS
+
+
+def shows_pictures(dataset: Any) -> bool:
+    """Whether rows have pictures, in columns or inside messages: by a sample that is spread over the set."""
+    import datasets
+
+    if isinstance(dataset, Mapping):
+        return any(shows_pictures(one) for one in dataset.values())
+    if isinstance(dataset, datasets.IterableDataset):
+        return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))
+    if not isinstance(dataset, datasets.Dataset):
+        return False
+    step = max(1, len(dataset) // PEEKED)
+    return has_pictures(undecoded(dataset.with_format(None).select(range(0, len(dataset), step))))
 
 
 def conversation_pictures(

@@ -210,8 +210,10 @@ class PictureProcessor:
                 f"{[one.count for one in expansions]}. Fix: a longer max_length, or smaller images."
             )
         placed, first = [], 0
+        # Where a run of placeholders is taken for one image: by rotary positions, or by attention.
+        runs = self.family.positions == "grid" or self.family.block == "image"
         for picture, one in zip(pictures, expansions, strict=True):
-            if first and at[first] == at[first - 1] + 1:
+            if runs and first and at[first] == at[first - 1] + 1:
                 raise DataError(
                     "two images follow each other without a token between them. Fix: put text between them."
                 )
