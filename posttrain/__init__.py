@@ -272,9 +272,7 @@ class _TRLPaths(importlib.abc.MetaPathFinder):
         """Return the spec of ``posttrain.trainer`` and its like; None for every other name."""
         if not fullname.startswith("posttrain.") or fullname.startswith("posttrain.compat"):
             return None
-        from posttrain.compat.paths import Finder
-
-        return Finder().find_spec(fullname, path, target)
+        return importlib.import_module("posttrain.compat.paths").Finder().find_spec(fullname, path, target)
 
 
 sys.meta_path.append(_TRLPaths())

@@ -496,7 +496,7 @@ class PreferenceTrainer(PostTrainer):
         masks = (likelihood_mask(batch, len(self.branches), self.likelihood_branch) for batch in batches)
         return {"likelihood": float(sum(int(mask.sum()) for mask in masks))}
 
-    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Margins of judged answers are the difference of two means, over whatever the window holds."""
         if not self.judged or not {"rewards/chosen", "rewards/rejected"} <= set(metrics):
             return metrics

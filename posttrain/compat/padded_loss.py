@@ -264,9 +264,9 @@ class BeforeUser(Trainer):
         loss = (result[0] if isinstance(result, tuple) else result) / passes
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
-    def terms(self, model: nn.Module, batch: Any) -> Any:
+    def compute_loss_terms(self, model: nn.Module, batch: Any) -> Any:
         """Also of the dict, for a subclass that calls the method of one of our classes by its name."""
-        return super().terms(model, to_batch(batch))
+        return super().compute_loss_terms(model, to_batch(batch))
 
     @property
     def _num_items(self) -> Any:

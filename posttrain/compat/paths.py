@@ -67,7 +67,13 @@ INSTEAD = {
     "OpenRewardSpec": "environment_factory with a class of your own (docs/environments.md)",
     "DataCollatorForCompletionOnlyLM": "SFTConfig(completion_only_loss=True)",
     "ConstantLengthDataset": "SFTConfig(packing=True)",
-    "PRMTrainer": "RewardTrainer",
+    "PRMTrainer": "posttrain.RewardTrainer",
+    "DataCollatorForChatML": "raw rows, which the trainers tokenise and collate",
+    "DPODataCollatorWithPadding": "posttrain.DataCollatorForPreference",
+    "encode_with_byte_offsets": "tokenizer(text, return_offsets_mapping=True)",
+    "pad_byte_offsets": "tokenizer(text, return_offsets_mapping=True)",
+    "add_bos_token_if_needed": "nothing: the trainers add it once",
+    "add_eos_token_if_needed": "nothing: the trainers add it once",
     "HarnessRolloutWorker": "rollout_func or environment_factory (docs/environments.md)",
 }
 

@@ -85,7 +85,7 @@ experimental.orpo ORPOConfig
 experimental.online_dpo OnlineDPOTrainer
 experimental.ppo PPOTrainer
 experimental.async_grpo AsyncGRPOTrainer
-experimental.utils DataCollatorForChatML
+experimental.utils pad_to_length
 experimental.merge_model_callback MergeModelCallback
 experimental.bema_for_ref_model BEMACallback
 rewards.format_rewards think_format_reward

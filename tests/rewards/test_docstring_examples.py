@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 MODULES = [
-    "checks.preference",
+    "checks.rewards",
     "losses.ppo",
     "models.value_head",
     "rewards.call",
