@@ -152,7 +152,7 @@ class KTOTrainer(PreferenceTrainer):
         """Each prompt, with its pictures, and another row's answer; a row without one is left out."""
         both = [(example, ids) for example, ids in zip(examples, others, strict=True) if ids]
         rows = [_mismatched(example, ids, self.args.max_length) for example, ids in both]
-        return self.placed(rows, [example for example, _ in both])
+        return self.vision.placed(rows, [example for example, _ in both])
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
         """The judged batches alone."""

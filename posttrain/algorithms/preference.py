@@ -390,8 +390,8 @@ class PreferenceTrainer(PostTrainer):
             self.train_dataset = self._precompute(self.train_dataset, None, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, None)
             return
-        if given is not None and self.processor is not None:
-            install_pictures(given, self.processor)
+        if given is not None and self.vision.processor is not None:
+            install_pictures(given, self.vision.processor)
         self.reference = Reference(self.model, fresh_adapter=self.fresh_adapter, given=given)
         if self.reference.copy is not None:
             self.reference.copy.to(args.device)
@@ -457,9 +457,9 @@ class PreferenceTrainer(PostTrainer):
             dataset = extract_and_unpair(dataset, self.args.dataset_num_proc)
         keep = (*self.reference_columns, *self.keep)
         about: dict[str, Any] = {"name": name, "num_proc": self.args.dataset_num_proc, "keep": keep}
-        if self.reader is not None:
+        if self.vision.reader is not None:
             options = picture_options(self.args, branches=self.branches)
-            prepared, self.reports[name] = prepare_picture_rows(dataset, self.reader, options, **about)
+            prepared, self.reports[name] = prepare_picture_rows(dataset, self.vision.reader, options, **about)
         else:
             found = prepare_answers(dataset, self.processing_class, self.answer_options(), **about)
             prepared, self.reports[name] = found

@@ -189,13 +189,13 @@ class SFTTrainer(PostTrainer):
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """Tokenise one set, as `prepare_sft_dataset` does."""
         args = self.args
-        if self.reader is not None:
+        if self.vision.reader is not None:
             self._refuse_with_images()
             options = picture_options(
                 args, train_prompt=args.completion_only_loss is False, text_field=args.dataset_text_field
             )
             about: dict[str, Any] = {"name": name, "num_proc": args.dataset_num_proc}
-            prepared, self.reports[name] = prepare_picture_rows(dataset, self.reader, options, **about)
+            prepared, self.reports[name] = prepare_picture_rows(dataset, self.vision.reader, options, **about)
             return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
         if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
             check_prepared(dataset, name, len(self.processing_class))

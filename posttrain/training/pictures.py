@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
 
-from posttrain.data.picture_rows import PictureOptions
-from posttrain.data.processors import is_processor, load_processor
+from posttrain.data.picture_rows import PictureOptions, place_pictures
+from posttrain.data.pictures import shows_pictures
+from posttrain.data.processors import PictureProcessor, is_processor, load_processor
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.heads import causal_lm
 from posttrain.models.vision import LANGUAGE, PictureEncoder, has_tower, install_pictures, tower_parameters
+from posttrain.types import Row
 
-__all__ = ["PictureConfig", "picture_options", "prepare_vision", "processor_of"]
+__all__ = ["PictureConfig", "Vision", "picture_options", "prepare_vision"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,20 +86,53 @@ def picture_options(args: Any, **more: Any) -> PictureOptions:
     )
 
 
-def processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
-    """The processor of a run, or None where it reads text alone.
+class Vision:
+    """What a trainer of rows with images has beside a trainer of text: a processor, and pictures on rows.
 
     Args:
-        processing_class: As it was given.
+        args: The trainer's config; a `PictureConfig` where ``takes`` is set.
+        processing_class: As it was given to the trainer: a tokenizer, a processor or None.
         model_id: Where the model is, to load its processor from.
+        sets: Training and evaluation sets as they were given.
+        takes: Whether the method trains on images; else nothing here does anything.
+
+    Attributes:
         images: Whether rows have images.
+        processor: Of `transformers`; None: the run reads text alone.
+        reader: The processor as rows are read with it; None: rows are text.
+        tokenizer: The processor's, or what was given.
 
     Raises:
         DataError: Rows have images, and a tokenizer was given.
     """
+
+    def __init__(self, args: Any, processing_class: Any, model_id: str, sets: Iterable[Any], *, takes: bool) -> None:
+        self.args, self.takes, self.tokenizer = args, takes, processing_class
+        self.images = takes and any(map(shows_pictures, sets))
+        self.processor = _processor_of(processing_class, model_id, images=self.images) if takes else None
+        self.reader = PictureProcessor(self.processor) if self.images else None
+        if self.processor is not None:
+            self.tokenizer = self.processor.tokenizer
+            self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
+
+    def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
+        """Rows with the pictures of their examples, one row an example."""
+        return place_pictures(rows, examples, self.reader, self.args.image_background) if self.images else rows
+
+    def prepare(self, model: Any, peft_config: Any) -> Any:
+        """See `prepare_vision`."""
+        if not self.takes:
+            return peft_config
+        return prepare_vision(model, self.processor, self.args, peft_config, images=self.images)
+
+    def save(self, folder: str) -> None:
+        """Save the processor beside the model; its tokenizer is saved anyway."""
+        if self.processor is not None and self.args.should_save:
+            self.processor.save_pretrained(folder)
+
+
+def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
     if is_processor(processing_class):
-        tokenizer = processing_class.tokenizer
-        tokenizer.chat_template = tokenizer.chat_template or processing_class.chat_template
         return processing_class
     if images and processing_class is not None:
         raise DataError(

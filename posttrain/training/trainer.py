@@ -22,9 +22,6 @@ from transformers.trainer_utils import EvalLoopOutput, set_seed
 
 from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate, halves
-from posttrain.data.picture_rows import place_pictures
-from posttrain.data.pictures import shows_pictures
-from posttrain.data.processors import PictureProcessor
 from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
@@ -38,7 +35,7 @@ from posttrain.training.construct import check_hooks, user_override
 from posttrain.training.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.training.passes import DryStep, PassRunner, dry_step, fit_memory
-from posttrain.training.pictures import prepare_vision, processor_of
+from posttrain.training.pictures import Vision
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
 __all__ = ["PostTrainer", "PostTrainingConfig"]
@@ -101,11 +98,8 @@ class PostTrainer(transformers.Trainer):
         construct.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        self.images = self.takes_images and any(map(shows_pictures, (train_dataset, eval_dataset)))
-        self.processor = processor_of(processing_class, model_id, images=self.images) if self.takes_images else None
-        self.reader = PictureProcessor(self.processor) if self.images else None
-        tokenizer = processing_class if self.processor is None else self.processor.tokenizer
-        self.processing_class = tokenizer or load.load_tokenizer(
+        self.vision = Vision(args, processing_class, model_id, (train_dataset, eval_dataset), takes=self.takes_images)
+        self.processing_class = self.vision.tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
         self.args = args
@@ -201,11 +195,8 @@ class PostTrainer(transformers.Trainer):
         load.mirror_eos(self.processing_class, model, args)
         self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None
-        if self.takes_images:
-            peft_config = prepare_vision(model, self.processor, args, peft_config, images=self.images)
-        return construct.prepared_model(
-            model, args, peft_config, added_tokens=self.added_tokens, generative=self.generative
-        )
+        peft = self.vision.prepare(model, peft_config)
+        return construct.prepared_model(model, args, peft, added_tokens=self.added_tokens, generative=self.generative)
 
     def _choose_layout(self) -> Layout:
         # User functions on logits want one sequence a row.
@@ -215,16 +206,12 @@ class PostTrainer(transformers.Trainer):
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
         return lambda examples: collate(
-            self.placed(self.rows(examples), examples),
+            self.vision.placed(self.rows(examples), examples),
             pad_token_id=self.pad_token_id,
             layout=self.layout,
             whole_rows=self.keep_groups_together,
             together=self.single_forward_per_microbatch,
         )
-
-    def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
-        """Rows with the pictures of their examples."""
-        return place_pictures(rows, examples, self.reader, self.args.image_background) if self.images else rows
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = self._signature_columns or []
@@ -469,8 +456,7 @@ class PostTrainer(transformers.Trainer):
             with self.checks.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
                 self.checks.report(checkpoint.special_token_findings(self.model, self.processing_class))
         super().save_model(output_dir, _internal_call)
-        if self.processor is not None and self.args.should_save:
-            self.processor.save_pretrained(output_dir or self.args.output_dir)
+        self.vision.save(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.create_model_card()
@@ -581,8 +567,7 @@ class PostTrainer(transformers.Trainer):
     def spare_batch(self) -> Batch:
         """One token after another: what a rank without rows runs where a forward pass is a collective."""
         token = int(self.pad_token_id)
-        rows = [Row([token], [[token]], [[1]])]
-        return collate(rows, pad_token_id=token, layout=self.layout)[0].to(self.args.device)
+        return collate([Row([token], [[token]], [[1]])], pad_token_id=token, layout=self.layout)[0].to(self.args.device)
 
     @property
     def own_loss(self) -> bool:
@@ -596,8 +581,7 @@ class PostTrainer(transformers.Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Six per parameter and token, as the forward and backward of a dense transformer cost."""
-        parameters = sum(p.numel() for p in self.model.parameters())
-        return 6 * parameters * sum(batch.num_tokens for batch in inputs)
+        return 6 * sum(p.numel() for p in self.model.parameters()) * sum(batch.num_tokens for batch in inputs)
 
     def _track_num_input_tokens(self, inputs: list[Batch]) -> None:
         if self.args.include_num_input_tokens_seen != "no":
