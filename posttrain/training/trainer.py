@@ -271,7 +271,7 @@ class PostTrainer(transformers.Trainer):
 
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:
-            return self.rows(examples)
+            return self.vision.placed(self.rows(examples), examples)
         except NotImplementedError:  # Completions come later: prompts alone.
             return prompt_rows(examples, self.processing_class, self.args)
 

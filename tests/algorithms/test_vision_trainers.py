@@ -317,3 +317,34 @@ def test_a_method_that_reads_text_refuses_pictures_inside_messages(tmp_path):
 def test_options_of_pictures_are_checked(wrong, tmp_path):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         SFTConfig(str(tmp_path), **wrong)
+
+
+def one_question(count, *answers):
+    """The same question and answers about different pictures."""
+    found = [
+        {
+            "prompt": user("which?", 1),
+            "images": [png(noise(56, 56, i))],
+            **{name: assistant(a[i % 2]) for name, a in answers},
+        }
+        for i in range(count)
+    ]
+    return datasets.Dataset.from_list(found)
+
+
+def test_rows_that_differ_in_the_picture_alone_are_no_duplicates(tmp_path):
+    trainer = sft(tmp_path, one_question(40, ("completion", "ab")))
+    assert "PT-D007" not in {finding.code for finding in trainer.data_report().findings}
+    assert "PT-D007" in {
+        finding.code
+        for finding in sft(tmp_path, one_question(40, ("completion", "ab")).select([0] * 40)).data_report().findings
+    }
+
+
+def test_pairs_about_different_pictures_do_not_contradict_each_other():
+    from posttrain.checks.pairs import scan_pairs
+
+    pairs = one_question(8, ("chosen", "ab"), ("rejected", "ba"))
+    assert scan_pairs(pairs).swapped == []
+    same = [{**row, "images": pairs[0]["images"]} for row in pairs]
+    assert len(scan_pairs(same).swapped) == 8
