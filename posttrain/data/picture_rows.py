@@ -139,6 +139,10 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions,
             reason, found = UNREADABLE, [(reader.unplaced(part), []) for part, _ in segments]
             break
     pictures = [picture for _, held in found for picture in held]
+    if not pictures and not reason and reader.family.block == "prompt":
+        raise DataError(
+            "the row has no image, and this model's processor takes no prompt without one. Fix: leave it out."
+        )
     if options.most is not None and len(pictures) > options.most:
         reason = reason or MANY
     if plain and reader.family.block != "prompt":

@@ -15,6 +15,7 @@ from torch import Tensor
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ModelError
 from posttrain.models.heads import causal_lm, learns_prompts, unwrapped
+from posttrain.models.vision import picture_encoder, probe_rows
 from posttrain.types import Batch, Row
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def probe_key(model: Module) -> str:
     return json.dumps([
         type(inner).__qualname__, inner.config.to_dict(), str(getattr(text, "_attn_implementation", None)), adapters,
         str(getattr(unwrapped(model), "active_adapter", "")), learns_prompts(model),
-        str(coarsest_dtype(model)), next(model.parameters()).device.type,
+        str(coarsest_dtype(model)), next(model.parameters()).device.type, picture_encoder(model) is not None,
     ], sort_keys=True, default=str)  # fmt: skip
 
 
@@ -305,6 +306,12 @@ def probe_layout(model: Module) -> Layout:
                 reason,
             )
             layout = padded_layout(model)
+    pictured = probe_rows(model) if layout.kind == "padded" else []
+    if pictured and (fault := disagreement(_fast(model, pictured, layout), _truth(model, pictured), _share(model))):
+        raise ModelError(
+            f"{type(causal_lm(model)).__name__} does not compute rows with images as the processor's own tensors do ({fault}), "
+            "not even one sequence a row. Fix: a model of another family, or text alone."
+        )
     PROBED[key] = layout
     return layout
 
@@ -313,15 +320,24 @@ def _forest_fault(model: Module, layout: Layout) -> str:
     """Why a forest is not what its sequences are alone; empty where it is."""
     config: Any = model.config
     vocabulary = config.get_text_config().vocab_size
-    share = TOLERANCE.get(coarsest_dtype(model), 0.1)
-    for prompt, context in probe_cases(model):
+    share = _share(model)
+    encoder = picture_encoder(model)
+    # Where a whole prompt is read both ways, there is no prompt without a picture.
+    always = encoder is not None and encoder.processor.family.block == "prompt"
+    for prompt, context in () if always else probe_cases(model):
         rows = _probe_rows(vocabulary, prompt)
         wide = replace(layout, row_tokens=512 + prompt, pass_tokens=0, max_tree_tokens=4 * LONGEST)
         with context:
             fault = disagreement(_fast(model, rows, wide), _truth(model, rows), share)
         if fault:
             return fault
-    return ""
+    pictured = probe_rows(model)
+    return disagreement(_fast(model, pictured, layout), _truth(model, pictured), share) if pictured else ""
+
+
+def _share(model: Module) -> float:
+    """Of the truth's spread, by which numbers may differ."""
+    return TOLERANCE.get(coarsest_dtype(model), 0.1)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from posttrain.models.heads import (
     unwrapped,
     virtual_tokens,
 )
-from posttrain.models.vision import VisionView, view
+from posttrain.models.vision import VisionView, plain_inputs, view
 from posttrain.types import Batch, ModelOutputs, Row
 
 __all__ = [
@@ -239,9 +239,10 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
     device, virtual = next(given.parameters()).device, virtual_tokens(given)
     result = []
     for row in rows:
-        for ids, mask in zip(row.completions, row.loss_masks, strict=True):
+        for index, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
             sequence = torch.tensor([row.prompt_ids + ids], device=device)
-            logits = given(input_ids=sequence, use_cache=False).logits[0, virtual:].float()
+            inputs = plain_inputs(given, sequence, row, index)
+            logits = given(input_ids=sequence, **inputs, use_cache=False).logits[0, virtual:].float()
             logp = torch.log_softmax(logits[:-1], -1).gather(-1, sequence[0, 1:, None]).squeeze(-1)
             tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]
             result.append(tail * torch.tensor(mask, device=device))

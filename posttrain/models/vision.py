@@ -15,6 +15,7 @@ from posttrain.data.pictures import Picture, read_picture
 from posttrain.data.processors import PictureProcessor, Placed
 from posttrain.errors import ModelError
 from posttrain.models.heads import causal_lm
+from posttrain.types import Row
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +30,8 @@ __all__ = [
     "has_tower",
     "install_pictures",
     "picture_encoder",
+    "plain_inputs",
+    "probe_rows",
     "tower_parameters",
     "view",
 ]
@@ -148,10 +151,36 @@ def _flat(features: Any) -> Tensor:
 
 
 def probe_pictures() -> list[Picture]:
-    """Gray pictures of three sizes."""
+    """Pictures of three sizes, each from black to white, and every other one turned."""
     from PIL import Image
 
-    return [read_picture(Image.new("RGB", size, "gray"), f"a gray picture of {size}") for size in PROBED]
+    shade = Image.linear_gradient("L")
+    made = [(shade if i % 2 else shade.rotate(90)).resize(size).convert("RGB") for i, size in enumerate(PROBED)]
+    return [read_picture(image, f"a shaded picture of {image.size}") for image in made]
+
+
+def probe_rows(model: Any) -> list[Row]:
+    """Two prompts with a picture each, of different size, and their branches; none without `install_pictures`."""
+    encoder, rows = picture_encoder(model), []
+    if encoder is not None:
+        words = encoder.processor.tokenizer("which one is it, and where?", add_special_tokens=False)["input_ids"]
+        for picture in probe_pictures()[:2]:
+            ids, placed = encoder.processor.encode(f"a {encoder.processor.placeholder} b", [picture], prompt=True)
+            answers = [words[:5], words[2:5], words[1:4]]
+            rows.append(Row(ids, answers, [[1] * len(a) for a in answers], pictures=[placed, [], [], []]))
+    return rows
+
+
+def plain_inputs(model: Any, sequence: Tensor, row: Row, index: int) -> dict[str, Tensor]:
+    """The processor's own keys for one sequence ``(1, T)``: the prompt of a row with its completion ``index``."""
+    encoder = picture_encoder(model)
+    segments = [*row.pictures[:1], *row.pictures[index + 1 : index + 2]]
+    pictures = [one.picture for segment in segments for one in segment]
+    if encoder is None or not pictures:
+        return {}
+    inputs = encoder.processor.plain_inputs(sequence.cpu(), pictures, len(row.prompt_ids))
+    dtype = next(iter(tower_parameters(model).values())).dtype
+    return {k: v.to(sequence.device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
 
 
 def has_tower(model: Any) -> bool:

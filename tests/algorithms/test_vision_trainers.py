@@ -123,8 +123,9 @@ def test_a_pair_encodes_its_picture_once_and_the_frozen_reference_keeps_its_feat
     model, processor = build("llava")
     args = DPOConfig(str(tmp_path), gradient_checkpointing=False, freeze_vision=True, **QUICK | {"max_steps": 3})
     trainer = DPOTrainer(model, args=args, train_dataset=rows("chosen", "rejected"), processing_class=processor)
-    trainer.train()
     encoder = picture_encoder(trainer.model)
+    encoder.encoded = encoder.reused = 0
+    trainer.train()
     assert encoder.encoded == 4 and encoder.reused > 0
 
 
@@ -200,8 +201,10 @@ def test_an_adapter_by_names_cannot_hit_the_tower_unasked(name, targets, tmp_pat
     trainer = SFTTrainer(model, args, train_dataset=rows("completion"), processing_class=processor, peft_config=config)
     adapted = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
     assert adapted and all("language_model" in one for one in adapted)
+    encoder = picture_encoder(trainer.model)
+    encoder.encoded = 0
     trainer.train()
-    assert picture_encoder(trainer.model).encoded == 4
+    assert encoder.encoded == 4
 
 
 def test_text_rows_alone_train_no_parameter_of_the_tower(tmp_path):

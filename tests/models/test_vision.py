@@ -238,3 +238,20 @@ def test_a_processor_that_counts_other_tokens_is_refused():
     processor.patch_size = 7
     with pytest.raises(ModelError, match="PT-G004"):
         install_pictures(model, processor)
+
+
+def test_the_probe_of_a_layout_holds_pictures(family, monkeypatch):
+    from posttrain.models import attention, vision
+
+    name, model, _, _ = family
+    monkeypatch.setattr(attention, "PROBED", {})
+    assert attention.probe_layout(model).kind == "tree"
+    if name.startswith("qwen"):
+        monkeypatch.setattr(vision, "grid_positions", lambda batch: batch.position_ids)
+    elif name in ("gemma3", "paligemma"):
+        monkeypatch.setattr(vision, "block_spans", lambda *_: None)
+    else:
+        return
+    monkeypatch.setattr(attention, "PROBED", {})
+    with pytest.raises(ModelError, match="rows with images"):
+        attention.probe_layout(model)
