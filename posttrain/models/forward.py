@@ -24,6 +24,7 @@ from posttrain.models.heads import (
     unwrapped,
     virtual_tokens,
 )
+from posttrain.models.vision import VisionView, plain_inputs, view
 from posttrain.types import Batch, ModelOutputs, Row
 
 __all__ = [
@@ -80,9 +81,11 @@ def forward(
     noise = getattr(inner, "embedding_noise", None)
     if noise is not None:
         noise.inverse_lengths = inverse_lengths(batch)
+    seen = view(inner, batch)
+    head.inputs = seen.inputs
     result = model(
         input_ids=batch.input_ids,
-        **_attention(model, inner, batch),
+        **_attention(model, inner, batch, seen),
         use_cache=False,
         token_head=head,
         **({"output_router_logits": True} if balance else {}),
@@ -166,12 +169,12 @@ def inverse_lengths(batch: Batch) -> Tensor:
     return torch.where(own, inverse[batch.sequence.clamp_min(0)], shared[tree]) * real
 
 
-def _attention(model: nn.Module, inner: Any, batch: Batch) -> dict[str, Any]:
+def _attention(model: nn.Module, inner: Any, batch: Batch, seen: VisionView) -> dict[str, Any]:
     if learns_prompts(model):
         assert int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0, "virtual tokens need one sequence a row"
         return {"attention_mask": (batch.tree == 0).long()}
-    mask = attention_mask(batch, inner.config, next(inner.parameters()).dtype)
-    return {"attention_mask": mask, "position_ids": batch.position_ids}
+    mask = attention_mask(batch, inner.config, next(inner.parameters()).dtype, seen.span)
+    return {"attention_mask": mask, "position_ids": seen.position_ids}
 
 
 def _token_head(batch: Batch, needs: frozenset[str], virtual: int, temperature: float) -> TokenHead:
@@ -212,7 +215,11 @@ def _value_reader(inner: Any, batch: Batch, virtual: int) -> Callable[[Tensor], 
     critic = getattr(inner, "value_model", None)
     if critic is None:
         return lambda hidden: inner.v_head(hidden[rows, columns + virtual])[:, 0].float()
-    inputs = {"input_ids": batch.input_ids, **_attention(critic, critic, batch), "use_cache": False}
+    inputs = {
+        "input_ids": batch.input_ids,
+        **_attention(critic, critic, batch, view(critic, batch)),
+        "use_cache": False,
+    }
     return lambda _: critic(**inputs, token_head=ScoreHead(rows, columns))["scores"][:, 0]
 
 
@@ -235,9 +242,10 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
     device, virtual = next(given.parameters()).device, virtual_tokens(given)
     result = []
     for row in rows:
-        for ids, mask in zip(row.completions, row.loss_masks, strict=True):
+        for index, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
             sequence = torch.tensor([row.prompt_ids + ids], device=device)
-            logits = given(input_ids=sequence, use_cache=False).logits[0, virtual:].float()
+            inputs = plain_inputs(given, sequence, row, index)
+            logits = given(input_ids=sequence, **inputs, use_cache=False).logits[0, virtual:].float()
             logp = torch.log_softmax(logits[:-1], -1).gather(-1, sequence[0, 1:, None]).squeeze(-1)
             tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]
             result.append(tail * torch.tensor(mask, device=device))

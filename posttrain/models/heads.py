@@ -280,6 +280,7 @@ class TokenHead:
         values: Last hidden states ``(B, T, H)`` to values ``(M,)``, returned beside the log-probs.
         compare: Instead of log-probs: hidden states ``(N, H)``, the output layer (None: they are logits), its `LogitRule` and
             this object to what is returned. How two models are compared without their logits.
+        inputs: The model inside of its wrappers to further arguments of its forward: the features of images.
     """
 
     rows: Tensor
@@ -296,6 +297,7 @@ class TokenHead:
     balance_over: Tensor | None = None
     values: Callable[[Tensor], Tensor] | None = None
     compare: Callable[[Tensor, Any, LogitRule, TokenHead], dict[str, Any]] | None = None
+    inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -304,10 +306,12 @@ class ScoreHead:
 
     Attributes:
         rows, columns: ``(N,)`` where the hidden states stand.
+        inputs: As in `TokenHead`.
     """
 
     rows: Tensor
     columns: Tensor
+    inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
 def unwrapped(model: Any) -> Any:
@@ -361,6 +365,8 @@ def install_token_head(model: nn.Module) -> None:
     def patched(*args: Any, token_head: TokenHead | ScoreHead | None = None, **kwargs: Any) -> Any:
         if token_head is None:
             return original(*args, **kwargs)
+        if token_head.inputs is not None:
+            kwargs |= token_head.inputs(inner)
         if isinstance(token_head, TokenHead) and inner.__dict__.get("own_logits"):
             return _own_forward(inner, original, token_head, *args, **kwargs)
         return _head_forward(inner, token_head, *args, **kwargs)
