@@ -18,7 +18,11 @@ from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_sum
 from posttrain.metrics import mean
 from posttrain.training.config import warn_keep_end
+<<<<<<< HEAD
 from posttrain.training.construct import attributes, takes
+=======
+from posttrain.training.pictures import PictureConfig
+>>>>>>> main
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]
@@ -27,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class DPOConfig(ComparedConfig):
+class DPOConfig(PictureConfig, ComparedConfig):
     """Arguments of `DPOTrainer`."""
 
     removed: ClassVar[dict[str, str]] = ComparedConfig.removed | {
@@ -184,6 +188,7 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class: ClassVar[type[DPOConfig]] = DPOConfig
+    takes_images: ClassVar[bool] = True
     needs: frozenset[str] = frozenset({"logp", "entropy", "correct", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "dpo"]
     _name: ClassVar[str] = "DPO"

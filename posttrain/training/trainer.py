@@ -34,6 +34,7 @@ from posttrain.training.config import PostTrainingConfig
 from posttrain.training.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.training.passes import DryStep, PassRunner, dry_step, fit_memory
+from posttrain.training.pictures import Vision
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
 __all__ = ["PostTrainer", "PostTrainingConfig"]
@@ -60,6 +61,7 @@ class PostTrainer(transformers.Trainer):
     # Whether the objective compares the completions of a row, which are then never divided.
     keep_groups_together: ClassVar[bool] = False
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
+    takes_images: ClassVar[bool] = False  # Whether rows may hold pictures.
     takes_loss_func: ClassVar[bool] = False  # Whether a user's compute_loss_func says what the loss is.
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
     single_forward_per_microbatch = False  # Whether the objective compares all rows of a micro-batch.
@@ -97,7 +99,8 @@ class PostTrainer(transformers.Trainer):
         construct.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        self.processing_class = processing_class or load.load_tokenizer(
+        self.vision = Vision(args, processing_class, model_id, (train_dataset, eval_dataset), takes=self.takes_images)
+        self.processing_class = self.vision.tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
         self.args = args
@@ -193,9 +196,8 @@ class PostTrainer(transformers.Trainer):
         load.mirror_eos(self.processing_class, model, args)
         self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None
-        return construct.prepared_model(
-            model, args, peft_config, added_tokens=self.added_tokens, generative=self.generative
-        )
+        peft = self.vision.prepare(model, peft_config)
+        return construct.prepared_model(model, args, peft, added_tokens=self.added_tokens, generative=self.generative)
 
     def _choose_layout(self) -> Layout:
         # User functions on logits want one sequence a row.
@@ -205,7 +207,7 @@ class PostTrainer(transformers.Trainer):
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
         return lambda examples: collate(
-            self.rows(examples),
+            self.vision.placed(self.rows(examples), examples),
             pad_token_id=self.pad_token_id,
             layout=self.layout,
             whole_rows=self.keep_groups_together,
@@ -270,7 +272,7 @@ class PostTrainer(transformers.Trainer):
 
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:
-            return self.rows(examples)
+            return self.vision.placed(self.rows(examples), examples)
         except NotImplementedError:  # Completions come later: prompts alone.
             return prompt_rows(examples, self.processing_class, self.args)
 
@@ -455,6 +457,7 @@ class PostTrainer(transformers.Trainer):
             with self.checks.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
                 self.checks.report(checkpoint.special_token_findings(self.model, self.processing_class))
         super().save_model(output_dir, _internal_call)
+        self.vision.save(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.create_model_card()
@@ -565,8 +568,7 @@ class PostTrainer(transformers.Trainer):
     def spare_batch(self) -> Batch:
         """One token after another: what a rank without rows runs where a forward pass is a collective."""
         token = int(self.pad_token_id)
-        rows = [Row([token], [[token]], [[1]])]
-        return collate(rows, pad_token_id=token, layout=self.layout)[0].to(self.args.device)
+        return collate([Row([token], [[token]], [[1]])], pad_token_id=token, layout=self.layout)[0].to(self.args.device)
 
     @property
     def own_loss(self) -> bool:
@@ -580,8 +582,7 @@ class PostTrainer(transformers.Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Six per parameter and token, as the forward and backward of a dense transformer cost."""
-        parameters = sum(p.numel() for p in self.model.parameters())
-        return 6 * parameters * sum(batch.num_tokens for batch in inputs)
+        return 6 * sum(p.numel() for p in self.model.parameters()) * sum(batch.num_tokens for batch in inputs)
 
     def _track_num_input_tokens(self, inputs: list[Batch]) -> None:
         if self.args.include_num_input_tokens_seen != "no":

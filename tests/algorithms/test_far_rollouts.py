@@ -145,7 +145,8 @@ def test_a_server_that_restarts_with_old_weights_in_the_middle_of_a_run_gets_the
 
 
 @pytest.mark.parametrize(
-    "path", ["", "weight_info", "start_weight_update", "update_weights", "finish_weight_update", "score", "v1/completions"]
+    "path",
+    ["", "weight_info", "start_weight_update", "update_weights", "finish_weight_update", "score", "v1/completions"],
 )
 def test_a_server_that_restarts_is_waited_for_whatever_it_was_asked(tmp_path, tiny_tokenizer, stub, path):
     settings = {"max_steps": 3, "vllm_server_timeout": 20.0, "weight_parity_every": 1}
