@@ -18,11 +18,8 @@ from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_sum
 from posttrain.metrics import mean
 from posttrain.training.config import warn_keep_end
-<<<<<<< HEAD
 from posttrain.training.construct import attributes, takes
-=======
 from posttrain.training.pictures import PictureConfig
->>>>>>> main
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]

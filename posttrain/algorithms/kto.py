@@ -20,11 +20,8 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, precomputed_logps
-<<<<<<< HEAD
 from posttrain.training.construct import attributes, takes
-=======
 from posttrain.training.pictures import PictureConfig
->>>>>>> main
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["KTOConfig", "KTOTrainer", "fixed_partners", "partners"]

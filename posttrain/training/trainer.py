@@ -73,9 +73,8 @@ class PostTrainer(transformers.Trainer):
     zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
     answers_per_row = 1  # Sequences of a row of the dataset.
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
-    _tokens_checked = _in_loop = False
+    _tokens_checked, _in_loop, _eval_rounds = False, False, 0
     reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
-    _eval_rounds = 0
     aux_loss_enabled = property(lambda self: bool(self.router_coefficient))
     _window_start: float | None = None
     _head: DatasetHead | None = None

@@ -356,7 +356,7 @@ def test_rewards_that_nobody_gives_end_an_asynchronous_run_as_they_end_a_synchro
         return [float(i) if len(calls) <= scored else value for i in range(len(completions))]
 
     ends = {"max_steps": 30, "check_rewards": False, "stop_without_signal": 3}
-    with pytest.raises(RewardError, match="no reward at all.*stop_without_signal=3"):
+    with pytest.raises(RewardError, match=r"no reward at all.*stop_without_signal=3"):
         grpo(tmp_path / "grpo", tiny_tokenizer, rewards=rewards, **ends).train()
 
     judged = iter([])
@@ -373,7 +373,7 @@ def test_rewards_that_nobody_gives_end_an_asynchronous_run_as_they_end_a_synchro
         return next(judged)
 
     run = trainer(tmp_path / "async", tiny_tokenizer, make, rewards=no_reward(value), **ends)
-    with pytest.raises(RewardError, match="no reward at all.*stop_without_signal=3"):
+    with pytest.raises(RewardError, match=r"no reward at all.*stop_without_signal=3"):
         run.train()
     assert run.state.global_step == (0 if not scored else scored + 4)
 
