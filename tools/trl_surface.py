@@ -202,8 +202,9 @@ def tables(trl: dict[str, Any]) -> str:
         for field, what in fields.items():
             if isinstance(what, str):
                 continue
-            why, switch = ON_PURPOSE.get((name, field), ("", ""))
-            lines.append(f"| `{name}Config.{field}` | `{what[0]!r}` | `{what[1]!r}` | {why}: `{switch}` |")
+            why, switch = ON_PURPOSE.get((name, field), ("", f"{field}={what[0]!r}"))
+            why = f"{why}: " if why else ""
+            lines.append(f"| `{name}Config.{field}` | `{what[0]!r}` | `{what[1]!r}` | {why}`{switch}` |")
     return "\n".join(lines)
 
 
