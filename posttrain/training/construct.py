@@ -84,7 +84,7 @@ def takes(parameters: str) -> Callable[[Callable[..., None]], Callable[..., None
                 given["args"] = as_config(type(self).config_class, given["args"])
             init(**given)
 
-        constructor.__signature__ = signature  # type: ignore[attr-defined]
+        vars(constructor)["__signature__"] = signature
         return constructor
 
     return decorate
