@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer
 
 __all__ = [
+    "absent",
     "check_arguments",
     "check_hooks",
     "choose_layout",
@@ -173,7 +176,7 @@ def user_override(trainer: Any, name: str) -> type | None:
 
 
 def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
-    """Refuse a loss function that would not be called; let a loss of TRL's kind see TRL's inputs.
+    """Refuse a loss function or an override that would not be called; adapt to methods by TRL's names.
 
     Raises:
         ConfigError: Names the class and what to override instead.
@@ -183,9 +186,23 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
             f"compute_loss_func is given, and {type(trainer).__name__} would not call it: its loss compares sequences, and "
             "never holds logits. Fix: override objective(outputs, batch) in a subclass (docs/hooks.md)."
         )
-    if any(user_override(trainer, name) for name in PADDED_STEPS):
-        # The one door to compat/: nothing stands before the calls of a trainer that overrides none of these names.
-        importlib.import_module("posttrain.compat.padded_loss").adapt(trainer)
+    if type(trainer).__module__.split(".")[0] != "posttrain":
+        # The one door to compat/: nothing stands before the calls of a trainer that overrides none of TRL's names.
+        importlib.import_module("posttrain.compat.overrides").adapt(trainer)
+
+
+def absent(trainer: Any, name: str) -> Any:
+    """Raise the error for an attribute that a trainer does not have; of a method of TRL's it names the hook.
+
+    Raises:
+        AttributeError: Always, but for a property that read what was not there: its own error comes out again.
+    """
+    found = inspect.getattr_static(type(trainer), name, None)
+    if isinstance(found, property | functools.cached_property):
+        return found.__get__(trainer, type(trainer))
+    if name.startswith("_"):
+        raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}", name=name)
+    raise importlib.import_module("posttrain.compat.overrides").missing(type(trainer), name)
 
 
 def measured(dataset: Any, args: Any) -> Any:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -130,6 +130,8 @@ class PostTrainer(transformers.Trainer):
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
+        # Names columns that a subclass reads; all of them reach `rows`.
+        self._set_signature_columns_if_needed()
         self.checks.knows(model=self.model)
         self.check_start()
         args, shards = self.args, parallel.shards_parameters(self.accelerator)
@@ -144,6 +146,12 @@ class PostTrainer(transformers.Trainer):
         reports = (self.record, DataReportCallback(lambda: self.data_report()))
         for callback in (self.interrupt, *reports, *memory, self.checks):
             self.add_callback(callback)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for what Python did not find: a method of TRL's is refused by name."""
+            return construct.absent(self, name)
 
     # What a subclass gives ---------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import logging
 import math
@@ -216,9 +215,6 @@ class GRPOTrainer(OnlineTrainer):
         callbacks: Any = None,
         **kwargs: Any,
     ) -> None:
-        if type(self).__module__.split(".")[0] != "posttrain":
-            # The one door to compat/: nothing stands before the calls of a trainer that overrides none of TRL's names.
-            importlib.import_module("posttrain.compat.grpo_overrides").adapt(self)
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         kwargs |= data | {"reward_processing_classes": reward_processing_classes, "callbacks": callbacks}
         super().__init__(model, reward_funcs, args, **kwargs)
