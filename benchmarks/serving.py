@@ -54,16 +54,15 @@ def in_process(model: Any, prompts: list[list[int]], new: int) -> list[list[int]
 
 def ask(url: str, prompts: list[list[int]], new: int) -> list[list[int]]:
     """One request; the plainest client there is, because it shares the processors with the server."""
-    body = {"prompts": prompts, "max_tokens": new, "seed": [SEED] * len(prompts)}
-    body |= {"generation_kwargs": {"ignore_eos": True}}
+    body = {"prompt": prompts, "max_tokens": new, "seed": SEED, "ignore_eos": True, "logprobs": 0}
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
-    connection.request("POST", "/generate/", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     reply = connection.getresponse()
     content = reply.read()
     connection.close()
     if reply.status != 200:
         raise SystemExit(f"status {reply.status}: {content[:500]!r}")
-    return json.loads(content)["completion_ids"]
+    return [choice["token_ids"] for choice in json.loads(content)["choices"]]
 
 
 def many_requests(url: str, prompts: list[list[int]], new: int) -> list[list[int]]:
@@ -78,7 +77,7 @@ def processor_seconds(pid: int) -> float:
 
 
 class Clock:
-    """Wall time and processor time of this process, the server's HTTP process and its worker, by what was done.
+    """Wall time and processor time of this process and of the server, by what was done.
 
     Args:
         pids: By name.
@@ -110,7 +109,7 @@ def serving(model: str, threads: int) -> Iterator[tuple[str, int]]:
     """The command in a process of its own: its address and its process id."""
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
         command = [sys.executable, "-m", "posttrain.cli.main", "serve", "--model", model, "--port", "0"]
-        command += ["--engine", "native", "--dtype", "float32"]
+        command += ["--dtype", "float32"]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
@@ -133,7 +132,7 @@ def measure(args: argparse.Namespace) -> tuple[Clock, float, int]:
     with serving(args.model, args.threads) as (url, pid):
         client = VLLMClient(url, connection_timeout=30)
         pusher = Pusher()  # One for the run, as a trainer has it: its memory is kept between pushes.
-        clock = Clock({"here": os.getpid(), "http": pid, "worker": client.info()["worker_pids"][0]})
+        clock = Clock({"here": os.getpid(), "server": pid})
         ask(url, prompts[:2], 4)
         in_process(model, prompts[:2], 4)
         for version in range(1, args.rounds + 1):
@@ -154,7 +153,7 @@ def main() -> None:
     options.add_argument("--requests", type=int, default=96)
     options.add_argument("--new-tokens", type=int, default=48)
     options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--threads", type=int, default=processors(), help="of products, here and in the worker")
+    options.add_argument("--threads", type=int, default=processors(), help="of products, here and in the server")
     args = options.parse_args()
     args.model = args.model or harness.default_model()
     clock, equal, parameters = measure(args)

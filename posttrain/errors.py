@@ -27,11 +27,12 @@ __all__ = [
     "RolloutInterrupted",
     "RolloutServerError",
     "ServerBusy",
-    "ServerDied",
     "ServerUnreachable",
     "WeightSyncError",
     "check_choice",
+    "check_rules",
     "did_you_mean",
+    "exact_div",
 ]
 
 
@@ -129,28 +130,15 @@ class ServerUnreachable(RolloutServerError, ConnectionError):
 
 
 class ServerBusy(RolloutServerError):
-    """A rollout server that refuses work for now: it is full, paused, asleep, or belongs to another trainer.
+    """A rollout server that refuses work for now: it is full, asleep, or belongs to another trainer.
 
     Attributes:
-        retry_after: Seconds after which it may be asked again; None where it did not say.
         held: It belongs to another trainer: asking again does not help.
     """
 
-    def __init__(self, message: str, *, retry_after: float | None = None, held: bool = False, **kwargs: Any) -> None:
+    def __init__(self, message: str, *, held: bool = False, **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
-        self.retry_after, self.held = retry_after, held
-
-
-class ServerDied(RolloutServerError):
-    """A worker of a rollout server has ended.
-
-    Attributes:
-        rank: Of the worker; None where the server did not say.
-    """
-
-    def __init__(self, message: str, *, rank: int | None = None, **kwargs: Any) -> None:
-        super().__init__(message, **kwargs)
-        self.rank = rank
+        self.held = held
 
 
 class BadRequest(RolloutServerError, ValueError):
@@ -194,6 +182,36 @@ def did_you_mean(value: object, choices: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:
+    """Refuse the first field of a config whose rule does not hold.
+
+    Args:
+        config: Has the fields.
+        rules: Name of a field, whether its rule holds, and the rule in words: "must be above 0".
+
+    Raises:
+        ConfigError: Names the field, its value and the rule.
+    """
+    for name, holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"{name}={getattr(config, name)!r} {rule}.")
+
+
+def exact_div(a: int, b: int, custom_error_message: str = "") -> int:
+    """``a / b`` as an integer.
+
+    Raises:
+        ConfigError: b does not divide a; the message ends with ``custom_error_message``.
+
+    >>> exact_div(12, 4)
+    3
+    """
+    if b == 0 or a % b != 0:
+        detail = f": {custom_error_message}" if custom_error_message else "."
+        raise ConfigError(f"{a} cannot be divided by {b} without a remainder{detail}")
+    return a // b
 
 
 def check_choice(field: str, value: object, choices: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ import posttrain.losses.reduce
 import posttrain.metrics
 import posttrain.rewards.format
 import posttrain.rollouts.scripted
-from posttrain.errors import ConfigError, MissingDependencyError, check_choice
+from posttrain.errors import ConfigError, MissingDependencyError, check_choice, exact_div
 from posttrain.integrations import require
 from posttrain.metrics import MetricBuffer, maximum, mean, minimum, total
 
@@ -72,3 +72,11 @@ def test_ranks_may_hold_different_names():
     buffer.add({"here": mean(1.0)})
     other = [("there", "sum", 2.0, 1.0), ("here", "mean", 3.0, 1.0)]
     assert buffer.compute(lambda rows: rows + other) == {"here": 2.0, "there": 2.0}
+
+
+def test_exact_div_refuses_a_remainder_and_says_why():
+    assert exact_div(12, 4) == 3
+    with pytest.raises(ConfigError, match=r"7 cannot be divided by 2 .*: batch must be even"):
+        exact_div(7, 2, "batch must be even")
+    with pytest.raises(ValueError, match="1 cannot be divided by 0"):
+        exact_div(1, 0)

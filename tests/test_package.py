@@ -19,7 +19,7 @@ import posttrain
 
 ROOT = Path(__file__).parents[1]
 # Modules that are part of an extra: they import its packages at their top.
-OF_EXTRAS = ("posttrain.serve",)
+OF_EXTRAS = ("posttrain.serve", "posttrain.rollouts.vllm_worker")
 
 
 def python(code, timeout=120):

@@ -4,8 +4,7 @@ set -euo pipefail
 model=${1:-Qwen/Qwen2.5-7B}
 port=${PORT:-8000}
 
-CUDA_VISIBLE_DEVICES=6,7 posttrain serve --model "$model" --engine vllm --tensor_parallel_size 2 \
-  --port "$port" --max_model_len 4096 --enable_prefix_caching true &
+CUDA_VISIBLE_DEVICES=6,7 posttrain vllm-serve --model "$model" --tensor-parallel-size 2 --port "$port" --max-model-len 4096 &
 server=$!
 trap 'kill "$server" 2>/dev/null || true; wait "$server" || true' EXIT
 

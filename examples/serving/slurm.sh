@@ -24,7 +24,8 @@ code=0
 trap 'code=75' TERM # Two minutes before the time limit.
 
 srun --nodes=1 --ntasks=1 --nodelist="$serving" --exact \
-  posttrain serve --model "$model" --engine vllm --tensor_parallel_size 8 --host 0.0.0.0 --port "$port" &
+  posttrain vllm-serve --model "$model" --tensor-parallel-size 8 --host 0.0.0.0 --port "$port" \
+  --weight-transfer-config '{"backend": "nccl"}' &
 server=$!
 
 # shellcheck disable=SC2016  # Each node puts in its own rank.

@@ -18,9 +18,8 @@ from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm, learns_prompts
-from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, check_rope
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, check_rope, evaluating
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.rollouts.hf import evaluating
 from posttrain.rollouts.sampling import sample
 from posttrain.types import Batch, ModelOutputs, Request, Rollout, Sampling
 

@@ -377,7 +377,7 @@ class OnlinePreferenceTrainer(OnlineTrainer):
         keep = set(trained)
         columns = [next(found) if i in keep else [0.0] * len(r.token_ids) for i, r in enumerate(generation.rollouts)]
         generation.token_columns["ref_logp"] = columns
-        if not self.engine_tells_logp:
+        if not self.engine_has_logprobs:
             return
         # The loss has no use for the sampler's temperature, so one completion a rollout batch has a pass of its own.
         first = range(len(generation.rollouts[:1]))

@@ -21,7 +21,7 @@ from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.online import OnlineTrainer
-from posttrain.training.online_config import OnlineConfig, refuse_truncated
+from posttrain.training.online_config import OnlineConfig, reject_truncated_sampling
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["RLOOConfig", "RLOOTrainer", "rloo_objective"]
@@ -60,8 +60,8 @@ class RLOOConfig(OnlineConfig):
             )
 
     def check_foreign_logprobs(self) -> None:
-        """See `refuse_truncated`."""
-        refuse_truncated(self)
+        """See `reject_truncated_sampling`."""
+        reject_truncated_sampling(self)
 
     def _check_clip_range(self) -> None:
         given = self.reward_clip_range

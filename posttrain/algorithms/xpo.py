@@ -1,4 +1,4 @@
-"""XPO: Online DPO against the reference's completions, with a bonus for leaving what the reference says."""
+"""XPO: Online DPO against the reference's completions, with a bonus for leaving the reference."""
 
 from __future__ import annotations
 

@@ -449,7 +449,9 @@ def plan(
     size = batch_size or int(args.per_device_train_batch_size)
     rows = _longest_rows(trainer, args, lengths, size)
     layout = _layout(args, model_config, device)
-    batches = collate(rows, pad_token_id=0, layout=layout, whole_rows=trainer.keep_groups_together, together=_single_pass(args))
+    batches = collate(
+        rows, pad_token_id=0, layout=layout, whole_rows=trainer.keep_groups_together, together=_single_pass(args)
+    )
     reference = ("copy" if peft_config is None else "adapter") if _compares(trainer, args) else ""
     frozen = [replace(policy, role="reference", trained=False, peft_config=None)] if reference == "copy" else []
     if parts.get("reward_model") is not None:
@@ -540,7 +542,7 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
     config, args = context.model_config, context.args
     if trainer is None or config is None:
         return []
-    from posttrain.models.device_memory import available_memory, in_use
+    from posttrain.models.device import available_memory, in_use
     from posttrain.models.memory_estimate import estimate_memory
 
     limit = getattr(args, "memory_limit_gib", None)
@@ -572,7 +574,7 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
 
 def _bound(config: Any) -> float:
     """More than a run takes: weights, gradients, two moments and a reference in float32, and every activation of a pass."""
-    from posttrain.models.flops import compute_flops_per_token
+    from posttrain.models.device import compute_flops_per_token
 
     text = config.get_text_config()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,7 @@ import torch
 
 from posttrain.checks.registry import finding, register
 from posttrain.errors import WeightSyncError
-from posttrain.rollouts.server.replies import sampling_fields, shape_of
-from posttrain.rollouts.vllm_worker import restart_command
+from posttrain.rollouts.server.replies import ranked, sampling_body, shape_of
 from posttrain.types import Finding, Sampling
 
 __all__ = [
@@ -65,7 +65,6 @@ register("PT-S012", "server-takes-no-weights", moment="config", title="The serve
 register("PT-S013", "server-on-this-device", moment="config", title="Server and trainer share an accelerator", page="h")
 register("PT-S014", "server-few-slots", moment="config", title="The server writes few completions at once", page="h")
 register("PT-S015", "server-quantised", moment="config", title="The server runs quantised weights", page="h")
-register("PT-S016", "server-no-adapter", moment="config", title="The server does not take this adapter", page="h")
 register("PT-S017", "server-seeds-in-pieces", moment="config", title="Seeds would end vLLM on this CPU", page="h")
 
 
@@ -79,7 +78,6 @@ class Needs:
         at_once: Completions of one generation.
         truncated: Whether sampling leaves tokens out or penalises them.
         devices: UUIDs of the trainer's accelerators.
-        lora_rank: Of an adapter that must be sent alone.
     """
 
     model: str
@@ -91,15 +89,12 @@ class Needs:
     temperature: float
     truncated: bool
     devices: tuple[str, ...] = ()
-    lora_rank: int = 0
 
 
 def needs_of(model: Any, args: Any) -> Needs:
     """What a trainer with this model and these arguments needs."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     text = base.config.get_text_config()
-    adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
-    alone = getattr(args, "vllm_lora_sync", "auto") == "adapter" and adapter is not None
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     truncated = args.top_p < 1 or args.top_k > 0 or bool(args.min_p) or args.repetition_penalty != 1
     return Needs(
@@ -115,7 +110,6 @@ def needs_of(model: Any, args: Any) -> Needs:
         temperature=args.temperature,
         truncated=truncated,
         devices=tuple(uuids),
-        lora_rank=getattr(adapter, "r", 0) if alone else 0,
     )
 
 
@@ -157,19 +151,18 @@ def _model(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
 
 
 def _flags(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
-    length = info.get("max_model_len")
+    length, dash = info.get("max_model_len"), "-" if info.get("engine") == "vllm" else "_"
     if length is not None and length <= needs.completion:
         yield finding(
             "PT-S010", "error",
             f"max_model_len={length} of the server holds no prompt beside max_completion_length={needs.completion}.", url,
             "every request would be refused, or every completion cut.",
-            f"restart it: {_restart(info, needs, needs.completion + 512)}.",
+            f"restart it: {_restart(info, needs)} --max{dash}model{dash}len {needs.completion + 512}.",
         )  # fmt: skip
-    if info.get("accepts_weights") is False:
+    if info.get("takes_no_weights"):
         yield finding(
-            "PT-S012", "error", f"the server has no endpoint that takes weights{_because(info)}.", url,
-            "it would sample from the weights it started with for the whole run.",
-            f"serve with 'posttrain serve --model {needs.model}'{_or_restart(info)}.",
+            "PT-S012", "error", f"the server takes no weights: {info['takes_no_weights']}.", url,
+            "it would sample from the weights it started with for the whole run.", f"restart it: {_restart(info, needs)}.",
         )  # fmt: skip
     shared = sorted(set(info.get("device_uuids") or ()) & set(needs.devices))
     if shared:
@@ -191,15 +184,6 @@ def _flags(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
             "rollouts come from a rounded policy; the correction for it costs effective samples.",
             "serve full weights, or watch sampling/sampling_logp_difference.",
         )  # fmt: skip
-    if needs.lora_rank and not (
-        info.get("accepts_lora") and needs.lora_rank <= (info.get("max_lora_rank") or needs.lora_rank)
-    ):
-        yield finding(
-            "PT-S016", "error",
-            f"vllm_lora_sync='adapter' with rank {needs.lora_rank}; the server takes adapters: {bool(info.get('accepts_lora'))}, "
-            f"up to rank {info.get('max_lora_rank')}.", url,
-            "the adapter could not be sent.", "set vllm_lora_sync='merge', or restart the server with a higher --max_lora_rank.",
-        )  # fmt: skip
 
 
 def _seeds(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
@@ -208,45 +192,25 @@ def _seeds(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
             "PT-S017", "error", "the server is a vLLM on a CPU that reads long prompts, or many at once, in pieces.", url,
             "every request of a run has a seed, and this build cannot take one back after a piece: its engine would end with "
             "'CPU Generator does not use offset'.",
-            f"restart it: {info.get('restart') or f'posttrain serve --model {needs.model}'}.",
+            f"restart it: {_restart(info, needs)} (or vllm serve with --no-enable-chunked-prefill).",
         )  # fmt: skip
 
 
-def _because(info: Mapping[str, Any]) -> str:
-    return f": {info['takes_no_weights']}" if info.get("takes_no_weights") else ""
-
-
-def _or_restart(info: Mapping[str, Any]) -> str:
-    return f", or on the trainer's machine with: {info['restart']}" if info.get("restart") else ""
-
-
-def _restart(info: Mapping[str, Any], needs: Needs, length: int) -> str:
-    """The command that starts this kind of server with room for so many tokens."""
-    if info.get("restart"):
-        return f"{info['restart']} --max-model-len {length}"
-    return f"posttrain serve --model {needs.model} --max_model_len {length}"
+def _restart(info: Mapping[str, Any], needs: Needs) -> str:
+    """The command that starts this kind of server."""
+    command = "posttrain vllm-serve" if info.get("engine") == "vllm" else "posttrain serve"
+    return f"{command} --model {needs.model or 'MODEL'}"
 
 
 def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     """One prompt at two temperatures: whether log-probs are of the distribution that is sampled from (two tiny requests)."""
     prompt = [min(7, needs.vocabulary - 1)]
+    settings = [Sampling(1, temperature, top_logps=PROBE_TOP) for temperature in (0.5, 1.0)]
     try:
-        cold, warm = (
-            client.generate(
-                [prompt],
-                max_tokens=1,
-                seed=0,
-                raw_logprobs=False,
-                **sampling_fields(Sampling(1, t, top_logps=PROBE_TOP)),
-            )
-            for t in (0.5, 1.0)
-        )
+        choices = [client.complete([prompt], seeds=[0], **sampling_body(one))[0] for one in settings]
     except WeightSyncError:
         return  # Its weights are not whole: it samples nothing before the first push.
-    pairs = [
-        {i: v for i, v in zip(r["logprob_token_ids"][0][0], r["logprobs"][0][0], strict=True) if v is not None}
-        for r in (cold, warm)
-    ]
+    pairs = [{i: v for i, v in ranked(choice)[0] if math.isfinite(v)} for choice in choices]
     common = pairs[0].keys() & pairs[1].keys()
     if not common or max(abs(pairs[0][i] - pairs[1][i]) for i in common) >= SAME_MODE:
         return
@@ -255,7 +219,7 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
         "PT-S011", "error" if needs.temperature != 1.0 else "warning",
         f"the server's log-probs are the same at temperatures 0.5 and 1.0, and this run samples at {needs.temperature}.", url,
         "importance ratios compare log-probs of two distributions unless it samples at 1.0 from the whole distribution.",
-        f"restart with processed log-probs, or use posttrain serve; full command: {restart_command(needs.model)}",
+        f"restart it: posttrain vllm-serve --model {needs.model} (or vllm serve with --logprobs-mode processed_logprobs).",
     )  # fmt: skip
 
 

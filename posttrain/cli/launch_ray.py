@@ -64,11 +64,9 @@ class RayArguments:
     )
     ray_timeout: float = _help("Seconds to wait for machines, and again for servers to be healthy.", 900.0)
     rollout_servers: int = _help("Rollout servers; 0: the trainer generates itself.", 1)
-    rollout_server_args: str = _help("More options of posttrain serve, in one text: '--engine vllm'.", "")
+    rollout_server_args: str = _help("More options of posttrain serve, in one text: '--max_num_seqs 128'.", "")
     rollout_server_cpus: float = _help("Cores of each server.", 1.0)
-    rollout_server_gpus: float | None = _help(
-        "GPUs of each server; None: one a copy and shard, none without GPUs.", None
-    )
+    rollout_server_gpus: float | None = _help("GPUs of each server; None: one, none without GPUs.", None)
     trainer_cpus: float = _help("Cores of the trainer, all its processes together.", 1.0)
     trainer_gpus: float | None = _help("GPUs of the trainer; None: --num_processes, or 1; none without GPUs.", None)
 
@@ -151,7 +149,7 @@ class RayRun:
 
     def serve_config(self) -> Any:
         """The servers' parsed config; wrong options fail here, before anything is placed."""
-        from posttrain.serve.config import ServeConfig
+        from posttrain.serve.server import ServeConfig
 
         parser = PosttrainArgumentParser(ServeConfig, prog="rollout_server_args")
         return parser.parse_args_and_config(self.serve_arguments())[0]
@@ -169,8 +167,7 @@ class RayRun:
         """Resources of the trainer, then of each server, for Ray's placement group."""
         options, server, trainer = self.options, self.options.rollout_server_gpus, self.options.trainer_gpus
         if server is None and with_gpus and options.rollout_servers:
-            config = self.serve_config()
-            server = config.tensor_parallel_size * config.data_parallel_size
+            server = 1.0
         if trainer is None and with_gpus:
             trainer = float(self.trained.num_processes)
         needs = [(options.trainer_cpus, trainer), *[(options.rollout_server_cpus, server)] * options.rollout_servers]

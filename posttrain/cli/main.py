@@ -48,7 +48,8 @@ other commands:
   inspect show the rows a training command would train on: text, masks, lengths, findings
   report  make one HTML file of what runs recorded: curves, findings, completions, comparison
   watch   show a run while it trains, on the terminal or as a live page on this machine
-  serve   a rollout server: an engine behind HTTP, whose weights a trainer replaces (also: vllm-serve)
+  serve   a rollout server for machines without vLLM: an engine behind HTTP, whose weights a trainer replaces
+  vllm-serve   vLLM's own server, started with what training needs of it
   env     what a bug report needs
 
 options:
@@ -79,15 +80,20 @@ def _env(argv: list[str]) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    """Returns 0 after a shutdown that was asked for, 1 after a worker died."""
+    """Returns 0 after a shutdown that was asked for, 1 after the engine failed."""
     from posttrain.cli.parser import PosttrainArgumentParser
-    from posttrain.serve.config import ServeConfig
-    from posttrain.serve.server import run_server
+    from posttrain.serve.server import ServeConfig, run_server
 
     (config,) = PosttrainArgumentParser(ServeConfig, prog="posttrain serve").parse_args_and_config(argv)
     level = {"critical": 50, "error": 40, "warning": 30}.get(config.log_level, 20)
     logging.getLogger("posttrain").setLevel(level)
     return run_server(config)
+
+
+def _vllm_serve(argv: list[str]) -> int:
+    from posttrain.serve.server import run_vllm
+
+    return run_vllm(argv)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -98,7 +104,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _lazy("report:run"),
     "watch": _lazy("report:watch"),
     "serve": _serve,
-    "vllm-serve": _serve,
+    "vllm-serve": _vllm_serve,
     "demo": _lazy("demo:run"),
     "env": _env,
 }

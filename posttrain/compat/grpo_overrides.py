@@ -18,8 +18,8 @@ from posttrain.models.attention import padded_layout
 from posttrain.models.forward import forward
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.episodes.driver import EpisodeDriver
 from posttrain.training.construct import user_override
-from posttrain.training.episodes import EpisodeParts
 from posttrain.types import Batch, Rollout, Row, Sampling
 
 __all__ = [
@@ -188,7 +188,7 @@ class GRPOOverrides(Behind):
     _scored: RewardTable | None = None
     _sampling_now: Sampling | None = None
     _foreign_logps = False
-    _parts: EpisodeParts
+    driver: EpisodeDriver | None
     rollout_func: Any
     _extra: dict[str, list[Any]]
 
@@ -205,7 +205,7 @@ class GRPOOverrides(Behind):
 
     def check_turns(self) -> None:
         """Refuse overrides that several turns would go around."""
-        if not (self._parts.calls_tools or self.rollout_func):
+        if self.driver is None or not (self.driver.calls_tools or self.rollout_func):
             return
         for name in SINGLE_TURN:
             if owner := user_override(self, name):
@@ -302,7 +302,7 @@ class GRPOOverrides(Behind):
         ids = [rollout.token_ids for rollout in generation.rollouts]
         prompts = [example["prompt"] for example in generation.examples]
         values = self._calculate_rewards(generation.examples, prompts, generation.completions, ids)
-        counts = self._row_counts(len(ids))
+        counts = parallel.all_gather_objects([len(ids)], self.accelerator)
         values = torch.as_tensor(values, dtype=torch.float32).cpu()
         if values.shape != (sum(counts), len(self.rewards.names)):
             raise RewardError(
@@ -312,11 +312,6 @@ class GRPOOverrides(Behind):
         start = sum(counts[: self.accelerator.process_index])
         table = self._scored or RewardTable(values, list(self.rewards.names), self.rewards.weights, start=start)
         return dataclasses.replace(table, values=values.clone())
-
-    def _row_counts(self, mine: int) -> list[int]:
-        from posttrain.models import parallel
-
-        return parallel.all_gather_objects([mine], self.accelerator)
 
     def _calculate_rewards(
         self,

@@ -13,7 +13,6 @@ from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_ch
 
 __all__ = [
     "entropy_from_logits",
-    "exact_div",
     "first_true_indices",
     "flush_left",
     "masked_mean",
@@ -302,21 +301,6 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(variance + WHITEN_EPS)
     return whitened if shift_mean else whitened + mean
-
-
-def exact_div(a: int, b: int, custom_error_message: str = "") -> int:
-    """``a / b`` as an integer.
-
-    Raises:
-        ConfigError: b does not divide a; the message ends with ``custom_error_message``.
-
-    >>> exact_div(12, 4)
-    3
-    """
-    if b == 0 or a % b != 0:
-        detail = f": {custom_error_message}" if custom_error_message else "."
-        raise ConfigError(f"{a} cannot be divided by {b} without a remainder{detail}")
-    return a // b
 
 
 # Float32 logits at a time. On a CPU 1 to 16 MiB were equally fast and 64 MiB took twice as long; an accelerator wants fewer,

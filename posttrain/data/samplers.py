@@ -21,6 +21,7 @@ __all__ = [
     "Deal",
     "DealtBatches",
     "DealtStream",
+    "PromptStream",
     "RepeatSampler",
     "check_prompts",
     "longest_examples",
@@ -339,3 +340,74 @@ def with_lengths(dataset: Any, name: str) -> Any:
     columns = [dataset[column][:] for column in known if column.endswith("_ids")]
     lengths = [sum(len(ids or ()) for ids in row) for row in zip(*columns, strict=True)]
     return dataset.add_column(name, lengths) if lengths else dataset
+
+
+Origin = tuple[int, int]  # Pass over the data, and place in that pass.
+
+
+class PromptStream:
+    """Endless prompts of a dataset in an order of their own, the same on every rank, that a checkpoint can continue.
+
+    Args:
+        dataset: Map-style, or a stream.
+        seed: Of the order; every pass over the data has another one.
+        shuffle: Whether the order is a random one.
+
+    >>> stream = PromptStream(datasets.Dataset.from_list([{"prompt": c} for c in "abc"]), seed=0)
+    >>> sorted(row["prompt"] for row in stream.take(3)), stream.state()
+    (['a', 'b', 'c'], {'passes': 0, 'position': 3})
+    """
+
+    def __init__(self, dataset: Any, seed: int, shuffle: bool = True) -> None:
+        self.dataset, self.seed, self.shuffle = dataset, seed, shuffle
+        self.passes = self.position = 0
+        self._rows: Iterator[dict[str, Any]] | None = None
+        # Pass, and the order of its rows.
+        self._ordered: tuple[int, list[int]] | None = None
+
+    def take(self, count: int) -> list[dict[str, Any]]:
+        """The next ``count`` rows."""
+        return [self.next()[1] for _ in range(count)]
+
+    def next(self) -> tuple[Origin, dict[str, Any]]:
+        """The next row, and where it stands."""
+        if self._rows is None:
+            self._rows = self._rest_of_pass()
+        row = next(self._rows, None)
+        if row is None:
+            if self.position == 0:
+                raise DataError("the dataset of prompts is empty: there is nothing to generate from.")
+            self.passes, self.position, self._rows = self.passes + 1, 0, None
+            return self.next()
+        self.position += 1
+        return (self.passes, self.position - 1), row
+
+    def at(self, origin: Origin) -> dict[str, Any]:
+        """The row of a map-style dataset that came, or comes, at this place."""
+        passes, position = origin
+        return self.dataset[self._order(passes)[position]]
+
+    def _rest_of_pass(self) -> Iterator[dict[str, Any]]:
+        data, passes, start = self.dataset, self.passes, self.position
+        if hasattr(data, "__len__"):
+            yield from (self.at((passes, position)) for position in range(start, len(data)))
+            return
+        if self.shuffle:
+            data = data.shuffle(seed=self.seed + passes)
+        yield from data.skip(start)
+
+    def _order(self, passes: int) -> list[int]:
+        if self._ordered is None or self._ordered[0] != passes:
+            size = len(self.dataset)
+            generator = torch.Generator().manual_seed(self.seed + passes)
+            order = torch.randperm(size, generator=generator).tolist() if self.shuffle else list(range(size))
+            self._ordered = (passes, order)
+        return self._ordered[1]
+
+    def state(self) -> dict[str, int]:
+        """Where it stands."""
+        return {"passes": self.passes, "position": self.position}
+
+    def load(self, state: dict[str, int]) -> None:
+        """Undo `state`."""
+        self.passes, self.position, self._rows = state["passes"], state["position"], None

@@ -18,6 +18,7 @@ EXTRAS = {
     "liger_kernel": "liger",
     "math_verify": "math",
     "pebble": "rewards",
+    "prometheus_client": "serve",
     "pydantic": "serve",
     "ray": "ray",
     "reasoning_gym": "reasoning-gym",

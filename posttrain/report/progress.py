@@ -143,5 +143,3 @@ def use_rich_progress(trainer: Any, headline: dict[str, str] | None = None) -> R
     callback = RichProgressCallback(headline)
     trainer.add_callback(callback)
     return callback
-
-

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "check_followed",
     "check_requests",
     "check_rope",
+    "evaluating",
     "refuse_virtual_tokens",
     "require_engine",
 ]
@@ -45,7 +46,6 @@ class Capabilities:
         prefix_cache: `RolloutEngine.prefix_cache` keeps keys and values between calls.
         sleeps: `RolloutEngine.sleep` gives device memory back until the next push or call.
         checkpoint_names: It takes weights under the names of checkpoints instead of those of the model's parameters.
-        max_lora_rank: Largest rank of an adapter that can be pushed without the base weights; 0: none can.
         unsupported: Fields of `Sampling` that it refuses unless they are at their defaults (guides, stop strings, ...).
         per_request_sampling: A request may bring a `Sampling` that differs from that of the call.
         context: Most tokens of prompt and completion; None: those of the model.
@@ -62,11 +62,23 @@ class Capabilities:
     prefix_cache: bool = False
     sleeps: bool = False
     checkpoint_names: bool = False
-    max_lora_rank: int = 0
     unsupported: tuple[str, ...] = ()
     per_request_sampling: bool = True
     context: int | None = None
     dtype: torch.dtype | None = None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; training mode is restored (checkpointing is idle in eval mode and keeps its settings)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 class RolloutEngine(abc.ABC):
@@ -117,11 +129,6 @@ class RolloutEngine(abc.ABC):
 
     def mark_stale(self) -> None:  # noqa: B027
         """Treat the weights of every copy as outdated, so that the next push reaches all of them."""
-
-    @property
-    def has_initial_weights(self) -> bool:
-        """Whether every copy still has the weights it loaded at its start, so that an adapter alone can be pushed."""
-        return False
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
         """Log-probs of given tokens behind their prompts: by the name of each copy, one list a sequence."""

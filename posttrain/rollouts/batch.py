@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,15 +20,20 @@ from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.types import Rollout, Row
 
+if TYPE_CHECKING:
+    from posttrain.rollouts.workers.samples import RolloutSample
+
 __all__ = [
     "Cost",
     "RolloutBatch",
     "RolloutWindow",
     "Spool",
     "balance_rows",
+    "by_context",
     "completions_for_rewards",
     "deal",
     "prompt_suffixes",
+    "rollout_batch",
     "row_bytes",
     "sampler_gap",
 ]
@@ -40,9 +45,21 @@ SUFFIX_TOKENS = 32
 
 
 def completions_for_rewards(tokenizer: Any, rollouts: Sequence[Rollout], *, conversational: bool) -> list[Any]:
-    """What reward functions see: the text, or one message, read with the tokenizer's response template if it has one."""
+    """Decode rollouts, and give what reward functions see of each.
+
+    Args:
+        tokenizer: Its response template, if it has one, says how messages are read.
+        rollouts: ``text`` is filled in.
+        conversational: Whether prompts are messages.
+
+    Returns:
+        The text of each, or a list with one message.
+    """
+    texts = tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
+    for rollout, text in zip(rollouts, texts, strict=True):
+        rollout.text = text
     if not conversational:
-        return [rollout.text for rollout in rollouts]
+        return texts
     return [[parse_response(tokenizer, rollout.token_ids, prefix=rollout.prompt_ids)] for rollout in rollouts]
 
 
@@ -146,6 +163,25 @@ class RolloutBatch:
     def every_row(self) -> list[Row]:
         """All completions as rows, cut ones with their tokens."""
         return self.rows(range(len(self.rollouts)), skip_truncated=False)
+
+
+def by_context(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
+    """Samples of one group and context side by side, so that their rows share the prompt; groups in the order they came."""
+    together: dict[tuple[int, tuple[int, ...]], list[RolloutSample]] = {}
+    for sample in samples:
+        together.setdefault((sample.group_id, tuple(sample.input_ids[: sample.start])), []).append(sample)
+    return [sample for members in together.values() for sample in members]
+
+
+def rollout_batch(samples: Sequence[RolloutSample]) -> RolloutBatch:
+    """Samples as a rollout batch with ``advantages`` and ``rollout_logp``, in their order."""
+    return RolloutBatch(
+        [{"prompt": sample.prompt} for sample in samples],
+        [sample.rollout() for sample in samples],
+        [sample.completion for sample in samples],
+        columns={"advantages": [sample.advantage for sample in samples]},
+        token_columns={"rollout_logp": [sample.old_log_probs[sample.start :] for sample in samples]},
+    )
 
 
 NUMBER = 36  # Bytes of a number in a Python list: the object (28) and the reference to it (8).

@@ -1,4 +1,4 @@
-"""One line from prompts to text: what a user calls to see what a model says."""
+"""`complete`: one call from prompts to text."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from posttrain.errors import ConfigError, did_you_mean
 from posttrain.models.heads import causal_lm
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.hf import HFEngine
-from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.native.probe import native_is_exact
+from posttrain.rollouts.native.engine import NativeEngine, native_is_exact
 from posttrain.rollouts.paged import PagedEngine, paged_refusal
 from posttrain.rollouts.vllm import vllm_refusal
 

@@ -15,26 +15,13 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from posttrain.errors import ConfigError
 from posttrain.models.attention import rope_limits
 from posttrain.models.heads import causal_lm, learns_prompts
-from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, evaluating
 from posttrain.rollouts.sampling import apply_rules, cuts, ends_with_string, has_rules, penalize_repetition, truncate
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["HFEngine", "evaluating", "pinned_config", "without_own_settings"]
+__all__ = ["HFEngine", "pinned_config", "without_own_settings"]
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; training mode is restored (checkpointing is idle in eval mode and keeps its settings)."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

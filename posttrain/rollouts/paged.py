@@ -20,10 +20,11 @@ from posttrain.rollouts.base import (
     check_followed,
     check_requests,
     check_rope,
+    evaluating,
     refuse_virtual_tokens,
 )
-from posttrain.rollouts.hf import evaluating, pinned_config
-from posttrain.rollouts.native.probe import own_precision
+from posttrain.rollouts.hf import pinned_config
+from posttrain.rollouts.native.engine import own_precision
 from posttrain.rollouts.sampling import cuts
 from posttrain.types import Request, Rollout, Sampling
 

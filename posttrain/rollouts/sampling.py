@@ -316,7 +316,7 @@ SUPPRESSED = -1e9
 
 
 def generation_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``given`` says in these words, as fields of `posttrain.types.Sampling`; other keys stay as they are.
+    """``generation_kwargs`` of transformers as fields of `posttrain.types.Sampling`; other keys stay as they are.
 
     Args:
         given: ``generation_kwargs``; None means not set. ``eos_token_id`` takes the place of the tokenizer's.
@@ -328,19 +328,19 @@ def generation_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     {'seed': 3, 'stop_token_ids': (2,), 'logit_bias': ((5, -1.0), (7, -1000000000.0))}
     """
     found = {name: value for name, value in given.items() if name not in GENERATION_NAMES}
-    said = {name: given[name] for name in GENERATION_NAMES if given.get(name) is not None}
-    if "eos_token_id" in said:
-        found["stop_token_ids"] = _ids("eos_token_id", said)
-    if "min_new_tokens" in said:
-        found["min_new_tokens"] = _count("min_new_tokens", said["min_new_tokens"])
-    if "no_repeat_ngram_size" in said:
-        found["no_repeat_ngram"] = _count("no_repeat_ngram_size", said["no_repeat_ngram_size"])
-    if "stop_strings" in said:
-        strings = [said["stop_strings"]] if isinstance(said["stop_strings"], str) else said["stop_strings"]
+    chosen = {name: given[name] for name in GENERATION_NAMES if given.get(name) is not None}
+    if "eos_token_id" in chosen:
+        found["stop_token_ids"] = _ids("eos_token_id", chosen)
+    if "min_new_tokens" in chosen:
+        found["min_new_tokens"] = _count("min_new_tokens", chosen["min_new_tokens"])
+    if "no_repeat_ngram_size" in chosen:
+        found["no_repeat_ngram"] = _count("no_repeat_ngram_size", chosen["no_repeat_ngram_size"])
+    if "stop_strings" in chosen:
+        strings = [chosen["stop_strings"]] if isinstance(chosen["stop_strings"], str) else chosen["stop_strings"]
         if not isinstance(strings, list | tuple) or not all(isinstance(x, str) and x for x in strings):
-            raise _wrong("stop_strings", said["stop_strings"], "a text or a list of texts, none of them empty")
+            raise _wrong("stop_strings", chosen["stop_strings"], "a text or a list of texts, none of them empty")
         found["stop_strings"] = tuple(strings)
-    bias = _bias(said.get("logit_bias", {})) + tuple((i, SUPPRESSED) for i in _ids("suppress_tokens", said))
+    bias = _bias(chosen.get("logit_bias", {})) + tuple((i, SUPPRESSED) for i in _ids("suppress_tokens", chosen))
     return found | ({"logit_bias": bias} if bias else {})
 
 
@@ -354,8 +354,8 @@ def _count(name: str, value: Any) -> int:
     return value
 
 
-def _ids(name: str, said: Mapping[str, Any]) -> tuple[int, ...]:
-    value = said.get(name, ())
+def _ids(name: str, chosen: Mapping[str, Any]) -> tuple[int, ...]:
+    value = chosen.get(name, ())
     return tuple(_count(name, i) for i in (value if isinstance(value, list | tuple) else [value]))
 
 

@@ -12,25 +12,26 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, WeightSyncError
 from posttrain.integrations import require
 from posttrain.models.heads import causal_lm
-from posttrain.rollouts.base import Capabilities, RolloutEngine, refuse_virtual_tokens
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, refuse_virtual_tokens
 from posttrain.rollouts.server.replies import check_each, derived_seed
-from posttrain.rollouts.server.weight_sync import SharedFile, buckets
-from posttrain.rollouts.vllm_worker import EXTENSION, reload
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = [
+    "EXTENSION",
     "LEVELS",
+    "TRANSFER",
     "Sleeper",
     "VLLMEngine",
-    "as_rollout",
-    "check_supported",
     "choose_level",
-    "read_logps",
-    "sampling_params",
+    "on_cpu",
+    "server_options",
     "sleep_available",
     "vllm_refusal",
 ]
+
+EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
+TRANSFER = '{"backend": "posttrain"}'  # Weights through shared memory, see `posttrain.rollouts.vllm_worker`.
 
 
 State = Literal["awake", "asleep1", "asleep2"]
@@ -118,7 +119,6 @@ class Sleeper:
 
 
 BATCHED_TOKENS = 4096  # vLLM measures its memory with a batch of so many; its own default takes most of a shared GPU.
-SHARED_BYTES = 256 * 2**20  # Of one bucket on its way to workers in processes of their own.
 GUIDES = {"regex": "regex", "json": "json", "grammar": "grammar", "choices": "choice"}
 NAMES_SHOWN = 5
 UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that vLLM has no rule for.
@@ -137,7 +137,6 @@ class VLLMEngine(RolloutEngine):
         vocabulary: Token ids are below it.
         dtype: Of its weights.
         sleep_level: Of its sleep between generations; None: it stays awake.
-        ranks: Workers that it is spread over; more than one are processes of their own.
 
     >>> engine = VLLMEngine.create("model-folder", dtype="float32")  # doctest: +SKIP
     >>> engine.load_weights(Weights(model, checkpoint_names=True), version=1)  # doctest: +SKIP
@@ -146,15 +145,14 @@ class VLLMEngine(RolloutEngine):
     name = "vllm"
 
     def __init__(
-        self, llm: Any, *, context: int | None, vocabulary: int, dtype: Any = None, sleep_level: int | None = None,
-        ranks: int = 1,
+        self, llm: Any, *, context: int | None, vocabulary: int, dtype: Any = None, sleep_level: int | None = None
     ) -> None:  # fmt: skip
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
         self.capabilities = Capabilities(
             in_process=True, needs_weight_sync=True, scores_sequences=True, prefix_cache=True, sleeps=sleep_level is not None,
             checkpoint_names=True, unsupported=UNKNOWN, context=context, dtype=self.dtype,
         )  # fmt: skip
-        self.sleeper, self.ranks = Sleeper(llm, sleep_level), ranks
+        self.sleeper = Sleeper(llm, sleep_level)
 
     @classmethod
     def create(cls, model: str, *, sleep_level: int | None = None, **options: Any) -> VLLMEngine:
@@ -184,7 +182,6 @@ class VLLMEngine(RolloutEngine):
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # Not the sampling settings of the checkpoint's folder.
             "enable_sleep_mode": sleep_level is not None,
-            "worker_extension_cls": EXTENSION,
         }
         given = {name: value for name, value in options.items() if value is not None}
         llm = vllm.LLM(model=model, **(fixed | given))
@@ -195,7 +192,6 @@ class VLLMEngine(RolloutEngine):
             vocabulary=config.get_vocab_size(),
             dtype=config.dtype,
             sleep_level=sleep_level,
-            ranks=llm.llm_engine.vllm_config.parallel_config.world_size,
         )
 
     @classmethod
@@ -253,8 +249,8 @@ class VLLMEngine(RolloutEngine):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """See `posttrain.rollouts.base.RolloutEngine.generate`."""
-        for request in requests:
-            check_supported(request.sampling or sampling)
+        own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
+        check_followed(requests, sampling, "vLLM", UNKNOWN, own)
         check_each(requests, sampling, self.context, self.vocabulary)
         self.sleeper.before_generate()
         prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
@@ -269,16 +265,43 @@ class VLLMEngine(RolloutEngine):
         ]
 
     def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
-        logps, tops = read_logps(completion, sampling)
-        return as_rollout(
-            request.prompt_ids, list(completion.token_ids), logps, tops,
-            reason=completion.finish_reason, sampling=sampling, version=self.version,
-        )  # fmt: skip
+        """What vLLM wrote; its log-probs are of the distribution that was sampled from."""
+        ids, most = list(completion.token_ids), sampling.top_logps
+        # By id: the first entry is the most likely token, not the sampled one.
+        logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
+        tops = [[(i, float(x.logprob)) for i, x in at.items()][:most] for at in completion.logprobs] if most else None
+        reason: Any = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
+        drawn = list(logps) if _truncates(sampling) else None
+        prompt = list(request.prompt_ids)
+        return Rollout(prompt, ids, logps, reason, self.version, processed_logp=drawn, top_logps=tops)
 
     def _settings(self, request: Request, call: Sampling, index: int) -> Any:
+        """``SamplingParams`` of a request; its seed is of the first completion, and each further one counts on from it."""
         own = request.sampling or call
         seed = own.seed if request.sampling is not None else derived_seed(call.seed, index)
-        return sampling_params(own, n=_drawn(request, call), seed=seed)
+        vllm, more = require("vllm", "sampling"), {}
+        if own.guide is not None:
+            kind, text = own.guide
+            value = text.split("\n") if kind == "choices" else text
+            more["structured_outputs"] = vllm.sampling_params.StructuredOutputsParams(**{GUIDES[kind]: value})
+        return vllm.SamplingParams(
+            n=_drawn(request, call),
+            max_tokens=own.max_new_tokens,
+            temperature=own.temperature,
+            top_p=own.top_p,
+            top_k=own.top_k,
+            min_p=own.min_p or 0.0,
+            repetition_penalty=own.repetition_penalty,
+            stop_token_ids=list(own.stop_token_ids),
+            ignore_eos=True,  # The trainer's stop tokens alone count.
+            min_tokens=own.min_new_tokens,
+            logit_bias=dict(own.logit_bias) or None,
+            logprobs=own.top_logps,
+            seed=None if seed is None else int(seed),
+            detokenize=bool(own.stop_strings),
+            stop=list(own.stop_strings) or None,
+            **more,
+        )
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, as vLLM loads a checkpoint, repacked for its kernels; then forget keys and values.
@@ -306,24 +329,12 @@ class VLLMEngine(RolloutEngine):
         if first is not None:
             self.sleeper.before_push()
             pairs = ((n, t.to(self.dtype) if t.is_floating_point() else t) for n, t in _chained(first, iterator))
-            found = self.llm.collective_rpc(reload, args=(pairs,)) if self.ranks == 1 else self._to_workers(pairs)
-            missing = sorted({name for rank in found for name in rank})
+            worker = require("posttrain.rollouts.vllm_worker", "pushing weights to vLLM")
+            (missing,) = self.llm.collective_rpc(worker.reload, args=(pairs,))
             self.sleeper.pushed()
         self.llm.reset_prefix_cache()
         self.version = version
         return missing
-
-    def _to_workers(self, pairs: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
-        """Through shared memory, where vLLM's workers are processes of their own; what each of them misses."""
-        file = SharedFile()
-        try:
-            self.llm.collective_rpc("posttrain_begin")
-            for bucket in buckets(pairs, SHARED_BYTES):
-                size, digest = file.write(bucket)
-                self.llm.collective_rpc("posttrain_bucket", args=(str(file.path), digest, size))
-            return [answer["missing"] for answer in self.llm.collective_rpc("posttrain_end")]
-        finally:
-            file.close()
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
         """Log-probs of given tokens behind their prompts: one list a sequence."""
@@ -368,13 +379,34 @@ def _platform() -> Any:
     return require("vllm.platforms", "vLLM's platform").current_platform
 
 
+def on_cpu() -> bool:
+    """Whether vLLM runs on a CPU here."""
+    return bool(_platform().is_cpu())
+
+
+def server_options(cpu: bool) -> dict[str, str | None]:
+    """Options of vLLM's server without which a trainer would get wrong numbers, or could not push weights.
+
+    Args:
+        cpu: Whether it runs on a CPU, where requests with seeds want prompts that are read whole.
+    """
+    options: dict[str, str | None] = {
+        "logprobs-mode": "processed_logprobs",
+        "max-logprobs": "-1",  # No limit: teachers are asked for many.
+        "generation-config": "vllm",
+        "worker-extension-cls": EXTENSION,
+        "weight-transfer-config": TRANSFER,
+    }
+    return options | ({"no-enable-chunked-prefill": None} if cpu else {})
+
+
 def _prefill() -> dict[str, Any]:
     """How vLLM reads prompts: in pieces, but on a CPU whole.
 
     After a piece that is not a prompt's last vLLM turns the generator of a request that has a seed back, which generators on a
     CPU cannot do: the engine ends (``CPU Generator does not use offset``).
     """
-    if _platform().is_cpu():
+    if on_cpu():
         return {"enable_chunked_prefill": False}  # A step then has room for the whole context, as vLLM sees to itself.
     return {"max_num_batched_tokens": BATCHED_TOKENS}
 
@@ -382,59 +414,6 @@ def _prefill() -> dict[str, Any]:
 def sleep_available() -> bool:
     """Whether this build of vLLM can give memory back."""
     return bool(_platform().is_sleep_mode_available())
-
-
-def sampling_params(own: Sampling, *, n: int = 1, seed: int | None = None, **more: Any) -> Any:
-    """A `Sampling` as vLLM's ``SamplingParams``.
-
-    Args:
-        own: Its seed does not count.
-        n: Completions.
-        seed: Of the first completion; each further one counts on from it.
-        more: Further fields.
-    """
-    vllm = require("vllm", "sampling")
-    if own.guide is not None:
-        kind, text = own.guide
-        value = text.split("\n") if kind == "choices" else text
-        more["structured_outputs"] = vllm.sampling_params.StructuredOutputsParams(**{GUIDES[kind]: value})
-    return vllm.SamplingParams(
-        n=n,
-        max_tokens=own.max_new_tokens,
-        temperature=own.temperature,
-        top_p=own.top_p,
-        top_k=own.top_k,
-        min_p=own.min_p or 0.0,
-        repetition_penalty=own.repetition_penalty,
-        stop_token_ids=list(own.stop_token_ids),
-        ignore_eos=True,  # The trainer's stop tokens alone count.
-        min_tokens=own.min_new_tokens,
-        logit_bias=dict(own.logit_bias) or None,
-        logprobs=own.top_logps,
-        seed=None if seed is None else int(seed),
-        detokenize=bool(own.stop_strings),
-        stop=list(own.stop_strings) or None,
-        **more,
-    )
-
-
-def read_logps(completion: Any, sampling: Sampling) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    """Of each token of a completion its log-prob, and those of the most likely ones where they were asked for."""
-    # By id: the first entry is the most likely token, not the sampled one.
-    logps = [float(at[token].logprob) for token, at in zip(completion.token_ids, completion.logprobs, strict=True)]
-    most = sampling.top_logps
-    return logps, [[(i, float(x.logprob)) for i, x in at.items()][:most] for at in completion.logprobs] if most else []
-
-
-def as_rollout(
-    prompt: Sequence[int], ids: list[int], logps: list[float], tops: list[list[tuple[int, float]]], *,
-    reason: str | None, sampling: Sampling, version: int,
-) -> Rollout:  # fmt: skip
-    """What vLLM wrote, as the trainer takes it."""
-    finish: Any = reason if reason in ("stop", "length") else "abort"
-    drawn = list(logps) if _truncates(sampling) else None
-    most = tops if sampling.top_logps else None
-    return Rollout(list(prompt), ids, logps, finish, version, processed_logp=drawn, top_logps=most)
 
 
 def _chained(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
@@ -455,16 +434,6 @@ def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
             f"of {len(request.prompt_ids)} tokens was to get {drawn}."
         )
     return sorted(output.outputs, key=lambda one: one.index) * (request.n // drawn)
-
-
-def check_supported(sampling: Sampling) -> None:
-    """Refuse what vLLM cannot do.
-
-    Raises:
-        RolloutError: ``no_repeat_ngram``.
-    """
-    if sampling.no_repeat_ngram:
-        raise RolloutError(f"no_repeat_ngram={sampling.no_repeat_ngram}: vLLM has no such rule. Use the native engine.")
 
 
 def _truncates(sampling: Sampling) -> bool:

@@ -1,173 +1,196 @@
-"""What workers of vLLM do with weights that are pushed: take them in checked buckets, load them as a checkpoint is loaded."""
+"""What vLLM's workers run: weights that are pushed through shared memory, loaded as a checkpoint is; needs vLLM to import."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from posttrain.errors import ModelError
-from posttrain.integrations import require
 from posttrain.rollouts.server.replies import shape_of, shared_path
 from posttrain.rollouts.server.weight_sync import MappedFile
 
-__all__ = ["EXTENSION", "WeightReceiver", "model_facts", "reload", "restart_command"]
+__all__ = ["Reload", "SharedMemoryTransfer", "WorkerExtension", "model_facts", "reload"]
 
 logger = logging.getLogger(__name__)
 
-EXTENSION = "posttrain.rollouts.vllm_worker.WeightReceiver"
-
+BACKEND = "posttrain"  # Name of the transfer in ``--weight-transfer-config``.
 Pair = tuple[str, Tensor]
 
 
-def restart_command(model: Any, on_cpu: bool = False) -> str:
-    """How a plain vLLM server is started so that a trainer on the same machine can use it."""
-    command = (
-        f"VLLM_SERVER_DEV_MODE=1 vllm serve {model or 'MODEL'} --logprobs-mode processed_logprobs --generation-config vllm "
-        f"--worker-extension-cls {EXTENSION}"
-    )
-    return f"{command} --no-enable-chunked-prefill" if on_cpu else command  # PT-S017.
+class Reload:
+    """One update of a worker's model by vLLM's layerwise reload: tensors in the names and layout of its checkpoint.
+
+    Args:
+        model: Of the worker.
+        config: ``VllmConfig``.
+    """
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        self.model, self.config = model, config
+        self.loaded: set[str] = set()
+        initialize_layerwise_reload(model)
+
+    def load(self, pairs: Iterable[Pair]) -> None:
+        """Load some of the tensors; they are copied.
+
+        Raises:
+            ModelError: vLLM knows other names or shapes; the weights are not whole then, and the update is over.
+        """
+        try:
+            self.loaded |= set(self.model.load_weights(pairs) or ())  # type: ignore[operator]
+        except Exception as error:
+            self.end()
+            raise ModelError(
+                f"vLLM could not load the weights that were pushed: {type(error).__name__}: {error}. Fix: serve the model that "
+                "is trained (same architecture, same names), and push all of them again."
+            ) from error
+
+    def end(self) -> list[str]:
+        """Repack for vLLM's kernels; the parameters, as vLLM names them, that nothing came for."""
+        finalize_layerwise_reload(self.model, self.config.model_config)
+        for module in self.model.modules():
+            # A tied output layer gets no weights of its own: vLLM's CPU kernels would keep their packed copy of the old ones.
+            if hasattr(module, "cpu_linear") and type(module).__name__ == "ParallelLMHead":
+                module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+        return sorted({name for name, _ in self.model.named_parameters()} - self.loaded)
 
 
 def reload(worker: Any, pairs: Iterable[Pair]) -> list[str]:
-    """Replace all weights of a worker's model, in the names and layout of its checkpoint.
+    """Replace all weights of a worker's model (see `Reload`); the parameters that nothing came for."""
+    with set_current_vllm_config(worker.vllm_config):
+        update = Reload(worker.model_runner.get_model(), worker.vllm_config)
+        update.load(pairs)
+        return update.end()
 
-    Args:
-        worker: Of vLLM.
-        pairs: Read once.
 
-    Returns:
-        Parameters, as vLLM names them, that nothing came for.
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing has to be agreed on."""
 
-    Raises:
-        ModelError: vLLM knows other names or shapes; its weights are not whole then.
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One bucket, or that all came.
+
+    Attributes:
+        path: File in shared memory whose first ``size`` bytes are a bucket in the safetensors format.
+        checksum: Of these bytes.
+        complete: All buckets came.
+        partial: Not offered: all weights must come.
     """
-    model = worker.model_runner.get_model()
-    own = {name for name, _ in model.named_parameters()}
-    load, found, lost = model.load_weights, [], []
 
-    def noted(weights: Iterable[Pair], *args: Any, **kwargs: Any) -> Any:
-        found.append(load(weights, *args, **kwargs))
-        return found[-1]
+    path: str = ""
+    size: int | None = None
+    checksum: str = ""
+    complete: bool = False
+    partial: bool = False
 
-    def read() -> Iterator[Pair]:
+
+class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Backend ``posttrain`` of vLLM's weight transfer: buckets in shared memory of one machine, each checked by its hash."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    supports_draft_weight_update = False
+    _update: Reload | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing."""
+
+    def start_weight_update(self) -> None:
+        """New weights are on their way; an earlier update that was not ended is."""
+        self.finish_weight_update()
+        self._update = Reload(self.model, self.vllm_config)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See `receive_weights`; a failure ends the update."""
         try:
-            yield from pairs
-        except Exception as error:
-            lost.append(error)
+            super().update_weights(update_info)
+        except BaseException:
+            self.finish_weight_update()
             raise
 
-    model.load_weights = noted  # vLLM only logs what it says.
-    try:
-        worker.reload_weights(weights_iterator=read())
-    except Exception as error:
-        _give_up(worker, model)
-        if error in lost:
-            raise  # They could not be read: nothing that vLLM did.
-        raise ModelError(
-            f"vLLM could not load the weights that were pushed: {type(error).__name__}: {error}. Serve the model that is "
-            "trained (same architecture, same names), and push all of them again."
-        ) from error
-    finally:
-        del model.load_weights
-    _repack_heads(model)
-    return sorted(own - found[0]) if found and found[0] is not None else []
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load one bucket, or check that nothing is missing.
+
+        Raises:
+            ModelError: Other bytes than were announced, unknown names, or weights that nothing came for.
+        """
+        if self._update is None:
+            raise ModelError("no update was begun.")
+        if update_info.complete:
+            update, self._update = self._update, None
+            # Also of a partial push: vLLM fuses layers, and would fill what did not come of one with whatever is in memory.
+            if missing := update.end():
+                raise ModelError(
+                    f"vLLM still has old values of {len(missing)} weights: {', '.join(missing[:5])}. Fix: serve the model that "
+                    "is trained (same architecture, same names), and push all of its weights."
+                )
+            return
+        file = MappedFile(shared_path(update_info.path))
+        got = file.checksum(update_info.size)
+        if got != update_info.checksum:
+            raise ModelError(f"the bucket's checksum is {got}, and {update_info.checksum} was announced.")
+        # vLLM keeps tensors until a layer is complete, and the file is written anew for the next bucket but one.
+        self._update.load((name, tensor.clone()) for name, tensor in file.tensors(update_info.size))
+
+    def finish_weight_update(self) -> None:
+        """End what is left of an update."""
+        update, self._update = self._update, None
+        if update is not None:
+            update.end()
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
 
 
-def _give_up(worker: Any, model: nn.Module) -> None:
-    """End a reload that failed: layers that were half loaded would count the next push's weights on top of this one's."""
-    try:
-        layers = require("vllm.model_executor.model_loader.reload", "pushing weights")
-        with require("vllm.config", "pushing weights").set_current_vllm_config(worker.vllm_config):
-            layers.finalize_layerwise_reload(model, worker.vllm_config.model_config)
-    except Exception:
-        logger.exception("vLLM could not be brought back in order after weights that it does not know; restart it.")
-
-
-def _repack_heads(model: nn.Module) -> None:
-    """A tied output layer is sent no weights of its own, so that vLLM's CPU kernels would keep their packed copy of the old."""
-    for module in model.modules():
-        if hasattr(module, "cpu_linear") and type(module).__name__ == "ParallelLMHead":
-            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
 
 
 def model_facts(config: Any) -> dict[str, Any]:
-    """What ``/info/`` says of a model that vLLM runs.
+    """What a trainer compares with its own model.
 
     Args:
         config: ``VllmConfig``.
     """
-    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
-    text = model.hf_text_config
-    return {
+    model, scheduler, transfer = config.model_config, config.scheduler_config, config.weight_transfer_config
+    backend = None if transfer is None else transfer.backend
+    facts = {
+        "engine": "vllm",
         "architectures": list(getattr(model.hf_config, "architectures", None) or []) or None,
-        **shape_of(text),
+        **shape_of(model.hf_text_config),
         "vocab_size": model.get_vocab_size(),
         "max_model_len": model.max_model_len,
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "revision": model.revision,
         "logprobs_mode": str(model.logprobs_mode),
-        "max_logprobs": model.max_logprobs,
-        "enable_prefix_caching": bool(cache.enable_prefix_caching),
         "max_num_seqs": scheduler.max_num_seqs,
         "chunked_prefill": bool(scheduler.enable_chunked_prefill),
         "device": str(config.device_config.device_type),
+        "transfer": "shared memory" if backend == BACKEND else backend,
+        "checkpoint_names": True,
     }
+    if backend not in (BACKEND, "nccl"):
+        facts["takes_no_weights"] = f"its --weight-transfer-config names {backend}, not {BACKEND} or nccl"
+    return facts
 
 
-class WeightReceiver:
-    """Extension of vLLM's workers that takes weights in buckets: files in shared memory, each checked by its hash.
-
-    ``VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --worker-extension-cls posttrain.rollouts.vllm_worker.WeightReceiver`` makes a
-    plain vLLM server one that a trainer on the same machine can push to. Methods return plain values, which vLLM sends as
-    JSON.
-    """
-
-    _posttrain_pairs: list[Pair] | None = None
+class WorkerExtension:
+    """Extension of vLLM's workers; importing it registers the backend ``posttrain``."""
 
     def posttrain_facts(self) -> dict[str, Any]:
         """What the server runs."""
         return model_facts(self.vllm_config)  # type: ignore[attr-defined]
-
-    def posttrain_begin(self) -> dict[str, Any]:
-        """New weights are on their way; what came of an earlier push is forgotten."""
-        self._posttrain_pairs = []
-        return {}
-
-    def posttrain_bucket(self, path: str, digest: str, size: int | None = None) -> dict[str, Any]:
-        """Take the tensors of one file, its first ``size`` bytes, which are written anew afterwards.
-
-        Raises:
-            ModelError: No push was begun, or other bytes than were announced.
-        """
-        if self._posttrain_pairs is None:
-            raise ModelError("no update was begun.")
-        file = MappedFile(shared_path(path))
-        got = file.checksum(size)
-        if got != digest:
-            raise ModelError(
-                f"the bucket's checksum is {got}, and {digest} was announced: its bytes changed on the way."
-            )
-        pairs = [(name, tensor.clone()) for name, tensor in file.tensors(size)]
-        self._posttrain_pairs += pairs
-        return {"loaded": len(pairs)}
-
-    def posttrain_end(self) -> dict[str, Any]:
-        """Load what came.
-
-        Raises:
-            ModelError: See `reload`.
-        """
-        pairs, self._posttrain_pairs = self._posttrain_pairs, None
-        if pairs is None:
-            raise ModelError("no update was begun.")
-        missing = reload(self, pairs)
-        return {"loaded": len(pairs), "missing": missing}
-
-    def posttrain_abort(self) -> dict[str, Any]:
-        """Forget what came."""
-        self._posttrain_pairs = None
-        return {}

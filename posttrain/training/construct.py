@@ -6,13 +6,17 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import transformers
+from transformers.utils.hub import cached_file
 
+from posttrain.data.chat import inner_tokenizer
 from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
@@ -37,11 +41,18 @@ __all__ = [
     "make_checks",
     "measured",
     "prepared_model",
+    "split_processor",
     "user_override",
     "warn_of_unused",
 ]
 
 logger = logging.getLogger(__name__)
+
+MAY_LACK = {
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+    "_raise_exceptions_for_gated_repo": False,
+}
 
 
 def check_arguments(trainer: type, model: Any, args: Any, train_dataset: Any, collator: Any) -> None:
@@ -81,6 +92,37 @@ def check_arguments(trainer: type, model: Any, args: Any, train_dataset: Any, co
     check_offloading(args)
     check_writable(args.output_dir)
     check_model_source(model, generative=trainer.generative)  # type: ignore[attr-defined]
+
+
+# What a checkpoint of a multimodal model has beside its weights and its tokenizer.
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def split_processor(processing_class: Any, model_id: str, args: Any) -> tuple[Any, Callable[[str], None]]:
+    """The tokenizer that rows of text are read with, and what saves the image side of a processor beside a model.
+
+    Args:
+        processing_class: As it was given: a tokenizer, a processor, or None.
+        model_id: Where the model comes from; empty for one built in memory.
+        args: ``should_save`` is read when something is saved.
+    """
+    tokenizer = processing_class and inner_tokenizer(processing_class)
+    known: list[str | None] = []
+    if tokenizer is not processing_class:
+        tokenizer.chat_template = tokenizer.chat_template or processing_class.chat_template
+    elif model_id:
+        known = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES]
+
+    def save(folder: str) -> None:
+        if not args.should_save:
+            return
+        if tokenizer is not processing_class:
+            processing_class.save_pretrained(folder)
+        for path in filter(None, known):
+            if Path(path).parent.resolve() != Path(folder).resolve():
+                shutil.copy(path, folder)
+
+    return tokenizer, save
 
 
 def warn_of_unused(given: Mapping[str, Any]) -> None:
@@ -191,6 +233,27 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
         importlib.import_module("posttrain.compat.overrides").adapt(trainer)
 
 
+# Public methods of TRL's trainers that ours lack; compat/ knows what does their job.
+PUBLIC_IN_TRL = {
+    "build_tokenized_answer",
+    "compute_liger_loss",
+    "compute_ref_log_probs",
+    "concatenated_forward",
+    "concatenated_inputs",
+    "cpo_loss",
+    "generate_from_model",
+    "get_batch_logps",
+    "get_batch_loss_metrics",
+    "get_gamma_weights",
+    "get_high_entropy_mask",
+    "get_off_policy_mask",
+    "odds_ratio_loss",
+    "process_vision_row",
+    "store_metrics",
+    "tokenize_row",
+}
+
+
 def absent(trainer: Any, name: str) -> Any:
     """Raise the error for an attribute that a trainer does not have; of a method of TRL's it names the hook.
 
@@ -200,7 +263,7 @@ def absent(trainer: Any, name: str) -> Any:
     found = inspect.getattr_static(type(trainer), name, None)
     if isinstance(found, property | functools.cached_property):
         return found.__get__(trainer, type(trainer))
-    if name.startswith("_"):
+    if name not in PUBLIC_IN_TRL:
         raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}", name=name)
     raise importlib.import_module("posttrain.compat.overrides").missing(type(trainer), name)
 

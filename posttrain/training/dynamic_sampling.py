@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import datasets
 import torch
 from torch import Tensor
 
+from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import group_advantages, weighted_total
 from posttrain.metrics import Metric, mean, total
@@ -17,7 +17,7 @@ from posttrain.models import parallel
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 
-__all__ = ["DynamicSampler", "PromptStream", "flat_groups", "groups_without_signal"]
+__all__ = ["DynamicSampler", "flat_groups", "groups_without_signal"]
 
 # A group with a standard deviation up to this has no signal.
 FLAT = 1e-8
@@ -46,56 +46,6 @@ def groups_without_signal(args: Any, table: RewardTable, size: int) -> Tensor:
     least = getattr(args, "min_group_std", 0.0)
     each = getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum"
     return flat_groups(table.values, table.weights, size, least=least, each_function=each)
-
-
-class PromptStream:
-    """Endless prompts of a dataset in an order of their own, the same on every rank, that a checkpoint can continue.
-
-    Args:
-        dataset: Map-style, or a stream.
-        seed: Of the order; every pass over the data has another one.
-
-    >>> stream = PromptStream(datasets.Dataset.from_list([{"prompt": c} for c in "abc"]), seed=0)
-    >>> sorted(row["prompt"] for row in stream.take(3))
-    ['a', 'b', 'c']
-    """
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-        self.passes = self.position = 0
-        self._rows: Iterator[dict[str, Any]] | None = None
-
-    def take(self, count: int) -> list[dict[str, Any]]:
-        """The next ``count`` rows."""
-        return [self._next() for _ in range(count)]
-
-    def _next(self) -> dict[str, Any]:
-        if self._rows is None:
-            self._rows = self._one_pass(skip=self.position)
-        row = next(self._rows, None)
-        if row is None:
-            self.passes, self.position = self.passes + 1, 0
-            self._rows = self._one_pass(skip=0)
-            row = next(self._rows)
-        self.position += 1
-        return row
-
-    def _one_pass(self, skip: int) -> Iterator[dict[str, Any]]:
-        seed = self.seed + self.passes
-        if isinstance(self.dataset, datasets.IterableDataset):
-            yield from self.dataset.shuffle(seed=seed).skip(skip)
-            return
-        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(seed))
-        for index in order[skip:].tolist():
-            yield self.dataset[index]
-
-    def state(self) -> dict[str, int]:
-        """Where it stands."""
-        return {"passes": self.passes, "position": self.position}
-
-    def load(self, state: dict[str, int]) -> None:
-        """Undo `state`."""
-        self.passes, self.position, self._rows = state["passes"], state["position"], None
 
 
 class DynamicSampler:

@@ -17,7 +17,7 @@ from posttrain.checks import rules as log_rules
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
-from posttrain.data.samplers import RepeatSampler
+from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutServerError
 from posttrain.losses.ratio import engine_gap
 from posttrain.metrics import MetricBuffer, mean
@@ -36,19 +36,20 @@ from posttrain.rollouts.batch import (
     sampler_gap,
 )
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
-from posttrain.training.dynamic_sampling import DynamicSampler, PromptStream, groups_without_signal
-from posttrain.training.episodes import EpisodeDriver, EpisodeParts, refuse_episodes
+from posttrain.training.dynamic_sampling import DynamicSampler, groups_without_signal
 from posttrain.training.online_config import OnlineConfig, resolve_auto
-from posttrain.training.prompts import PromptSource, check_stream, describe_schedule, without_workers
+from posttrain.training.prompts import PromptSource, check_stream, describe_schedule, empty_prompts, without_workers
 from posttrain.training.scoring import (
     WATCHED_CODES,
     RewardWatch,
     Scorer,
     completion_lengths,
     completion_rows,
+    reward_options,
     reward_runner,
     rollout_metrics,
 )
+from posttrain.training.sources import RolloutSource, SyncRollouts, make_driver
 from posttrain.training.trainer import PostTrainer
 from posttrain.training.weight_sync import WeightSync, training_engine, vllm_engine
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Request, Rollout, Row, Sampling
@@ -63,9 +64,9 @@ class OnlineTrainer(PostTrainer):
     `score` (completions to rewards of all ranks), `attach_logps` (log-probs under older or frozen weights) and
     `advantages` (rewards to what each completion is worth). Then its rows wait in the buffer for the objective.
 
-    What it owns: `prompt_source` (which prompts, in which order), `weight_sync` (the engine, and the weights it holds),
-    `episode_driver` (turns and tool calls, where tools, environments or a rollout function are given), `reward_watch`
-    (rewards that teach nothing) and `dynamic_sampler` (fresh groups in the place of those without variance).
+    What it owns: `prompt_source` (which prompts, in which order), `source` (where rollouts come from), `weight_sync` (the
+    engine, and the weights it holds), `driver` (episodes, where tools, environments or a rollout function are given),
+    `reward_watch` (rewards that teach nothing) and `dynamic_sampler` (fresh groups in the place of those without variance).
     """
 
     config_class: ClassVar[type[OnlineConfig]] = OnlineConfig
@@ -98,14 +99,14 @@ class OnlineTrainer(PostTrainer):
         **kwargs: Any,
     ) -> None:
         given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-        if not self.takes_episodes:
-            refuse_episodes(type(self).__name__, given)
-        self._parts = parts = EpisodeParts(args, **given)
-        if train_dataset is None:
-            train_dataset = parts.without_dataset(type(self).__name__, args)
+        self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
         # By the names that TRL's trainers have.
-        self.tools, self.rollout_func, self.environments = parts.tools, parts.rollout_func, parts.environments
-        self.rewards = reward_runner(self.runner_class, reward_funcs, args, reward_processing_classes, parts.probes)
+        self.tools, self.rollout_func = list(tools or ()), rollout_func
+        self.environments = None if self.driver is None else self.driver.pool
+        if train_dataset is None:
+            train_dataset = empty_prompts(self.environments, type(self).__name__, args)
+        options = reward_options(reward_funcs, args, reward_processing_classes)
+        self.rewards = reward_runner(self.runner_class, options, self.environments)
         if args is not None and type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
             check_stream(args, train_dataset)
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
@@ -125,8 +126,7 @@ class OnlineTrainer(PostTrainer):
         if self.weight_sync.needs_weight_sync:
             self.weight_sync.check_engine(self.engine)
         self.announce()
-        self.rewards.functions = [parts.pooled(function) for function in self.rewards.functions]
-        self.episode_driver = self._make_episode_driver(parts)
+        self.source = self.make_source()
 
     # Parts -------------------------------------------------------------------------------------------------------
 
@@ -163,13 +163,17 @@ class OnlineTrainer(PostTrainer):
             record=lambda found: self.record.add_findings(found),
         )
 
-    def _make_episode_driver(self, parts: EpisodeParts) -> EpisodeDriver:
-        return EpisodeDriver(
-            parts,
-            self.args,
-            tokenizer=self.processing_class,
-            accelerator=self.accelerator,
-            sync=self.weight_sync,
+    def make_source(self) -> RolloutSource:
+        """Where the rollouts of a step come from."""
+        return self.local_rollouts
+
+    @functools.cached_property
+    def local_rollouts(self) -> SyncRollouts:
+        """Rollouts of this process: of every step of synchronous training, and of evaluation."""
+        return SyncRollouts(
+            lambda rows: self.generate_and_score(rows, "train"),
+            self.driver,
+            self.weight_sync,
             check_lengths=lambda requests: self.prompt_source.check_lengths(requests, self.context),
             stop_ids=self.stop_ids,
             pad_token_id=self.pad_token_id,
@@ -214,8 +218,8 @@ class OnlineTrainer(PostTrainer):
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
         self.prompt_source = self.make_prompt_source()
-        drops = self.prompt_source.drops_columns
-        train, evaluation = self._parts.prepared(train, evaluation, self.processing_class, drops_columns=drops)
+        if self.driver is not None:
+            train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation)
         train, evaluation, head = self.prompt_source.prepared(train, evaluation, images=self.may_read_images)
         if self.args.check_rewards and self.can_dry_run:
             rows = self.prompt_source.trial_rows(head)
@@ -287,11 +291,16 @@ class OnlineTrainer(PostTrainer):
     def micro_batch(self, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
         """The next slice of the buffer; a new generation first, when the buffer is used up."""
         if self.window.used_up:
-            generation = self.generate_and_score(inputs, "train")
+            generation = self.next_rollouts(inputs)
             self.window.fill(self._slices(generation, self.args.steps_per_generation or 1), self.state.global_step)
         rows = self.window.take()
         self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self.window.born))})
         return self.collate(rows)
+
+    def next_rollouts(self, examples: list[dict[str, Any]]) -> RolloutBatch:
+        """A scored rollout batch from the source, of these examples where the source is this process."""
+        self.local_rollouts.prompts = examples
+        return self.source.next(len(examples))
 
     def _slices(self, generation: RolloutBatch, count: int) -> list[list[Row]]:
         """Whole groups in random order, cut into ``count`` slices, then exchanged with other ranks where that pays."""
@@ -363,7 +372,7 @@ class OnlineTrainer(PostTrainer):
         """One completion per example, decoded and counted; environments are reset first."""
         begin = time.perf_counter()
         self._extra, number, size = {}, self._generation_number(mode), self.group_size(mode)
-        self._environments, examples = self.episode_driver.begin(examples, number=number, group_size=size)
+        self._environments, examples = self.local_rollouts.begin(examples, number=number, group_size=size)
         rollouts, completions = self.roll_out(examples, mode)
         self.window.generations += mode == "train"
         generation = RolloutBatch(
@@ -387,24 +396,20 @@ class OnlineTrainer(PostTrainer):
 
     def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
         """One completion per example, and what reward functions see of each: its text, or a list of messages."""
-        driver = self.episode_driver
         if self.rollout_func is not None:
             vocabulary = self.model.config.get_text_config().vocab_size
-            rollouts, completions, self._extra = driver.run_function(examples, self, vocabulary=vocabulary)
+            rollouts, completions, self._extra = self.local_rollouts.run_function(examples, self, vocabulary=vocabulary)
             return rollouts, completions
-        if self._parts.calls_tools:
-            return driver.run_tools(examples, self._environments, self.sampling(mode), mode)
+        if self.driver is not None and self.driver.calls_tools:
+            return self.local_rollouts.run_tools(examples, self._environments, self.sampling(mode), mode)
         rollouts = self.sample(self.tokenize(examples), self.sampling(mode))
-        texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
-        for rollout, text in zip(rollouts, texts, strict=True):
-            rollout.text = text
         chat = is_conversational(examples[0])
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
         """Prompts as the engine must see them; what an environment added cannot open or end a turn."""
-        if self.environments is not None:
-            return self.episode_driver.tokenize(examples)
+        if self.driver is not None and self.environments is not None:
+            return self.driver.tokenize(examples)
         kwargs = self.args.chat_template_kwargs or {}
         return tokenize_prompts(examples, self.processing_class, chat_template_kwargs=kwargs)
 
@@ -442,16 +447,16 @@ class OnlineTrainer(PostTrainer):
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Run forward and objective; log the log-prob gap to the engine (only rounding error for the in-process engine)."""
         terms, outputs = super().compute_loss_terms(model, batch)
-        said, trained = batch.columns.get("engine_logp"), batch.old_logp
+        sampled, trained = batch.columns.get("engine_logp"), batch.old_logp
         if trained is None or self.old_logp_is_engines:
             moved = model.training and self.window.born != self.state.global_step
             trained = None if moved and batch.old_logp is not None else outputs.logp
-        if said is not None and trained is not None:
-            terms.metrics |= engine_gap(trained, said, batch.loss_mask)
+        if sampled is not None and trained is not None:
+            terms.metrics |= engine_gap(trained, sampled, batch.loss_mask)
         return terms, outputs
 
     @property
-    def engine_tells_logp(self) -> bool:
+    def engine_has_logprobs(self) -> bool:
         """Whether the log-probs of the engine are real; those of `ScriptedEngine` are placeholders."""
         return self.engine.capabilities.has_logprobs
 
@@ -473,15 +478,16 @@ class OnlineTrainer(PostTrainer):
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
-        told = [len(r.logp) == len(r.token_ids) for r in generation.rollouts]
-        known = all(parallel.all_gather_objects(told, self.accelerator))  # What is computed may be a collective.
-        said = [list(rollout.logp) for rollout in generation.rollouts]
+        complete = [len(r.logp) == len(r.token_ids) for r in generation.rollouts]
+        # The same on every rank: the passes below are collectives.
+        known = all(parallel.all_gather_objects(complete, self.accelerator))
+        sampled = [list(rollout.logp) for rollout in generation.rollouts]
         if known and not self.engine_is_policy:
-            generation.token_columns["rollout_logp"] = said
-        elif known and self.engine_tells_logp:
-            generation.token_columns["engine_logp"] = said
+            generation.token_columns["rollout_logp"] = sampled
+        elif known and self.engine_has_logprobs:
+            generation.token_columns["engine_logp"] = sampled
         if self.needs_old_logp(mode) and known and self.old_logp_is_engines:
-            generation.token_columns["old_logp"] = said
+            generation.token_columns["old_logp"] = sampled
         elif self.needs_old_logp(mode):
             with self.inference() as policy:
                 generation.token_columns["old_logp"] = self.logps(policy, generation.every_row())
@@ -491,7 +497,7 @@ class OnlineTrainer(PostTrainer):
 
     def log_engine_gap(self, rollouts: list[Rollout], trained: list[list[float]], mode: str) -> None:
         """How far the engine's log-probs are from ``trained``, those of the same completions by this trainer's forward."""
-        if self.engine_tells_logp:
+        if self.engine_has_logprobs:
             self.log_metrics_now(sampler_gap(rollouts, trained), mode)
 
     def logps(self, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:

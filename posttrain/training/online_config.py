@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import ConfigError, MissingDependencyError, check_choice
+from posttrain.errors import ConfigError, MissingDependencyError, check_choice, check_rules
 from posttrain.rollouts.factory import choose_engine
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 from posttrain.training.config import (
@@ -25,7 +25,7 @@ __all__ = [
     "EpisodeFields",
     "OnlineConfig",
     "VllmSyncFields",
-    "refuse_truncated",
+    "reject_truncated_sampling",
     "resolve_auto",
     "truncated_sampling",
 ]
@@ -48,13 +48,6 @@ class VllmSyncFields:
     vllm_sync_retries: int = field(
         default=2, metadata={"help": "Whole weight updates that are tried again before the run stops."}
     )
-    vllm_lora_sync: Literal["auto", "adapter", "merge"] = field(
-        default="auto",
-        metadata={
-            "help": "Send an adapter alone (adapter) or added to a copy of the weights (merge); auto: alone where the servers "
-            "take it and still have the base they loaded."
-        },
-    )
     vllm_sleep_level: Literal["auto", "1", "2"] = field(
         default="auto",
         metadata={
@@ -76,9 +69,8 @@ class VllmSyncFields:
         },
     )
 
-    def check_far_engine(self) -> None:
+    def validate_weight_sync(self) -> None:
         """Refuse what no engine could do with these fields."""
-        check_choice("vllm_lora_sync", self.vllm_lora_sync, ("auto", "adapter", "merge"))
         check_choice("vllm_sleep_level", str(self.vllm_sleep_level), ("auto", "1", "2"))
         rules = {
             "vllm_weight_bucket_mb": (self.vllm_weight_bucket_mb >= 1, "must be at least 1"),
@@ -87,9 +79,7 @@ class VllmSyncFields:
             "vllm_sync_retries": (self.vllm_sync_retries >= 0, "must be 0 or more"),
             "weight_parity_every": (self.weight_parity_every >= 0, "must be 0 (after the first push alone) or more"),
         }
-        for name, (holds, rule) in rules.items():
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        check_rules(self, ((name, *rule) for name, rule in rules.items()))
 
 
 def truncated_sampling(cfg: Any) -> str:
@@ -106,7 +96,7 @@ def truncated_sampling(cfg: Any) -> str:
     return ", ".join(changed)
 
 
-def refuse_truncated(cfg: Any) -> None:
+def reject_truncated_sampling(cfg: Any) -> None:
     """Refuse a correction that would divide by the mass that was cut.
 
     Raises:
@@ -277,9 +267,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             ("beta", self.beta >= 0, "must be 0 (no penalty) or positive"),
             ("epsilon", self.epsilon >= 0, "must be 0 or positive"),
         ]
-        for name, holds, rule in rules:
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        check_rules(self, rules)
         if self.sync_ref_model and self.beta == 0:
             raise ConfigError(
                 "sync_ref_model=True with beta=0.0: there is no reference model to sync. Set beta above 0."
@@ -323,7 +311,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         if self.rollout_engine in FAR_ENGINES:
             # Two spellings of one choice; engines for other models (a reference that generates) stay in process.
             self.use_vllm, self.vllm_mode, self.rollout_engine = True, FAR_ENGINES[self.rollout_engine], "auto"
-        self.check_far_engine()
+        self.validate_weight_sync()
         if self.use_vllm:
             self.check_vllm_settings()
         check_gathering(self)
@@ -459,9 +447,7 @@ class EpisodeFields:
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
-        for name, holds, rule in self._tool_rules():
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        check_rules(self, self._tool_rules())
 
     def _tool_rules(self) -> list[tuple[str, bool, str]]:
         rounds, tokens, seconds = self.max_tool_calling_iterations, self.max_tool_output_tokens, self.tool_timeout

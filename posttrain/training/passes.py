@@ -23,8 +23,14 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.metrics import MetricBuffer, mean, total
 from posttrain.models import parallel
 from posttrain.models.activations import get_act_offloading_ctx_manager, keep_last_activations, recompute_activations
-from posttrain.models.device_memory import available_memory, in_use, peak_in_use, reset_peak
-from posttrain.models.flops import compute_flops_per_token, compute_mfu
+from posttrain.models.device import (
+    available_memory,
+    compute_flops_per_token,
+    compute_mfu,
+    in_use,
+    peak_in_use,
+    reset_peak,
+)
 from posttrain.models.forward import causal_lm, forward
 from posttrain.models.memory_estimate import optimizer_bytes
 from posttrain.types import Batch, Row

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 
@@ -14,15 +14,21 @@ from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational, refuse_images
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
+from posttrain.rollouts.episodes.environments import EMPTY_PROMPT, EnvironmentPool
 from posttrain.training.online_config import OnlineConfig
 from posttrain.types import Request
+
+if TYPE_CHECKING:
+    from posttrain.rollouts.episodes.driver import EpisodeDriver
 
 __all__ = [
     "PROMPT_COLUMNS",
     "PromptSource",
     "check_stream",
     "describe_schedule",
+    "empty_prompts",
     "named_sets",
+    "with_prompts",
     "without_workers",
 ]
 
@@ -84,6 +90,24 @@ class PromptSource:
             head = head or rows
         self.check_size(train)
         return train, evaluation, head
+
+    def for_episodes(self, driver: EpisodeDriver, train: Any, evaluation: Any) -> tuple[Any, Any]:
+        """Datasets as a driver of episodes needs them: a prompt in every row, messages where there are tools.
+
+        Raises:
+            DataError: The model may call tools, and prompts are text.
+            ModelError: The chat template cannot hold tool calls.
+        """
+        if driver.pool is not None:
+            train, evaluation = [with_prompts(one, drops_columns=self.drops_columns) for one in (train, evaluation)]
+        row: dict[str, Any] = next(iter(train), {}) if driver.calls_tools else {}
+        if "prompt" in row and not is_conversational({"prompt": row["prompt"]}):
+            raise DataError(
+                "tools need conversational prompts, and train_dataset has text in 'prompt'. Give lists of messages: "
+                "[{'role': 'user', 'content': ...}]."
+            )
+        driver.use_tokenizer(self.tokenizer)
+        return train, evaluation
 
     def checked_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
         """The first rows of a dataset, all of whose prompts can be generated from."""
@@ -244,6 +268,54 @@ def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
         several = {f"{name}[{key!r}]": one for key, one in dataset.items()} if isinstance(dataset, dict) else None
         found += list(named_sets(several)) if several is not None else [(name, dataset)]
     return [(name, dataset) for name, dataset in found if dataset is not None]
+
+
+def empty_prompts(pool: EnvironmentPool | None, trainer: str, args: Any) -> datasets.Dataset:
+    """One empty prompt for each group of a generation: without a training set, the environment says what is to be done.
+
+    Args:
+        pool: Environments, if any were given.
+        trainer: Name of the trainer, for messages.
+        args: Of the trainer; None where none were given.
+
+    Raises:
+        DataError: There is no environment.
+        ConfigError: Rows must choose an environment, or nothing bounds the run.
+    """
+    if pool is None:
+        raise DataError(f"{trainer} needs train_dataset, and it is None: only an environment_factory can do without.")
+    if pool.routed:
+        raise ConfigError(
+            "train_dataset=None with a dict of environments: each row says which it wants, in a column 'environment'. Give "
+            "such a dataset, or a single factory."
+        )
+    if args is None or args.max_steps <= 0:
+        given = None if args is None else args.max_steps
+        raise ConfigError(f"train_dataset=None has no length: set max_steps above 0 (it is {given}).")
+    groups = (args.generation_batch_size or 0) // args.num_generations
+    return datasets.Dataset.from_list([{"prompt": list(EMPTY_PROMPT)} for _ in range(groups)])
+
+
+def with_prompts(dataset: Any, *, drops_columns: bool) -> Any:
+    """A dataset (or several by name) whose rows all have a ``prompt``: an empty one for an environment to fill.
+
+    Raises:
+        ConfigError: Columns would be dropped that ``reset`` is given.
+    """
+    if isinstance(dataset, dict):
+        return {name: with_prompts(one, drops_columns=drops_columns) for name, one in dataset.items()}
+    names = getattr(dataset, "column_names", None)
+    others = sorted(set(names or ()) - {*PROMPT_COLUMNS})
+    if drops_columns and others:
+        raise ConfigError(
+            f"remove_unused_columns=True would leave out {others}, and an environment's reset gets all columns of its row. "
+            "Leave it off, or remove the columns from the dataset."
+        )
+    if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset) or (names and "prompt" in names):
+        return dataset
+    if isinstance(dataset, datasets.Dataset):
+        return dataset.add_column("prompt", [list(EMPTY_PROMPT)] * len(dataset))
+    return dataset.map(lambda row: {"prompt": row.get("prompt") or list(EMPTY_PROMPT)})
 
 
 def _only_prompts(dataset: Any) -> Any:

@@ -16,10 +16,12 @@ from posttrain.errors import RewardError
 from posttrain.losses.advantages import MOST
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
+from posttrain.rewards.call import EnvironmentReward
 from posttrain.rewards.format import SoftOverlongPunishment
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rewards.transform import length_correlation
 from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
+from posttrain.rollouts.episodes.environments import EnvironmentPool, PooledReward
 from posttrain.types import Finding
 
 __all__ = [
@@ -31,8 +33,10 @@ __all__ = [
     "duplicates",
     "reward_metrics",
     "reward_model_options",
+    "reward_options",
     "reward_runner",
     "rollout_metrics",
+    "score_rollouts",
 ]
 
 # Codes that are looked for in the rewards of every rollout batch.
@@ -150,27 +154,62 @@ def reward_model_options(args: Any) -> dict[str, Any]:
     return {} if args is None else {name: getattr(args, option) for name, option in names.items()}
 
 
-def reward_runner(
-    runner_class: type[RewardRunner], functions: Any, args: Any, processing_classes: Any, environments: list[Any]
-) -> RewardRunner:
-    """The reward functions of a trainer, as its config says.
+def reward_options(functions: Any, args: Any, processing_classes: Any) -> dict[str, Any]:
+    """Keywords of `RewardRunner`, as a config says; picklable where the functions are.
 
     Args:
-        runner_class: `RewardRunner` or a subclass.
         functions: As they were given.
         args: Of the trainer; None where none were given.
         processing_classes: Tokenizers of reward models.
-        environments: One of each kind; those with ``get_reward`` are reward functions too.
     """
-    return runner_class(
-        functions,
-        reward_weights=getattr(args, "reward_weights", None),
-        processing_classes=processing_classes,
-        transforms=getattr(args, "reward_transform", None),
-        timeout=getattr(args, "reward_timeout", None),
-        model_options=reward_model_options(args),
-        score_twice=getattr(args, "check_reward_determinism", False),
-        **({"environments": environments} if environments else {}),
+    return {
+        "reward_funcs": functions,
+        "reward_weights": getattr(args, "reward_weights", None),
+        "processing_classes": processing_classes,
+        "transforms": getattr(args, "reward_transform", None),
+        "timeout": getattr(args, "reward_timeout", None),
+        "model_options": reward_model_options(args),
+        "score_twice": getattr(args, "check_reward_determinism", False),
+    }
+
+
+def reward_runner(
+    runner_class: type[RewardRunner], options: dict[str, Any], pool: EnvironmentPool | None
+) -> RewardRunner:
+    """The reward functions of a run.
+
+    Args:
+        runner_class: `RewardRunner` or a subclass.
+        options: See `reward_options`.
+        pool: Environments; those with ``get_reward`` are reward functions too, on the tools' threads and within their time.
+    """
+    if pool is None:
+        return runner_class(**options)
+    runner = runner_class(**options, environments=pool.probes)
+    runner.functions = [PooledReward(f.kind, pool) if isinstance(f, EnvironmentReward) else f for f in runner.functions]
+    return runner
+
+
+def score_rollouts(rewards: RewardRunner, batch: RolloutBatch, tokenizer: Any, state: Any) -> RewardTable:
+    """Rewards of this process's completions, neither transformed nor judged; without any, no function is called.
+
+    Args:
+        rewards: The reward functions.
+        batch: Completions.
+        tokenizer: Decodes the ends of prompts, for format rewards.
+        state: Of the trainer, for reward functions.
+    """
+    if not batch.examples:
+        return RewardTable(torch.empty(0, len(rewards.names)), list(rewards.names), rewards.weights)
+    return rewards(
+        prompts=[example["prompt"] for example in batch.examples],
+        completions=batch.completions,
+        completion_ids=[rollout.token_ids for rollout in batch.rollouts],
+        columns=batch.reward_columns(),
+        trainer_state=state,
+        prompt_suffixes=prompt_suffixes(tokenizer, batch.rollouts),
+        environments=batch.environments,
+        judge=False,
     )
 
 
@@ -195,31 +234,17 @@ class Scorer:
             group_size: G.
             training: Whether the rewards are trained on.
         """
-        columns = batch.reward_columns()
-        prompts = [example["prompt"] for example in batch.examples]
-        table = parallel.run_and_share(lambda: self._own(batch, prompts, columns, state), self.accelerator)
-        counts = parallel.all_gather_objects([len(prompts)], self.accelerator)
+        table = parallel.run_and_share(
+            lambda: score_rollouts(self.rewards, batch, self.tokenizer, state), self.accelerator
+        )
+        counts = parallel.all_gather_objects([len(batch.rollouts)], self.accelerator)
         rows = parallel.all_gather_objects(table.values.tolist(), self.accelerator)
         values = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)  # (n, K)
         start = sum(counts[: self.accelerator.process_index])
         groups = [row // group_size for row in range(len(rows))]
         whole = dataclasses.replace(table, values=values, start=start)
-        return self.rewards.finish(whole, groups=groups, prompts=prompts, columns=columns, training=training)
-
-    def _own(self, batch: RolloutBatch, prompts: list[Any], columns: dict[str, list[Any]], state: Any) -> RewardTable:
-        """Rewards of this rank's completions; without any, no function is called."""
-        if not prompts:
-            return RewardTable(torch.empty(0, len(self.rewards.names)), list(self.rewards.names), self.rewards.weights)
-        return self.rewards(
-            prompts=prompts,
-            completions=batch.completions,
-            completion_ids=[rollout.token_ids for rollout in batch.rollouts],
-            columns=columns,
-            trainer_state=state,
-            prompt_suffixes=prompt_suffixes(self.tokenizer, batch.rollouts),
-            environments=batch.environments,
-            judge=False,
-        )
+        shown = {"prompts": [example["prompt"] for example in batch.examples], "columns": batch.reward_columns()}
+        return self.rewards.finish(whole, groups=groups, training=training, **shown)
 
 
 class RewardWatch:

@@ -96,7 +96,8 @@ class PostTrainer(transformers.Trainer):
         construct.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        self.processing_class = processing_class or load.load_tokenizer(
+        tokenizer, self.save_processor = construct.split_processor(processing_class, model_id, args)
+        self.processing_class = tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
         self.args = args
@@ -130,7 +131,6 @@ class PostTrainer(transformers.Trainer):
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
-        # Names columns that a subclass reads; all of them reach `rows`.
         self._set_signature_columns_if_needed()
         self.checks.knows(model=self.model)
         self.check_start()
@@ -148,10 +148,7 @@ class PostTrainer(transformers.Trainer):
             self.add_callback(callback)
 
     if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Only for what Python did not find: a method of TRL's is refused by name."""
-            return construct.absent(self, name)
+        __getattr__ = construct.absent
 
     # What a subclass gives ---------------------------------------------------------------------------------------
 
@@ -218,9 +215,6 @@ class PostTrainer(transformers.Trainer):
             whole_rows=self.keep_groups_together,
             together=self.single_forward_per_microbatch,
         )
-
-    def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = self._signature_columns or []
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -462,6 +456,7 @@ class PostTrainer(transformers.Trainer):
             with self.checks.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
                 self.checks.report(checkpoint.special_token_findings(self.model, self.processing_class))
         super().save_model(output_dir, _internal_call)
+        self.save_processor(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.create_model_card()
@@ -572,8 +567,7 @@ class PostTrainer(transformers.Trainer):
     def spare_batch(self) -> Batch:
         """One token after another: what a rank without rows runs where a forward pass is a collective."""
         token = int(self.pad_token_id)
-        rows = [Row([token], [[token]], [[1]])]
-        return collate(rows, pad_token_id=token, layout=self.layout)[0].to(self.args.device)
+        return collate([Row([token], [[token]], [[1]])], pad_token_id=token, layout=self.layout)[0].to(self.args.device)
 
     @property
     def own_loss(self) -> bool:
@@ -587,8 +581,7 @@ class PostTrainer(transformers.Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Six per parameter and token, as the forward and backward of a dense transformer cost."""
-        parameters = sum(p.numel() for p in self.model.parameters())
-        return 6 * parameters * sum(batch.num_tokens for batch in inputs)
+        return 6 * sum(p.numel() for p in self.model.parameters()) * sum(batch.num_tokens for batch in inputs)
 
     def _track_num_input_tokens(self, inputs: list[Batch]) -> None:
         if self.args.include_num_input_tokens_seen != "no":

@@ -15,7 +15,6 @@ from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import sequence_logps
-from posttrain.models.merged import adapter_weights
 from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.rollouts.factory import create_engine
 from posttrain.rollouts.server.engine import AWAY, ServerEngine
@@ -170,7 +169,6 @@ class WeightSync:
         self._pushed_at: tuple[int, int] | None = None
         self._pushes = 0
         self._checked_at = 0
-        self._sends_adapter: bool | None = None
 
     @property
     def needs_weight_sync(self) -> bool:
@@ -279,13 +277,8 @@ class WeightSync:
 
     def _push(self) -> None:
         engine, begin = self.engine, time.perf_counter()
-        adapter = self._adapter_alone()
-        weights = Weights(
-            self.wrapped(),
-            dtype=engine.capabilities.dtype,
-            checkpoint_names=engine.capabilities.checkpoint_names and not adapter,
-            adapter_only=adapter,
-        )
+        can = engine.capabilities
+        weights = Weights(self.wrapped(), dtype=can.dtype, checkpoint_names=can.checkpoint_names)
 
         def send() -> None:
             if engine.capabilities.main_process_only and not self.accelerator.is_main_process:
@@ -296,17 +289,6 @@ class WeightSync:
 
         parallel.run_and_share(send, self.accelerator)
         self.log({"weight_sync_time_s": mean(time.perf_counter() - begin)})
-
-    def _adapter_alone(self) -> bool:
-        """Whether the adapter is sent by itself; decided once, for a server whose base was replaced has none to add it to."""
-        if self._sends_adapter is None:
-            choice, engine = sync_option(self.args, "vllm_lora_sync"), self.engine
-            model = self.model()
-            found = adapter_weights(model) if choice != "merge" and hasattr(model, "peft_config") else None
-            known = choice == "adapter" or engine.has_initial_weights
-            fits = found is not None and found[0]["r"] <= engine.capabilities.max_lora_rank and known
-            self._sends_adapter = any(parallel.all_gather_objects([fits], self.accelerator))
-        return self._sends_adapter
 
     def _check_parity(self) -> None:
         """Log-probs of fixed sequences on both sides; once more after a second push where they differ.

@@ -6,7 +6,11 @@ import queue
 from transformers import TrainerCallback
 
 from posttrain.algorithms.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from posttrain.rollouts.workers.samples import RolloutSample
+from posttrain.algorithms.async_grpo.worker import GroupGenerator, RolloutGroup
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
+from posttrain.rollouts.workers.resumable import ResumableGenerator
+from posttrain.rollouts.workers.samples import GroupTask, RolloutSample
 from tests.algorithms.helpers import GROUPS, count_a, prompts
 from tests.conftest import build_model
 
@@ -17,6 +21,18 @@ def sample(group, version, *, prompt=(1, 5, 9), written=(7, 8), advantage=1.0, l
     mask = [0] * context + [1] * len(written)
     logps = [0.0] * context + [logp] * len(written)
     return RolloutSample("p", "c", ids, mask, logps, advantage, version, group, metrics or {"reward": 1.0})
+
+
+def group_of(rows, rollouts, completions, *, group_id=0, version=0, **more):
+    """A group that came to its end."""
+    task = GroupTask(group_id, rows[0], len(rows), seed=0)
+    return RolloutGroup(task, version, RolloutBatch(rows, rollouts, completions), **more)
+
+
+def generator_of(tokenizer, sampling, engine, *, context=None, **setup):
+    """What a worker completes prompts with."""
+    driver = EpisodeDriver(EpisodeSetup(**setup))
+    return GroupGenerator(driver, ResumableGenerator(engine), tokenizer, sampling, context)
 
 
 class StubWorker:
@@ -121,7 +137,7 @@ class Evidence(TrainerCallback):
         self.run, self.ages, self.samples = run, [], []
 
     def on_pre_optimizer_step(self, *_, **__):
-        for conversation in self.run.planner.held:
+        for conversation in self.run.source.held:
             self.ages.append(self.run.version - conversation.version)
             self.samples += conversation.samples
             assert all(version <= self.run.version for s in conversation.samples for version, _ in s.spans)

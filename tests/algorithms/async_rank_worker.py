@@ -2,7 +2,7 @@
 
 import sys
 
-from posttrain.algorithms.async_grpo import steps
+from posttrain.algorithms.async_grpo import rollouts
 from tests.algorithms.async_helpers import Recovering, sample, trainer
 from tests.conftest import build_tokenizer
 from tests.ranks import leave, part, step_taken, weights
@@ -10,7 +10,7 @@ from tests.ranks import leave, part, step_taken, weights
 
 def main(folder, batch):
     """Train, and leave what became of the weights; in the second step servers lack theirs, and all ranks push again."""
-    steps.LOOK_S = 0.01
+    rollouts.LOOK_S = 0.01
 
     def make(number, version):
         if number == 6:

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from posttrain import ScriptedEngine
-from posttrain.algorithms.a2po import A2POConfig, A2POTrainer, a2po_objective
-from posttrain.algorithms.a2po.trainer import ValueCache, model_hash, optimal_value, row_key
+from posttrain.algorithms.a2po import (
+    A2POConfig,
+    A2POTrainer,
+    ValueCache,
+    a2po_objective,
+    model_hash,
+    optimal_value,
+    row_key,
+)
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.rollouts.base import Capabilities

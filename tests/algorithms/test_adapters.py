@@ -6,8 +6,8 @@ import torch
 
 from posttrain import ConfigError, ModelError
 from posttrain.models.attention import probe_head
-from posttrain.models.merged import merged_weights
 from posttrain.rollouts.factory import create_engine
+from posttrain.rollouts.workers.shared_weights import merged_weights
 from posttrain.types import Request, Sampling
 from tests.algorithms.helpers import chats, grpo, sft
 from tests.conftest import build_model

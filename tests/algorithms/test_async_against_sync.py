@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from posttrain import AsyncGRPOConfig, GRPOConfig
-from posttrain.algorithms.async_grpo.scoring import Finished, Scorer
+from posttrain.algorithms.async_grpo.worker import score_group
 from posttrain.rewards.runner import RewardRunner
-from tests.algorithms.async_helpers import steps, trainer
+from tests.algorithms.async_helpers import group_of, steps, trainer
 from tests.algorithms.helpers import count_a, grpo, weights
 
 # One step is 4 prompts x 4 completions; temperature and decay so that neither can be forgotten.
@@ -32,12 +32,11 @@ def recorded(run):
     def remember(examples, mode):
         generation = generate(examples, mode)
         found.extend(
-            Finished(
-                len(found) + k,
-                0,
+            group_of(
                 [generation.examples[i] for i in group],
                 [generation.rollouts[i] for i in group],
                 [generation.completions[i] for i in group],
+                group_id=len(found) + k,
             )
             for k, group in enumerate(generation.groups())
         )
@@ -49,8 +48,8 @@ def recorded(run):
 
 def replayed(groups, tokenizer, scale):
     """A source of the same completions, scored as workers do, of the newest weights."""
-    score = Scorer(RewardRunner(count_a), tokenizer, scale_rewards=scale, mask_truncated=False)
-    conversations = itertools.chain.from_iterable(score(group) for group in groups)
+    rewards, how = RewardRunner(count_a), {"scale_rewards": scale, "mask_truncated": False}
+    conversations = itertools.chain.from_iterable(score_group(group, rewards, tokenizer, **how) for group in groups)
 
     def make(number, version):
         conversation = next(conversations)

@@ -10,15 +10,16 @@ import torch
 
 from posttrain import ConfigError, DataError, GRPOConfig, ModelOutputs, RewardError, RolloutError
 from posttrain.algorithms.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_objective
-from posttrain.algorithms.async_grpo.scoring import Finished, Scorer, population_advantages
-from posttrain.algorithms.async_grpo.service import warn_of_reward_models
+from posttrain.algorithms.async_grpo.rollouts import warn_of_reward_models
+from posttrain.algorithms.async_grpo.worker import population_advantages, score_group
 from posttrain.algorithms.grpo.objective import grpo_objective
 from posttrain.data.forest import collate
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.rewards.runner import RewardRunner
-from posttrain.rollouts.workers.samples import Trajectory, sample_rows
+from posttrain.rollouts.batch import by_context, rollout_batch
+from posttrain.rollouts.workers.samples import Trajectory
 from posttrain.types import Rollout
-from tests.algorithms.async_helpers import StubTransfer, assert_exact, sample, steps, trainer
+from tests.algorithms.async_helpers import StubTransfer, assert_exact, group_of, sample, steps, trainer
 from tests.algorithms.helpers import count_a, grpo, prompts, weights
 from tests.conftest import build_model
 
@@ -219,7 +220,7 @@ def test_a_policy_that_ran_away_from_its_samples_leaves_one_update_out_and_pushe
     assert not torch.equal(seen[0], seen[1])
     assert torch.equal(seen[1], seen[2])  # The third update was left out.
     assert not torch.equal(seen[2], seen[3])
-    assert run.ledger.dropped["skipped"] == 4
+    assert run.source.ledger.dropped["skipped"] == 4
     assert_exact(run)
 
 
@@ -234,7 +235,7 @@ def test_evaluation_generates_in_this_process(tiny_tokenizer, tmp_path):
 
 
 def batch_of(samples):
-    (batch,) = collate(sample_rows(samples), pad_token_id=0)
+    (batch,) = collate(rollout_batch(by_context(samples)).every_row(), pad_token_id=0)
     return batch
 
 
@@ -309,11 +310,12 @@ def finished(answers, reasons=None, masks=None, prompt="p", **options):
         for reason, mask in zip(reasons or ["stop"] * len(answers), masks or [None] * len(answers), strict=True)
     ]
     rows = [{"prompt": prompt, "answer": a} for a in answers]
-    return Finished(5, 2, rows, rollouts, ["c"] * len(answers), **options)
+    return group_of(rows, rollouts, ["c"] * len(answers), group_id=5, version=2, **options)
 
 
 def scorer(tokenizer, scale="population", mask_truncated=False, **options):
-    return Scorer(RewardRunner(score_answer, **options), tokenizer, scale_rewards=scale, mask_truncated=mask_truncated)
+    rewards, how = RewardRunner(score_answer, **options), {"scale_rewards": scale, "mask_truncated": mask_truncated}
+    return lambda group: score_group(group, rewards, tokenizer, **how)
 
 
 def test_advantages_are_those_of_the_population_over_scored_members_and_others_get_none(tiny_tokenizer):
@@ -362,8 +364,8 @@ def test_rewards_that_nobody_gives_end_an_asynchronous_run_as_they_end_a_synchro
             return conversation
         answers = [1.0, 0.0] if number // 4 < scored else [value] * 2
         group = finished(answers)
-        group.group_id, group.version = number, version
-        group.rollouts = [replace(rollout, version=version) for rollout in group.rollouts]
+        group.task.group_id, group.version = number, version
+        group.batch.rollouts = [replace(rollout, version=version) for rollout in group.batch.rollouts]
         judged = iter(scorer(tiny_tokenizer)(group))
         return next(judged)
 
@@ -380,7 +382,7 @@ def test_rewards_that_nobody_gives_end_an_asynchronous_run_as_they_end_a_synchro
 def test_rows_that_are_nan_are_counted_as_in_synchronous_training(tiny_tokenizer, tmp_path):
     def make(number, version):
         group = finished([math.nan, 1.0])
-        group.group_id, group.version = number // 2, version
+        group.task.group_id, group.version = number // 2, version
         return scorer(tiny_tokenizer)(group)[number % 2]
 
     run = trainer(tmp_path, tiny_tokenizer, make, rewards=score_answer, max_steps=1, check_rewards=False)
@@ -530,22 +532,22 @@ def test_rows_of_a_dataset_without_a_prompt_column_get_one_from_the_environment(
 
 def test_trap_s9_a_checkpoint_s_state_restores_prompts_counts_and_version(tiny_tokenizer, tmp_path):
     run, again = (trainer(tmp_path / name, tiny_tokenizer, fresh) for name in ("a", "b"))
-    tasks = [run.source.next() for _ in range(5)]
+    tasks = [run.source.tasks.next() for _ in range(5)]
     for task in tasks[:3]:
-        run.source.done(task.group_id)
-    run.ledger.dispatch(10)
-    run.ledger.arrive(8)
-    run.ledger.hold(6)
-    run.ledger.train()
-    run.service.version, run.trained_groups = 7, 3
+        run.source.tasks.done(task.group_id)
+    run.source.ledger.dispatch(10)
+    run.source.ledger.arrive(8)
+    run.source.ledger.hold(6)
+    run.source.ledger.train()
+    run.source.service.version, run.trained_groups = 7, 3
     again.load_saved_state(json.loads(json.dumps(run.state_to_save())))
     assert (again.version, again.trained_groups) == (7, 3)
     assert again.account() | {"async/dropped_unfinished": 4} == again.account()
     assert again.account()["async/trained"] == 6
-    assert [again.source.next().row for _ in range(2)] == [
+    assert [again.source.tasks.next().row for _ in range(2)] == [
         task.row for task in tasks[3:]
     ]  # Asked again, before all others.
-    assert again.source.next().row == run.source.next().row
+    assert again.source.tasks.next().row == run.source.tasks.next().row
 
 
 def test_the_share_of_tools_words_is_told(tiny_tokenizer):
@@ -553,6 +555,6 @@ def test_the_share_of_tools_words_is_told(tiny_tokenizer):
     rollout = Rollout([1, 2], [5, 6, 7, 8], [0.0] * 4, "stop", tool_mask=[1, 0, 0, 0])
     row = {"prompt": "p", "answer": 1}
     runner = RewardRunner(lambda completions, **_: [1.0] * len(completions))
-    scorer = Scorer(runner, tiny_tokenizer, scale_rewards="group", mask_truncated=False)
-    (conversation,) = scorer(Finished(0, 0, [row], [rollout], ["x"]))
+    group = group_of([row], [rollout], ["x"])
+    (conversation,) = score_group(group, runner, tiny_tokenizer, scale_rewards="group", mask_truncated=False)
     assert conversation.samples[0].metrics["tools/token_share"] == 0.75

@@ -17,14 +17,13 @@ import torch
 from transformers import TrainerCallback
 
 from posttrain import ScriptedEngine
-from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
-from posttrain.algorithms.async_grpo.scoring import Scorer
+from posttrain.algorithms.async_grpo.worker import score_group
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rollouts.server.replies import shared_root
-from posttrain.rollouts.workers.partial import Writer
 from posttrain.rollouts.workers.samples import GroupTask
+from posttrain.training.scoring import reward_runner
 from posttrain.types import Sampling
-from tests.algorithms.async_helpers import At, Evidence, assert_exact, steps, trainer
+from tests.algorithms.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer
 from tests.algorithms.helpers import prompts, sft, weights
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +163,7 @@ def test_trap_s9_a_resumed_run_has_its_counts_and_goes_on_with_the_dataset(tiny_
     assert rows[6]["async/trained"] == at_save["async/trained"] + 8
     assert rows[5]["async/version"] > at_save["async/version"]
     assert run.trained_groups == before.trained_groups
-    assert run.source.group > at_save["async/trained"] // 2
+    assert run.source.tasks.group > at_save["async/trained"] // 2
     assert run.account()["async/dropped_unfinished"] > 0
     assert_exact(run)
 
@@ -188,31 +187,34 @@ class Counter:
 
 
 def test_each_rollout_has_an_environment_of_its_own_and_one_that_breaks_harms_no_other(tiny_tokenizer):
-    setup = EpisodeSetup(
-        tiny_tokenizer, Sampling(6, stop_token_ids=(2,)), environment_factory=Counter, context=64, tool_timeout=0.5
-    )
-    runner = EpisodeRunner(setup, Writer(ScriptedEngine([[5, 2], [6, 7, 8, 2]])))
-    rewards = RewardRunner(None, environments=runner.probes)
-    rewards.functions = runner.pooled(rewards.functions)
-    score = Scorer(rewards, tiny_tokenizer, scale_rewards="population", mask_truncated=False)
+    sampling, engine = Sampling(6, stop_token_ids=(2,)), ScriptedEngine([[5, 2], [6, 7, 8, 2]])
+    setup = {"environment_factory": Counter, "tool_timeout": 0.5}
+    runner = generator_of(tiny_tokenizer, sampling, engine, context=64, **setup)
+    pool = runner.driver.pool
+    rewards = reward_runner(RewardRunner, {"reward_funcs": None}, pool)
+
+    def score(group):
+        return score_group(group, rewards, tiny_tokenizer, scale_rewards="population", mask_truncated=False)
+
     chat = [{"role": "user", "content": "Count."}]
     tasks = [GroupTask(i, {"prompt": chat, "level": level}, 2, seed=i) for i, level in enumerate((3, 13, 5))]
-    groups = runner.episodes(tasks, version=4)
-    assert [len(g.rollouts) for g in groups] == [2, 0, 2]
+    groups = runner.groups(tasks, version=4)
+    assert [len(g.batch.rollouts) for g in groups] == [2, 0, 2]
     assert "unlucky" in groups[1].errors[1]
-    environments = [e for g in groups for e in g.environments]
+    environments = [e for g in groups for e in g.batch.environments]
     assert len({id(e) for e in environments}) == 4
-    with runner.holding(groups):
-        scored = [score(groups[0]), score(groups[2])]
+    scored = [score(groups[0]), score(groups[2])]
+    assert [len(kind.free) for kind in pool.kinds.values()] == [0]  # Until they are scored, they are lent.
+    runner.release(groups)
     assert [c.samples[0].metrics["rewards/Counter"] for group in scored for c in group] == [3.0, 3.0, 5.0, 5.0]
     assert "Level 5." in tiny_tokenizer.decode(scored[1][0].samples[0].input_ids)
-    assert len(runner._free) == 4  # The broken ones are gone.
+    assert [len(kind.free) for kind in pool.kinds.values()] == [4]  # The broken ones are gone.
     began = time.monotonic()
-    (slow,) = runner.episodes([GroupTask(8, {"prompt": chat, "level": 17}, 2, seed=0)], version=4)
+    (slow,) = runner.groups([GroupTask(8, {"prompt": chat, "level": 17}, 2, seed=0)], version=4)
     assert "did not return within tool_timeout=0.5 s" in slow.errors[0]
     assert time.monotonic() - began < 20
     long = GroupTask(9, {"prompt": [{"role": "user", "content": "word " * 80}], "level": 1}, 2, seed=0)
-    (group,) = runner.episodes([long], version=4)
+    (group,) = runner.groups([long], version=4)
     assert "leaves no room for an answer in the model's context of 64 tokens" in group.errors[0]
 
 
@@ -229,10 +231,10 @@ class Meeting:
 
 
 def test_trap_s47_resets_of_rollouts_run_side_by_side(tiny_tokenizer):
-    setup = EpisodeSetup(tiny_tokenizer, Sampling(4), environment_factory=Meeting, tool_workers=4, tool_timeout=90)
-    runner = EpisodeRunner(setup, Writer(ScriptedEngine([[5, 6, 2]])))
-    (group,) = runner.episodes([GroupTask(0, {"prompt": [{"role": "user", "content": "Go."}]}, 4, seed=1)], version=1)
-    assert (group.errors, len(group.rollouts)) == ([], 4)
+    setup = {"environment_factory": Meeting, "tool_workers": 4, "tool_timeout": 90}
+    runner = generator_of(tiny_tokenizer, Sampling(4), ScriptedEngine([[5, 6, 2]]), **setup)
+    (group,) = runner.groups([GroupTask(0, {"prompt": [{"role": "user", "content": "Go."}]}, 4, seed=1)], version=1)
+    assert (group.errors, len(group.batch.rollouts)) == ([], 4)
 
 
 @pytest.mark.slow
@@ -241,4 +243,4 @@ def test_a_run_over_several_epochs_asks_for_every_prompt(tiny_tokenizer, tmp_pat
     run.train()
     assert run.trained_groups == 8
     assert run.state.epoch == 2.0
-    assert run.source.epoch >= 1
+    assert run.source.tasks.prompts.passes >= 1

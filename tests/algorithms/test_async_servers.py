@@ -7,7 +7,7 @@ import time
 import pytest
 import requests
 
-from posttrain.algorithms.async_grpo import steps as steps_module
+from posttrain.algorithms.async_grpo import rollouts as rollouts_module
 from posttrain.errors import ConfigError
 from tests.algorithms.async_helpers import At, Evidence, Recovering, assert_exact, sample, steps, trainer
 from tests.algorithms.helpers import prompts
@@ -22,11 +22,12 @@ class Scripted(StubServer):
     """Writes a token a step, which tells the version of the weights it is written under; waits while it is paused or updated."""
 
     def __init__(self, held=0, token_s=0.02, port=0):
+        # Before it serves: a client may have waited for it.
+        self.token_s, self.busy, self.most, self.held = token_s, 0, 0, held
         super().__init__(build_model(len(build_tokenizer())), port)
-        self.held = self.version = held  # What it calls the weights it begins with.
-        self.token_s, self.busy, self.most = token_s, 0, 0
+        self.version = held  # What it calls the weights it begins with.
 
-    def on_generate(self, asked, headers, body):
+    def on_v1_completions(self, asked, headers, body):
         count = asked["max_tokens"]
         self.busy += 1
         self.most = max(self.most, self.busy)
@@ -34,22 +35,31 @@ class Scripted(StubServer):
             wires = self.write(count)
         finally:
             self.busy -= 1
-        ids = [[FIRST + wire - self.held for wire in wires] for _ in asked["prompts"] for _ in range(asked["n"])]
-        runs = [[wire, wires.count(wire)] for wire in sorted(set(wires))]
-        reply = {
-            "prompt_ids": asked["prompts"],
-            "completion_ids": ids,
-            "logprobs": [[[-1.0]] * count for _ in ids],
-            "finish_reasons": [["length"] * asked["n"] for _ in asked["prompts"]],
-            "weight_version": self.version,
+        versions = [
+            {
+                "version": str(wire or "default"),
+                "start": wires.index(wire),
+                "end": wires.index(wire) + wires.count(wire),
+            }
+            for wire in sorted(set(wires))
+        ]
+        prompts = asked["prompt"] if isinstance(asked["prompt"][0], list) else [asked["prompt"]]
+        choice = {
+            "token_ids": [FIRST + wire - self.held for wire in wires],
+            "logprobs": {"token_logprobs": [-1.0] * count},
+            "finish_reason": "length",
+            "weight_versions": versions,
         }
-        return reply | ({"version_spans": [runs] * len(ids)} if [run[0] for run in runs] != [self.version] else {})
+        owners = [prompt for prompt in prompts for _ in range(asked["n"])]
+        return {"choices": [choice | {"index": i, "prompt_token_ids": p} for i, p in enumerate(owners)]}
 
     def write(self, count):
         """The versions that are there as each token is written."""
         wires = []
         for _ in range(count):
-            while self.paused or self.updating is not None:
+            while self.paused or self.updating:
+                if self.dead:
+                    raise ConnectionResetError
                 time.sleep(0.005)
             if not self.valid:
                 raise Refused(409, "the weights are not whole")
@@ -70,7 +80,7 @@ def scripted():
 
 
 def generations(stub):
-    return sum(path == "generate" for _, path in stub.calls)
+    return sum(path == "v1/completions" for _, path in stub.calls)
 
 
 def test_trap_s6_s45_every_trained_token_has_the_version_that_wrote_it_while_servers_die_join_and_forget(
@@ -114,11 +124,11 @@ def test_trap_s6_s45_every_trained_token_has_the_version_that_wrote_it_while_ser
     assert generations(newcomer) > 0
     assert first.most > 1  # Groups are asked for side by side.
     for stub in (first, second, newcomer):
-        assert (stub.paused, stub.lease) == (None, None)
+        assert stub.paused is None
         assert stub.version - stub.held == 10  # One push at the start, and one after each step but the last.
 
 
-@pytest.mark.parametrize("path", ["pause", "update_bucket"])
+@pytest.mark.parametrize("path", ["pause", "update_weights"])
 def test_the_only_server_restarts_and_is_waited_for_whatever_it_was_asked(tiny_tokenizer, tmp_path, path):
     with contextlib.closing(Restarting(lambda port: Scripted(port=port), path)) as restarting:
         run = trainer(
@@ -137,7 +147,7 @@ def test_servers_that_lack_the_weights_get_them_while_the_trainer_waits(
     tiny_tokenizer, tmp_path, monkeypatch, every, wanted
 ):
     """The same version where the weights are those of the last push, and the next one where they have moved since."""
-    monkeypatch.setattr(steps_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(rollouts_module, "LOOK_S", 0.01)
     taken = []
 
     def make(number, version):
@@ -188,7 +198,7 @@ def test_servers_of_another_model_are_told_before_anything_is_asked_of_them(tiny
         )
         with pytest.raises(ConfigError, match=r"(?s)PT-S001.*num_hidden_layers=1"):
             run.train()
-        assert stub.lease is None and "begin_update" not in [path for _, path in stub.calls]
+        assert "start_weight_update" not in [path for _, path in stub.calls]
 
 
 @pytest.mark.slow
@@ -203,7 +213,7 @@ def test_trap_s5_three_real_servers_of_which_one_is_killed_and_one_joins(tiny_to
 
         def start(name):
             (tmp_path / name).mkdir()
-            options = ("--model", str(served), "--engine", "native", "--dtype", "float32")
+            options = ("--model", str(served), "--dtype", "float32")
             return stack.enter_context(process(tmp_path / name, *options))
 
         servers = [start(f"s{i}") for i in range(3)]

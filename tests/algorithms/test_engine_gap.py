@@ -4,7 +4,7 @@ import pytest
 
 from posttrain import GRPOTrainer
 from posttrain.rollouts.base import Capabilities
-from posttrain.rollouts.native import probe
+from posttrain.rollouts.native import engine as probe
 from tests.algorithms import test_online_preference as pairs
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts
 from tests.algorithms.test_ppo import ppo

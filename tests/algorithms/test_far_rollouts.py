@@ -64,7 +64,7 @@ def served(folder, tokenizer, stub, **settings):
 
 
 def updates(stub):
-    return sum(path == "begin_update" for _, path in stub.calls)
+    return sum(path == "start_weight_update" for _, path in stub.calls)
 
 
 def test_a_run_over_a_server_equals_the_run_in_process(tmp_path, tiny_tokenizer, stub):
@@ -145,7 +145,8 @@ def test_a_server_that_restarts_with_old_weights_in_the_middle_of_a_run_gets_the
 
 
 @pytest.mark.parametrize(
-    "path", ["", "info", "begin_update", "update_bucket", "end_update", "get_sequence_logprobs", "generate"]
+    "path",
+    ["", "weight_info", "start_weight_update", "update_weights", "finish_weight_update", "score", "v1/completions"],
 )
 def test_a_server_that_restarts_is_waited_for_whatever_it_was_asked(tmp_path, tiny_tokenizer, stub, path):
     settings = {"max_steps": 3, "vllm_server_timeout": 20.0, "weight_parity_every": 1}
@@ -213,7 +214,7 @@ def test_weights_that_are_confirmed_and_not_loaded_stop_the_run_before_its_first
 def test_parity_is_looked_at_again_every_so_many_pushes(tmp_path, tiny_tokenizer, stub):
     trainer = served(tmp_path, tiny_tokenizer, stub, max_steps=5, weight_parity_every=2)
     trainer.train()
-    assert sum(path == "get_sequence_logprobs" for _, path in stub.calls) == 3
+    assert sum(path == "score" for _, path in stub.calls) == 3 * 4  # Four sequences each time.
     trainer.engine.close()
 
 
@@ -250,7 +251,7 @@ def test_rollout_engine_server_is_another_name_and_odd_settings_are_refused(tmp_
     args = grpo_args(tmp_path, rollout_engine="vllm")
     assert (args.use_vllm, args.vllm_mode) == (True, "colocate")
     for name, value in {
-        "vllm_weight_bucket_mb": 0, "vllm_lora_sync": "merged", "vllm_sleep_level": "3", "vllm_sync_retries": -1,
+        "vllm_weight_bucket_mb": 0, "vllm_sleep_level": "3", "vllm_sync_retries": -1,
         "weight_parity_every": -1, "vllm_request_timeout": -2.0,
     }.items():  # fmt: skip
         with pytest.raises(ConfigError, match=name):

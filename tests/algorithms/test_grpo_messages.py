@@ -5,11 +5,11 @@ import pickle
 import pytest
 
 from posttrain import Rollout, Sampling, ScriptedEngine, add_response_schema
-from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
 from posttrain.data.chat import with_template
 from posttrain.data.templates import FAMILIES, training_template
 from posttrain.rewards import reasoning_accuracy_reward, think_format_reward
 from posttrain.rollouts.workers.samples import GroupTask
+from tests.algorithms.async_helpers import generator_of
 from tests.algorithms.helpers import grpo, prompts
 
 EOS = 2
@@ -57,13 +57,15 @@ def test_without_a_response_format_an_answer_is_its_text(tokenizer, tmp_path):
 def test_an_asynchronous_run_reads_an_answer_as_a_synchronous_one(tokenizer):
     """In the worker, whose tokenizer was sent to it."""
     sent = pickle.loads(pickle.dumps(add_response_schema(tokenizer)))
-    runner = EpisodeRunner(EpisodeSetup(sent, Sampling(64)), writer=None)
+    runner = generator_of(sent, Sampling(64), engine=None)
     task = GroupTask(0, {"prompt": [{"role": "user", "content": "6 * 7?"}]}, size=1, seed=0)
     prompt, _ = runner.prompt(task)
     ids = [*tokenizer(THOUGHT, add_special_tokens=False)["input_ids"], EOS]
     found = runner.single_turn(task, 1, [Rollout(prompt, ids, [0.0] * len(ids), "stop", 1)])
-    assert found.completions == [[{"role": "assistant", "content": "42", "reasoning_content": "six times seven"}]]
-    assert pickle.loads(pickle.dumps(found.completions))[0][0].raw == THOUGHT  # Rewards may be in another process.
+    assert found.batch.completions == [[{"role": "assistant", "content": "42", "reasoning_content": "six times seven"}]]
+    assert (
+        pickle.loads(pickle.dumps(found.batch.completions))[0][0].raw == THOUGHT
+    )  # Rewards may be in another process.
 
 
 THINKS = "<think>\nsix times seven\n</think>\n\n\\boxed{42}"

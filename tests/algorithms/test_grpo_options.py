@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, ScriptedEngine
-from posttrain.algorithms.grpo.trainer import EntropyController
+from posttrain.algorithms.grpo.trainer import EntropyBonus
 from posttrain.models.heads import Float32Linear, cast_head_to_fp32
 from posttrain.rollouts.base import RolloutEngine
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts, scripted, weights
@@ -253,8 +253,9 @@ def test_r43_the_bonus_moves_the_gradient(tiny_tokenizer, tmp_path):
     assert (after[0] - after[1]).abs().max() > 1e-5
 
 
-def test_the_controller_raises_below_its_target_and_lowers_above():
-    controller = EntropyController(0.01, target=0.5, step=0.005, low=0.0, high=0.012)
+def test_the_controller_raises_below_its_target_and_lowers_above(tmp_path):
+    steered = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 0.5, "entropy_coef_max": 0.012}
+    controller = EntropyBonus(grpo_args(tmp_path, **steered))
     assert controller.applied == 0.0  # Nothing is known before the first window.
     seen = []
     for entropy in (0.4, 0.5, 0.6, 0.6, 0.6, 0.6):
@@ -295,9 +296,9 @@ def test_a_controller_that_saw_nothing_is_saved_without_infinity(tiny_tokenizer,
     trainer._save_rng_state(str(tmp_path))
     text = (tmp_path / "entropy_ctrl_state.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail)["last_world_entropy"] is None
-    trainer.controller.last = 3.0
+    trainer.entropy_bonus.last = 3.0
     trainer._load_optimizer_and_scheduler(str(tmp_path))
-    assert trainer.controller.last == math.inf
+    assert trainer.entropy_bonus.last == math.inf
 
 
 def test_evaluation_does_not_steer(tiny_tokenizer, tmp_path):
@@ -310,7 +311,7 @@ def test_evaluation_does_not_steer(tiny_tokenizer, tmp_path):
         per_device_eval_batch_size=4,
     )
     trainer.evaluate()
-    assert trainer.controller.last == math.inf
+    assert trainer.entropy_bonus.last == math.inf
     assert trainer.entropy_coef == 0.1
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain import ConfigError
+from posttrain.data.samplers import PromptStream
 from posttrain.rollouts.batch import deal
-from posttrain.training.dynamic_sampling import PromptStream, flat_groups
+from posttrain.training.dynamic_sampling import flat_groups
 from tests.algorithms.helpers import grpo, grpo_args, prompts, scripted, weights
 
 

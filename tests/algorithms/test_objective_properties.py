@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain import A2POConfig
-from posttrain.algorithms.a2po.trainer import a2po_objective
+from posttrain.algorithms.a2po import a2po_objective
 from posttrain.algorithms.grpo import GRPOConfig, grpo_objective
 from posttrain.algorithms.nash_md import nash_md_terms
 from posttrain.algorithms.online_preference import pair_terms, sequence_sums

@@ -182,7 +182,7 @@ def test_5_5_b_r49_metrics_exclude_padding(tokenizer, tmp_path):
 
 
 def test_5_5_c_r49_a_dataset_smaller_than_a_rollout_batch_is_refused(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match=r"has 7 rows, and one rollout batch takes 8 \(per_device_train_batch_size"):
+    with pytest.raises(ConfigError, match=r"has 7 prompts, but one generation takes 8 \(generation_batch_size=8"):
         ppo(tmp_path, tokenizer, data=prompts(7))
 
 

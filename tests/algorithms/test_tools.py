@@ -334,9 +334,8 @@ class Mute:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_observation_opens_no_turn_and_rewards_read_it_as_it_was(tokenizer, tmp_path, factory, asynchronous):
     from posttrain import Sampling
-    from posttrain.algorithms.async_grpo.episodes import EpisodeRunner, EpisodeSetup
-    from posttrain.rollouts.workers.partial import Writer
     from posttrain.rollouts.workers.samples import GroupTask
+    from tests.algorithms.async_helpers import generator_of
 
     asked, read = [], []
 
@@ -350,11 +349,10 @@ def test_an_observation_opens_no_turn_and_rewards_read_it_as_it_was(tokenizer, t
 
     engine, user = ScriptedEngine(line), {"role": "user", "content": "Go: "}
     if asynchronous:
-        setup = EpisodeSetup(tokenizer, Sampling(64, stop_token_ids=(EOS,)), environment_factory=factory)
-        runner = EpisodeRunner(setup, Writer(engine, lambda: None))
-        (group,) = runner.episodes([GroupTask(0, {"prompt": [user]}, 4, 0)], 0)
+        runner = generator_of(tokenizer, Sampling(64, stop_token_ids=(EOS,)), engine, environment_factory=factory)
+        (group,) = runner.groups([GroupTask(0, {"prompt": [user]}, 4, 0)], 0)
         assert not group.errors
-        read = [row["prompt"] for row in group.rows]
+        read = [row["prompt"] for row in group.batch.examples]
     else:
         data = datasets.Dataset.from_list([{"prompt": [user]}] * 4)
         trainer_of(tmp_path, tokenizer, engine, seen, data, {"environment_factory": factory}, max_steps=1).train()
@@ -641,7 +639,7 @@ def test_values_of_a_rollout_function_outside_their_range_are_named_by_key_row_a
 
 
 def test_log_probs_are_read_from_any_container_and_need_not_exist_for_tokens_of_tools():
-    from posttrain.training.episodes import custom_rollouts
+    from posttrain.rollouts.episodes.driver import custom_rollouts
 
     for logprobs in ([[-1.0, None, 1e-9]], torch.tensor([[-1.0, float("nan"), 0.0]])):
         given = {
@@ -654,7 +652,7 @@ def test_log_probs_are_read_from_any_container_and_need_not_exist_for_tokens_of_
 
 
 def test_candidates_of_each_token_are_read_by_their_ids(tokenizer):
-    from posttrain.training.episodes import custom_rollouts
+    from posttrain.rollouts.episodes.driver import custom_rollouts
 
     given = {
         "prompt_ids": [[1]], "completion_ids": [[5, 6]], "logprobs": [[[-0.5, -0.1], [-0.2, -0.9]]],

@@ -9,7 +9,9 @@ import torch
 import posttrain as pt
 from posttrain import ConfigError
 from posttrain.algorithms.async_grpo import AsyncGRPOConfig
+from posttrain.compat.overrides import REFUSED as REFUSED_ROWS
 from posttrain.compat.overrides import SILENT, hook_for, table
+from posttrain.training.construct import PUBLIC_IN_TRL
 from tests.algorithms import async_helpers
 from tests.algorithms.every_trainer import EVERY, data, every
 from tests.algorithms.helpers import prompts
@@ -232,6 +234,10 @@ def test_a_property_that_fails_says_what_it_missed(tokenizer, tmp_path):
 
     with pytest.raises(AttributeError, match="not_there_at_all"):
         _ = object.__new__(Mine).broken
+
+
+def test_every_public_method_that_is_refused_is_known_to_the_trainers():
+    assert {name for rows in REFUSED_ROWS.values() for name in rows if not name.startswith("_")} == PUBLIC_IN_TRL
 
 
 def test_the_page_on_hooks_has_the_table():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from posttrain.compat.tensors import (
-    exact_div,
     first_true_indices,
     flush_left,
     masked_mean,
@@ -373,11 +372,3 @@ def test_variance_of_a_single_value_is_zero_and_whitening_leaves_it_alone():
 
 def test_whitening_equal_values_gives_zeros():
     assert masked_whiten(torch.full((3,), 4.0), torch.ones(3)).tolist() == [0, 0, 0]
-
-
-def test_exact_div_refuses_a_remainder_and_says_why():
-    assert exact_div(12, 4) == 3
-    with pytest.raises(ConfigError, match=r"7 cannot be divided by 2 .*: batch must be even"):
-        exact_div(7, 2, "batch must be even")
-    with pytest.raises(ValueError, match="1 cannot be divided by 0"):
-        exact_div(1, 0)

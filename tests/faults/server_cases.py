@@ -28,7 +28,7 @@ def served(lie: Callable[[Any, int], None] | None = None, *, by: int = 0, other:
         policy = build.model(scene)
         stub = StubServer(policy if other is None else build_model(other, hidden_size=16))
         if info:
-            stub.lies["info"] = info
+            stub.lies["facts"] = info
         engine = ServerEngine(stub.url, connection_timeout=5, request_timeout=20)
         usual, done = engine.generate, []
 
@@ -60,27 +60,29 @@ def unreachable(scene: Scene) -> None:
 
 def stale_replies(lies: Any, _: int) -> None:
     """Replies say that they come from weights of long ago."""
-    lies["edit"] = lambda reply: reply | {"weight_version": -3}
+    lies["edit"] = lambda choices: [
+        c | {"weight_versions": [{"version": "3000", "start": 0, "end": len(c["token_ids"])}]} for c in choices
+    ]
 
 
 def mixed_up(lies: Any, _: int) -> None:
     """A completion is missing."""
-    lies["edit"] = lambda reply: reply | {"completion_ids": reply["completion_ids"][1:]}
+    lies["edit"] = lambda choices: choices[1:]
 
 
 def foreign_tokens(lies: Any, _: int) -> None:
     """Ids that the trainer's vocabulary does not have."""
-    lies["edit"] = lambda reply: reply | {"completion_ids": [[70_000] * len(ids) for ids in reply["completion_ids"]]}
+    lies["edit"] = lambda choices: [c | {"token_ids": [70_000] * len(c["token_ids"])} for c in choices]
 
 
 def out_of_memory(lies: Any, _: int) -> None:
     """Weights are refused in the middle of a push."""
-    lies["fail"] = "update_bucket"
+    lies["fail"] = "update_weights"
 
 
 def half_pushed(lies: Any, _: int) -> None:
     """The server keeps some of its old weights, and says so."""
-    lies["end"] = lambda reply: reply | {"missing": ["model.norm.weight"]}
+    lies["drop_name"] = "model.norm.weight"
 
 
 CASES = (
@@ -88,9 +90,9 @@ CASES = (
     Case(
         "server", "server of another model", served(other=40), r"vocabulary|serves|does not know|shape", "first batch"
     ),
-    Case("server", "replies of old weights", served(stale_replies, by=1), r"weights of version -3", "step 2"),
+    Case("server", "replies of old weights", served(stale_replies, by=1), r"weights of version 3000", "step 2"),
     Case("server", "a completion is missing", served(mixed_up, by=1), r"completion|group", "step 2"),
     Case("server", "tokens of another vocabulary", served(foreign_tokens, by=1), r"70000|vocabulary", "step 2"),
-    Case("server", "weights refused", served(out_of_memory, by=0), r"out of memory|update_bucket", "step 2"),
+    Case("server", "weights refused", served(out_of_memory, by=0), r"out of memory|update_weights", "step 2"),
     Case("server", "some weights stay old", served(half_pushed, by=0), r"old values|model\.norm", "step 2"),
 )

@@ -9,7 +9,7 @@ from posttrain.errors import ConfigError, DataError, RolloutError
 from posttrain.models.attention import disagreement, probe_layout, rope_limits
 from posttrain.models.forward import forward
 from posttrain.rollouts.factory import create_engine
-from posttrain.rollouts.native.probe import native_is_exact
+from posttrain.rollouts.native.engine import native_is_exact
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
 from tests.models.architectures import ARCHITECTURES, LONGROPE, ORIGINAL, VOCAB, alone, built

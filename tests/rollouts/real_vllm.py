@@ -21,11 +21,14 @@ SMOL = Path.home() / ".cache/posttrain/SmolLM2-135M-Instruct"
 CONTEXT = 512
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 
-needed = [
+without_model = [
     pytest.mark.slow,
     pytest.mark.skipif(not is_available("vllm"), reason="vLLM is not installed: make test-serving"),
-    pytest.mark.skipif(not SMOL.is_dir(), reason=f"no model in {SMOL}: make demo fetches it"),
     pytest.mark.timeout(1200),
+]
+needed = [
+    *without_model,
+    pytest.mark.skipif(not SMOL.is_dir(), reason=f"no model in {SMOL}: make demo fetches it"),
 ]
 
 
@@ -64,23 +67,23 @@ def started(command, folder, port, *, seconds=420, **environment):
             running.wait(10)
 
 
-def posttrain_serve(folder, *options, model=SMOL, **environment):
-    """`posttrain serve --engine vllm`."""
+LIMITS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "32")
+
+
+def vllm_server(folder, model, *options, **environment):
+    """`posttrain vllm-serve`."""
     port = free_port()
-    command = [sys.executable, "-m", "posttrain.cli.main", "serve", "--engine", "vllm", "--model", str(model)]
-    command += ["--dtype", "float32", "--enforce_eager", "--port", str(port)]
-    given = options or ("--max_model_len", str(CONTEXT), "--max_num_seqs", "32")
-    return started([*command, *given], folder, port, **environment)
+    command = [sys.executable, "-m", "posttrain.cli.main", "vllm-serve", "--model", str(model), "--port", str(port)]
+    return started([*command, *LIMITS, *options], folder, port, **environment)
 
 
-def vllm_serve(folder, *options, model=SMOL, **environment):
-    """`vllm serve`, the server of vLLM itself."""
+def plain_server(folder, model, *options, **environment):
+    """`vllm serve`, as most people start it."""
     port = free_port()
     # What `vllm serve` runs; the command itself asks for a distribution "vllm", and that of the CPU build is "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--dtype", "float32", "--enforce-eager", "--generation-config", "vllm", "--host", "127.0.0.1"]
-    command += ["--no-enable-chunked-prefill"]  # PT-S017.
-    return started([*command, *options], folder, port, **environment)
+    command += ["--host", "127.0.0.1", "--no-enable-chunked-prefill"]  # PT-S017.
+    return started([*command, *LIMITS, *options], folder, port, **environment)
 
 
 def load(path=SMOL):

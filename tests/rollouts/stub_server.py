@@ -1,4 +1,4 @@
-"""A rollout server in a thread, over the native engine, that can be told to lie."""
+"""A rollout server in a thread, over the native engine, that can be told to lie; it speaks vLLM's endpoints."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import copy
 import json
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 import xxhash
 from safetensors.torch import load as load_safetensors
 
-from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.types import Request, Row, Sampling
+from posttrain.serve.engines import Job, score_sequence
+from posttrain.serve.requests import Completions, choice_of
+from posttrain.types import Request
 
 ONE_AT_A_TIME = threading.RLock()  # The native engine plugs into a table of transformers: one run a process.
 
@@ -23,28 +26,32 @@ ONE_AT_A_TIME = threading.RLock()  # The native engine plugs into a table of tra
 class Refused(Exception):
     def __init__(self, status, message, **detail):
         super().__init__(message)
-        self.status, self.detail = status, {"message": message} | detail
+        self.status, self.detail = status, {"message": message, "code": status} | detail
 
 
 class StubServer:
-    """Speaks the protocol of ``posttrain serve``.
+    """Answers as ``posttrain serve`` does.
 
     ``lies`` is a dict that tests change while it runs: ``statuses`` (a list, used up one by one), ``truncate`` and ``hang_up``
-    (how many answers), ``slow`` (seconds), ``edit`` (a function over the reply of generate), ``deaf`` (weights are confirmed
-    and not loaded), ``end`` (a function over the confirmation), ``fail`` (path that gives 500), ``info`` (a dict over the truth).
+    (how many answers), ``slow`` (seconds), ``edit`` (a function over the choices), ``deaf`` (weights are confirmed and not
+    loaded), ``fail`` (path that gives 500), ``facts`` (a dict over the truth), ``renames`` (the version that is confirmed),
+    ``drop_name`` (a weight that is said to be missing), ``sick`` (health gives 503).
     """
 
     def __init__(self, model, port=0):
         self.model = copy.deepcopy(model)
         self.engine = NativeEngine(self.model, pad_token_id=0)
-        self.lies, self.version, self.valid, self.lease, self.paused = {}, 0, True, None, None
-        self.calls, self.seen, self.cache, self.lock = [], set(), {}, ONE_AT_A_TIME
-        self.updating = None
-        self.started = time.time()
+        self.lies, self.version, self.valid, self.paused = {}, 0, True, None
+        self.calls, self.lock, self.updating = [], ONE_AT_A_TIME, False
+        self.came, self.connections, self.dead = [], [], False
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self):
+                super().setup()
+                stub.connections.append(self.connection)
 
             def log_message(self, *args):
                 pass
@@ -52,7 +59,7 @@ class StubServer:
             def handle_any(self):
                 stub.handle(self)
 
-            do_GET = do_POST = do_DELETE = handle_any
+            do_GET = do_POST = handle_any
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
@@ -66,25 +73,37 @@ class StubServer:
 
     def die(self):
         """No word more: listening ends, and every open answer breaks off."""
-        self.lies["hang_up"] = 10**6
+        self.dead = True
         self.http.shutdown()
         self.http.server_close()
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(2)
 
     close = die
 
     def handle(self, handler):
-        path = handler.path.split("?")[0].strip("/")
+        parts = urlsplit(handler.path)
+        path, query = parts.path.strip("/"), parse_qs(parts.query)
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        binary = handler.headers.get("Content-Type") == "application/x-safetensors"
+        asked = {} if binary or not body else json.loads(body)
+        if path == "v1/completions" and asked.get("prompt_logprobs") is not None:
+            path = "score"
+        if path == "update_weights" and asked.get("update_info", {}).get("complete"):
+            path = "complete"
         self.calls.append((handler.command, path))
         status, reply = 200, None
         try:
-            reply = self.answer(handler, path, body)
+            reply = self.answer(
+                path, asked | {name: values[0] for name, values in query.items()}, handler.headers, body
+            )
         except Refused as refused:
-            status, reply = refused.status, {"detail": refused.detail}
+            status, reply = refused.status, {"error": refused.detail}
         except (BrokenPipeError, ConnectionError):
             raise
         except Exception as error:
-            status, reply = 500, {"detail": {"message": f"{type(error).__name__}: {error}"}}
+            status, reply = 500, {"error": {"message": f"{type(error).__name__}: {error}"}}
         data = json.dumps(reply).encode()
         if self._use("hang_up", path):
             handler.close_connection = True
@@ -103,178 +122,142 @@ class StubServer:
         handler.wfile.write(data)
 
     def _use(self, name, path):
-        if path != "generate" and name in ("hang_up", "truncate") and self.lies.get(name, 0) < 10**5:
+        if path != "v1/completions":
             return False
         left = self.lies.get(name, 0)
         self.lies[name] = max(left - 1, 0)
         return left > 0
 
-    def answer(self, handler, path, body):
+    def answer(self, path, asked, headers, body):
         if self.lies.get("fail") == path:
             raise RuntimeError("out of memory")
-        binary = handler.headers.get("Content-Type") == "application/x-safetensors"
-        asked = {} if binary or not body else json.loads(body)
-        if handler.command == "DELETE":
-            self.lease = None
-            return {}
-        if path.endswith("/renew"):
-            if self.lease is None or path.split("/")[1] != self.lease[0]:
-                raise Refused(404, "no such lease")
-            return {}
-        held = path in ("begin_update", "update_bucket", "end_update") and self.lease
-        if held and handler.headers.get("X-Lease") != self.lease[0]:
-            raise Refused(423, f"held by {self.lease[1]}")
-        method = getattr(self, f"on_{path}", None)
+        method = getattr(self, "on_" + path.replace("/", "_"), None)
         if method is None:
             raise Refused(404, "Not Found")
-        return method(asked, handler.headers, body if binary else None)
+        return method(asked, headers, body)
 
     # Endpoints
 
     def on_health(self, asked, headers, body):
         if self.lies.get("sick"):
             raise Refused(503, self.lies["sick"])
-        return {"status": "ok"}
 
-    def on_info(self, asked, headers, body):
+    def on_v1_models(self, asked, headers, body):
+        length = self.model.config.max_position_embeddings
+        return {"data": [{"id": "tiny", "root": "tiny", "parent": None, "max_model_len": length}]}
+
+    def on_collective_rpc(self, asked, headers, body):
         config = self.model.config
-        return {
+        facts = {
             "engine": "native",
-            "model": "tiny",
             "architectures": [type(self.model).__name__],
             "hidden_size": config.hidden_size,
             "num_hidden_layers": config.num_hidden_layers,
             "num_key_value_heads": config.num_key_value_heads,
             "vocab_size": config.vocab_size,
             "dtype": "float32",
-            "max_model_len": config.max_position_embeddings,
-            "weight_version": self.version,
-            "start_time": self.started,
-            "paused": self.paused is not None,
-        } | self.lies.get("info", {})
+            "transfer": "shared memory",
+            "keeps": True,
+            "tells_versions": True,
+            "takes_bytes": True,
+        }
+        return {"results": [facts | self.lies.get("facts", {})]}
+
+    def on_weight_info(self, asked, headers, body):
+        return {"weight_version": str(self.version or "default")}
+
+    def on_is_paused(self, asked, headers, body):
+        return {"is_paused": self.paused is not None}
 
     def on_get_world_size(self, asked, headers, body):
         return {"world_size": 1}
 
-    def on_lease(self, asked, headers, body):
-        if self.lease is not None and self.lease[1] != asked["holder"]:
-            raise Refused(423, f"held by {self.lease[1]}")
-        self.lease = (f"lease{time.monotonic_ns()}", asked["holder"])
-        return {"lease_id": self.lease[0]}
-
     def on_reset_prefix_cache(self, asked, headers, body):
-        return {"success": True}
+        return {"success": not self.lies.get("stuck")}
 
-    def on_generate(self, asked, headers, body):
+    def on_v1_completions(self, asked, headers, body):
         if self.lies.get("statuses"):
             raise Refused(self.lies["statuses"].pop(0), "not now")
         time.sleep(self.lies.get("slow", 0))
-        if not self.valid or self.updating is not None:
+        if not self.valid:
             raise Refused(409, "the weights are not whole")
-        known = self.cache.get(asked["request_id"])
-        if known is None:
-            with self.lock:
-                known = self.cache[asked["request_id"]] = self.sample(asked)
-        reply = copy.deepcopy(known)
-        return self.lies["edit"](reply) if self.lies.get("edit") else reply
-
-    def sample(self, asked):
-        self.seen.add(asked["request_id"])
-        extra = asked["generation_kwargs"]
-        seeds = asked.get("seed")
-        seeds = seeds if isinstance(seeds, list) else [seeds] * len(asked["prompts"])
-        longest = self.model.config.max_position_embeddings
-        for i, prompt in enumerate(asked["prompts"]):
-            if len(prompt) + asked["max_tokens"] > longest:
-                raise Refused(400, f"prompt {i} of {len(prompt)} tokens is too long", index=i)
-
-        def sampling(seed):
-            return Sampling(
-                asked["max_tokens"],
-                temperature=asked["temperature"],
-                top_k=asked["top_k"],
-                top_p=asked["top_p"],
-                min_p=asked["min_p"],
-                repetition_penalty=asked["repetition_penalty"],
-                stop_token_ids=tuple(extra.get("stop_token_ids", ())),
-                top_logps=asked["logprobs"],
-                seed=seed,
-            )
-
-        requests = [
-            Request(p, asked["n"], None if s is None else sampling(s))
-            for p, s in zip(asked["prompts"], seeds, strict=True)
-        ]
-        rollouts = self.engine.generate(requests, sampling(None))
-        return {
-            "prompt_ids": asked["prompts"],
-            "completion_ids": [r.token_ids for r in rollouts],
-            "logprobs": [[[x] for x in r.processed_logp or r.logp] for r in rollouts],
-            "logprob_token_ids": [[[t] for t in r.token_ids] for r in rollouts],
-            "raw_logprobs": [r.logp for r in rollouts],
-            "finish_reasons": _grouped([r.finish_reason for r in rollouts], asked["n"]),
-            "weight_version": self.version,
-        }
-
-    def on_get_sequence_logprobs(self, asked, headers, body):
-        rows = [
-            Row(ids[:n], [ids[n:]], [[1] * (len(ids) - n)])
-            for ids, n in zip(asked["sequences"], asked["prompt_lengths"], strict=True)
-        ]
+        wanted = Completions.model_validate(asked)
+        prompts = wanted.prompts(None, None, 10**6)
+        for index, ids in enumerate(prompts):
+            if len(ids) + wanted.max_tokens > self.model.config.max_position_embeddings:
+                raise Refused(400, f"prompt {index} of {len(ids)} tokens is too long", index=index)
+        sampling = wanted.sampling(())
+        version = str(self.version or "default")
         with self.lock:
-            values = sequence_logps(self.model, rows)
-        known = [[[float(x)] for x in v] for v in values]
-        ids = [[[t] for t in s[n:]] for s, n in zip(asked["sequences"], asked["prompt_lengths"], strict=True)]
-        reply = {"logprobs": known, "logprob_token_ids": ids, "actual_logprobs": known, "actual_token_ids": ids}
-        return self.lies["scores"](reply) if self.lies.get("scores") else reply
+            rollouts = self.engine.generate(
+                [Request(p, wanted.n, sampling) for p in prompts], replace(sampling, seed=None)
+            )
+        choices = []
+        for number, rollout in enumerate(rollouts):
+            job = Job(rollout.prompt_ids, 1, sampling, lambda job: None)
+            job.rollouts, job.spans = [rollout], [[(version, len(rollout.token_ids))]]
+            choices.append(choice_of(job, 0, number, wanted, None))
+        return {"choices": self.lies["edit"](choices) if self.lies.get("edit") else choices}
 
-    def on_begin_update(self, asked, headers, body):
-        if asked["version"] <= self.version:
-            raise Refused(409, f"version {asked['version']} is not above {self.version}", version=self.version)
-        known = set(self.model.state_dict())
-        if unknown := [n for n in asked.get("names") or [] if n not in known]:
-            raise Refused(409, f"unknown names {unknown[:3]}")
-        self.updating, self.valid, self.came = asked["version"], False, []
-        return {"version": asked["version"], "drained_s": 0.0}
+    def on_score(self, asked, headers, body):
+        ids = asked["prompt"]
+        with self.lock, torch.no_grad():
+            entries = score_sequence(self.model, ids, asked["prompt_logprobs"])
+        listed = [at and {str(i): {"logprob": logp, "rank": rank} for i, (logp, rank) in at.items()} for at in entries]
+        return {"choices": [{"token_ids": [], "prompt_logprobs": listed}]}
 
-    def on_update_bucket(self, asked, headers, body):
-        if self.updating is None:
+    def on_pause(self, asked, headers, body):
+        self.paused = asked["mode"]
+        return {"status": "paused"}
+
+    def on_resume(self, asked, headers, body):
+        self.paused = None
+        return {"status": "resumed"}
+
+    def on_update_weight_version(self, asked, headers, body):
+        self.version = asked["new_version"]
+        return {"success": True}
+
+    def on_start_weight_update(self, asked, headers, body):
+        self.updating, self.valid, self.came = True, False, []
+        return {}
+
+    def on_update_weights(self, asked, headers, body):
+        if not self.updating:
             raise Refused(409, "no update was begun")
-        if body is None:
-            with open(asked["path"], "rb") as file:
-                data, checksum = file.read(asked["size"]), asked["checksum"]
-            tensors = load_safetensors(data)
+        if asked:
+            part = asked["update_info"]
+            with open(part["path"], "rb") as file:
+                data, checksum = file.read(part["size"]), part["checksum"]
         else:
-            data, checksum, tensors = body, headers["X-Checksum"], load_safetensors(bytes(body))
+            data, checksum = bytes(body), headers["X-Checksum"]
         if xxhash.xxh3_128(data).hexdigest() != checksum:
             raise Refused(409, "the checksum does not fit")
+        tensors = load_safetensors(data)
+        if unknown := [name for name in tensors if name not in self.model.state_dict()]:
+            raise Refused(409, f"the server does not know {len(unknown)} weights: {', '.join(unknown[:3])}")
         if not self.lies.get("deaf"):
             with self.lock, torch.no_grad():
                 own = self.model.state_dict()
                 for name, tensor in tensors.items():
                     own[name].copy_(tensor)
         self.came += tensors
-        return {"loaded": len(tensors), "unexpected": []}
+        return {}
 
-    def on_end_update(self, asked, headers, body):
+    def on_complete(self, asked, headers, body):
         tied = set(self.model.all_tied_weights_keys)
-        missing = sorted(set(self.model.state_dict()) - set(self.came) - tied) if self.came else []
-        if self.lies.get("drop_name"):
-            missing.append(self.lies["drop_name"])
-        self.version, self.updating, self.valid = asked["version"], None, True
-        reply = {"version": self.version, "loaded": len(self.came), "missing": missing, "unexpected": []}
-        return self.lies["end"](reply) if self.lies.get("end") else reply
+        missing = (
+            [] if asked["update_info"]["partial"] else sorted(set(self.model.state_dict()) - set(self.came) - tied)
+        )
+        missing += [self.lies["drop_name"]] if self.lies.get("drop_name") else []
+        if missing:
+            raise Refused(409, f"the server still has old values of {len(missing)} weights: {', '.join(missing)}")
+        return {}
 
-    def on_pause(self, asked, headers, body):
-        self.paused = asked["mode"]
-        return {"paused": True}
-
-    def on_resume(self, asked, headers, body):
-        self.paused = None
-        return {"paused": False}
-
-    def on_abort_update(self, asked, headers, body):
-        self.updating = None
+    def on_finish_weight_update(self, asked, headers, body):
+        self.updating = False
+        if asked.get("weight_version") is not None:
+            self.valid, self.version = True, int(self.lies.get("renames") or asked["weight_version"])
         return {}
 
 
@@ -290,11 +273,11 @@ class Restarting:
         self.url, (first,) = self.stubs[0].url, self.stubs
         usual = first.answer
 
-        def answer(handler, path, body):
+        def answer(path, *rest):
             if self.armed and path == self.path:
                 self.restart()
                 raise ConnectionResetError
-            return usual(handler, path, body)
+            return usual(path, *rest)
 
         first.answer = answer
 
@@ -311,7 +294,3 @@ class Restarting:
     def close(self):
         for stub in self.stubs:
             stub.close()
-
-
-def _grouped(flat, n):
-    return [flat[i : i + n] for i in range(0, len(flat), n)]

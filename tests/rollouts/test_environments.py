@@ -83,6 +83,7 @@ def test_r47_instances_are_one_a_rollout_used_again_and_reset_each_time():
     assert len({id(e) for e in first}) == 4
     for e in first:
         e.add(100)
+    pool.release()
     second, _ = pool.begin([{"prompt": USER, "start": 10 + i} for i in range(4)])
     assert [e.value for e in second] == [10, 11, 12, 13], "an environment went on from where it was"
     assert {id(e) for e in first} == {id(e) for e in second}

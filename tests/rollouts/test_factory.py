@@ -12,7 +12,7 @@ from posttrain import AsyncGRPOConfig, GRPOConfig, NashMDConfig, OnlineDPOConfig
 from posttrain.errors import ConfigError, MissingDependencyError
 from posttrain.rollouts import factory, paged, vllm
 from posttrain.rollouts.factory import choose_engine, create_engine
-from posttrain.rollouts.native import probe
+from posttrain.rollouts.native import engine as probe
 from posttrain.training.online_config import resolve_auto
 from tests.conftest import build_model
 

@@ -14,8 +14,8 @@ import pytest
 from posttrain import ConfigError, ModelError, Request, RolloutError, Sampling, ScriptedEngine
 from posttrain.data.chat import tokenize_prompts, with_template
 from posttrain.data.templates import FAMILIES, training_template
-from posttrain.rollouts.episodes.driver import Episode, ToolLoop, roll_out_with_tools, share_prompts
 from posttrain.rollouts.episodes.environments import add_observation
+from posttrain.rollouts.episodes.loop import Episode, ToolLoop, roll_out_with_tools, share_prompts
 from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer, tokenize_observed
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, as_text, tool_schema
 

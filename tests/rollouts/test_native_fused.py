@@ -10,9 +10,8 @@ from posttrain.errors import RolloutError
 from posttrain.rollouts.native import layers as building
 from posttrain.rollouts.native import layers as fused
 from posttrain.rollouts.native.attention import Block, Group, Store, _decode
-from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.native.engine import NativeEngine, logp_gaps
 from posttrain.rollouts.native.layers import Packed
-from posttrain.rollouts.native.probe import logp_gaps
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.models.test_forward import family

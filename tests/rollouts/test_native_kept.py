@@ -8,7 +8,7 @@ import torch
 from posttrain.data.chat import with_template
 from posttrain.data.templates import FAMILIES as TEMPLATES
 from posttrain.data.templates import training_template
-from posttrain.rollouts.episodes.driver import roll_out_with_tools
+from posttrain.rollouts.episodes.loop import roll_out_with_tools
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.prefix_cache import Kept, fingerprint, match
 from posttrain.types import Request, Sampling

@@ -8,12 +8,11 @@ from torch import nn
 
 from posttrain.errors import ConfigError
 from posttrain.rollouts.native import engine as engines
+from posttrain.rollouts.native import engine as probe
 from posttrain.rollouts.native import layers as products
 from posttrain.rollouts.native import layers as threads
-from posttrain.rollouts.native import probe
-from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.native.engine import NativeEngine, logp_gaps
 from posttrain.rollouts.native.layers import MOST_ROWS, PACK_FROM, Packed, few_rows_product, quick_products
-from posttrain.rollouts.native.probe import logp_gaps
 from posttrain.types import Request, Sampling
 from tests.algorithms.helpers import grpo
 from tests.conftest import build_model

@@ -7,7 +7,7 @@ import torch
 
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.replies import SHARED_FOLDER
-from posttrain.rollouts.server.weight_sync import Pusher, SharedFile, push
+from posttrain.rollouts.server.weight_sync import Pusher, SharedFile
 from tests.conftest import build_model
 from tests.rollouts.stub_server import StubServer
 
@@ -30,18 +30,17 @@ def weights_of(model):
     return [(name, p.detach()) for name, p in model.named_parameters()]
 
 
-def test_a_client_keeps_its_memory_from_push_to_push_and_leaves_none_behind(stub):
-    client = VLLMClient(stub.url)
-    found = []
+def test_memory_is_kept_from_push_to_push_and_none_is_left_behind(stub):
+    client, pusher, found = VLLMClient(stub.url), Pusher(bucket_bytes=20_000), []
     for version in (1, 2):
         model = build_model(37, seed=version)
-        push(client, weights_of(model), version)
+        assert pusher.push(weights_of(model), {client: version}) == {client: None}
         assert arrived(stub, model)
-        found.append([file.path for file in client.pusher.files()])
+        found.append([pusher.file(number).path for number in range(2)])
     assert found[0] == found[1] and all(path.exists() for path in found[0])
-    push(client, weights_of(model), 3, bucket_bytes=1000)  # Another size of buckets, other files.
-    client.close()
+    pusher.close()
     assert not any(path.exists() for path in found[0])
+    client.close()
 
 
 def test_where_shared_memory_has_no_room_weights_go_through_http(stub, monkeypatch, caplog):
@@ -51,8 +50,8 @@ def test_where_shared_memory_has_no_room_weights_go_through_http(stub, monkeypat
     monkeypatch.setattr(SharedFile, "write", full)
     client, model = VLLMClient(stub.url), build_model(37)
     pusher = Pusher(bucket_bytes=2000, shared=True)
-    answer = pusher.push(weights_of(model), {client: 1})[client]
-    assert answer["version"] == 1 and arrived(stub, model)
+    assert pusher.push(weights_of(model), {client: 1}) == {client: None}
+    assert client.weight_version() == 1 and arrived(stub, model)
     assert "no room" in caplog.text and caplog.text.count("no room") == 1
     pusher.close()
     client.close()

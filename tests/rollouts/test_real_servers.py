@@ -17,7 +17,6 @@ from tests.algorithms.helpers import grpo, grpo_args, losses, weights
 from tests.algorithms.test_far_rollouts import PLAIN, Seeded
 from tests.conftest import build_model, build_tokenizer
 from tests.rollouts import test_contract as contract
-from tests.rollouts.test_weights import adapted
 from tests.serve.test_process import process
 
 pytestmark = pytest.mark.distributed
@@ -35,16 +34,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(folder, tmp_path_factory):
-    with process(
-        tmp_path_factory.mktemp("log"), "--model", str(folder), "--engine", "native", "--dtype", "float32"
-    ) as made:
+    with process(tmp_path_factory.mktemp("log"), "--model", str(folder), "--dtype", "float32") as made:
         yield made[0]
 
 
 @pytest.fixture
 def engine(url, monkeypatch):
     monkeypatch.setattr(contract, "VOCAB", len(build_tokenizer()))
-    made = ServerEngine(url, connection_timeout=20, holder="contract")
+    made = ServerEngine(url, connection_timeout=20)
     made.model = build_model(contract.VOCAB)
     made.load_weights(Weights(made.model), 1)
     yield made
@@ -83,22 +80,9 @@ def test_log_probs_of_both_sides_agree_after_a_push_and_not_before_it(engine, tm
     assert list(probe_logprobs(server.client, needs)) == []
 
 
-def test_an_adapter_pushed_alone_samples_as_the_merged_one(engine):
-    engine.model = adapted(build_model(contract.VOCAB, seed=9))  # On the base that the server loaded.
-    engine.load_weights(Weights(build_model(contract.VOCAB, seed=9)), 2)
-    assert engine.capabilities.max_lora_rank >= 4
-    engine.load_weights(Weights(engine.model, adapter_only=True), 3)
-    requests = [Request([5, 6, 7], 4)]
-    alone = engine.generate(requests, Sampling(8, seed=1))
-    truth = sequence_logps(engine.model, [Row(r.prompt_ids, [r.token_ids], [[1] * 8]) for r in alone])
-    assert max(float((torch.tensor(r.logp) - t).abs().max()) for r, t in zip(alone, truth, strict=True)) < 1e-3
-    engine.load_weights(Weights(engine.model), 4)
-    assert [r.token_ids for r in engine.generate(requests, Sampling(8, seed=1))] == [r.token_ids for r in alone]
-
-
 def test_a_second_trainer_is_kept_out(engine, url):
-    with pytest.raises(ServerBusy, match="contract"):
-        ServerEngine(url, connection_timeout=5, holder="another")
+    with pytest.raises(ServerBusy, match="is used by"):
+        ServerEngine(url, connection_timeout=5)
 
 
 def test_grpo_over_it_equals_grpo_in_process(url, tmp_path, tiny_tokenizer):
@@ -126,9 +110,7 @@ def test_of_three_servers_one_is_killed_and_one_joins_and_no_completion_is_lost_
 
         def start(name):
             (tmp_path / name).mkdir()
-            return stack.enter_context(
-                process(tmp_path / name, "--model", str(folder), "--engine", "native", "--dtype", "float32")
-            )
+            return stack.enter_context(process(tmp_path / name, "--model", str(folder), "--dtype", "float32"))
 
         servers = [start(f"s{i}") for i in range(3)]
         urls = [made[0] for made in servers]

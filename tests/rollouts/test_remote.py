@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from posttrain.errors import RolloutServerError, ServerBusy, ServerUnreachable, WeightSyncError
+from posttrain.errors import ServerUnreachable, WeightSyncError
 from posttrain.rollouts.server import client as connection
 from posttrain.rollouts.server import engine as remote
 from posttrain.rollouts.server import engine as server
@@ -71,17 +71,13 @@ def test_versions_are_the_trainer_s_whatever_servers_call_them(made):
     stub = stub_of(made, version=41)
     engine = following(made, ServerVersions(1, {stub.url: 40}), ServerVersions(2, {stub.url: 41}))
     assert [(r.version, r.spans) for r in engine.generate(REQUESTS, SAMPLING)] == [(2, None)] * 4
-    assert stub.lease is None  # The trainer's to take.
-    stub.lies["edit"] = lambda r: r | {"version_spans": [[[40, 2], [41, 4]], None, [[40, 6]], None]}
-    found = engine.generate(REQUESTS, SAMPLING)
-    assert [(r.version, r.spans) for r in found] == [(1, [(1, 2), (2, 4)]), (2, None), (1, None), (2, None)]
 
+    def written(*runs):
+        return {"weight_versions": [{"version": str(v), "start": a, "end": b} for v, a, b in runs]}
 
-def test_spans_that_do_not_cover_a_completion_are_refused(made):
-    stub = stub_of(made, version=1)
-    stub.lies["edit"] = lambda r: r | {"version_spans": [[[1, 5]], None, None, None]}
-    with pytest.raises(RolloutServerError, match="which weights wrote 5 tokens of a completion of 6"):
-        following(made, ServerVersions(1, {stub.url: 1})).generate(REQUESTS, SAMPLING)
+    stub.lies["edit"] = lambda c: [c[0] | written((40, 0, 2), (41, 2, 6)), c[1] | written((40, 0, 6))]
+    found = engine.generate(REQUESTS[:1], SAMPLING)
+    assert [(r.version, r.spans) for r in found] == [(1, [(1, 2), (2, 4)]), (1, None)]
 
 
 def test_trap_s6_weights_that_this_run_never_gave_write_nothing_for_it(made):
@@ -149,14 +145,17 @@ def test_a_worker_pushes_no_weights(made):
 # The trainer ---------------------------------------------------------------------------------------------------------
 
 
-def test_servers_that_can_be_held_are_paused_around_a_push_and_the_others_are_not(made):
+def test_each_server_is_paused_around_its_update_and_what_can_be_kept_is(made):
     stub, other = stub_of(made, version=5), stub_of(made)
-    other.lies["info"] = {"engine": "batches"}
-    transfer, model = transfer_to(made, stub, other), build_model(VOCAB)
+    other.lies["facts"] = {"keeps": False}
+    transfer, model, modes = transfer_to(made, stub, other), build_model(VOCAB), []
+    for one in (stub, other):
+        usual = one.on_pause
+        one.on_pause = lambda asked, *rest, usual=usual: modes.append(asked["mode"]) or usual(asked, *rest)
     push(transfer, model)
-    sent = ("pause", "begin_update", "end_update", "resume")
-    assert paths(stub, *sent) == list(sent)
-    assert paths(other, *sent) == ["begin_update", "end_update"]
+    sent = ("pause", "start_weight_update", "finish_weight_update", "resume")
+    assert paths(stub, *sent) == paths(other, *sent) == list(sent)
+    assert sorted(modes) == ["keep", "wait"]
     assert transfer.holders == ServerVersions(1, {stub.url: 6, other.url: 1})
     assert torch.equal(stub.model.model.norm.weight, model.model.norm.weight)
 
@@ -179,7 +178,7 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back_and_has_the_weights(
 def test_a_push_that_fails_leaves_no_server_paused_and_the_version_as_it_was(made):
     stub = stub_of(made)
     transfer = transfer_to(made, stub)
-    stub.lies["fail"] = "end_update"
+    stub.lies["fail"] = "complete"
     with pytest.raises(WeightSyncError):
         push(transfer, build_model(VOCAB))
     assert (stub.paused, transfer.version, transfer.holders.versions) == (None, 0, {})
@@ -195,7 +194,7 @@ def test_servers_that_lost_their_weights_get_the_same_version_again_and_nobody_e
     transfer.send_again(Weights(model))
     assert transfer.holders == ServerVersions(1, {stub.url: 1, other.url: 1})
     assert not transfer.lacking()
-    assert (len(paths(stub, "begin_update")), len(paths(other, "begin_update"))) == (2, 1)
+    assert (len(paths(stub, "start_weight_update")), len(paths(other, "start_weight_update"))) == (2, 1)
 
 
 def test_a_server_that_is_too_busy_to_answer_is_not_left_out(made):
@@ -233,23 +232,4 @@ def test_workers_are_told_of_a_server_that_was_gone_for_a_moment_and_kept_its_we
     assert transfer.lacking()
     transfer.send_again(Weights(model))
     assert transfer.holders == ServerVersions(1, {stub.url: 1, other.url: 1}) and not transfer.lacking()
-    assert [len(paths(one, "begin_update")) for one in (stub, other)] == [1, 1]
-
-
-def test_trap_s53_a_pause_that_somebody_left_is_ended_and_so_is_one_s_own(made):
-    stub = stub_of(made)
-    stub.paused = "keep"
-    transfer = transfer_to(made, stub)
-    assert stub.paused is None
-    transfer.pause()
-    assert stub.paused == "keep"
-    transfer.destroy()
-    assert (stub.paused, stub.lease) == (None, None)
-
-
-def test_a_second_trainer_is_kept_out(made):
-    stub = stub_of(made)
-    transfer_to(made, stub)
-    stub.lease = (stub.lease[0], "somebody else")
-    with pytest.raises(ServerBusy, match="held by somebody else"):
-        transfer_to(made, stub)
+    assert [len(paths(one, "start_weight_update")) for one in (stub, other)] == [1, 1]

@@ -1,293 +1,153 @@
-"""`posttrain serve --engine vllm` with a real vLLM and a real model: every endpoint, weights, and checks (a) and (h)."""
+"""A real vLLM started by `posttrain vllm-serve`, and one as TRL starts it, under a tiny model: pushes, scores, failures, training."""
 
-import base64
-import time
-from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
 import pytest
 import requests
 import torch
 
 from posttrain.checks.server import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
-from posttrain.errors import BadRequest, WeightSyncError
-from posttrain.models.load import load_tokenizer
-from posttrain.rollouts.server.engine import ServerEngine, VLLMClient
-from posttrain.rollouts.server.replies import SAFETENSORS
+from posttrain.errors import ServerUnreachable, WeightSyncError
+from posttrain.rollouts.server.client import VLLMClient
+from posttrain.rollouts.server.engine import ServerEngine
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.workers.shared_weights import Weights
-from posttrain.types import Request, Sampling
-from tests.algorithms.helpers import grpo_args
+from posttrain.types import Request, Rollout, Sampling
+from tests.algorithms.helpers import grpo, grpo_args
+from tests.conftest import build_model, build_tokenizer
 from tests.rollouts import real_vllm as real
 
-pytestmark = real.needed
+pytestmark = real.without_model
 
-PROMPTS = [[504, 3575, 282, 4649, 314], [1780, 314, 253], [504, 1345]]
+PROMPTS = [[5, 6, 7], [9, 10], [11]]
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    with real.posttrain_serve(tmp_path_factory.mktemp("served")) as made:
+def folder(tmp_path_factory):
+    path, tokenizer = tmp_path_factory.mktemp("model"), build_tokenizer()
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # Heads that vLLM's kernels take.
+    build_model(len(tokenizer), seed=9, **shape).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(folder, tmp_path_factory):
+    with real.vllm_server(tmp_path_factory.mktemp("log"), folder, **{API_KEY_VARIABLE: "secret"}) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
-def model():
-    return real.load()
+@pytest.fixture
+def model(folder):
+    return real.load(folder)
 
 
 @pytest.fixture
 def engine(url, model):
-    made = ServerEngine(url, connection_timeout=30, holder="test")
+    made = ServerEngine(url, connection_timeout=30, api_key="secret")
     made.load_weights(Weights(model, checkpoint_names=made.capabilities.checkpoint_names), 1)
     yield made
     made.close()
 
 
-@pytest.fixture
-def client(url):
-    made = VLLMClient(url, connection_timeout=30)
-    yield made
-    made.close()
-
-
-def test_it_says_what_it_serves_and_is_healthy_to_the_first_token(url, client):
-    info = client.info()
-    assert info["engine"] == "vllm" and info["architectures"] == ["LlamaForCausalLM"]
-    assert (info["hidden_size"], info["num_hidden_layers"], info["num_key_value_heads"]) == (576, 30, 3)
-    assert (info["vocab_size"], info["max_model_len"], info["dtype"]) == (49152, real.CONTEXT, "torch.float32")
-    assert info["logprobs_mode"] == "processed_logprobs"
-    assert client.health() == client.health(deep=True) == {"status": "ok"}
-    assert client.get_world_size() == 1
-    assert 'path="/health/"' in requests.get(url + "/metrics", timeout=10).text
-
-
-def test_log_probs_are_those_of_transformers(engine, model):
-    real.assert_logps_are_transformers(engine, model, PROMPTS)
-
-
-def test_a_seed_reproduces_whatever_runs_beside_it_and_another_differs(engine):
-    ask = [Request(PROMPTS[0], 4)]
-    alone = [r.token_ids for r in engine.generate(ask, Sampling(12, seed=3))]
-    with ThreadPoolExecutor(4) as pool:
-        beside = [pool.submit(engine.generate, [Request(PROMPTS[1], 6)], Sampling(40, seed=s)) for s in range(3)]
-        again = [r.token_ids for r in engine.generate(ask, Sampling(12, seed=3))]
-        assert all(len(b.result()) == 6 for b in beside)
-    assert again == alone and len(set(map(tuple, alone))) == 4
-    assert [r.token_ids for r in engine.generate(ask, Sampling(12, seed=4))] != alone
-
-
-def test_greedy_text_stops_at_a_string_and_at_a_token(client, model):
-    tokenizer = load_tokenizer(str(real.SMOL))
-    prompt = "The capital of France is"
-    ids = tokenizer(prompt)["input_ids"]
-    with torch.no_grad():
-        wanted = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
-    reply = client.generate([prompt], max_tokens=12, temperature=0.0, generation_kwargs={"ignore_eos": True})
-    assert reply["prompt_ids"] == [ids] and reply["completion_ids"] == [wanted]
-    stopped = client.generate(
-        [prompt], max_tokens=12, temperature=0.0, generation_kwargs={"stop_token_ids": [wanted[3]]}
-    )
-    assert stopped["completion_ids"][0] == wanted[: wanted.index(wanted[3]) + 1]
-    assert stopped["finish_reasons"] == [["stop"]]
-    text = tokenizer.decode(wanted[2])
-    stopped = client.generate([prompt], max_tokens=12, temperature=0.0, generation_kwargs={"stop": [text]})
-    assert stopped["completion_ids"][0] == wanted[:3]
-
-
-def test_the_most_likely_tokens_come_by_rank_with_the_sampled_one_among_them(client):
-    reply = client.generate(PROMPTS, max_tokens=8, n=2, logprobs=5, seed=0)
-    for ids, tops, logps in zip(reply["completion_ids"], reply["logprob_token_ids"], reply["logprobs"], strict=True):
-        for token, at, values in zip(ids, tops, logps, strict=True):
-            assert token in at and values == sorted(values, reverse=True) and len(at) in (5, 6)
-
-
-def test_a_conversation_is_rendered_by_the_template(client):
-    reply = client.chat([[{"role": "user", "content": "Say yes."}]], max_tokens=4, temperature=0.0)
-    text = load_tokenizer(str(real.SMOL)).decode(reply["prompt_ids"][0])
-    assert text.endswith("<|im_start|>assistant\n") and "Say yes." in text
-    assert 1 <= len(reply["completion_ids"][0]) <= 4
-
-
-def test_scores_equal_transformers_in_both_forms(url, client, model, engine):
-    sequences = probe_sequences(49152, 48)
-    wanted = [real.truth(model, [_rollout(s)])[0] for s in sequences]
-    found = client.get_sequence_logprobs(sequences, [1] * 4, top_logprobs=3)
-    assert real.worst([[at[0] for at in line] for line in found["actual_logprobs"]], wanted) < 1e-3
-    body = {"sequences": sequences, "prompt_lengths": [1] * 4, "top_logprobs": 3, "response_format": "binary"}
-    raw = requests.post(url + "/get_sequence_logprobs/", json=body, timeout=120).json()
-    actual = np.frombuffer(base64.b64decode(raw["actual_logprobs_b64"]), "<f4").reshape(4, 47)
-    assert np.abs(actual - np.array(wanted)).max() < 1e-3
-    assert raw["shape"] == [4, 47, 3]
-    with pytest.raises(BadRequest, match="temperature"):  # vLLM scores at temperature 1 alone, and says so.
-        client.get_sequence_logprobs(sequences, [1] * 4, top_logprobs=3, temperature=0.5)
-
-
-def _rollout(ids):
-    from posttrain.types import Rollout
-
-    return Rollout(ids[:1], ids[1:], [], "length")
-
-
-def test_what_cannot_be_served_is_a_400_and_ends_nothing(client):
-    for wrong in ({"prompts": [[1] * 600]}, {"prompts": [[60000]]}, {"prompts": [[]]}):
-        with pytest.raises(BadRequest, match="prompt 0"):
-            client.generate(**wrong)
-    with pytest.raises(BadRequest, match="no_repeat_ngram"):
-        client.generate([[1]], generation_kwargs={"no_repeat_ngram": 2})
-    with pytest.raises(BadRequest):
-        client.generate([[1]], structured_outputs_regex="([a-z")
-    client.reset_prefix_cache()
-    assert client.health(deep=True) == {"status": "ok"}
-
-
-def test_a_pattern_is_followed(client):
-    reply = client.generate(["A number:"], max_tokens=6, structured_outputs_regex=r" [0-9]{3}", seed=0)
-    text = load_tokenizer(str(real.SMOL)).decode(reply["completion_ids"][0], skip_special_tokens=True)
-    assert len(text) == 4 and text.strip().isdigit()
-
-
-def _gap(engine, policy, version):
-    sequences = probe_sequences(49152, 64)
+def gap(engine, policy, version):
+    sequences = probe_sequences(policy.config.vocab_size, 64)
     (theirs,) = engine.score(sequences, [1] * 4).values()
-    ours = real.truth(policy, [_rollout(s) for s in sequences])
-    return check_parity("vllm", ours, theirs, dtype=engine.capabilities.dtype, version=version), real.worst(
-        ours, theirs
+    ours = real.truth(policy, [Rollout(s[:1], s[1:], [], "length") for s in sequences])
+    return check_parity("vllm", ours, theirs, dtype=engine.capabilities.dtype, version=version)
+
+
+def test_every_path_but_health_asks_for_the_token(url):
+    assert requests.get(url + "/health", timeout=10).status_code == 200
+    for path in ("/v1/models", "/weight_info", "/is_paused"):
+        assert requests.get(url + path, timeout=10).status_code == 401
+
+
+def test_log_probs_are_those_of_transformers_at_the_temperature_and_seeds_hold(engine, model):
+    real.assert_logps_are_transformers(engine, model, PROMPTS)
+    first, again, other = (
+        [r.token_ids for r in engine.generate([Request(p, 3) for p in PROMPTS], Sampling(8, seed=s))] for s in (3, 3, 4)
     )
+    assert first == again != other
 
 
-def test_weights_of_another_step_are_noticed_and_a_push_through_shared_memory_cures_it(engine, model):
-    assert _gap(engine, model, 1)[0] is None
-    later = real.moved(real.load())
-    found, gap = _gap(engine, later, 1)
-    assert found.code == "PT-S004" and gap > 0.5
-    began = time.perf_counter()
+def test_weights_of_another_step_are_noticed_and_a_push_through_shared_memory_cures_it(engine, folder):
+    later = real.moved(real.load(folder), 0.5)
+    assert gap(engine, later, 1).code == "PT-S004"
     engine.load_weights(Weights(later, checkpoint_names=True), 2)
-    print(f"push of 135M parameters: {time.perf_counter() - began:.2f} s")
-    found, gap = _gap(engine, later, 2)
-    assert found is None and gap < 1e-3
+    assert gap(engine, later, 2) is None
     rollouts = engine.generate([Request(PROMPTS[0], 4)], Sampling(16, seed=0))
     assert {r.version for r in rollouts} == {2}
     assert real.worst([r.logp for r in rollouts], real.truth(later, rollouts)) < 1e-3
 
 
-def test_broken_bytes_are_refused_and_only_a_whole_push_leads_back(url, engine, model, client):
-    version = client.info()["weight_version"] + 1
-    client.lease_id = next(iter(engine.fleet.servers.values())).client.lease_id
-    client.call("POST", "/begin_update/", {"version": version})
-    headers = {"Content-Type": SAFETENSORS, "X-Version": str(version), "X-Checksum": "0" * 32}
-    with pytest.raises(WeightSyncError, match="checksum"):
-        client.call("POST", "/update_bucket/", b"\x00" * 64, headers=headers)
-    client.call("POST", "/abort_update/", {"version": version})
-    with pytest.raises(WeightSyncError, match="not whole"):
-        client.generate([[1]])
-    engine.load_weights(Weights(model, checkpoint_names=True), 5)
-    assert _gap(engine, model, 5)[0] is None
-
-
-def test_names_and_shapes_of_another_model_are_refused_and_the_next_push_cures_it(engine, model):
-    for wrong in ([("model.layers.0.nonsense.weight", torch.ones(2))], [("model.norm.weight", torch.ones(7))]):
+def test_a_push_that_fails_leaves_weights_that_are_not_sampled_from_until_a_whole_one_came(engine, model):
+    whole = list(Weights(model, checkpoint_names=True))
+    broken = (
+        [("model.layers.0.nonsense.weight", torch.ones(2)), *whole],
+        [("model.norm.weight", torch.ones(7)), *whole[:-1]],
+        whole[:-3],
+    )
+    for number, pairs in enumerate(broken):
+        weights = type("Named", (list,), {"names": []})(pairs)  # As a whole set, not a part of one.
         with pytest.raises(WeightSyncError):
-            engine.load_weights([*wrong, *Weights(model)], 6)
-        engine.load_weights(Weights(model, checkpoint_names=True), 7)
-        assert _gap(engine, model, 7)[0] is None
+            engine.load_weights(weights, 10 * number + 4)
+        with pytest.raises(WeightSyncError, match="not whole"):
+            next(iter(engine.fleet.servers.values())).client.complete([PROMPTS[0]])
+        engine.load_weights(Weights(model, checkpoint_names=True), 10 * number + 5)
+        assert gap(engine, model, 5) is None
 
 
-def test_a_pause_holds_what_runs_and_it_goes_on_under_the_new_weights(engine, model, client):
-    client.lease_id = next(iter(engine.fleet.servers.values())).client.lease_id
-    later = real.moved(real.load())
-    with ThreadPoolExecutor(1) as pool:
-        ask = {"n": 2, "max_tokens": 200, "seed": 1, "generation_kwargs": {"ignore_eos": True}}
-        running = pool.submit(client.generate, [PROMPTS[0]], **ask)
-        while client.info()["running"] == 0:
-            time.sleep(0.05)
-        time.sleep(1.0)
-        client.pause("keep")
-        engine.load_weights(Weights(later, checkpoint_names=True), 8)
-        assert not running.done()
-        client.resume()
-        reply = running.result()
-    for ids, spans, logps in zip(
-        reply["completion_ids"],
-        reply["version_spans"],
-        reply["raw_logprobs"] if "raw_logprobs" in reply else reply["logprobs"],
-        strict=True,
-    ):
-        assert sum(count for _, count in spans) == len(ids) == len(logps) == 200
-        assert len(spans) == 2 and spans[0][0] < spans[1][0]
-        (_, first), (_, second) = spans
-        flat = [x[0] for x in logps]
-        for policy, part in ((model, slice(0, first)), (later, slice(first, first + second))):
-            wanted = real.truth(policy, [_answer(PROMPTS[0], ids)])[0]
-            assert real.worst([flat[part]], [wanted[part]]) < 2e-3
-
-
-def _answer(prompt, ids):
-    from posttrain.types import Rollout
-
-    return Rollout(prompt, ids, [], "length")
-
-
-def test_a_pause_that_aborts_gives_what_is_written(engine, client):
-    client.lease_id = next(iter(engine.fleet.servers.values())).client.lease_id
-    with ThreadPoolExecutor(1) as pool:
-        ask = {"n": 2, "max_tokens": 400, "generation_kwargs": {"ignore_eos": True}}
-        running = pool.submit(client.generate, [PROMPTS[0]], **ask)
-        while client.info()["running"] == 0:
-            time.sleep(0.05)
-        time.sleep(1.0)
-        client.pause("abort")
-        reply = running.result()
-        client.resume()
-    assert reply["finish_reasons"] == [["abort", "abort"]]
-    assert all(0 < len(ids) < 400 for ids in reply["completion_ids"])
-    assert client.health(deep=True) == {"status": "ok"}
-
-
-def test_a_build_without_sleep_says_so(client, engine):
-    client.lease_id = next(iter(engine.fleet.servers.values())).client.lease_id
-    with pytest.raises(Exception, match="does not sleep"):
-        client.sleep(1)
-    assert client.generate([[1]])["completion_ids"]
-
-
-def test_checks_a_and_h_have_nothing_to_say_of_it(engine, model, tmp_path):
+def test_a_trainer_that_died_in_a_push_leaves_a_server_that_the_next_one_uses(engine, model):
     (server,) = engine.fleet.live
-    needs = needs_of(model, grpo_args(tmp_path, temperature=0.7, max_completion_length=64))
-    assert list(check_info(server.url, server.info, needs)) == []
-    assert list(probe_logprobs(server.client, needs)) == []
+    server.client.begin_update()
+    engine.mark_stale()
+    engine.load_weights(Weights(model, checkpoint_names=True), 50)
+    assert engine.generate([Request(PROMPTS[0])], Sampling(2, seed=0))[0].version == 50
 
 
-def test_checks_a_and_h_find_another_model_and_a_context_that_is_too_short(engine, tmp_path):
-    from tests.conftest import build_model
-
+def test_checks_have_nothing_to_say_of_it_and_find_another_model(engine, model, tmp_path):
     (server,) = engine.fleet.live
-    other = needs_of(build_model(49152), grpo_args(tmp_path, max_completion_length=64))
-    (found,) = check_info(server.url, server.info, other)
-    assert found.code == "PT-S001" and "hidden_size=576" in found.what and "hidden_size=32" in found.what
-    larger = needs_of(build_model(50000), grpo_args(tmp_path))
-    assert "PT-S002" in [f.code for f in check_info(server.url, server.info, larger)]
-    long = needs_of(real.load(), grpo_args(tmp_path, max_completion_length=real.CONTEXT))
-    (found,) = check_info(server.url, server.info, long)
-    assert found.code == "PT-S010" and f"max_model_len={real.CONTEXT}" in found.what
+
+    def codes(trained, **settings):
+        needs = needs_of(trained, grpo_args(tmp_path, **settings))
+        return [f.code for f in (*check_info(server.url, server.info, needs), *probe_logprobs(server.client, needs))]
+
+    assert codes(model, temperature=0.7, max_completion_length=64) == []
+    assert codes(model, max_completion_length=256) == ["PT-S010"]
+    assert codes(build_model(model.config.vocab_size), max_completion_length=64) == ["PT-S001"]
 
 
-def test_a_model_over_two_shards_takes_weights_too(tmp_path):
-    """Workers that are processes of their own get them through shared memory."""
-    from tests.conftest import build_model, build_tokenizer
-    from tests.rollouts.test_vllm import SHAPE
+def test_teachers_score_and_conversations_are_rendered(engine, model):
+    (server,) = engine.fleet.live
+    (one,) = server.client.score([[5, 6, 7, 8]], [2], top=30)
+    logps = model(torch.tensor([[5, 6, 7]])).logits[0, 1:].detach().log_softmax(-1)
+    assert one.logps == pytest.approx([float(logps[0, 7]), float(logps[1, 8])], abs=1e-3)
+    assert [ids[:3] for ids in one.top_ids] == logps.topk(3).indices.tolist()
+    reply = server.client.chat([[{"role": "user", "content": "sum"}]], max_tokens=3)
+    assert len(reply["completion_ids"][0]) <= 3
 
-    tokenizer = build_tokenizer()
-    build_model(len(tokenizer), seed=9, **SHAPE).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    options = ("--tensor_parallel_size", "2", "--max_model_len", "512", "--max_num_seqs", "8")
-    policy = build_model(len(tokenizer), **SHAPE)
-    with real.posttrain_serve(
-        tmp_path, *options, model=tmp_path / "model", VLLM_CPU_OMP_THREADS_BIND="0|1", VLLM_CPU_KVCACHE_SPACE="1"
-    ) as url:
-        engine = ServerEngine(url, connection_timeout=30)
-        for version in (1, 2):
-            real.moved(policy, 0.3)
-            engine.load_weights(Weights(policy, checkpoint_names=True), version)
-            rollouts = engine.generate([Request([5, 6, 7], 4)], Sampling(12, seed=0))
-            assert real.worst([r.logp for r in rollouts], real.truth(policy, rollouts)) < 1e-3
+
+def test_grpo_steps_over_it_are_on_policy(url, folder, tmp_path):
+    far = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_api_key": "secret"}
+    trainer = grpo(
+        tmp_path, build_tokenizer(), model=real.load(folder), engine="native", max_steps=3, learning_rate=1e-2, **far
+    )
+    trainer.train()
+    trainer.engine.close()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert max(row["sampling/sampling_logp_difference/max"] for row in rows) < 1e-3
+
+
+def test_a_server_without_our_extension_only_samples_and_its_lacks_have_findings(folder, tmp_path, model):
+    with real.plain_server(tmp_path, folder) as plain:
+        engine = ServerEngine(plain, connection_timeout=30)
+        rollouts = engine.generate([Request(p, 2) for p in PROMPTS], Sampling(8, seed=1))
+        assert real.worst([r.logp for r in rollouts], real.truth(model, rollouts)) < 1e-3
+        (server,) = engine.fleet.live
+        needs = needs_of(model, grpo_args(tmp_path, temperature=0.7, max_completion_length=64))
+        found = [*check_info(plain, server.info, needs), *probe_logprobs(server.client, needs)]
+        assert [f.code for f in found] == ["PT-S012", "PT-S011"]
+        with pytest.raises(WeightSyncError, match="posttrain vllm-serve"):
+            engine.load_weights(Weights(model, checkpoint_names=True), 1)
         engine.close()
+    with pytest.raises(ServerUnreachable):
+        VLLMClient(plain)

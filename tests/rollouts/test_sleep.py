@@ -76,7 +76,11 @@ def logprob(value):
 
 @pytest.fixture(autouse=True)
 def _no_vllm(monkeypatch):
-    fake = types.SimpleNamespace(SamplingParams=lambda **settings: settings)
+    def reload(worker, pairs):
+        model = worker.model_runner.get_model()
+        return sorted({name for name, _ in model.named_parameters()} - model.load_weights(pairs))
+
+    fake = types.SimpleNamespace(SamplingParams=lambda **settings: settings, reload=reload)
     monkeypatch.setattr("posttrain.rollouts.vllm.require", lambda name, purpose: fake)
 
 
@@ -214,7 +218,7 @@ def test_the_log_prob_is_of_the_sampled_token_whatever_comes_first():
 def test_what_vllm_cannot_do_is_said_before_it_is_asked():
     made = engine(None)
     push(made, 3)
-    with pytest.raises(RolloutError, match="no_repeat_ngram=2"):
+    with pytest.raises(ConfigError, match="no_repeat_ngram=2"):
         made.generate([Request([5])], Sampling(1, no_repeat_ngram=2))
     with pytest.raises(RolloutError, match="empty prompt"):
         made.generate([Request([])], Sampling(1))

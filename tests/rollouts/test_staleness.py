@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain import DataError, RolloutError
+from posttrain.data.samplers import PromptStream
 from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, FailureBudget, Ledger, MismatchGuard
 from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
 
@@ -92,16 +93,20 @@ def rows(count=5):
     return datasets.Dataset.from_list([{"prompt": str(i)} for i in range(count)])
 
 
+def tasks(dataset, seed=0, shuffle=True):
+    return TaskSource(PromptStream(dataset, seed, shuffle), 2, seed)
+
+
 def test_every_epoch_has_every_prompt_once_in_another_order():
-    source = TaskSource(rows(), 2, seed=3)
+    source = tasks(rows(), seed=3)
     epochs = [[source.next().row["prompt"] for _ in range(5)] for _ in range(3)]
     assert all(sorted(epoch) == list("01234") for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
-    assert (source.epoch, source.group) == (2, 15)
+    assert (source.prompts.passes, source.group) == (2, 15)
 
 
 def test_prompts_given_back_come_next_as_new_groups_with_other_seeds():
-    source = TaskSource(rows(), 2, shuffle=False)
+    source = tasks(rows(), shuffle=False)
     first, second = source.next(), source.next()
     source.give_back(first)
     again = source.next()
@@ -112,13 +117,13 @@ def test_prompts_given_back_come_next_as_new_groups_with_other_seeds():
 
 
 def test_trap_s9_a_resumed_source_asks_again_for_what_was_under_way_and_goes_on_from_there():
-    source, again = TaskSource(rows(), 2, seed=5), TaskSource(rows(), 2, seed=5)
-    tasks = [source.next() for _ in range(7)]  # The second epoch has begun.
-    for task in tasks[:5]:
+    source, again = tasks(rows(), seed=5), tasks(rows(), seed=5)
+    asked = [source.next() for _ in range(7)]  # The second epoch has begun.
+    for task in asked[:5]:
         source.done(task.group_id)
     expected = [source.next().row["prompt"] for _ in range(4)]
     again.load(TaskSource.state(_rewound(source, 4)))
-    assert [again.next().row["prompt"] for _ in range(6)] == [t.row["prompt"] for t in tasks[5:]] + expected
+    assert [again.next().row["prompt"] for _ in range(6)] == [t.row["prompt"] for t in asked[5:]] + expected
     assert again.next().group_id >= 7
 
 
@@ -127,23 +132,24 @@ def _rewound(source, count):
     for number in range(source.group - count, source.group):
         source._origin.pop(number, None)
     source.group -= count
-    overall = source.epoch * len(source.dataset) + source.cursor - count
-    source.epoch, source.cursor = divmod(overall, len(source.dataset))
+    prompts = source.prompts
+    overall = prompts.passes * len(prompts.dataset) + prompts.position - count
+    prompts.passes, prompts.position = divmod(overall, len(prompts.dataset))
     return source
 
 
 def test_a_stream_is_gone_through_again_and_resumed_by_its_position():
     stream = rows(3).to_iterable_dataset()
-    source = TaskSource(stream, 2)
+    source = tasks(stream, shuffle=False)
     assert [source.next().row["prompt"] for _ in range(5)] == ["0", "1", "2", "0", "1"]
-    again = TaskSource(stream, 2)
+    again = tasks(stream, shuffle=False)
     again.load(source.state())
     assert again.next().row["prompt"] == "2"
 
 
 def test_an_empty_dataset_is_refused():
     with pytest.raises(DataError, match="empty"):
-        TaskSource([], 2).next()
+        tasks([]).next()
 
 
 def test_too_many_failures_stop_the_run_with_the_commonest_error():

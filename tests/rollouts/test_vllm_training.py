@@ -33,8 +33,8 @@ def test_grpo_over_a_served_vllm_reaches_the_accuracy_of_the_demo(tmp_path):
     assert result["logp_gap_mean"] < 0.1  # Both round, each in its way; in float32 see below.
 
 
-@pytest.mark.parametrize("mode", ["plain", "colocate"])
-def test_grpo_steps_over_vllm_serve_and_in_process_are_on_policy(mode, tmp_path):
+@pytest.mark.parametrize("mode", ["served", "colocate"])
+def test_grpo_steps_over_a_server_and_in_process_are_on_policy(mode, tmp_path):
     result = run(mode, tmp_path, "--steps", "3")
     assert len(result["rewards"]) == 3 and result["logp_gap_max"] < 1e-2
 

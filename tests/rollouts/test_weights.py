@@ -2,7 +2,6 @@
 
 import doctest
 import hashlib
-import threading
 
 import peft
 import pytest
@@ -10,9 +9,8 @@ import torch
 
 import posttrain.rollouts.workers.shared_weights
 from posttrain.errors import ModelError
-from posttrain.models import merged
-from posttrain.models.merged import adapter_weights, merged_weights
-from posttrain.rollouts.workers.shared_weights import Weights, as_dtype
+from posttrain.rollouts.workers import shared_weights as merged
+from posttrain.rollouts.workers.shared_weights import Weights, adapter_weights, as_dtype, merged_weights
 from tests.conftest import build_model
 
 
@@ -142,48 +140,3 @@ def test_an_adapter_goes_alone_only_where_it_is_nothing_but_lora():
 def test_a_dtype_is_known_by_either_of_its_names():
     assert as_dtype("float16") is as_dtype("torch.float16") is torch.float16
     assert as_dtype("auto") is as_dtype(None) is None
-
-
-def test_a_bucket_over_the_network_group_reaches_the_other_rank(monkeypatch):
-    """Two ranks in two threads over gloo: what NCCL does between accelerators, without them."""
-    from datetime import timedelta
-
-    from posttrain.rollouts.server import nccl
-
-    port, received, sizes = nccl._free_port(), {}, {}
-
-    class Client:
-        base_url, host, group_port, sync_timeout = "http://stub", "127.0.0.1", port, 20.0
-
-        def get_world_size(self):
-            return 1
-
-        def call(self, method, path, body=None, **_):
-            if path == "/init_communicator/":
-                sizes.update(body)
-                limit = timedelta(seconds=20)
-                store = torch.distributed.TCPStore("127.0.0.1", body["port"], 2, is_master=True, timeout=limit)
-                prefixed = torch.distributed.PrefixStore("posttrain-weights", store)
-                self.group = torch.distributed.ProcessGroupGloo(prefixed, 0, 2, timeout=limit)
-            if path == "/update_named_params/":
-                count = sum(torch.Size(p["shape"]).numel() for p in body["params"])
-                flat = torch.empty(count, dtype=as_dtype(body["params"][0]["dtype"]))
-                options = torch.distributed.BroadcastOptions()
-                options.rootRank, options.rootTensor = 1, 0
-                self.group.broadcast([flat], options).wait()
-                for entry in body["params"]:
-                    size = torch.Size(entry["shape"]).numel()
-                    received[entry["name"]] = flat[:size].reshape(entry["shape"])
-                    flat = flat[size:]
-            return {"loaded": len(received), "unexpected": []}
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    group = nccl.Communicator.join(Client(), "cpu")
-    bucket = [("a", torch.randn(3, 4)), ("b", torch.randn(5))]
-    thread = threading.Thread(target=group.send, args=(bucket, 1))
-    thread.start()
-    thread.join(timeout=30)
-    assert not thread.is_alive()
-    assert sizes["world_size"] == 2
-    assert all(torch.equal(received[name], tensor) for name, tensor in bucket)
-    group.close()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from posttrain import ArgumentTypeError, RolloutError
+from posttrain.data.samplers import PromptStream
 from posttrain.errors import ModelError, WeightSyncError
 from posttrain.rollouts.workers.engine_spec import EngineSpec
 from posttrain.rollouts.workers.ledger import Ledger
@@ -23,7 +24,7 @@ def pool(tmp_path, job, workers=1, inflight=8, prompts=50, buffer=None, **settin
     rows = [{"prompt": str(i)} for i in range(prompts)]
     found = WorkerPool(
         job,
-        TaskSource(rows, 4, shuffle=False),
+        TaskSource(PromptStream(rows, 0, shuffle=False), 4),
         PoolSettings(workers, 4, inflight, **settings),
         buffer=RolloutBuffer(1024) if buffer is None else buffer,
         ledger=Ledger(),
@@ -144,7 +145,7 @@ def test_trap_s22_a_killed_worker_is_replaced_and_its_prompts_are_asked_again(tm
     assert "exit code -9 (SIGKILL)" in said
     assert "about to be killed" in said
     prompts = [given.source.group, given.source.cursor]
-    assert prompts[0] > prompts[1] + 8 * given.source.epoch  # Groups were asked a second time.
+    assert prompts[0] > prompts[1] + 8 * given.source.prompts.passes  # Groups were asked a second time.
 
 
 def test_workers_that_fail_again_and_again_end_the_run(tmp_path, running):

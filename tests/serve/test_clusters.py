@@ -65,7 +65,7 @@ exit "$code"
 """,
     "posttrain": """
 echo "$1 $SLURM_NODEID $SRUN_CPUS_PER_TASK ${#POSTTRAIN_API_KEY} $*" >> "$PLAY/said"
-if [ "$1" = serve ]; then sleep "$SERVES"; exit 1; fi
+if [ "$1" = vllm-serve ]; then sleep "$SERVES"; exit 1; fi
 sleep "$TRAINS"; exit "$CODE"
 """,
 }
@@ -99,7 +99,7 @@ def slurm(tmp_path):
 def test_the_last_node_serves_and_the_others_train_with_ranks_of_their_own(slurm):
     assert slurm().wait(20) == 0 and not slurm.requeued()
     said = sorted(line.split(maxsplit=4) for line in slurm.said())
-    assert [line[:2] for line in said] == [["grpo", "0"], ["grpo", "1"], ["serve", "0"]]
+    assert [line[:2] for line in said] == [["grpo", "0"], ["grpo", "1"], ["vllm-serve", "0"]]
     assert {line[2] for line in said} == {"64"} and {line[3] for line in said} == {"43"}
     for rank, line in enumerate(said[:2]):
         assert f"--num_machines 2 --num_processes 16 --machine_rank {rank} --main_process_ip n1" in line[4]

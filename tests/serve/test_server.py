@@ -1,25 +1,74 @@
-"""The listening socket of `posttrain serve`."""
+"""`posttrain vllm-serve`: what is added to vLLM's own options, and what is refused before the start."""
 
-import asyncio
-import socket
+import pytest
 
-from posttrain.serve.config import ServeConfig
-from posttrain.serve.server import _bind, _port
+from posttrain.errors import ConfigError, MissingDependencyError
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE
+from posttrain.rollouts.vllm import EXTENSION
+from posttrain.serve import server
+from posttrain.serve.server import vllm_command
+
+BASE = ["--model", "m"]
 
 
-def test_answers_are_not_held_back_until_their_headers_are_acknowledged(tmp_path):
-    """Found by a push of one tensor that took 144 ms: 48 for each of its three requests."""
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch):
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
 
-    async def accepted():
-        found = asyncio.get_running_loop().create_future()
-        bound = _bind(ServeConfig(model=str(tmp_path), port=0))
-        server = await asyncio.start_server(lambda _, writer: found.set_result(writer), sock=bound)
-        async with server:
-            _, client = await asyncio.open_connection("127.0.0.1", _port(bound))
-            writer = await found
-            option = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            writer.close()
-            client.close()
-            return option
 
-    assert asyncio.run(accepted()) != 0
+def options(words):
+    return dict(zip(words[::2], words[1::2], strict=False))
+
+
+def test_vllm_s_own_options_are_kept_and_those_of_training_are_added():
+    found = options(vllm_command([*BASE, "--max-model-len", "512"], cpu=False))
+    assert found == {
+        "--model": "m", "--max-model-len": "512", "--logprobs-mode": "processed_logprobs", "--max-logprobs": "-1",
+        "--generation-config": "vllm", "--worker-extension-cls": EXTENSION, "--host": "127.0.0.1",
+        "--weight-transfer-config": '{"backend": "posttrain"}',
+    }  # fmt: skip
+
+
+def test_an_option_that_was_given_is_not_given_twice_and_nccl_may_be_chosen():
+    words = vllm_command(
+        [*BASE, "--weight-transfer-config", '{"backend": "nccl"}', "--generation_config=vllm"], cpu=False
+    )
+    assert words.count("--weight-transfer-config") == 1 and "--generation-config" not in words
+
+
+def test_on_a_cpu_prompts_are_read_whole_because_seeds_want_it():
+    assert "--no-enable-chunked-prefill" in vllm_command(BASE, cpu=True)
+    assert "--no-enable-chunked-prefill" not in vllm_command(BASE, cpu=False)
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--logprobs-mode", "raw_logprobs"], "--logprobs-mode raw_logprobs"),
+        (["--generation_config", "auto"], "--generation-config auto"),
+        (["--worker-extension-cls", "a.B"], "--worker-extension-cls a.B"),
+        (["--weight-transfer-config", '{"backend": "ipc"}'], "'ipc'"),
+        (["--weight-transfer-config", "nccl"], "no JSON"),
+        (["--enable-chunked-prefill"], "chunked"),
+        (["--host", "0.0.0.0"], API_KEY_VARIABLE),
+    ],
+)
+def test_trap_s27_what_cannot_work_is_refused_before_the_start(more, words):
+    with pytest.raises(ConfigError, match=words):
+        vllm_command([*BASE, *more], cpu=True)
+    with pytest.raises(ConfigError, match="--model is missing"):
+        vllm_command(more, cpu=True)
+
+
+def test_trap_s52_with_a_token_every_path_is_guarded_and_other_addresses_are_open(monkeypatch):
+    monkeypatch.setenv(API_KEY_VARIABLE, "secret")
+    words = vllm_command([*BASE, "--host", "0.0.0.0"], cpu=False)
+    assert words[words.index("--middleware") + 1] == server.GUARD
+    assert "secret" not in words
+
+
+def test_without_vllm_the_error_says_what_to_install(monkeypatch, capsys):
+    assert server.run_vllm(["--help"]) == 0 and "vllm serve" in capsys.readouterr().out
+    monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+    with pytest.raises(MissingDependencyError):
+        server.run_vllm(BASE)

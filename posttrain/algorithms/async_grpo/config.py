@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError, check_choice, check_rules
 from posttrain.losses.ratio import CORRECTIONS
 from posttrain.rewards.transform import transform_names
 from posttrain.training.online_config import EpisodeFields, OnlineConfig
@@ -212,9 +212,7 @@ class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
                 f"must give each of {self.world_size} processes a rollout",
             ),
         ]  # fmt: skip
-        for name, holds, rule in rules:
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        check_rules(self, rules)
 
     def _check_choices(self) -> None:
         check_choice("staleness_policy", self.staleness_policy, POLICIES)

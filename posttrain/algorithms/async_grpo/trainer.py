@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -16,26 +15,82 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
 from posttrain.algorithms.async_grpo.config import AsyncGRPOConfig
-from posttrain.algorithms.async_grpo.scoring import population_advantages
-from posttrain.algorithms.async_grpo.service import RolloutService, warn_of_reward_models
-from posttrain.algorithms.async_grpo.steps import NEEDS, StepPlanner, async_grpo_objective
+from posttrain.algorithms.async_grpo.rollouts import AsyncRollouts, RolloutService, warn_of_reward_models
+from posttrain.algorithms.async_grpo.worker import population_advantages
 from posttrain.data.forest import collate
+from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import weighted_total
+from posttrain.losses.kl import k3
+from posttrain.losses.policy import clip_metrics, clipped
+from posttrain.losses.ratio import importance_log_ratio, rollout_correction
+from posttrain.losses.reduce import spread
+from posttrain.metrics import Metric, maximum, mean
 from posttrain.models import parallel
 from posttrain.report.completions import RolloutTableCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.rollouts.workers.ledger import DropWatch, Ledger, MismatchGuard
-from posttrain.rollouts.workers.samples import RolloutSample, TaskSource, sample_rows
+from posttrain.rollouts.workers.ledger import Ledger, MismatchGuard
+from posttrain.rollouts.workers.samples import TaskSource
 from posttrain.rollouts.workers.worker import check_picklable
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
-__all__ = ["AsyncGRPOTrainer"]
+__all__ = ["AsyncGRPOTrainer", "async_grpo_objective"]
 
 logger = logging.getLogger(__name__)
+
+NEEDS = frozenset({"logp", "entropy"})
+
+
+def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) -> LossTerms:
+    """``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)``, per token, divided by the tokens of the whole step.
+
+    ``is_correction=None``: ``rho = pi / mu`` with the log-probs ``log mu`` of the weights that sampled each token. Otherwise
+    ``rho = pi / pi_start`` (1, with its gradient, since all passes of a step see the same weights), and the term is weighted
+    by ``pi_start / mu``, bounded: decoupled PPO, whose proximal policy costs no pass of its own here.
+
+    Args:
+        out: Log-probs and entropies of the policy.
+        batch: With ``rollout_logp`` and ``advantages``.
+        cfg: `AsyncGRPOConfig`.
+
+    Reference: PPO, arXiv:1707.06347, equation 7; AReaL, arXiv:2505.24298, equation 5.
+    """
+    assert out.logp is not None and batch.rollout_logp is not None and batch.advantages is not None
+    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    advantages = spread(batch.advantages, batch.sequence)
+    old = batch.rollout_logp if cfg.is_correction is None else None
+    log_ratio = importance_log_ratio(out.logp, old, *forest, level="token")
+    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+    terms = clipped(log_ratio, advantages, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta)
+    ratio = (out.logp - batch.rollout_logp).detach().exp()
+    metrics: dict[str, Metric] = {
+        "entropy": mean(out.entropy, batch.loss_mask),  # type: ignore[arg-type]
+        "ratio": mean(ratio, batch.loss_mask),
+        "ratio/max": maximum(ratio[batch.loss_mask]),
+        "kl": mean(k3(batch.rollout_logp, out.logp.detach()), batch.loss_mask),
+    }
+    metrics |= clip_metrics(log_ratio, advantages, *forest, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta)
+    if cfg.is_correction is not None:
+        bounds = {"clip_max": cfg.is_clip_max, "clip_min": cfg.is_clip_min}
+        weight = rollout_correction(out.logp.detach(), batch.rollout_logp, *forest, mode=cfg.is_correction, **bounds)
+        terms = terms * weight
+        values = weight[batch.loss_mask]
+        metrics |= {
+            "sampling/importance_sampling_ratio/mean": mean(values),
+            "sampling/importance_sampling_ratio/max": maximum(values),
+            "sampling/frac_masked": mean((values == 0).float()),
+        }
+    return LossTerms(
+        terms,
+        batch.loss_mask,
+        "token",
+        sequence=batch.sequence,
+        num_sequences=batch.num_sequences,
+        metrics=metrics,
+    )
 
 
 class AsyncGRPOTrainer(OnlineTrainer):
@@ -54,7 +109,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
             which makes sessions of an agent of them.
         weight_transfer: Takes weights to it; see `WeightTransferProtocol`.
         engine_factory: ``() -> RolloutEngine``, picklable, instead of the engine that ``args.worker_engine`` names.
-        tools, environment_factory: See `EpisodeParts` and the pages on tools and environments.
+        tools, environment_factory: See `EpisodeSetup` and the pages on tools and environments.
 
     Reference: AReaL, arXiv:2505.24298; DeepSeekMath, arXiv:2402.03300, equation 3.
 
@@ -69,6 +124,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
     _name: ClassVar[str] = "AsyncGRPO"
     _suffix: ClassVar[str] = "AsyncGRPO"
     args: AsyncGRPOConfig
+    source: AsyncRollouts
 
     def __init__(
         self,
@@ -103,13 +159,9 @@ class AsyncGRPOTrainer(OnlineTrainer):
                 "rollout_worker without weight_transfer: it loads what lies in shared memory, or stays as it is."
             )
         args = self.args
-        self.source = TaskSource(self.train_dataset, args.num_generations, args.seed, args.shuffle_dataset)
-        self.ledger, self.drops = Ledger(), DropWatch(args.max_staleness)
         self.mismatch = MismatchGuard()
         self.trained_groups: int = 0
         self._new_groups: set[int] = set()
-        self.service = self._make_service()
-        self.planner = self._make_planner()
         self._step_kl = torch.zeros(2, dtype=torch.float64)
         self._skipping = False
         self.add_callback(_Steps(self))
@@ -118,57 +170,40 @@ class AsyncGRPOTrainer(OnlineTrainer):
             rows = args.samples_per_step or 1
             self.add_callback(RolloutTableCallback(self.record, self.rewards.names, rows=rows, **shown))
 
-    def _make_service(self) -> RolloutService:
-        return RolloutService(
-            self.args,
-            self.accelerator,
+    def make_source(self) -> AsyncRollouts:
+        """Workers, and the queue that they fill."""
+        args = self.args
+        prompts = PromptStream(self.train_dataset, args.seed, args.shuffle_dataset)
+        service = RolloutService(
+            args,
             self.given,
-            source=self.source,
-            ledger=self.ledger,
+            self.weight_sync,
+            tasks=TaskSource(prompts, args.num_generations, args.seed),
+            ledger=Ledger(),
             tokenizer=self.processing_class,
             pad_token_id=self.pad_token_id,
-            sync=self.weight_sync,
-            model=lambda: self.model,
-            wrapped=lambda: self.model_wrapped,
             sampling=lambda: self.sampling("train"),
-            step=lambda: self.state.global_step,
-            log=self.log_metrics_now,
         )
-
-    def _make_planner(self) -> StepPlanner:
-        return StepPlanner(
-            self.args,
-            self.accelerator,
-            self.service,
-            ledger=self.ledger,
-            drops=self.drops,
-            rewards=self.rewards,
-            watch=self.reward_watch,
-            tokenizer=self.processing_class,
-            context=self.context,
-            step=lambda: self.state.global_step,
-            log=self.log_metrics_now,
-            add_completions=lambda rows: self.record.add_completions(rows),
-        )
+        return AsyncRollouts(service, self.rewards, self.reward_watch, lambda rows: self.record.add_completions(rows))
 
     @property
     def worker(self) -> Any:
-        """Writes rollouts; None before the first step, and on processes other than the main one."""
-        return self.service.worker
+        """Generates rollouts; None before the first step, and on processes other than the main one."""
+        return self.source.service.worker
 
     @property
     def transfer(self) -> Any:
         """Takes weights to the engines; None before the first step."""
-        return self.service.transfer
+        return self.source.service.transfer
 
     @property
     def version(self) -> int:
         """Of the weights that were pushed last."""
-        return self.service.version
+        return self.source.service.version
 
     def account(self) -> dict[str, float]:
         """Where all rollouts are, in one moment: ``produced = trained + dropped + in_flight``."""
-        return self.planner.account()
+        return self.source.account()
 
     def schedule_text(self, prompts: int | None) -> str:
         """How rollouts and updates follow each other."""
@@ -194,37 +229,22 @@ class AsyncGRPOTrainer(OnlineTrainer):
             return super().train(resume_from_checkpoint, **kwargs)
         finally:
             args.max_steps = given
-            self.service.close()
-            self.planner.held = []
+            self.source.close()
             logger.info("rollouts: %s", {k.removeprefix("async/"): int(v) for k, v in self.account().items() if v})
 
     def get_train_dataloader(self) -> DataLoader:
         """One tick a step: the rollouts come from the queue."""
         return DataLoader(_Ticks(), batch_size=None)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list[list[Batch]], None]:
-        """The batches of one optimiser step; workers are started before the first."""
-        self._window_start = time.perf_counter()
-        for _ in itertools.islice(epoch_iterator, num_batches):
-            pass
-        self.service.serve()
-        batches = self._batches(self.planner.next_step())
-        self.denominators = self._count([batches])
-        return [batches], None
-
-    def _batches(self, shares: list[list[RolloutSample]]) -> list[Batch]:
-        """Forward passes of this process; ``shares`` are the samples of each process."""
-        self.counters["num_tokens"] += sum(len(sample) for share in shares for sample in share)
-        rows, layout, budget = (
-            sample_rows(shares[self.accelerator.process_index]),
-            self.layout,
-            self.planner.token_budget,
-        )
+    def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
+        """The rollouts of this process, of those of the step."""
+        batch = self.source.next(self.args.samples_per_step or 1)
+        tokens = sum(len(rollout.prompt_ids) + len(rollout.token_ids) for rollout in batch.rollouts)
+        self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
+        layout, budget = self.layout, self.source.token_budget
         if self.args.token_budget is not None and budget > 0:
             layout = dataclasses.replace(layout, row_tokens=min(layout.row_tokens, budget))
-        return collate(rows, pad_token_id=self.pad_token_id, layout=layout)
+        return collate(batch.every_row(), pad_token_id=self.pad_token_id, layout=layout)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `async_grpo_objective`; the mismatch of the step is added up for the guard."""
@@ -247,7 +267,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
         """Push weights when they are due, book what was trained, and stop when enough was."""
         main = self.accelerator.is_main_process
         if main and not self._skipping:
-            self._count_groups({trajectory.group_id for trajectory in self.planner.held})
+            self._count_groups({trajectory.group_id for trajectory in self.source.held})
         (trained,) = parallel.all_reduce_sum([float(self.trained_groups) if main else 0.0], self.accelerator)
         self.trained_groups = int(trained)
         if math.isfinite(self._target):
@@ -258,30 +278,15 @@ class AsyncGRPOTrainer(OnlineTrainer):
             control.should_training_stop or self.state.global_step >= self.args.max_steps,
         )
         if (step % self.args.weight_sync_steps == 0 or self._skipping) and not last:
-            self.service.push_weights()  # Before the step is booked: what is written in its place gets the new version.
+            self.source.service.push_weights()  # Before the step is booked: what is written in its place gets the new version.
         if main:
-            self._book()
+            self.source.book(skipped=self._skipping)
         self._skipping = False
 
     def _count_groups(self, groups: set[int]) -> None:
         """The rest of a group may come with a later step: it counts once."""
         self.trained_groups += len(groups - self._new_groups)
         self._new_groups = {g for g in self._new_groups | groups if g > max(groups) - self._remembered}
-
-    def _book(self) -> None:
-        if self._skipping:
-            self.ledger.drop(self.ledger.held, "skipped", "held")
-            if self.service.owns_workers:
-                with self.worker.lock:
-                    drained = self.worker.rollout_buffer.drain()
-                    self.ledger.drop(len(drained), "skipped", "waiting")
-                self.planner.held += drained
-        else:
-            self.ledger.train()
-        for trajectory in self.planner.held:
-            self.planner.close_group(trajectory.group_id)
-        self.planner.held = []
-        self.worker.audit() if self.service.owns_workers else self.ledger.audit()
 
     @property
     def _remembered(self) -> int:
@@ -310,20 +315,14 @@ class AsyncGRPOTrainer(OnlineTrainer):
     # Checkpoints -------------------------------------------------------------------------------------------------
 
     def state_to_save(self) -> dict[str, Any]:
-        """Where prompts and counts stand; rollouts under way are asked for again by whoever resumes."""
-        lock = self.worker.lock if self.service.owns_workers else self.ledger.lock
-        with lock:
-            mine = {"source": self.source.state(), "ledger": self.ledger.state()}
-        mine |= {"version": self.version, "trained_groups": self.trained_groups}
-        return super().state_to_save() | {"async": mine}
+        """With where prompts and counts stand."""
+        return super().state_to_save() | {"async": self.source.state() | {"trained_groups": self.trained_groups}}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
         super().load_saved_state(state)
-        saved = state["async"]
-        self.source.load(saved["source"])
-        self.ledger.load(saved["ledger"])
-        self.service.version, self.trained_groups = saved["version"], saved["trained_groups"]
+        self.source.load(state["async"])
+        self.trained_groups = state["async"]["trained_groups"]
 
 
 class _Ticks(IterableDataset):

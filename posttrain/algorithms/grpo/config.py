@@ -7,16 +7,16 @@ import logging
 from dataclasses import dataclass, field
 from typing import Literal
 
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError, check_choice, check_rules
 from posttrain.losses.policy import LOSS_TYPES
 from posttrain.losses.ratio import CORRECTIONS
-from posttrain.training.online_config import EpisodeFields, OnlineConfig, refuse_truncated, truncated_sampling
+from posttrain.training.online_config import EpisodeFields, OnlineConfig, reject_truncated_sampling, truncated_sampling
 
 __all__ = [
     "GRPOConfig",
     "check_combinations",
     "check_correction",
-    "warn_of_odd_choices",
+    "warn_ineffective_options",
 ]
 
 logger = logging.getLogger(__name__)
@@ -99,10 +99,10 @@ def check_correction(cfg: GRPOConfig) -> None:
             f"loss_type='vespo' multiplies the engine's correction up over tokens, and vllm_importance_sampling_mode="
             f"{mode!r} has one value a sequence. Set vllm_importance_sampling_mode='token_truncate'."
         )
-    refuse_truncated(cfg)
+    reject_truncated_sampling(cfg)
 
 
-def warn_of_odd_choices(cfg: GRPOConfig) -> None:
+def warn_ineffective_options(cfg: GRPOConfig) -> None:
     """Say what is accepted and will not do what it may seem to do."""
     _warn_of_levels(cfg)
     _warn_of_clips(cfg)
@@ -282,9 +282,7 @@ class GRPOConfig(EpisodeFields, OnlineConfig):
                 f"must not be above entropy_coef_max={self.entropy_coef_max}",
             ),
         ]
-        for name, holds, rule in rules:
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        check_rules(self, rules)
         if self.log_completions_hub_repo and not self.log_completions:
             raise ConfigError(
                 f"log_completions_hub_repo={self.log_completions_hub_repo!r} is set but log_completions=False. Turn "
@@ -293,7 +291,7 @@ class GRPOConfig(EpisodeFields, OnlineConfig):
 
     def _check_combinations(self) -> None:
         check_combinations(self)
-        warn_of_odd_choices(self)
+        warn_ineffective_options(self)
 
 
 def _above_zero(value: float | None) -> bool:

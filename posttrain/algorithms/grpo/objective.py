@@ -57,9 +57,9 @@ def grpo_objective(
     if cfg.top_entropy_quantile < 1.0:
         uncertain = entropy_mask(out.entropy, batch.loss_mask, quantile=cfg.top_entropy_quantile, gather=gather)
     if kind.surrogate == "geometric":
-        terms, told = _geometric(log_ratio, advantages, batch, cfg, uncertain)
+        terms, clipping = _geometric(log_ratio, advantages, batch, cfg, uncertain)
     else:
-        terms, told = _surrogate(kind.surrogate, log_ratio, advantages, out.logp, batch, cfg, weight, level)
+        terms, clipping = _surrogate(kind.surrogate, log_ratio, advantages, out.logp, batch, cfg, weight, level)
         terms = terms * uncertain
     if weight is not None and kind.surrogate != "vespo":
         terms = terms * weight
@@ -68,7 +68,7 @@ def grpo_objective(
         kl = k3(out.logp, batch.ref_logp) * (log_ratio.exp() if cfg.use_bias_correction_kl else 1.0)
         terms = terms + cfg.beta * kl if cfg.beta else terms
         metrics["kl"] = mean(kl, batch.loss_mask)
-    metrics |= told | {
+    metrics |= clipping | {
         "entropy": mean(out.entropy, batch.loss_mask),
         "ratio/max": maximum(log_ratio.detach()[batch.loss_mask].exp()),
     }

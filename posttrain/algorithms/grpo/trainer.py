@@ -34,7 +34,6 @@ from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = [
     "EntropyBonus",
-    "EntropyController",
     "GRPOTrainer",
 ]
 
@@ -42,81 +41,46 @@ logger = logging.getLogger(__name__)
 
 
 STATE_FILE = "entropy_ctrl_state.json"
-PATIENCE = 50  # Optimiser steps without a single bonus, after which the target is said to be out of reach.
-
-
-@dataclasses.dataclass(slots=True)
-class EntropyController:
-    """Raises the coefficient while the entropy is at or below its target and lowers it while it is above.
-
-    Attributes:
-        coefficient: Before the gate.
-        target: Nats.
-        step: Added or taken away at every optimiser step.
-        low, high: Bounds of the coefficient.
-        last: Entropy of the last optimiser step; infinite before the first, which therefore has no bonus.
-
-    Reference: Skywork-OR1, arXiv:2505.22312
-
-    >>> controller = EntropyController(0.01, target=0.2, step=0.005, low=0.0, high=1.0)
-    >>> controller.applied
-    0.0
-    >>> controller.update(0.1)
-    >>> round(controller.applied, 3)
-    0.015
-    """
-
-    coefficient: float
-    target: float
-    step: float
-    low: float
-    high: float
-    last: float = math.inf
-
-    @property
-    def applied(self) -> float:
-        """What multiplies the entropy now: nothing while the last entropy was above the target."""
-        return self.coefficient if self.last <= self.target else 0.0
-
-    def update(self, entropy: float) -> None:
-        """Take in the entropy of a whole optimiser step."""
-        if entropy <= self.target:
-            self.coefficient = min(self.coefficient + self.step, self.high)
-        else:
-            self.coefficient = max(self.coefficient - self.step, self.low)
-        self.last = entropy
+# Optimiser steps without a single bonus, after which the target counts as out of reach.
+PATIENCE = 50
 
 
 class EntropyBonus:
-    """The entropy term of a run: its coefficient, fixed or controlled, and what the log and the controller need of each step.
+    """The coefficient of the entropy term: fixed, or steered so that the entropy stays near its target.
+
+    Steered, it rises by a step after every optimiser step whose entropy was at or below the target and falls otherwise;
+    it is applied only while the last entropy was at or below the target, so not in the first step.
+
+    Attributes:
+        coefficient: Before the gate.
+        last: Entropy of the last optimiser step in nats; infinite before the first.
 
     Args:
         args: Of the trainer.
         accelerator: Of the run.
+
+    Reference: Skywork-OR1, arXiv:2505.22312.
     """
 
-    def __init__(self, args: GRPOConfig, accelerator: Any) -> None:
+    def __init__(self, args: GRPOConfig, accelerator: Any = None) -> None:
         self.args, self.accelerator = args, accelerator
-        self.controller: EntropyController | None = None
-        if args.use_adaptive_entropy:
-            bounds = {"low": args.entropy_coef_min, "high": args.entropy_coef_max}
-            self.controller = EntropyController(
-                args.entropy_coef, target=args.entropy_target, step=args.entropy_coef_delta, **bounds
-            )
+        self.active, self.steered = bool(args.entropy_coef or args.use_adaptive_entropy), args.use_adaptive_entropy
+        self.coefficient, self.last = float(args.entropy_coef), math.inf
         # Entropy of the tokens it acts on, their count, policy loss: (3,) sums over an optimiser step.
         self._window = torch.zeros(3, dtype=torch.float64)
-        self._ended_at = 0
-        self._ever_applied = False
+        self._ended_at, self._ever_applied = 0, False
 
     @property
-    def active(self) -> bool:
-        """Whether the loss has an entropy term."""
-        return bool(self.args.entropy_coef or self.args.use_adaptive_entropy)
+    def applied(self) -> float:
+        """What multiplies the entropy now."""
+        return self.coefficient if not self.steered or self.last <= self.args.entropy_target else 0.0
 
-    @property
-    def coefficient(self) -> float:
-        """Before the gate of the controller."""
-        return self.args.entropy_coef if self.controller is None else self.controller.coefficient
+    def update(self, entropy: float) -> None:
+        """Take in the entropy of a whole optimiser step."""
+        args, self.last = self.args, entropy
+        step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
+        self.coefficient = min(max(self.coefficient + step, args.entropy_coef_min), args.entropy_coef_max)
+        self._ever_applied = self._ever_applied or self.applied > 0
 
     @torch.no_grad()
     def add(self, terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> None:
@@ -129,52 +93,48 @@ class EntropyBonus:
         self._window += torch.stack([outputs.entropy[mask].sum(), mask.sum(), policy]).to(self._window)
 
     def end_step(self, step: int) -> dict[str, Metric]:
-        """Update the controller, once an optimiser step, from the entropy over all its micro-batches and ranks.
+        """Steer, from the entropy over all micro-batches and ranks of an optimiser step, and say what to log.
 
         Args:
             step: Optimiser steps that were made; a second call with the same number does nothing.
-
-        Returns:
-            What is logged of it.
         """
         if not self.active or step == self._ended_at:
             return {}
         self._ended_at = step
         entropy, tokens, policy = parallel.all_reduce_sum(self._window.tolist(), self.accelerator)
         self._window.zero_()
-        if self.controller is not None:
-            self.controller.update(entropy / max(tokens, 1.0))
-            self._ever_applied = self._ever_applied or self.controller.applied > 0
-            if step == PATIENCE and not self._ever_applied:
-                logger.warning(
-                    "after %d steps the entropy (%.2f nats) never was at or below entropy_target=%s, so there was no bonus "
-                    "yet. Set the target near the entropy of the first steps.",
-                    PATIENCE, self.controller.last, self.args.entropy_target,
-                )  # fmt: skip
-        return {"policy_loss": mean(policy), "entropy_coef": mean(float(self.coefficient))}
+        if self.steered:
+            self.update(entropy / max(tokens, 1.0))
+        if self.steered and step == PATIENCE and not self._ever_applied:
+            logger.warning(
+                "after %d steps the entropy (%.2f nats) never was at or below entropy_target=%s, so there was no bonus yet. Set "
+                "the target near the entropy of the first steps.", PATIENCE, self.last, self.args.entropy_target,
+            )  # fmt: skip
+        return {"policy_loss": mean(policy), "entropy_coef": mean(self.coefficient)}
 
     def save(self, folder: str) -> None:
-        """Write the controller into a checkpoint."""
-        if self.controller is not None:
-            last = self.controller.last if math.isfinite(self.controller.last) else None
-            state = {"entropy_coef": self.controller.coefficient, "last_world_entropy": last}
+        """Write what is steered into a checkpoint; JSON has no infinity."""
+        if self.steered:
+            last = self.last if math.isfinite(self.last) else None
+            state = {"entropy_coef": self.coefficient, "last_world_entropy": last}
             Path(folder, STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: str | None, step: int) -> None:
         """Undo `save`, in a run that goes on after ``step`` optimiser steps."""
         self._ended_at = step
         path = Path(folder or ".", STATE_FILE)
-        if self.controller is None or folder is None or not path.is_file():
-            return
-        state = json.loads(path.read_text(encoding="utf-8"))
-        last = state["last_world_entropy"]
-        self.controller.coefficient = state["entropy_coef"]
-        self.controller.last = math.inf if last is None else last
+        if self.steered and folder is not None and path.is_file():
+            state = json.loads(path.read_text(encoding="utf-8"))
+            last = state["last_world_entropy"]
+            self.coefficient, self.last = state["entropy_coef"], math.inf if last is None else last
 
 
-TINY, MANY = 1e-3, 0.2  # Groups this narrow against all rewards are noise; more than this share of them is told.
-ENOUGH, LOOKED_AT = 5, 64  # Groups before anything is said of their share, and the latest that it is a share of.
-PADDING = -1e9  # No entropy is negative.
+# Groups this narrow against all rewards are noise; more than this share of them is reported.
+TINY, MANY = 1e-3, 0.2
+# Groups before anything is said of their share, and the latest that it is a share of.
+ENOUGH, LOOKED_AT = 5, 64
+# No entropy is negative.
+PADDING = -1e9
 
 
 class GRPOTrainer(OnlineTrainer):
@@ -185,7 +145,7 @@ class GRPOTrainer(OnlineTrainer):
         reward_funcs: A callable ``f(prompts, completions, **columns) -> list[float | None]``, a reward model, or several.
         args: `GRPOConfig`.
         rollout_engine: An engine object; None makes the one that ``args.rollout_engine`` names.
-        tools, rollout_func, environment_factory: See `EpisodeParts` and the pages on tools and environments.
+        tools, rollout_func, environment_factory: See `EpisodeSetup` and the pages on tools and environments.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
 
@@ -223,7 +183,7 @@ class GRPOTrainer(OnlineTrainer):
         self.needs = grpo_needs(args)
         # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
         self.single_forward_per_microbatch = args.top_entropy_quantile < 1.0 or args.loss_type == "bnpo"
-        self._narrow_told, self._totals = False, RunningReward()
+        self._warned_of_noise, self._totals = False, RunningReward()
         self._stds_seen: deque[float] = deque(maxlen=LOOKED_AT)
         self.entropy_bonus = EntropyBonus(args, self.accelerator)
         if not self.engine_is_policy:
@@ -282,14 +242,14 @@ class GRPOTrainer(OnlineTrainer):
         return advantages
 
     def _warn_of_noise(self, stats: AdvantageStats) -> None:
-        """Tell of groups that are narrow against all rewards so far: a generation may hold a single group."""
+        """Warn of groups that are narrow against all rewards so far: a generation may hold a single group."""
         self._totals.add(stats.totals.tolist())
         self._stds_seen.extend(stats.group_std[~stats.group_std.isnan()].tolist())
         known, whole = len(self._stds_seen), self._totals.std
         narrow = sum(std > 0 and self.args.min_group_std <= std < TINY * whole for std in self._stds_seen)
-        if self._narrow_told or self.args.scale_rewards != "group" or known < ENOUGH or narrow <= MANY * known:
+        if self._warned_of_noise or self.args.scale_rewards != "group" or known < ENOUGH or narrow <= MANY * known:
             return
-        self._narrow_told = True
+        self._warned_of_noise = True
         logger.warning(
             "%d of the last %d groups spread less than a thousandth of the rewards' std so far (%.3g), and scale_rewards='group' "
             "blows that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",
@@ -298,13 +258,10 @@ class GRPOTrainer(OnlineTrainer):
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `grpo_objective`."""
-        controller = self.entropy_bonus.controller
-        coefficient = None if controller is None else controller.applied
-        shared = (
-            self.accelerator.num_processes > 1 and self.model.training
-        )  # In evaluation passes are not equally many.
+        # In evaluation passes are not equally many.
+        shared = self.accelerator.num_processes > 1 and self.model.training
         gather = self._gather_entropies if shared else None
-        return grpo_objective(outputs, batch, self.args, entropy_coef=coefficient, gather=gather)
+        return grpo_objective(outputs, batch, self.args, entropy_coef=self.entropy_bonus.applied, gather=gather)
 
     def _gather_entropies(self, values: Tensor) -> Tensor:
         """Of all ranks, whose counts differ; one collective in every micro-batch, of which all have equally many."""
@@ -316,17 +273,12 @@ class GRPOTrainer(OnlineTrainer):
     # The entropy bonus -------------------------------------------------------------------------------------------
 
     @property
-    def controller(self) -> EntropyController | None:
-        """Of an adaptive entropy coefficient."""
-        return self.entropy_bonus.controller
-
-    @property
     def entropy_coef(self) -> float:
-        """The coefficient, before the gate of the controller."""
+        """The coefficient of the entropy term, steered or not."""
         return self.entropy_bonus.coefficient
 
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """As the parent's; in training, what the controller and the log need is added up over the optimiser step."""
+        """As the parent's; in training, what steering and the log need is added up over the optimiser step."""
         terms, outputs = super().compute_loss_terms(model, batch)
         if model.training:
             self.entropy_bonus.add(terms, outputs, self.denominators)

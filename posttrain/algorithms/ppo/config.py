@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError, check_choice, check_rules, exact_div
 from posttrain.rewards.transform import transform_names
 from posttrain.training.config import PostTrainingConfig, check_gathering
 from posttrain.training.online_config import ENGINES
@@ -173,9 +173,7 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
             rules.append((name, getattr(self, name) >= 0, "must be 0 or positive"))
         for name in ("gamma", "lam"):
             rules.append((name, 0 <= getattr(self, name) <= 1, "must be in [0, 1]"))
-        for name, holds, rule in rules:
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        check_rules(self, rules)
         if "rank" in transform_names(self.reward_transform):
             raise ConfigError(
                 "reward_transform='rank' compares the completions of a prompt, and PPO samples one: every rank would be 0.5. "
@@ -206,12 +204,12 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
 
     def _resolve_batches(self) -> None:
         """Sizes of the rollout batch and its mini-batches, in responses."""
-        said = "num_mini_batches must divide per_device_train_batch_size x gradient_accumulation_steps"
+        rule = "num_mini_batches must divide per_device_train_batch_size x gradient_accumulation_steps"
         self.micro_batch_size = self.per_device_train_batch_size * self.world_size
         self.local_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps
         self.batch_size = self.local_batch_size * self.world_size
-        self.local_mini_batch_size = _exactly(self.local_batch_size, self.num_mini_batches, said)
-        self.mini_batch_size = _exactly(self.batch_size, self.num_mini_batches, said)
+        self.local_mini_batch_size = exact_div(self.local_batch_size, self.num_mini_batches, rule)
+        self.mini_batch_size = exact_div(self.batch_size, self.num_mini_batches, rule)
         if self.whiten_rewards and self.local_mini_batch_size < WHITEN_LEAST:
             raise ConfigError(
                 f"whiten_rewards=True with mini-batches of {self.local_mini_batch_size} responses a process: their spread is "
@@ -239,9 +237,3 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
     def updates(self) -> int:
         """Optimiser steps of one rollout batch."""
         return self.num_ppo_epochs * self.num_mini_batches
-
-
-def _exactly(whole: int, parts: int, what: str) -> int:
-    if parts == 0 or whole % parts:
-        raise ConfigError(f"{whole} cannot be divided by {parts} without a remainder: {what}")
-    return whole // parts

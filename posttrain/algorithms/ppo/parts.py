@@ -1,4 +1,4 @@
-"""The models of a PPO run before and beside training: policy, reference, value function, reward models; what ends a response."""
+"""What a PPO run is made of: policy, reference, value function, reward models, prompts, ends of responses."""
 
 from __future__ import annotations
 
@@ -286,24 +286,6 @@ class TokenPrompts(PromptSource):
             if not self._real(row):
                 raise DataError(f"{name} row {index}, column 'input_ids': it holds no token but padding. Drop the row.")
         return [row for _, row in zip(range(2), dataset, strict=False)]
-
-    def check_size(self, train: Any) -> None:
-        """Refuse a training set that does not fill one rollout batch; warn where many rows of an epoch are skipped."""
-        args = self.args
-        if not isinstance(train, datasets.Dataset):
-            return
-        if len(train) < args.batch_size:
-            raise ConfigError(
-                f"train_dataset has {len(train)} rows, and one rollout batch takes {args.batch_size} "
-                "(per_device_train_batch_size x gradient_accumulation_steps x processes): nothing would ever be trained. Give at "
-                f"least {args.batch_size} rows, or lower per_device_train_batch_size or gradient_accumulation_steps."
-            )
-        dropped = len(train) % args.batch_size
-        if dropped > 0.05 * len(train):
-            logger.warning(
-                "%d of %d rows do not fill a last rollout batch of %d and are skipped in every epoch.",
-                dropped, len(train), args.batch_size,
-            )  # fmt: skip
 
     def repeats(self) -> tuple[int, int]:
         """Prompts of a rollout batch, and how many micro-batches are trained on it."""

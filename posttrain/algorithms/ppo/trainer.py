@@ -185,7 +185,8 @@ class PPOTrainer(OnlineTrainer):
         place = window.step % (args.num_ppo_epochs * pieces)
         self._clock = self._clock or (self.counters["episode"], time.perf_counter())
         if window.slices is None or place == 0:
-            window.fill([self.sampled_rows(inputs, "train")], self.state.global_step)
+            generation = self.next_rollouts(self.prompt_source.readable(inputs))
+            window.fill([self._training_rows(generation)], self.state.global_step)
         rows = window.take()
         self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - window.born))})
         return self.collate(share_prompts(self._piece(rows, *divmod(place, pieces)))[0])
@@ -201,11 +202,11 @@ class PPOTrainer(OnlineTrainer):
 
     def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
         """Sample, score and collate one evaluation batch."""
-        return self.collate(share_prompts(self.sampled_rows(inputs, "eval"))[0])
+        generation = self.generate_and_score(self.prompt_source.readable(inputs), "eval")
+        return self.collate(share_prompts(self._training_rows(generation))[0])
 
-    def sampled_rows(self, inputs: list[dict[str, Any]], mode: str) -> list[Row]:
+    def _training_rows(self, generation: RolloutBatch) -> list[Row]:
         """A rollout batch, ready to be dealt to mini-batches."""
-        generation = self.generate_and_score(self.prompt_source.readable(inputs), mode)
         return training_rows(generation, self.args.response_length, self.pad_token_id)
 
     def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:

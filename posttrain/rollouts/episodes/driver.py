@@ -1,316 +1,338 @@
-"""Rollouts of several turns over any engine: the model speaks, its tools answer, and no token is ever tokenised again."""
+"""`EpisodeDriver`: episodes of several turns with tools and environments, or a user's rollout function, in any process."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.data.chat import inner_tokenizer, terminal_token_ids, tokenize_prompts
-from posttrain.data.responses import parse_response
-from posttrain.errors import RolloutError
-from posttrain.rollouts.base import RolloutEngine, require_engine
-from posttrain.rollouts.episodes.environments import is_done
-from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer
-from posttrain.rollouts.episodes.toolbox import ToolBox, ToolResult, ToolRunner
-from posttrain.types import FinishReason, Request, Rollout, Sampling
+from posttrain.data.formats import is_conversational
+from posttrain.errors import ArgumentTypeError, ConfigError, RolloutError
+from posttrain.given import given_truth, listed, scalar, token_ids, token_logps
+from posttrain.rollouts.batch import completions_for_rewards
+from posttrain.rollouts.episodes.environments import EnvironmentPool
+from posttrain.rollouts.episodes.loop import MAX_ITERATIONS, Episode, Generate, ToolLoop
+from posttrain.rollouts.episodes.tokens import prepare_tokenizer, tokenize_observed
+from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner
+from posttrain.types import Rollout, Sampling
 
-__all__ = ["Batches", "Episode", "ToolLoop", "roll_out_with_tools", "share_prompts"]
-
-MAX_ITERATIONS = 32  # Rounds of calls when nobody said; unlimited is said explicitly.
-SEED_STRIDE = 7_919  # Later calls to the engine draw other numbers than the first,
-BATCH_STRIDE = 15_485_863  # and batches of a call: not those of the next rank, whose seeds are the next numbers.
-TURN_WASTE = 2  # Rollouts share a call to the engine while none can be generated this many times beyond its budget.
-
-Batches = list[tuple[list[list[int]], Sampling]]
-Generate = Callable[[Batches], list[list[Rollout]]]
+__all__ = ["EpisodeDriver", "EpisodeSetup", "custom_rollouts"]
 
 
-@dataclass(slots=True)
-class Episode:
-    """One rollout of several turns, as it grows.
+@dataclass
+class EpisodeSetup:
+    """What a user gave for episodes, with its options; picklable where the functions are, so that workers get the same.
 
     Attributes:
-        prompt_ids: As the first turn saw it.
-        tools: What may be called.
-        environment: Whose methods are among them.
-        token_ids: Everything after the prompt: what the model wrote and what its tools answered.
-        tool_mask: 1 on the model's tokens, 0 on the tools'.
-        logp: Of the model's tokens as the engine said, 0.0 on the tools'; empty when the engine cannot say.
-        processed_logp: The same under the distribution they were drawn from.
-        messages: The same as messages, tool calls parsed.
-        finish_reason: ``stop``, or ``length`` when the budget of the whole episode cut the last turn.
-        version: Of the weights.
-        spans: Runs of (version, tokens) of what the model wrote.
-        calls: Tool calls so far.
-        failures: Those that ended in an error.
+        tools: Functions the model may call, with type hints and Google-style docstrings; plain or asynchronous.
+        environment_factory: Makes an object with ``reset`` whose public methods are tools; or a dict of factories from which
+            each row chooses by its ``environment`` column. One with ``get_reward`` is a reward function too.
+        rollout_func: ``f(prompts, trainer) -> dict`` with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (or None), one
+            entry a received prompt, optionally ``env_mask``; other keys go to the reward functions.
+        template_kwargs: For the chat template.
+        max_iterations: Rounds of tool calls; None: unlimited.
+        max_output_tokens: A longer tool result is cut in its middle; None: it is left whole.
+        tool_workers: Rollouts whose tools run at once; None: all, at most 32; 0: in turn, on the calling thread.
+        tool_timeout: Seconds a call, a reset or a get_reward may take; None: no limit.
+        environment_retries: Further attempts of a reset or get_reward.
     """
 
-    prompt_ids: list[int]
-    tools: ToolBox = field(default_factory=ToolBox)
-    environment: Any = None
-    token_ids: list[int] = field(default_factory=list)
-    tool_mask: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
-    processed_logp: list[float] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: FinishReason = "stop"
-    version: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    calls: int = 0
-    failures: int = 0
-    waiting: list[dict[str, Any]] = field(default_factory=list)
-    suffix: list[int] = field(default_factory=list)
-    knows_logp: bool = True
-    processed: bool = False
+    tools: Sequence[Callable] | None = None
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None
+    rollout_func: Callable | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_iterations: int | None = MAX_ITERATIONS
+    max_output_tokens: int | None = None
+    tool_workers: int | None = None
+    tool_timeout: float | None = 60.0
+    environment_retries: int = 0
 
-    @property
-    def ids(self) -> list[int]:
-        """All tokens so far: what the next turn goes on from."""
-        return self.prompt_ids + self.token_ids
-
-    def rollout(self, text: str | None = None) -> Rollout:
-        """The finished episode as the rest of the library knows completions."""
-        logp = self.logp if self.knows_logp else []
-        mask = None if all(self.tool_mask) else self.tool_mask
-        drawn = self.processed_logp if self.processed and self.knows_logp else None
-        return Rollout(
-            self.prompt_ids,
-            self.token_ids,
-            logp,
-            self.finish_reason,
-            self.version,
-            mask,
-            text,
-            processed_logp=drawn,
-            spans=self.spans if len({version for version, _ in self.spans}) > 1 else None,
+    @classmethod
+    def of(cls, args: Any, **given: Any) -> EpisodeSetup:
+        """What was given, with the options of a config that has `EpisodeFields`; None: their defaults."""
+        if args is None:
+            return cls(**given)
+        rounds = args.max_tool_calling_iterations
+        return cls(
+            **given,
+            template_kwargs=dict(args.chat_template_kwargs or {}),
+            max_iterations=MAX_ITERATIONS if rounds is None else None if rounds == -1 else rounds,
+            max_output_tokens=args.max_tool_output_tokens,
+            tool_workers=args.tool_workers,
+            tool_timeout=args.tool_timeout,
+            environment_retries=args.environment_retries,
         )
 
-    def add(self, ids: list[int], mask: int, logp: list[float], processed_logp: list[float] | None = None) -> None:
-        """More tokens, of the model (mask 1) or of its tools (mask 0)."""
-        self.token_ids += ids
-        self.tool_mask += [mask] * len(ids)
-        self.logp += logp
-        self.processed_logp += logp if processed_logp is None else processed_logp
-        self.processed = self.processed or processed_logp is not None
 
+class EpisodeDriver:
+    """Runs the episodes of one process: of the trainer, or of a worker.
 
-class ToolLoop:
-    """Drives episodes turn by turn until each is finished.
-
-    One budget holds for the whole episode: every turn may use what is left of ``sampling.max_new_tokens`` after all tokens
-    before it, those of tools included. An answer of the tools that does not fit ends the episode as it was before the call.
+    Made before the model loads, so that what cannot work is refused early; `use_tokenizer` follows.
 
     Args:
-        tokenizer: From `prepare_tokenizer`.
-        generate: Runs ``[(prompts, sampling), ...]``, one completion a prompt; called once a turn, with ``[]`` when this
-            process has nothing to say but another may have.
-        stop_ids: Tokens that end a turn.
-        runner: Runs the tools.
-        max_iterations: Rounds of calls; None is unlimited.
-        max_output_tokens: A longer result is cut in its middle; None leaves it whole.
-        context: Most tokens the model can read.
-        any_process: Whether any process has episodes left, given whether this one has.
-        template_kwargs: For the chat template.
-        parse: Reads a turn: ``(tokenizer, ids, prefix, tools) -> message``.
+        setup: What was given.
+
+    Attributes:
+        pool: Environments; None where none were given.
+
+    Raises:
+        ConfigError: A rollout function beside tools or environments; two tools of one name.
+        ArgumentTypeError: A rollout function that cannot be called.
     """
 
-    def __init__(
+    def __init__(self, setup: EpisodeSetup) -> None:
+        function, factory = setup.rollout_func, setup.environment_factory
+        if function is not None and (setup.tools or factory is not None):
+            raise ConfigError(
+                "rollout_func runs whole episodes itself, so tools and environment_factory have nothing to do beside it. Give "
+                "one of the two."
+            )
+        if function is not None and not callable(function):
+            raise ArgumentTypeError(f"rollout_func must be callable, and it is {type(function).__name__}.")
+        self.setup, self.tokenizer = setup, None
+        self.toolbox = ToolBox.of(setup.tools)
+        self.runner = ToolRunner(setup.tool_workers, setup.tool_timeout)
+        self.pool: EnvironmentPool | None = None
+        if factory is not None:
+            self.pool = EnvironmentPool(factory, self.runner, setup.environment_retries)
+            for probe in self.pool.probes:
+                # A tool's name given twice is found now.
+                self.pool.toolbox(probe, self.toolbox)
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the model has anything to call."""
+        return bool(self.setup.tools) or (self.pool is not None and self.pool.has_tools)
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Render and read turns with this tokenizer.
+
+        Raises:
+            ModelError: Its chat template cannot hold tool calls.
+        """
+        schema, template = [getattr(tokenizer, f"response_{x}", None) for x in ("schema", "template")]
+        if self.calls_tools and schema is not None and template is None:
+            warnings.warn("response_schema is not read any more: set response_template.", FutureWarning, stacklevel=2)
+        self.tokenizer = prepare_tokenizer(tokenizer) if self.calls_tools else tokenizer
+
+    def begin(
+        self, rows: list[dict[str, Any]], seeds: Sequence[int], errors: dict[int, str] | None = None
+    ) -> tuple[list[Any] | None, list[dict[str, Any]]]:
+        """Reset an environment for each row; see `EnvironmentPool.begin`.
+
+        Returns:
+            The environments, None where there are none, and the rows with what the environments said first.
+        """
+        return (None, rows) if self.pool is None else self.pool.begin(rows, seeds, errors)
+
+    def tokenize(self, rows: Sequence[dict[str, Any]]) -> list[list[int]]:
+        """Prompts in which nothing that an environment added can open or end a turn."""
+        return tokenize_observed(rows, self.tokenizer, chat_template_kwargs=self.setup.template_kwargs)
+
+    def episodes(self, rows: Sequence[dict[str, Any]], environments: Sequence[Any] | None) -> list[Episode]:
+        """An episode of each row, with its prompt and its tools, before its first turn."""
+        each, shared = environments or [None] * len(rows), self.toolbox
+        boxes = [shared if e is None or self.pool is None else self.pool.toolbox(e, shared) for e in each]
+        rows = (
+            [{**row, "tools": box.schemas} for row, box in zip(rows, boxes, strict=True)] if self.calls_tools else rows
+        )
+        return [Episode(ids, box, e) for ids, box, e in zip(self.tokenize(rows), boxes, each, strict=True)]
+
+    def run_tools(
         self,
-        tokenizer: Any,
+        episodes: list[Episode],
+        sampling: Sampling,
         generate: Generate,
         *,
+        context: int | None,
         stop_ids: Sequence[int],
-        runner: ToolRunner | None = None,
-        max_iterations: int | None = MAX_ITERATIONS,
-        max_output_tokens: int | None = None,
-        context: int | None = None,
         any_process: Callable[[bool], bool] = bool,
-        template_kwargs: dict[str, Any] | None = None,
-        parse: Callable[..., dict[str, Any]] = parse_response,
-    ) -> None:
-        self.tokenizer, self.generate, self.parse = tokenizer, generate, parse
-        self.runner = runner or ToolRunner()
-        self.max_iterations, self.max_output_tokens = max_iterations, max_output_tokens
-        self.context, self.any_process = context, any_process
-        self.suffix = ToolSuffix(tokenizer, stop_ids, template_kwargs)
+    ) -> tuple[list[Rollout], list[Any]]:
+        """Take episodes to their end, turn by turn.
 
-    def run(self, episodes: Sequence[Episode], sampling: Sampling) -> None:
-        """Take every episode to its end, in place."""
-        self._speak(list(episodes), sampling)
-        rounds = itertools.count(1) if self.max_iterations is None else range(1, self.max_iterations + 1)
-        for number in rounds:
-            calling = [e for e in episodes if e.waiting]
-            if not self.any_process(bool(calling)):
-                return
-            answers = self.runner.run([(e.tools, e.waiting) for e in calling])
-            ready = [e for e, results in zip(calling, answers, strict=True) if self._answer(e, results, sampling)]
-            self._speak(ready, replace(sampling, seed=_later(sampling.seed, number)))
+        Args:
+            episodes: From `episodes`.
+            sampling: ``max_new_tokens`` is the budget of a whole episode.
+            generate: See `ToolLoop`, as are the others.
+            context: Most tokens of prompt and completion.
+            stop_ids: Tokens that end a turn.
+            any_process: Whether any process has episodes left, given whether this one has.
 
-    def _left(self, episode: Episode, sampling: Sampling) -> int:
-        """Tokens that may still come."""
-        left = sampling.max_new_tokens - len(episode.token_ids)
-        return left if self.context is None else min(left, self.context - len(episode.ids))
-
-    def _answer(self, episode: Episode, results: list[ToolResult], sampling: Sampling) -> bool:
-        """Append what the tools said; False when the episode ends here."""
-        calls, episode.waiting = episode.waiting, []
-        episode.calls += len(calls)
-        episode.failures += sum(result.failed for result in results)
-        messages = [self._message(call, result) for call, result in zip(calls, results, strict=True)]
-        if is_done(episode.environment):
-            episode.messages += messages
-            return False
-        suffix = self.suffix(messages)
-        full = self.context is not None and len(episode.ids) + len(suffix) >= self.context
-        if full or len(episode.token_ids) + len(suffix) > sampling.max_new_tokens:
-            return False
-        episode.messages += messages
-        episode.suffix = suffix
-        episode.add(suffix, 0, [0.0] * len(suffix))
-        if len(episode.token_ids) == sampling.max_new_tokens:
-            episode.finish_reason = "length"
-            return False
-        return True
-
-    def _message(self, call: dict[str, Any], result: ToolResult) -> dict[str, Any]:
-        name = call.get("function", {}).get("name")
-        message = {"role": "tool", "name": str(name or ""), "content": self._shortened(result.text)}
-        return message | ({"tool_call_id": call["id"]} if call.get("id") is not None else {})
-
-    def _shortened(self, text: str) -> str:
-        """A long result without its middle."""
-        limit = self.max_output_tokens
-        if limit is None or len(ids := self.suffix.plain(text)) <= limit:
-            return text
-        marker = f" ... [{len(ids) - limit} tokens left out] ... "
-        kept = max(0, limit - len(self.suffix.plain(marker)))
-        if kept < 2:
-            return self._text(ids[:limit])
-        head = kept - kept // 2
-        return self._text(ids[:head]) + marker + self._text(ids[len(ids) - kept // 2 :])
-
-    def _text(self, ids: list[int]) -> str:
-        return self.suffix.tokenizer.decode(ids, skip_special_tokens=False).strip("\ufffd")
-
-    # Turns of the model ------------------------------------------------------------------------------------------
-
-    def _speak(self, episodes: list[Episode], sampling: Sampling) -> None:
-        """One turn of each episode."""
-        groups = self._batches(episodes, sampling)
-        batches = [
-            (
-                [episodes[i].ids for i in members],
-                replace(sampling, max_new_tokens=most, seed=_later(sampling.seed, n, BATCH_STRIDE)),
-            )
-            for n, (members, most) in enumerate(groups)
-        ]
-        for (members, _), rollouts in zip(groups, self.generate(batches), strict=True):
-            for index, rollout in zip(members, rollouts, strict=True):
-                self._said(episodes[index], rollout, self._left(episodes[index], sampling))
-
-    def _batches(self, episodes: list[Episode], sampling: Sampling) -> list[tuple[list[int], int]]:
-        """Which episodes share a call to the engine, and its token limit: the largest budget among them.
-
-        A call has one limit. Rollouts with much smaller budgets would be generated far beyond them only to be cut, and a
-        long one plus the largest budget may not fit the context: these wait for a call of their own.
+        Returns:
+            Rollouts, and the messages of each episode.
         """
-        left = [self._left(e, sampling) for e in episodes]
-        for e, tokens in zip(episodes, left, strict=True):
-            if tokens < 1:
-                raise RolloutError(
-                    f"a prompt of {len(e.prompt_ids)} tokens leaves no room for an answer in the model's context of "
-                    f"{self.context} tokens."
-                )
-        waiting = sorted(range(len(episodes)), key=lambda i: -left[i])
-        groups = []
-        while waiting:
-            most = left[waiting[0]]
-            fits = [i for i in waiting if TURN_WASTE * left[i] > most and self._room(episodes[i]) >= most]
-            groups.append((sorted(fits), most))  # In the order they came: neighbours with one prompt share it.
-            waiting = [i for i in waiting if i not in fits]
-        return groups
+        loop = ToolLoop(
+            self.tokenizer,
+            generate,
+            stop_ids=stop_ids,
+            runner=self.runner,
+            max_iterations=self.setup.max_iterations,
+            max_output_tokens=self.setup.max_output_tokens,
+            context=context,
+            any_process=any_process,
+            template_kwargs=self.setup.template_kwargs,
+        )
+        loop.run(episodes, sampling)
+        for episode in episodes:
+            if episode.tools.lost and self.pool is not None:
+                self.pool.discard(episode.environment)
+        texts = loop.suffix.tokenizer.batch_decode([e.token_ids for e in episodes], skip_special_tokens=True)
+        rollouts = [e.rollout(text) for e, text in zip(episodes, texts, strict=True)]
+        return rollouts, [e.messages or [{"role": "assistant", "content": ""}] for e in episodes]
 
-    def _room(self, episode: Episode) -> float:
-        return float("inf") if self.context is None else self.context - len(episode.ids)
+    def run_function(
+        self,
+        rows: Sequence[dict[str, Any]],
+        trainer: Any,
+        *,
+        stop_ids: Sequence[int],
+        vocabulary: int,
+        most: int,
+    ) -> tuple[list[Rollout], list[Any], dict[str, list[Any]]]:
+        """Let the user's rollout function complete the prompts; see `custom_rollouts`.
 
-    def _said(self, episode: Episode, rollout: Rollout, left: int) -> None:
-        """Append what the model wrote and read it."""
-        ids = rollout.token_ids[:left]
-        cut = len(ids) < len(rollout.token_ids)
-        episode.finish_reason = "length" if cut else rollout.finish_reason
-        episode.version = rollout.version
-        episode.spans += _spans(rollout, len(ids))
-        episode.knows_logp = episode.knows_logp and len(rollout.logp) == len(rollout.token_ids)
-        before = episode.suffix or episode.prompt_ids
-        drawn = rollout.processed_logp
-        episode.add(ids, 1, rollout.logp[:left], None if drawn is None else drawn[:left])
-        if not ids:
-            return
-        message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
-        episode.messages.append(message)
-        if episode.finish_reason == "stop":  # A turn that was cut has used up the budget: nobody could read the answer.
-            episode.waiting = list(message.get("tool_calls") or [])
-
-
-def _spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
-    """Runs of (version, tokens) of the first tokens of a rollout."""
-    kept = []
-    for version, count in rollout.spans or [(rollout.version, length)]:
-        kept.append((version, min(count, length)))
-        length -= kept[-1][1]
-    return [span for span in kept if span[1]]
+        Returns:
+            Rollouts, what reward functions see of each, and the further columns that the function returned.
+        """
+        prompts = [row["prompt"] for row in rows]
+        limits = {"stop_ids": stop_ids, "vocabulary": vocabulary, "most": most}
+        assert self.setup.rollout_func is not None
+        rollouts, extra = custom_rollouts(self.setup.rollout_func, prompts, trainer, **limits)
+        return (
+            rollouts,
+            completions_for_rewards(self.tokenizer, rollouts, conversational=is_conversational(rows[0])),
+            extra,
+        )
 
 
-def _later(seed: int | None, number: int, stride: int = SEED_STRIDE) -> int | None:
-    return None if seed is None else (seed + number * stride) % 2**63
+REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+OPTIONAL = ("logprobs", "env_mask", "logprob_token_ids")
+RESERVED = ("prompt_ids", "completion_ids", *OPTIONAL)
 
 
-def share_prompts(prompts: Sequence[list[int]]) -> list[Request]:
-    """One request for each run of equal neighbours."""
-    return [Request(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
-
-
-def roll_out_with_tools(
-    engine: RolloutEngine,
-    tokenizer: Any,
-    prompts: Sequence[list[dict[str, Any]]],
-    tools: Sequence[Callable],
-    sampling: Sampling,
+def custom_rollouts(
+    function: Callable,
+    prompts: Sequence[Any],
+    trainer: Any,
     *,
-    runner: ToolRunner | None = None,
-    **options: Any,
-) -> list[Episode]:
-    """Let a model answer with tools, outside of any training.
+    stop_ids: Sequence[int],
+    vocabulary: int | None = None,
+    most: int | None = None,
+) -> tuple[list[Rollout], dict[str, list[Any]]]:
+    """Call ``function(prompts, trainer)`` and read what it returns.
 
     Args:
-        engine: Any rollout engine.
-        tokenizer: With a chat template that knows tools.
-        prompts: Lists of messages.
-        tools: Functions with type hints and Google-style docstrings.
-        sampling: ``max_new_tokens`` is the budget of a whole episode; without ``stop_token_ids`` the tokenizer's are used.
-        runner: Threads and time limit of the tools.
-        options: Of `ToolLoop` (``max_iterations``, ``max_output_tokens``, ``context``, ``template_kwargs``).
+        function: Returns a dict: ``prompt_ids``, ``completion_ids`` and ``logprobs`` (may be None), one entry a prompt; perhaps
+            ``env_mask`` (1 the model's token, 0 another's); anything else is a column for the reward functions.
+        prompts: n prompts, each repeated as often as completions of it are wanted.
+        trainer: Passed on.
+        stop_ids: A completion that does not end with one of these counts as truncated.
+        vocabulary: V; ids lie in [0, V). None: only negative ones are refused.
+        most: ``max_completion_length``; None is no bound.
 
     Returns:
-        One finished episode a prompt, in order.
+        n rollouts, and the further columns with n values each.
 
-    Example:
-        ``roll_out_with_tools(create_engine("auto", model, pad_token_id=0), tokenizer, [[{"role": "user", "content": "7 * 8?"}]],
-        [multiply], Sampling(256, temperature=0.0))[0].messages[-1]["content"]``
+    Raises:
+        ArgumentTypeError: The function did not return a dict.
+        RolloutError: A key is missing, or an entry cannot be used: names the key, the row, the position and the value.
     """
-    own = prepare_tokenizer(tokenizer)
-    stop_ids = sampling.stop_token_ids or terminal_token_ids(inner_tokenizer(own))
-    box = ToolBox.of(tools)
-    rows = [{"prompt": prompt, "tools": box.schemas} for prompt in prompts]
-    ids = tokenize_prompts(rows, own, chat_template_kwargs=options.get("template_kwargs"))
-    episodes = [Episode(prompt, box) for prompt in ids]
+    given = function(prompts=list(prompts), trainer=trainer) if _takes_names(function) else function(prompts, trainer)
+    if not isinstance(given, dict):
+        raise ArgumentTypeError(f"rollout_func must return a dict, and it returned {type(given).__name__}.")
+    missing = [key for key in REQUIRED if key not in given]
+    if missing:
+        raise _Bad(
+            f"rollout_func returned no {missing} (required: {', '.join(REQUIRED)}; it returned {sorted(given)})."
+        )
+    n = len(prompts)
+    tokens: dict[str, list[Any]] = {}
+    for key in RESERVED:
+        if given.get(key) is None and key in OPTIONAL:
+            continue
+        tokens[key] = listed(given[key], f"rollout_func: {key!r}")
+        if len(tokens[key]) != n:
+            raise _Bad(
+                f"rollout_func returned {len(tokens[key])} entries in {key!r} for {n} prompts. The prompts it gets are already "
+                "repeated once a completion: return one entry for each."
+            )
+    ends = frozenset(stop_ids)
+    rollouts = [_rollout(tokens, i, ends, vocabulary, most) for i in range(n)]
+    return rollouts, {k: _column(k, v, n) for k, v in given.items() if k not in RESERVED}
 
-    def generate(batches: Batches) -> list[list[Rollout]]:
-        return [engine.generate(share_prompts(p), one) for p, one in batches]
 
-    loop = ToolLoop(own, generate, stop_ids=stop_ids, runner=runner, **options)
-    with require_engine(engine, "engine").prefix_cache():
-        loop.run(episodes, replace(sampling, stop_token_ids=tuple(stop_ids)))
-    return episodes
+class _Bad(RolloutError, ValueError):
+    """What a rollout function returned cannot be used."""
+
+
+def _takes_names(function: Callable) -> bool:
+    try:
+        return {"prompts", "trainer"} <= set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+
+
+def _at(key: str, row: int) -> str:
+    return f"rollout_func: {key!r}, row {row},"
+
+
+def _rollout(
+    given: dict[str, Any], row: int, ends: frozenset[int], vocabulary: int | None, most: int | None
+) -> Rollout:
+    prompt, ids = [token_ids(given[key][row], _at(key, row), vocabulary) for key in ("prompt_ids", "completion_ids")]
+    if most is not None and len(ids) > most:
+        raise _Bad(
+            f"{_at('completion_ids', row)} has {len(ids)} tokens, and max_completion_length={most}. Fix: end completions there, "
+            "or raise max_completion_length."
+        )
+    mask, logp = None, []
+    if "env_mask" in given:
+        flags = _listed_alike(given, "env_mask", row, ids)
+        mask = [int(given_truth(x, f"{_at('env_mask', row)} position {t},")) for t, x in enumerate(flags)]
+    if "logprobs" in given:
+        values = _listed_alike(given, "logprobs", row, ids)
+        model = mask or [1] * len(ids)
+        chosen = [_chosen(given, row, t, x, ids[t]) if model[t] else None for t, x in enumerate(values)]
+        logp = token_logps(chosen, model, _at("logprobs", row))
+    return Rollout(prompt, ids, logp, "stop" if ids[-1] in ends else "length", 0, mask)
+
+
+def _listed_alike(given: dict[str, Any], key: str, row: int, ids: list[int]) -> list[Any]:
+    """One value a token of the completion."""
+    values = listed(given[key][row], _at(key, row))
+    if len(values) != len(ids):
+        raise _Bad(
+            f"rollout_func returned {len(values)} values in {key!r} for row {row}, whose completion has {len(ids)} tokens."
+        )
+    return values
+
+
+def _chosen(given: dict[str, Any], row: int, position: int, value: Any, token: int) -> Any:
+    """The log-prob of the token that was drawn, out of a number or a list of candidates."""
+    if not isinstance(value, list | tuple):
+        return value
+    if "logprob_token_ids" not in given:
+        return value[0] if value else None  # Engines list the drawn token first.
+    names = listed(given["logprob_token_ids"][row], _at("logprob_token_ids", row))
+    candidates = listed(
+        names[position] if position < len(names) else None, f"{_at('logprob_token_ids', row)} position {position},"
+    )
+    if token not in candidates or len(candidates) != len(value):
+        raise _Bad(
+            f"rollout_func: row {row}, token {position}: 'logprob_token_ids' {candidates} do not hold the token {token}, or are "
+            f"not as many as its {len(value)} log-probs."
+        )
+    return value[candidates.index(token)]
+
+
+def _column(key: str, values: Any, n: int) -> list[Any]:
+    values = scalar(values) if not getattr(values, "shape", (1,)) else values
+    if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
+        return [values] * n
+    if len(values) != n:
+        raise _Bad(
+            f"rollout_func returned {len(values)} values in {key!r} for {n} prompts. Give one each, or one scalar."
+        )
+    return list(values)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,10 +34,11 @@ class _Kind:
     schemas: list[dict[str, Any]]
     methods: list[str]
     instances: list[Any] = field(default_factory=list)
+    free: list[Any] = field(default_factory=list)
 
 
 def _tool_names(made: type) -> list[str]:
-    """Public methods that are tools, told by the class so that no property runs."""
+    """Public methods that are tools, read from the class so that no property runs."""
     names = [name for name in dir(made) if not name.startswith("_") and name not in NOT_TOOLS]
     return [n for n in names if callable(getattr(made, n)) and not inspect.isclass(getattr(made, n))]
 
@@ -91,12 +94,12 @@ def is_done(environment: Any) -> bool:
     Raises:
         RolloutError: It is neither True nor False, nor a 0 or 1 of any library.
     """
-    said = getattr(environment, "done", False)
-    return not callable(said) and given_truth(said, f"environment {type(environment).__name__}: done")
+    done = getattr(environment, "done", False)
+    return not callable(done) and given_truth(done, f"environment {type(environment).__name__}: done")
 
 
 class EnvironmentPool:
-    """Instances of environments, one a rollout, made when there are too few and used again by ``reset``.
+    """Instances of environments, one a rollout: lent by `begin`, which resets them, and free again after `release`.
 
     Args:
         factories: Called without arguments, returns an object with ``reset``; or a dict of such, from which each row chooses
@@ -120,51 +123,73 @@ class EnvironmentPool:
         if not named:
             raise ConfigError("environment_factory is an empty dict. Give at least one name and factory.")
         self.kinds = {name: _probe(name, factory) for name, factory in named.items()}
-        self.lost: list[Any] = []  # Of the current generation.
-        self._told = False
+        # Instances that a call never came back from: nobody asks them for a reward.
+        self.lost: list[Any] = []
+        self._warned = False
+        # Groups that ask servers begin and end on threads of their own.
+        self._lock = threading.Lock()
 
     @property
     def has_tools(self) -> bool:
         """Whether any environment gives the model something to call."""
         return any(kind.methods for kind in self.kinds.values())
 
+    @property
+    def probes(self) -> list[Any]:
+        """One instance of each kind."""
+        return [kind.instances[0] for kind in self.kinds.values()]
+
     def begin(
-        self, rows: Sequence[dict[str, Any]], seeds: Sequence[int] | None = None
+        self,
+        rows: Sequence[dict[str, Any]],
+        seeds: Sequence[int] | None = None,
+        errors: dict[int, str] | None = None,
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """One reset instance a row, and the rows with what ``reset`` returned in their prompts.
+        """Lend one reset instance a row, and add what ``reset`` returned to the rows' prompts.
 
         Args:
             rows: Dataset rows; a missing ``prompt`` is an empty user message.
             seeds: Passed as ``group_seed`` where ``reset`` takes it: equal for completions that are compared.
+            errors: Where given, a row whose ``reset`` fails is named here with its error, and has None for an environment;
+                the others go on.
 
         Raises:
             DataError: A row asks for an environment that does not exist.
             RolloutError: ``reset`` raised or returned something that is no text; names the environment and the row.
         """
         kinds = [self._kind(row, index) for index, row in enumerate(rows)]
-        places: list[tuple[_Kind, int]] = []
-        taken: dict[str, int] = {}
-        for kind in kinds:
-            number = taken[kind.name] = taken.get(kind.name, -1) + 1
-            places.append((kind, number))
-            if number >= len(kind.instances):
-                kind.instances.append(kind.factory())
-        seeds, self.lost = seeds or range(len(rows)), []
+        lent = [self._take(kind) for kind in kinds]
+        seeds = seeds or range(len(rows))
+
+        def reset(index: int) -> tuple[Any, dict[str, Any], Any]:
+            kind, environment, row = kinds[index], lent[index], rows[index]
+            try:
+                environment, seen = self._reset(kind, environment, dict(row), seeds[index], index)
+                prompt = add_observation(_prompt(row, index), seen, f"{_label(kind)}, row {index}")
+                return environment, {**row, "prompt": prompt}, seen
+            except (DataError, RolloutError) as error:
+                self._drop(kind, environment)
+                if errors is None:
+                    raise
+                errors[index] = f"{type(error).__name__}: {error}"
+                return None, row, None
+
         try:
-            observations = self.runner.each(
-                [
-                    lambda place=place, row=row, seed=seed, index=index: self._reset(*place, dict(row), seed, index)
-                    for index, (place, row, seed) in enumerate(zip(places, rows, seeds, strict=True))
-                ]
-            )
-            self._compare(observations, seeds)
-            return [kind.instances[number] for kind, number in places], [
-                {**row, "prompt": add_observation(_prompt(row, i), seen, f"{_label(kind)}, row {i}")}
-                for i, (row, seen, kind) in enumerate(zip(rows, observations, kinds, strict=True))
-            ]
+            found = self.runner.each([functools.partial(reset, index) for index in range(len(rows))])
         except BaseException:
             self.close()
             raise
+        self._compare([seen for _, _, seen in found], seeds)
+        return [environment for environment, _, _ in found], [row for _, row, _ in found]
+
+    def release(self, environments: Sequence[Any] | None = None) -> None:
+        """Take instances back, to be lent again; None: all."""
+        with self._lock:
+            for kind in self.kinds.values():
+                back = [e for e in kind.instances if environments is None or any(e is one for one in environments)]
+                kind.free = back if environments is None else kind.free + back
+            gone = self.lost if environments is None else environments
+            self.lost = [e for e in self.lost if not any(e is one for one in gone)]
 
     def toolbox(self, environment: Any, tools: ToolBox) -> ToolBox:
         """What a rollout in this environment may call: the common tools and the environment's methods."""
@@ -176,16 +201,17 @@ class EnvironmentPool:
 
     def discard(self, environment: Any) -> None:
         """Drop an instance that a call never came back from: it is not reset, asked or closed any more."""
-        self.lost.append(environment)
-        for kind in self.kinds.values():
-            kind.instances = [e for e in kind.instances if e is not environment]
+        with self._lock:
+            self.lost.append(environment)
+            for kind in self.kinds.values():
+                kind.instances = [e for e in kind.instances if e is not environment]
 
     def close(self) -> None:
         """Close every instance that can be closed; the next `begin` makes new ones."""
         for kind in self.kinds.values():
             for instance in kind.instances:
                 _close(instance)
-            kind.instances = []
+            kind.instances, kind.free = [], []
 
     def _kind(self, row: dict[str, Any], index: int) -> _Kind:
         if not self.routed:
@@ -198,22 +224,38 @@ class EnvironmentPool:
             )
         return self.kinds[name]
 
-    def _reset(self, kind: _Kind, number: int, row: dict[str, Any], seed: int, index: int) -> Any:
+    def _take(self, kind: _Kind) -> Any:
+        """A free instance, or a new one."""
+        with self._lock:
+            if kind.free:
+                return kind.free.pop(0)
+            kind.instances.append(kind.factory())
+            return kind.instances[-1]
+
+    def _drop(self, kind: _Kind, environment: Any) -> None:
+        """Close an instance whose ``reset`` failed, and forget it."""
+        with self._lock:
+            known, kind.instances = kind.instances, [e for e in kind.instances if e is not environment]
+        if len(known) > len(kind.instances):
+            _close(environment)
+
+    def _reset(self, kind: _Kind, environment: Any, row: dict[str, Any], seed: int, index: int) -> tuple[Any, Any]:
+        """The instance that was reset, and what ``reset`` returned."""
         if self.routed:
             row.pop("environment", None)
         if row.get("prompt") is not None:
-            row["prompt"] = copy.deepcopy(row["prompt"])  # Completions of a group share the dataset's row.
+            # Completions of a group share the dataset's row.
+            row["prompt"] = copy.deepcopy(row["prompt"])
         arguments = {"group_seed": seed, **row}
         for attempt in range(self.retries + 1):
             try:
-                reset = kind.instances[number].reset
-                return self.runner.call(reset, _accepted(reset, arguments))
+                return environment, self.runner.call(environment.reset, _accepted(environment.reset, arguments))
             except (Exception, SystemExit) as error:
                 cause = error
+            self._drop(kind, environment)
             if attempt < self.retries:
                 logger.warning("%s, row %d: reset failed (%s); a fresh instance is tried.", _label(kind), index, cause)
-                _close(kind.instances[number])
-                kind.instances[number] = kind.factory()
+                environment = self._take(kind)
         late = f"did not return within tool_timeout={self.runner.timeout} s" if isinstance(cause, TooSlow) else None
         raise RolloutError(
             f"{_label(kind)}, row {index}: reset {late or f'raised {type(cause).__name__}: {cause}'} "
@@ -223,8 +265,8 @@ class EnvironmentPool:
     def _compare(self, observations: list[Any], seeds: Sequence[int]) -> None:
         first = {}
         for seed, seen in zip(seeds, observations, strict=True):
-            if not self._told and first.setdefault(seed, seen) != seen:
-                self._told = True
+            if not self._warned and first.setdefault(seed, seen) != seen:
+                self._warned = True
                 logger.warning(
                     "completions of one group start from different observations: their rewards are compared all the same, "
                     "which makes the baseline noisy. Let reset take group_seed and draw from it."
@@ -241,7 +283,7 @@ def _probe(name: str, factory: Any) -> _Kind:
         raise ConfigError(f"{where} made a {made.__name__}, which has no method reset. An environment needs one.")
     methods = _tool_names(made)
     schemas = [tool_schema(getattr(instance, method)) for method in methods]
-    return _Kind(name, factory, made, schemas, methods, [instance])
+    return _Kind(name, factory, made, schemas, methods, [instance], [instance])
 
 
 def _label(kind: _Kind) -> str:

@@ -1,4 +1,4 @@
-"""Tools a model may call: what it is told of them, and calls that can neither break, block nor outlast a rollout."""
+"""Tools a model may call: their schemas, and calls that can neither break, block nor outlast a rollout."""
 
 from __future__ import annotations
 

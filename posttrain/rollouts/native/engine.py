@@ -14,11 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
-from posttrain.models.attention import coarsest_dtype
-from posttrain.models.forward import LogitRule, causal_lm
+from posttrain.models.attention import coarsest_dtype, disagreement, probe_cases, probe_key
+from posttrain.models.forward import LogitRule, causal_lm, sequence_logps
 from posttrain.models.heads import trunk
-from posttrain.rollouts.base import Capabilities, RolloutEngine, check_requests, check_rope, refuse_virtual_tokens
-from posttrain.rollouts.hf import evaluating
+from posttrain.rollouts.base import (
+    Capabilities,
+    RolloutEngine,
+    check_requests,
+    check_rope,
+    evaluating,
+    refuse_virtual_tokens,
+)
 from posttrain.rollouts.native.attention import plugged_in
 from posttrain.rollouts.native.layers import (
     Packed,
@@ -34,9 +40,15 @@ from posttrain.rollouts.native.layers import (
 from posttrain.rollouts.native.prefix_cache import Kept, fingerprint
 from posttrain.rollouts.native.sampler import SickRequests
 from posttrain.rollouts.native.scheduler import Run
-from posttrain.types import Request, Rollout, Sampling
+from posttrain.types import Request, Rollout, Row, Sampling
 
-__all__ = ["NativeEngine"]
+__all__ = [
+    "NativeEngine",
+    "bfloat16_gap",
+    "logp_gaps",
+    "native_is_exact",
+]
+
 
 PREFILL_TOKENS = (
     2048  # Short prompts share a prefill; a long one in pieces attends to earlier ones without the causal half saved.
@@ -155,7 +167,7 @@ class NativeEngine(RolloutEngine):
     def _resolved(self, products: Products, device: torch.device) -> Products:
         check_choice("products", products, get_args(Products))
         if products == "auto":
-            from posttrain.rollouts.native.probe import bfloat16_gap
+            pass  # self-import dropped
 
             close = device.type == "cpu" and has_bfloat16() and bfloat16_gap(self.model) <= CLOSE
             return "bfloat16" if close else "exact"
@@ -263,3 +275,79 @@ def failure(error: SickRequests, run: Run, tokenizer: Any = None) -> dict[str, A
         found.append({"request": index, **text, "prompt_ids": prompt, "completions": tokens})
     sampling = dataclasses.asdict(run.sampling)
     return {"error": str(error), "version": run.engine.version, "sampling": sampling, "requests": found}
+
+
+VERDICTS: dict[str, str | None] = {}
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}  # Of the spread of the truth; 0.05 in half precision.
+
+
+def native_is_exact(model: nn.Module) -> str | None:
+    """None where the engine's log-probs equal those of the model as it was given, else the reason why it is not used."""
+    key = probe_key(model)
+    if key not in VERDICTS:
+        try:
+            VERDICTS[key] = _compare(model)
+        except Exception as error:  # Any failure means the same: this model is not for this engine.
+            VERDICTS[key] = f"{type(error).__name__}: {error}"
+    return VERDICTS[key]
+
+
+def bfloat16_gap(model: nn.Module, *, completions: int = 16, tokens: int = 24) -> float:
+    """Mean absolute difference, in nats, of log-probs under weights rounded to bfloat16 and under the weights as they are.
+
+    Over what the model writes by itself from one token on: random tokens are nothing that it will see.
+    """
+    vocabulary = causal_lm(model).config.get_text_config().vocab_size
+    prompts = _random_prompts(vocabulary, (1, 1, 1, 1))
+    engine = NativeEngine(model, pad_token_id=0, products="bfloat16")
+    requests = [Request(prompt, completions // len(prompts)) for prompt in prompts]
+    return float(torch.cat(logp_gaps(model, engine.generate(requests, Sampling(tokens, seed=0)))).mean())
+
+
+@contextmanager
+def own_precision(model: nn.Module) -> Iterator[None]:
+    """Compute in the weights' own precision, also inside autocast, and where a trainer wrapped the forward in it."""
+    wrapped = [
+        (m, vars(m)["forward"]) for m in {model, causal_lm(model)} if {"_original_forward", "forward"} <= vars(m).keys()
+    ]
+    for module, _ in wrapped:
+        module.forward = module._original_forward
+    try:
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):
+            yield
+    finally:
+        for module, forward in wrapped:
+            module.forward = forward
+
+
+def logp_gaps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """How far each completion's log-probs are from those of the model's own forward pass, one ``(T,)`` a rollout."""
+    truth = _true_logps(model, rollouts)
+    return [(t.cpu() - torch.tensor(r.logp)).abs() for t, r in zip(truth, rollouts, strict=True)]
+
+
+def _true_logps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    with evaluating(model), own_precision(model):
+        return sequence_logps(model, [Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)]) for r in rollouts])
+
+
+def _random_prompts(vocabulary: int, sizes: tuple[int, ...]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in sizes]
+
+
+def _compare(model: nn.Module) -> str | None:
+    inner: Any = causal_lm(model)
+    share = TOLERANCE.get(coarsest_dtype(inner), 0.05)
+    for longest, context in probe_cases(model):
+        prompts = _random_prompts(inner.config.get_text_config().vocab_size, (longest, 3))
+        with context:
+            with evaluating(model), own_precision(model):
+                rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate(
+                    [Request(p, 2) for p in prompts], Sampling(max_new_tokens=6, seed=0)
+                )
+            said = torch.cat([torch.tensor(r.logp) for r in rollouts])
+            fault = disagreement(said, torch.cat(_true_logps(model, rollouts)), share)
+        if fault:
+            return fault
+    return None

@@ -1,14 +1,31 @@
-"""Keys and values that outlive the sequence they were computed for, found again by the tokens they belong to."""
+"""Prompts are computed once: prefill, and the keys and values that rollouts of equal prompts share."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Kept", "Layers", "fingerprint", "match", "without"]
+from posttrain.rollouts.native.attention import Block, Fill, Store
+from posttrain.rollouts.native.sampler import Completion, Prompt
+
+if TYPE_CHECKING:
+    from posttrain.rollouts.native.engine import NativeEngine
+
+__all__ = [
+    "Filler",
+    "Kept",
+    "Layers",
+    "fingerprint",
+    "mark_stems",
+    "match",
+    "without",
+]
+
 
 Layers = dict[int, tuple[Tensor, Tensor]]
 SAMPLES = 64  # Numbers of each parameter that tell whether someone wrote it behind autograd's back.
@@ -191,3 +208,215 @@ def fingerprint(model: nn.Module) -> tuple:
         if hasattr(m, "base_layer") and hasattr(m, "active_adapters")
     ]
     return (tuple(written), tuple(torch.stack(samples).tolist()) if samples else (), tuple(adapters))
+
+
+STEM_LEAST = 32  # A pass of its own costs about as much as this many tokens on top of another: it reads all weights.
+STEM = -1  # Index of what several prompts begin with, itself no prompt of the call.
+
+
+@dataclass(slots=True, eq=False)
+class Filling:
+    """Prompts on their way into a block, in pieces.
+
+    Attributes:
+        prompts: In batch order; a single one of index `STEM` for what several prompts begin with.
+        ids: ``(P, width)`` tokens to compute, right-padded.
+        block: Where their keys and values go.
+        known: ``(P,)`` tokens of each that are in the block already, behind those that all prompts begin with.
+        room: Columns they take.
+        done: Columns of ``ids`` computed so far.
+    """
+
+    prompts: list[Prompt]
+    ids: Tensor
+    block: Block
+    known: Tensor
+    room: int
+    done: int = 0
+
+
+class Filler:
+    """Fills the blocks of one call.
+
+    Args:
+        engine: Whose model computes.
+        store: The call's memory.
+        prompts: Different prompts of the call, without what all begin with.
+        shared: What all begin with.
+        kept: Where known beginnings are found.
+        keeping: Whether what is computed goes there.
+    """
+
+    def __init__(
+        self, engine: NativeEngine, store: Store, prompts: list[Prompt], shared: list[int], kept: Kept, *, keeping: bool
+    ) -> None:
+        self.engine, self.store, self.prompts, self.shared = engine, store, prompts, shared
+        self.kept, self.keeping = kept, keeping
+        self.device = next(engine.model.parameters()).device
+        self.work: Filling | None = None
+        self.computed = self.reused = 0
+
+    def begin(self) -> None:
+        """Compute what all prompts begin with."""
+        if not self.shared:
+            return
+        block = Block([0], torch.tensor([len(self.shared)], device=self.device))
+        known, found = self.kept.find(self.shared, len(self.shared))
+        if known:
+            _fill_rows(block, [found], known)
+        self.reused += known
+        ids = torch.tensor([self.shared], device=self.device)
+        for start in range(known, ids.shape[1], self.engine.prefill_tokens):
+            piece = ids[:, start : start + self.engine.prefill_tokens]
+            past = [_of(block)] if block.keys else []
+            fill = self.forward(piece, past, torch.tensor([start], device=self.device))
+            block.append(fill.keys, fill.values)
+        self.store.common = block
+        if self.keeping:
+            self.kept.add(self.shared, [_of(block)])
+
+    def ready(self, prompt: Prompt) -> bool:
+        """Whether completions of this prompt can begin."""
+        return prompt.block is not None and (self.work is None or prompt not in self.work.prompts)
+
+    def step(self, wanted: Prompt, free: int) -> None:
+        """Compute a piece of this prompt, with as many after it as fit one pass and ``free`` completions."""
+        if self.work is None:
+            self.work = self._stem(wanted) or self._gather(wanted, free)
+        work = self.work
+        width = max(1, self.engine.prefill_tokens // len(work.prompts))
+        piece = work.ids[:, work.done : work.done + width]
+        past = [] if self.store.common is None else [_of(self.store.common)]
+        past += [_of(work.block)] if work.block.keys else []
+        begin = work.known + work.done + len(self.shared)
+        fill = self.forward(piece, past, begin, known=work.known, room=work.room)
+        work.block.append(fill.keys, fill.values)
+        work.done += piece.shape[1]
+        if work.done == work.ids.shape[1]:
+            self.work = None
+            self._finish(work, fill.states, work.done - piece.shape[1])
+
+    def _finish(self, work: Filling, hidden: Tensor, before: int) -> None:
+        """All of it is computed: close the gaps, note the logits of first tokens, keep what others may begin with."""
+        if bool((work.known < work.room).any()):
+            work.block.close_gaps(work.known, work.room)
+        if work.prompts[0].index == STEM:
+            self._keep_stem(work.prompts[0], work.block)
+            return
+        last = work.block.lengths - work.known - 1 - before
+        logits = self.engine.logits(hidden[torch.arange(len(work.prompts), device=self.device), last])
+        for prompt, row in zip(work.prompts, logits, strict=True):
+            prompt.logits = row
+            if self.keeping:
+                self.kept.add(self.shared + prompt.ids, self.layers_of(prompt))
+
+    def layers_of(self, prompt: Prompt) -> list[Layers]:
+        """Keys and values of a whole prompt, in pieces."""
+        assert prompt.block is not None
+        own = prompt.block.row(prompt.index, len(prompt.ids))
+        return [own] if self.store.common is None else [_of(self.store.common), own]
+
+    def again(self, completion: Completion, row: int) -> None:
+        """Compute the suffix of a completion that was set aside, all but its last token, into a free row."""
+        prompt, written = completion.asked.prompt, completion.tokens[:-1]
+        if written:
+            begin = torch.tensor([len(self.shared) + len(prompt.ids)], device=self.device)
+            fill = self.forward(torch.tensor([written], device=self.device), self.layers_of(prompt), begin)
+            self.store.put(row, fill.keys, fill.values)
+
+    def forward(
+        self, ids: Tensor, past: list[Layers], begin: Tensor, *, known: Tensor | None = None, room: int = 0
+    ) -> Fill:
+        """One pass over ``ids (P, width)``, of which row p stands at ``begin[p]`` and what follows."""
+        positions = begin[:, None] + torch.arange(ids.shape[1], device=self.device)
+        uneven = known is not None and bool((known < room).any())
+        shared = len(self.shared) if self.store.common is not None else 0
+        self.store.filling = fill = Fill(past, shared=shared, known=known if uneven else None, room=room)
+        try:
+            fill.states = self.engine.trunk(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        finally:
+            self.store.filling = None
+        self.computed += ids.numel()
+        return fill
+
+    # What is known already ---------------------------------------------------------------------------------------
+
+    def _known(self, prompt: Prompt) -> tuple[int, list[Layers]]:
+        """Tokens behind the common ones whose keys and values are at hand; at least one is left to compute."""
+        if not self.kept.bytes:
+            return 0, []
+        first = len(self.shared)
+        known, found = self.kept.find(self.shared + prompt.ids, first + len(prompt.ids) - 1)
+        return (known - first, without(found, first)) if known > first else (0, [])
+
+    def _stem(self, wanted: Prompt) -> Filling | None:
+        """What this prompt and another begin with, where it is worth a pass of its own."""
+        shares, wanted.shares = wanted.shares, 0
+        if shares < STEM_LEAST:
+            return None
+        stem = Prompt(STEM, wanted.ids[:shares])
+        known, found = self._known(stem)
+        return self._filling([stem], [(known, found)]) if shares - known >= STEM_LEAST else None
+
+    def _keep_stem(self, stem: Prompt, block: Block) -> None:
+        stem.block = block
+        tokens = self.shared + stem.ids
+        self.kept.add(tokens, self.layers_of(stem))
+        if self.kept.find(tokens, len(tokens))[0] < len(tokens):  # No room: the others compute it themselves.
+            for prompt in self.prompts:
+                prompt.shares = 0
+
+    def _gather(self, wanted: Prompt, free: int) -> Filling:
+        """Take this prompt and those after it that fit one pass."""
+        chosen, found = [wanted], [self._known(wanted)]
+        width, rows = len(wanted.ids) - found[0][0], wanted.waiting
+        for prompt in itertools.islice(self.prompts, wanted.index + 1, None):
+            if prompt.waiting == 0:
+                continue
+            if rows >= free or prompt.block is not None or prompt.shares >= STEM_LEAST:
+                break
+            known = self._known(prompt)
+            wider = max(width, len(prompt.ids) - known[0])
+            if wider * (len(chosen) + 1) > self.engine.prefill_tokens:
+                break
+            chosen.append(prompt)
+            found.append(known)
+            width, rows = wider, rows + prompt.waiting
+        return self._filling(chosen, found)
+
+    def _filling(self, prompts: list[Prompt], found: list[tuple[int, list[Layers]]]) -> Filling:
+        new = [p.ids[known:] for p, (known, _) in zip(prompts, found, strict=True)]
+        width, room = max(map(len, new)), max(known for known, _ in found)
+        pad = self.engine.pad_token_id
+        ids = torch.tensor([line + [pad] * (width - len(line)) for line in new], device=self.device)
+        block = Block([p.index for p in prompts], torch.tensor([len(p.ids) for p in prompts], device=self.device))
+        if room:
+            _fill_rows(block, [layers for _, layers in found], room)
+        for prompt in prompts:
+            prompt.block = block
+        self.reused += sum(known for known, _ in found)
+        return Filling(prompts, ids, block, torch.tensor([known for known, _ in found], device=self.device), room)
+
+
+def _of(block: Block) -> Layers:
+    return {layer: (block.keys[layer], block.values[layer]) for layer in block.keys}
+
+
+def _fill_rows(block: Block, rows: list[list[Layers]], room: int) -> None:
+    """Begin a block with what is known of each prompt, right-padded to ``room`` columns."""
+    sample = next(piece for row in rows for piece in row)
+    for layer, (key, value) in sample.items():
+        for memory, of, one in ((block.keys, 0, key), (block.values, 1, value)):
+            memory[layer] = new = one.new_zeros(len(rows), one.shape[1], room, one.shape[3])
+            for i, row in enumerate(rows):
+                if row:
+                    known = torch.cat([piece[layer][of] for piece in row], 2)
+                    new[i, :, : known.shape[2]] = known[0]
+
+
+def mark_stems(prompts: list[Prompt]) -> None:
+    """Note of each prompt how much of it the one most like it begins with too."""
+    order = sorted(prompts, key=lambda p: p.ids)
+    for a, b in itertools.pairwise(order):
+        shared = min(match(a.ids, b.ids), len(a.ids) - 1, len(b.ids) - 1)
+        a.shares, b.shares = max(a.shares, shared), max(b.shares, shared)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.errors import RolloutError
-from posttrain.models.flops import key_value_width, layer_configs
+from posttrain.models.device import key_value_width, layer_configs
 from posttrain.rollouts.native.attention import Block, Group, Store, grown
 from posttrain.rollouts.native.layers import PACK_FROM, PACK_STEPS, PACK_TOKENS, Packed
-from posttrain.rollouts.native.prefill import Filler, mark_stems
-from posttrain.rollouts.native.prefix_cache import Kept, match
+from posttrain.rollouts.native.prefix_cache import Filler, Kept, mark_stems, match
 from posttrain.rollouts.native.sampler import Asked, Chooser, Completion, Prompt
 from posttrain.types import Request, Rollout, Sampling
 

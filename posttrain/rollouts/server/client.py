@@ -1,22 +1,18 @@
-"""`VLLMClient`: a rollout server over HTTP, every call with a time-out, retried only where that cannot do harm."""
+"""`VLLMClient`: one server that speaks vLLM's endpoints; every call with a time-out, retried where that cannot do harm."""
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import io
-import json
+import functools
 import logging
+import math
 import os
-import random
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+import tenacity
 from torch import Tensor, nn
 
 from posttrain.errors import (
@@ -24,194 +20,48 @@ from posttrain.errors import (
     ConfigError,
     RolloutServerError,
     ServerBusy,
-    ServerDied,
     ServerUnreachable,
     WeightSyncError,
 )
 from posttrain.rollouts.server.replies import (
     API_KEY_VARIABLE,
-    LEASE_HEADER,
-    LEASE_TTL_S,
+    INCOMPLETE,
     LOOPBACK,
-    UPDATE_TIMEOUT_S,
+    Scores,
+    checked_choices,
+    ranked,
+    scores_of,
 )
 
-__all__ = [
-    "CONNECT",
-    "GENERATE_TIMEOUT",
-    "PAUSE_TIMEOUT",
-    "QUICK",
-    "Connection",
-    "VLLMClient",
-]
+__all__ = ["VLLMClient"]
 
 logger = logging.getLogger(__name__)
 
-
-QUICK = (3.0, 5.0)  # Seconds to connect and to be answered: health, info.
+QUICK = (3.0, 5.0)  # Seconds to connect and to be answered: health, versions.
 CONNECT = 5.0
-GENERATE_TIMEOUT, PAUSE_TIMEOUT = 600.0, 300.0
-AGAIN = (502, 503, 504)  # Statuses after which the same request is sent again.
-PIECE = (
-    2**20
-)  # Bytes of a body that are written at once: what is left of a piece is copied each time the socket is full.
-BACK_OFF, LONGEST_WAIT = 0.5, 8.0  # Seconds before the second try, doubled at each further one up to the longest.
-UPDATE_PHASES = {"begin_update": "begin", "update_bucket": "bucket", "end_update": "end", "init_communicator": "init"}
-
-
-class Connection:
-    """One server's address, its connections and the lease on it.
-
-    Args:
-        base_url: ``http://host:port``.
-        api_key: Sent as bearer token; None: that of ``$POSTTRAIN_API_KEY``, which servers read too.
-    """
-
-    def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
-        self.base_url = base_url.rstrip("/")
-        parts = urlsplit(self.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"base_url={base_url!r} is no address of a server. It looks like 'http://10.0.0.5:8000'.")
-        if parts.hostname == "0.0.0.0":  # An address to listen on, not one to connect to.
-            self.base_url = self.base_url.replace("0.0.0.0", "127.0.0.1", 1)
-        self.host = str(urlsplit(self.base_url).hostname)
-        self.lease_id: str | None = None
-        self.back_off = BACK_OFF
-        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
-        self.session = httpx2.Client(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=not self.is_local,  # A proxy of the environment knows no way back to this machine.
-            follow_redirects=True,
-        )
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the server runs on this machine, so that memory can be shared with it."""
-        return self.host in LOOPBACK
-
-    def call(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        timeout: float | tuple[float, float] = GENERATE_TIMEOUT,
-        retries: int = 0,
-        headers: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
-        """One request and its answer, sent again up to ``retries`` times where nothing came, or a 502, 503 or 504.
-
-        Args:
-            method: ``GET``, ``POST`` or ``DELETE``.
-            path: Below the server's address.
-            body: Bytes, or what becomes JSON.
-            timeout: Seconds to be answered, or a pair with the seconds to connect.
-            retries: Further tries.
-            headers: Beside the lease.
-
-        Raises:
-            ServerUnreachable: No connection, no answer in time, or one that breaks off.
-            BadRequest: 400, 413 or 422.
-            ServerBusy: 423 (another trainer's), 429 or 503 with no try left.
-            WeightSyncError: 409, or any failure of an update.
-            ServerDied: The server says that one of its workers has ended.
-        """
-        for tried in range(retries + 1):
-            try:
-                return self._once(method, path, body, timeout, headers)
-            except (ServerUnreachable, ServerBusy, ServerDied) as error:
-                if tried == retries or getattr(error, "timed_out", False) or getattr(error, "held", False):
-                    raise
-                wait = getattr(error, "retry_after", None) or min(self.back_off * 2**tried, LONGEST_WAIT)
-                logger.warning("%s %s: %s Trying again in %.1f s.", method, path, str(error).splitlines()[0], wait)
-                time.sleep(wait * random.uniform(0.75, 1.25))
-        raise AssertionError("unreachable")
-
-    def _once(self, method: str, path: str, body: Any, timeout: Any, headers: Mapping[str, str] | None) -> dict:
-        url = self.base_url + path
-        content, extra = _encoded(body)
-        extra |= dict(headers or {}) | ({LEASE_HEADER: self.lease_id} if self.lease_id else {})
-        connect, answer = timeout if isinstance(timeout, tuple) else (CONNECT, timeout)
-        limits = httpx2.Timeout(answer, connect=connect)
-        try:
-            response = self.session.request(method, url, timeout=limits, headers=extra, content=content)
-            found = self._content(response) if response.status_code == 200 else None
-        except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
-            text = f"{url} gave no answer within {answer:g} s."
-            raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
-        except (httpx2.HTTPError, OSError, ValueError) as error:  # A ValueError: what came is not JSON.
-            broken = isinstance(error, ValueError | httpx2.RemoteProtocolError | httpx2.DecodingError)
-            text = "broke off in the middle of its answer" if broken else "could not be reached"
-            raise ServerUnreachable(f"{url} {text} ({_reason(error)}).", url=self.base_url) from error
-        if response.status_code != 200:
-            raise self._failure(path, response)
-        return found if isinstance(found, dict) else {"result": found}
-
-    def _content(self, response: httpx2.Response) -> Any:
-        return response.json()
-
-    def _failure(self, path: str, response: httpx2.Response) -> RolloutServerError:
-        """The typed error of a status other than 200."""
-        status = response.status_code
-        try:
-            said = response.json()
-        except ValueError:
-            said = {"error": response.text[:500]}
-        inner = said.get("detail", said) if isinstance(said, dict) else {"error": str(said)}
-        detail: dict[str, Any] = inner if isinstance(inner, dict) else {"error": str(inner)}
-        error = detail.get("error", detail)
-        reason = error.get("message", error) if isinstance(error, dict) else error
-        detail = detail | (error if isinstance(error, dict) else {})
-        text = f"{self.base_url}{path} answered {status}: {reason}"
-        known: dict[str, Any] = {"url": self.base_url, "log_tail": str(detail.get("log_tail") or "")}
-        phase = UPDATE_PHASES.get(path.strip("/"))
-        if status == 423:
-            return ServerBusy(f"{text}. Another trainer holds this server; give each its own.", held=True, **known)
-        if phase is not None or status == 409:
-            return WeightSyncError(text, phase=phase or "generate", version=detail.get("version"), **known)
-        if status in (400, 413, 422):
-            return BadRequest(text, index=detail.get("index"), **known)
-        if detail.get("type") == "ServerDied" or "dead_rank" in detail:
-            return ServerDied(text, rank=detail.get("rank", detail.get("dead_rank")), **known)
-        if status in AGAIN or status == 429:
-            after = response.headers.get("Retry-After", "")
-            wait = float(after) if after.replace(".", "", 1).isdigit() else None
-            return ServerBusy(text, retry_after=wait, **known)
-        return RolloutServerError(text, **known)
-
-
-def _encoded(body: Any) -> tuple[Any, dict[str, str]]:
-    """A body as it is sent, with its headers: bytes in pieces, anything else as JSON."""
-    if body is None:
-        return None, {}
-    if not isinstance(body, bytes | bytearray | memoryview):
-        return json.dumps(body, allow_nan=False).encode(), {"Content-Type": "application/json"}
-    whole = memoryview(body)
-    pieces = [whole[start : start + PIECE] for start in range(0, len(whole), PIECE)]
-    return pieces, {"Content-Length": str(len(whole))}
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost cause, on one line."""
-    return str(getattr(error, "args", [error])[0] if getattr(error, "args", None) else error).replace("\n", " ")[:200]
-
-
+GENERATE_TIMEOUT, PAUSE_TIMEOUT, UPDATE_TIMEOUT = 600.0, 300.0, 720.0
 SECONDS_PER_TOKEN = 0.02  # Of a request's time-out, beyond 30 s.
+TOGETHER = 64  # Prompts of one request without a seed of its own; servers batch requests by themselves.
+BACK_OFF, LONGEST_WAIT = 0.5, 8.0  # Seconds before the second try, doubled at each further one up to the longest.
+UNMADE = (502, 503, 504, 429)  # Statuses after which the same request is sent again.
+PHASES = {"start_weight_update": "begin", "update_weights": "bucket", "finish_weight_update": "end"}
+PHASES |= {"init_weight_transfer_engine": "init"}
+FURTHER = {"ignore_eos", "stop_token_ids", "min_tokens", "stop", "logit_bias", "structured_outputs", "seed"}
+FURTHER |= {"frequency_penalty", "presence_penalty"}  # Of vLLM alone; our host refuses them.
 
 
-class VLLMClient(Connection):
-    """Talks to one rollout server (``posttrain serve``).
+class VLLMClient:
+    """Talks to one rollout server: vLLM's own (`posttrain vllm-serve`, ``vllm serve``) or `posttrain serve`.
 
     Args:
         base_url: ``http://host:port``; None builds it from ``host`` and ``server_port``.
         host: Where the server listens; ``0.0.0.0`` is this machine.
         server_port: Its port.
-        group_port: Port of the weight-update group on accelerators; 0 takes a free one.
+        group_port: Port of the weight-update group on GPUs; 0 takes a free one.
         connection_timeout: Seconds to wait for the server to be healthy; 0 asks once.
         request_timeout: Seconds a generation may take; None: 600, or 30 and 20 ms a requested token where that is more.
         sync_timeout: Seconds one call of a weight update may take.
-        api_key: Sent as bearer token.
+        api_key: Sent as bearer token; None: that of ``$POSTTRAIN_API_KEY``.
 
     Raises:
         ServerUnreachable: No healthy answer within ``connection_timeout``.
@@ -229,17 +79,112 @@ class VLLMClient(Connection):
         connection_timeout: float = 0.0,
         *,
         request_timeout: float | None = None,
-        sync_timeout: float = UPDATE_TIMEOUT_S,
+        sync_timeout: float = UPDATE_TIMEOUT,
         api_key: str | None = None,
     ) -> None:
-        super().__init__(base_url or f"http://{host}:{server_port}", api_key=api_key)
-        self.group_port = group_port
-        self.request_timeout, self.sync_timeout = request_timeout, sync_timeout
-        self.communicator: Any = None
-        self.pusher: Any = None
+        self.base_url = (base_url or f"http://{host}:{server_port}").rstrip("/")
+        parts = urlsplit(self.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"base_url={base_url!r} is no address of a server. It looks like 'http://10.0.0.5:8000'.")
+        # 0.0.0.0 is an address to listen on, not one to connect to.
+        self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1)
+        self.host = str(urlsplit(self.base_url).hostname)
+        self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
+        self.communicator: Any = None  # `posttrain.rollouts.server.weight_sync.NcclSender`
+        self.facts: dict[str, Any] = {}
+        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
+        self.session = httpx2.Client(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=not self.is_local,  # A proxy of the environment knows no way back to this machine.
+        )
         self.check_server(connection_timeout)
+        self.info()
 
-    # What the server is ----------------------------------------------------------------------------------------------
+    @property
+    def is_local(self) -> bool:
+        """Whether the server runs on this machine, so that memory can be shared with it."""
+        return self.host in LOOPBACK
+
+    # HTTP --------------------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout: float | tuple[float, float] = PAUSE_TIMEOUT,
+        retries: int = 0,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """One request and its answer, sent again up to ``retries`` times where nothing came, or a 502, 503, 504 or 429.
+
+        Args:
+            method: ``GET`` or ``POST``.
+            path: Below the server's address.
+            body: Bytes, or what becomes JSON.
+            timeout: Seconds to be answered, or a pair with the seconds to connect.
+            retries: Further tries.
+            headers: Of this request.
+
+        Raises:
+            ServerUnreachable: No connection, no answer in time, or one that breaks off.
+            BadRequest: 400, 413 or 422.
+            ServerBusy: 429, 502, 503 or 504 with no try left.
+            WeightSyncError: 409, or any failure of an update.
+        """
+        again = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(retries + 1),
+            wait=tenacity.wait_random_exponential(BACK_OFF, LONGEST_WAIT),
+            retry=tenacity.retry_if_exception(_may_pass),
+            before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
+            reraise=True,
+        )
+        return again(self._once, method, path, body, timeout, headers)
+
+    def _once(self, method: str, path: str, body: Any, timeout: Any, headers: Any) -> dict[str, Any]:
+        connect, answer = timeout if isinstance(timeout, tuple) else (CONNECT, timeout)
+        sent = {"content": body} if isinstance(body, bytes | bytearray) else {"json": body} if body is not None else {}
+        url = self.base_url + path
+        # After an error vLLM closes the connection: the next request of an update, which is sent once, takes a new one.
+        headers = dict(headers or {}) | ({"Connection": "close"} if path.strip("/") in PHASES else {})
+        try:
+            response = self.session.request(
+                method, url, timeout=httpx2.Timeout(answer, connect=connect), headers=headers, **sent
+            )
+            # Health and others answer nothing but 200.
+            found = response.json() if response.status_code == 200 and response.content else {}
+        except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
+            text = f"{url} gave no answer within {answer:g} s."
+            raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
+        except (httpx2.HTTPError, OSError, ValueError) as error:  # A ValueError: what came is not JSON.
+            broken = isinstance(error, ValueError | httpx2.RemoteProtocolError | httpx2.DecodingError)
+            text = "broke off in the middle of its answer" if broken else "could not be reached"
+            raise ServerUnreachable(f"{url} {text} ({str(error)[:200]}).", url=self.base_url) from error
+        if response.status_code != 200:
+            raise self._failure(path, response)
+        return found
+
+    def _failure(self, path: str, response: httpx2.Response) -> RolloutServerError:
+        """The typed error of a status other than 200."""
+        status, detail = response.status_code, response.text[:500]
+        try:
+            said = response.json()
+            detail = said.get("error", said.get("detail", said))
+        except (ValueError, AttributeError):
+            pass
+        reason = detail.get("message", detail) if isinstance(detail, dict) else detail
+        text, url, phase = (
+            f"{self.base_url}{path} answered {status}: {reason}",
+            self.base_url,
+            PHASES.get(path.strip("/")),
+        )
+        if phase is not None or status == 409:
+            return WeightSyncError(text, phase=phase or "generate", url=url)
+        if status in (400, 413, 422):
+            return BadRequest(text, index=detail.get("index") if isinstance(detail, dict) else None, url=url)
+        return ServerBusy(text, url=url) if status in UNMADE else RolloutServerError(text, url=url)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait until the server says that it is healthy; any other answer counts as none.
@@ -247,44 +192,135 @@ class VLLMClient(Connection):
         Raises:
             ServerUnreachable: Not within ``total_timeout`` seconds; holds the last answer.
         """
-        deadline = time.monotonic() + total_timeout
-        while True:
-            try:
-                self.health()
-                return
-            except RolloutServerError as error:
-                last = error
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise ServerUnreachable(
-                    f"no healthy rollout server at {self.base_url} within {total_timeout:g} s. The last answer: {last} "
-                    "Start one with 'posttrain serve --model MODEL', or correct vllm_server_base_url.",
-                    url=self.base_url,
-                ) from last
-            time.sleep(min(retry_interval, left))
-
-    def health(self, deep: bool = False) -> dict[str, Any]:
-        """What the server says of itself; an error where it is not healthy.
-
-        One that lacks nothing but whole weights (an update failed, or its last trainer died in one) is there to be pushed to.
-        """
+        waiting = tenacity.Retrying(
+            stop=tenacity.stop_before_delay(total_timeout),
+            wait=tenacity.wait_fixed(min(retry_interval, max(total_timeout, 0.01))),
+            retry=tenacity.retry_if_exception_type(RolloutServerError),
+            reraise=True,
+        )
         try:
-            return self.call("GET", "/health/?deep=1" if deep else "/health/", timeout=(3.0, 30.0) if deep else QUICK)
-        except ServerBusy:
-            with contextlib.suppress(RolloutServerError):
-                if self.call("GET", "/info/", timeout=QUICK).get("needs_weights"):
-                    return {"status": "needs weights"}
-            raise
+            waiting(self.health)
+        except RolloutServerError as last:
+            raise ServerUnreachable(
+                f"no healthy rollout server at {self.base_url} within {total_timeout:g} s. The last answer: {last} Fix: start "
+                "one with 'posttrain serve --model MODEL' (vLLM: 'posttrain vllm-serve'), or correct vllm_server_base_url.",
+                url=self.base_url,
+            ) from last
+
+    def health(self) -> None:
+        """Raise where the server is not healthy."""
+        self.call("GET", "/health", timeout=QUICK)
+
+    # What the server is --------------------------------------------------------------------------------------------------
 
     def info(self) -> dict[str, Any]:
-        """Model, limits, weight version and counters."""
-        return self.call("GET", "/info/", timeout=QUICK, retries=2)
+        """Model, limits and ``weight_version``, as far as the server says; ``takes_no_weights`` says what it lacks."""
+        cards = self.call("GET", "/v1/models", timeout=QUICK, retries=2).get("data") or [{}]
+        card = next((card for card in cards if card.get("parent") is None), cards[0])
+        if not self.facts:
+            known = {"model": card.get("root") or card.get("id"), "max_model_len": card.get("max_model_len")}
+            self.facts = known | {"served": card.get("id")} | self._facts()
+        return self.facts | {"weight_version": self.weight_version()}
+
+    def _facts(self) -> dict[str, Any]:
+        """By the worker extension; without it, by the server's own config, which developer mode shows."""
+        try:
+            body = {"method": "posttrain_facts", "kwargs": {}}
+            return self.call("POST", "/collective_rpc", body, timeout=QUICK)["results"][0]
+        except RolloutServerError:
+            pass
+        try:
+            config = self.call("GET", "/server_info?config_format=json", timeout=(3.0, 30.0))["vllm_config"]
+        except RolloutServerError:
+            return {"engine": "vllm", "takes_no_weights": "it runs without VLLM_SERVER_DEV_MODE=1"}
+        backend = (config.get("weight_transfer_config") or {}).get("backend")
+        model, known = (
+            config.get("model_config") or {},
+            {"engine": "vllm", "transfer": backend, "checkpoint_names": True},
+        )
+        known |= {name: model.get(name) for name in ("dtype", "revision", "quantization")}
+        if backend != "nccl":
+            known["takes_no_weights"] = (
+                f"its --weight-transfer-config says {backend}, and it has no worker extension of ours"
+            )
+        return known
+
+    def weight_version(self) -> int | None:
+        """The version that was pushed last; 0: of the checkpoint; None: it does not say, or its weights are not whole."""
+        try:
+            name = str(self.call("GET", "/weight_info", timeout=QUICK, retries=2).get("weight_version"))
+        except ServerUnreachable:
+            raise
+        except RolloutServerError:
+            return None
+        return None if name == INCOMPLETE else int(name) if name.isdigit() else 0
 
     def get_world_size(self) -> int:
         """Workers that take part in a weight update."""
-        return int(self.call("GET", "/get_world_size/", timeout=QUICK, retries=2)["world_size"])
+        return int(self.call("GET", "/get_world_size", timeout=QUICK)["world_size"])
 
-    # Generation ------------------------------------------------------------------------------------------------------
+    # Generation ----------------------------------------------------------------------------------------------------------
+
+    def complete(
+        self, prompts: Sequence[Any], *, n: int = 1, seeds: Sequence[int | None] | None = None, retries: int = 3,
+        **body: Any,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Completions by ``/v1/completions``: ``n`` choices of each prompt, in order.
+
+        A request that is sent again is computed again: with a seed it says the same, and nothing else depends on it.
+
+        Args:
+            prompts: Token ids of each, or texts.
+            n: Completions a prompt.
+            seeds: One a prompt, or None.
+            retries: Further tries where nothing came, or a 502, 503 or 504.
+            body: Further fields.
+
+        Returns:
+            Choices as the server words them; each says by ``weight_versions`` which weights wrote which tokens.
+
+        Raises:
+            WeightSyncError: The weights are not whole, or changed while a server sampled that does not say which wrote what.
+        """
+        drawn = 1 if body.get("temperature") == 0 else n  # vLLM refuses several of what can only be one.
+        body = {"model": self.facts.get("served"), "n": drawn, "logprobs": 0} | body
+        body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        tells = self.facts.get("tells_versions", False)
+        before = None if tells else self._sampled_version()
+        size = 1 if seeds is not None and seeds[0] is not None else TOGETHER
+        parts = [slice(at, at + size) for at in range(0, len(prompts), size)]
+        timeout = self.time_for(len(prompts) * n * body.get("max_tokens", 16))
+
+        def ask(part: slice) -> list[dict[str, Any]]:
+            listed = [p if isinstance(p, str) else list(p) for p in prompts[part]]
+            seed = {} if size > 1 or seeds is None else {"seed": seeds[part.start]}
+            sent = body | seed | {"prompt": listed}
+            reply = self.call("POST", "/v1/completions", sent, timeout=timeout, retries=retries)
+            most, vocabulary = body.get("max_tokens", 16), self.facts.get("vocab_size")
+            found = checked_choices(reply, listed, drawn, most=most, vocabulary=vocabulary, url=self.base_url)
+            return [choice for choice in found for _ in range(n // drawn)]
+
+        with ThreadPoolExecutor(max_workers=max(min(len(parts), TOGETHER), 1)) as pool:
+            choices = [choice for found in pool.map(ask, parts) for choice in found]
+        if not tells:
+            after = self._sampled_version()
+            if after != before:
+                raise WeightSyncError(
+                    f"the weights of {self.base_url} changed from version {before} to {after} while it sampled.",
+                    phase="reply", version=after, url=self.base_url,
+                )  # fmt: skip
+            for choice in choices:
+                choice["weight_versions"] = [{"version": str(after), "start": 0, "end": len(choice["token_ids"])}]
+        return choices
+
+    def _sampled_version(self) -> int:
+        version = self.weight_version()
+        if version is None and "takes_no_weights" not in self.facts:
+            raise WeightSyncError(
+                f"the weights of {self.base_url} are not whole: a push failed midway. Push all of them again.",
+                phase="generate", url=self.base_url,
+            )  # fmt: skip
+        return version or 0
 
     def time_for(self, tokens: int) -> float:
         """Seconds a generation of this many tokens may take."""
@@ -293,58 +329,114 @@ class VLLMClient(Connection):
     def generate(
         self,
         prompts: Sequence[str] | Sequence[Sequence[int]],
-        images: Sequence[Any] | None = None,
         *,
         n: int = 1,
+        repetition_penalty: float = 1.0,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
         max_tokens: int = 16,
         logprobs: int | None = 0,
-        request_id: str | None = None,
-        retries: int = 3,
-        **fields: Any,
+        structured_outputs_regex: str | None = None,
+        generation_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Sample ``n`` completions a prompt.
+        """Sample ``n`` completions a prompt; arguments and reply are those of TRL's client.
 
         Args:
             prompts: Texts or token ids.
-            images: For each prompt its images, or None.
             n: Completions a prompt.
+            repetition_penalty: 1 is off.
+            temperature: 0 is greedy.
+            top_p: 1 is off.
+            top_k: 0 is off.
+            min_p: 0 is off.
             max_tokens: Most tokens of a completion.
-            logprobs: 0: of the sampled token; k: of the k most likely too; None: none.
-            request_id: A repeated request of the same id gets the same answer; None draws one.
-            retries: Further tries where nothing came, or a 502, 503 or 504.
-            fields: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``, ``seed``, ``raw_logprobs``,
-                ``structured_outputs_regex``, ``generation_kwargs``.
+            logprobs: 0: of the sampled token; k: of the k most likely too; None: none in the reply.
+            structured_outputs_regex: Pattern that completions match.
+            generation_kwargs: Further fields of a request: ``seed``, ``stop``, ``stop_token_ids``, ``min_tokens``,
+                ``logit_bias``, ``ignore_eos``, ``structured_outputs``.
 
         Returns:
-            ``prompt_ids``, ``completion_ids``, ``logprobs``, ``logprob_token_ids``, ``finish_reasons``, ``weight_version``.
+            ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``logprob_token_ids`` by rank, ``finish_reasons``,
+            ``weight_versions``.
+
+        Raises:
+            BadRequest: Fields that servers do not know.
         """
-        body = {"prompts": [p if isinstance(p, str) else list(p) for p in prompts], "n": n, "max_tokens": max_tokens}
-        body |= {"logprobs": logprobs, "request_id": request_id or uuid.uuid4().hex, "top_k": 0} | fields
-        if images is not None:
-            body["images"] = [None if one is None else [_png(image) for image in one] for one in images]
-        timeout = self.time_for(len(body["prompts"]) * n * max_tokens)
-        return self.call("POST", "/generate/", body, timeout=timeout, retries=retries)
+        body: dict[str, Any] = {"repetition_penalty": repetition_penalty, "temperature": temperature, "top_p": top_p}
+        body |= {"top_k": top_k, "min_p": min_p, "max_tokens": max_tokens, "logprobs": logprobs or 0}
+        if unknown := sorted(
+            set(generation_kwargs or {}) - FURTHER - set(body)
+        ):  # vLLM would leave them out in silence.
+            raise BadRequest(f"generation_kwargs: {', '.join(unknown)}: servers have no such field.", url=self.base_url)
+        body |= dict(generation_kwargs or {})
+        if structured_outputs_regex is not None:
+            body["structured_outputs"] = {"regex": structured_outputs_regex}
+        choices = self.complete(prompts, n=n, **body)
+        lines = [ranked(choice) for choice in choices]
+        values = [[[None if math.isnan(v) else v for _, v in at] for at in line] for line in lines]
+        return {
+            "prompt_ids": [choice["prompt_token_ids"] for choice in choices[::n]],
+            "completion_ids": [choice["token_ids"] for choice in choices],
+            "logprobs": None if logprobs is None else values,
+            "logprob_token_ids": None if logprobs is None else [[[i for i, _ in at] for at in line] for line in lines],
+            "finish_reasons": [choice.get("finish_reason") for choice in choices],
+            "weight_versions": [choice["weight_versions"] for choice in choices],
+        }
 
     def chat(
-        self,
-        messages: Sequence[Sequence[Mapping[str, Any]]],
-        *,
-        n: int = 1,
-        max_tokens: int = 16,
-        tools: Sequence[Any] | None = None,
-        chat_template: str | None = None,
-        **fields: Any,
+        self, messages: Sequence[Sequence[Mapping[str, Any]]], *, tools: Sequence[Any] | None = None, **fields: Any
     ) -> dict[str, Any]:
         """Sample answers to conversations, rendered by the server's chat template; otherwise as `generate`."""
-        if chat_template is not None:
-            raise NotImplementedError("a chat template cannot be sent with a request; render the prompts and generate.")
-        if tools:
-            from transformers.utils import get_json_schema
+        from transformers.utils import get_json_schema
 
-            tools = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
-        body = {"messages": [[_sendable(m) for m in one] for one in messages], "n": n, "max_tokens": max_tokens}
-        body |= {"tools": tools, "request_id": uuid.uuid4().hex, "logprobs": 0, "top_k": 0} | fields
-        return self.call("POST", "/chat/", body, timeout=self.time_for(len(messages) * n * max_tokens), retries=3)
+        listed = [get_json_schema(tool) if callable(tool) else tool for tool in tools or ()]
+        prompts = []
+        for one in messages:
+            body: dict[str, Any] = {"model": self.facts.get("served"), "messages": [dict(m) for m in one]}
+            going_on = one[-1]["role"] == "assistant"
+            body |= {"add_generation_prompt": not going_on, "continue_final_message": going_on}
+            body |= {"tools": listed} if listed else {}
+            prompts.append(self.call("POST", "/tokenize", body, retries=3)["tokens"])
+        return self.generate(prompts, **fields)
+
+    def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, top: int = 0) -> list[Scores]:
+        """Log-probs of given sequences under the served weights, at temperature 1: for teachers, and for comparisons.
+
+        Sequences are sent as requests of their own, 16 at once; the server batches them.
+
+        Args:
+            sequences: Token ids, prompts included.
+            prompt_lengths: First tokens of each that are not scored.
+            top: k most likely tokens returned at every position, with their log-probs; 0: the given token's alone.
+
+        Returns:
+            One `Scores` a sequence, of ``len(sequence) - prompt_length`` positions.
+
+        Raises:
+            ConfigError: Lists of unequal length.
+
+        >>> scores = client.score([[1, 2, 3, 4]], [2], top=20)[0]  # doctest: +SKIP
+        >>> scores.logps, scores.top_ids, scores.top_logps  # (2,), (2, 20), (2, 20)  # doctest: +SKIP
+        """
+        if len(sequences) != len(prompt_lengths):
+            raise ConfigError(f"{len(sequences)} sequences and {len(prompt_lengths)} prompt_lengths: give one of each.")
+        most = int(self.facts.get("max_model_len") or 10**9) - 1  # vLLM generates one token too, which must fit.
+
+        def ask(ids: Sequence[int]) -> list[Any]:
+            body = {
+                "model": self.facts.get("served"),
+                "prompt": list(ids)[:most],
+                "max_tokens": 1,
+                "prompt_logprobs": top,
+            }
+            reply = self.call("POST", "/v1/completions", body, timeout=self.time_for(len(ids)), retries=3)
+            return reply["choices"][0]["prompt_logprobs"]
+
+        with ThreadPoolExecutor(max_workers=16) as pool:
+            known = list(pool.map(ask, sequences))
+        return [scores_of(*one, top) for one in zip(sequences, prompt_lengths, known, strict=True)]
 
     def get_sequence_logprobs(
         self,
@@ -353,99 +445,147 @@ class VLLMClient(Connection):
         *,
         top_logprobs: int = 100,
         temperature: float = 1.0,
-        chunk_size: int = 0,
-        max_concurrent_requests: int = 4,
     ) -> dict[str, Any]:
-        """Log-probs of given sequences under the served weights, behind their prompts.
-
-        Args:
-            sequences: Token ids, prompts included.
-            prompt_lengths: Tokens of each that are not scored.
-            top_logprobs: Most likely tokens returned at every position.
-            temperature: Above 0.
-            chunk_size: Sequences of one request; 0 sends all in one.
-            max_concurrent_requests: Chunks in flight at once.
+        """`score` with the reply of TRL's client: rows of ``top_logprobs`` entries, padded with minus infinity.
 
         Raises:
-            ValueError: A temperature that is not above 0, or lists of unequal length (a `ConfigError`).
+            ConfigError: A temperature other than 1, at which vLLM does not score.
         """
-        if temperature <= 0:
-            raise ConfigError(f"temperature={temperature} must be above 0: log-probs are of a distribution.")
-        if len(sequences) != len(prompt_lengths):
-            raise ConfigError(f"{len(sequences)} sequences and {len(prompt_lengths)} prompt_lengths: give one of each.")
-        size = chunk_size if chunk_size > 0 else max(len(sequences), 1)
+        if temperature != 1.0:
+            raise ConfigError(f"temperature={temperature}: servers score given sequences at temperature 1 alone.")
+        found = self.score(sequences, prompt_lengths, top=top_logprobs)
 
-        def score(start: int) -> dict[str, Any]:
-            part = slice(start, start + size)
-            body = {"sequences": [list(s) for s in sequences[part]], "prompt_lengths": list(prompt_lengths[part])}
-            body |= {"top_logprobs": top_logprobs, "temperature": temperature, "response_format": "json"}
-            return self.call("POST", "/get_sequence_logprobs/", body, timeout=GENERATE_TIMEOUT, retries=3)
+        def padded(row: list[Any], filler: Any) -> list[Any]:
+            return row + [filler] * (top_logprobs - len(row))
 
-        with ThreadPoolExecutor(max_workers=max_concurrent_requests) as pool:
-            parts = list(pool.map(score, range(0, len(sequences), size)))
-        keys = parts[0] if parts else {}
-        return {k: [row for p in parts for row in p[k]] if isinstance(v, list) else v for k, v in keys.items()}
+        tokens = [[[t] for t in ids[begin:]] for ids, begin in zip(sequences, prompt_lengths, strict=True)]
+        return {
+            "logprobs": [[padded(at, -math.inf) for at in one.top_logps] for one in found],
+            "logprob_token_ids": [[padded(at, 0) for at in one.top_ids] for one in found],
+            "actual_logprobs": [[[-math.inf if math.isnan(v) else v] for v in one.logps] for one in found],
+            "actual_token_ids": tokens,
+        }
 
-    # State -----------------------------------------------------------------------------------------------------------
+    # State ---------------------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
-        """Drop keys and values of earlier weights."""
-        self.call("POST", "/reset_prefix_cache/", {}, timeout=PAUSE_TIMEOUT, retries=10)
+        """Forget keys and values of earlier requests.
+
+        Raises:
+            WeightSyncError: The server did not.
+        """
+        if self.call("POST", "/reset_prefix_cache").get("success") is False:
+            raise WeightSyncError(f"{self.base_url} refused to forget keys and values.", phase="end", url=self.base_url)
 
     def pause(self, mode: str = "keep") -> None:
         """Hold generation: ``keep`` what runs, ``abort`` it, or ``wait`` for it."""
-        self.call("POST", "/pause/", {"mode": mode}, timeout=PAUSE_TIMEOUT, retries=10)
+        self.call("POST", f"/pause?mode={mode}", retries=3)
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        self.call("POST", "/resume/", {}, timeout=PAUSE_TIMEOUT, retries=10)
+        self.call("POST", "/resume", retries=3)
 
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back; from level 2 only a whole weight update leads back to generation."""
-        self.call("POST", "/sleep/", {"level": level}, timeout=PAUSE_TIMEOUT)
+    def is_paused(self) -> bool:
+        """Whether generation is held; servers that do not say hold nothing."""
+        try:
+            return bool(self.call("GET", "/is_paused", timeout=QUICK).get("is_paused"))
+        except RolloutServerError:
+            return False
 
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again."""
-        self.call("POST", "/wake_up/", {"tags": list(tags) if tags else None}, timeout=PAUSE_TIMEOUT)
+    # Weights -------------------------------------------------------------------------------------------------------------
 
-    def lease(self, holder: str, ttl_s: float = LEASE_TTL_S) -> str:
-        """Become the one trainer that may change this server; raises `ServerBusy` where there is another."""
-        self.lease_id = str(self.call("POST", "/lease/", {"holder": holder, "ttl_s": ttl_s}, timeout=QUICK)["lease_id"])
-        return self.lease_id
+    def begin_update(self) -> None:
+        """Hold generation and begin an update; until `end_update` the weights are called incomplete.
 
-    def renew(self) -> None:
-        """Keep the lease."""
-        self.call("POST", f"/lease/{self.lease_id}/renew", {}, timeout=QUICK, retries=2)
+        Raises:
+            WeightSyncError: The server takes no weights.
+        """
+        if why := self.facts.get("takes_no_weights"):
+            raise WeightSyncError(
+                f"{self.base_url} takes no weights: {why}. Fix: restart it with 'posttrain vllm-serve --model "
+                f"{self.facts.get('model')}'.", phase="begin", url=self.base_url,
+            )  # fmt: skip
+        self.health()  # A server that hangs is noticed now, not at the end of a longer call.
+        # Completions that can be held go on under the new weights; the others end what they write first.
+        self.pause("keep" if self.facts.get("keeps") else "wait")
+        self.call("POST", "/update_weight_version", {"new_version": INCOMPLETE}, timeout=QUICK)
+        start = functools.partial(self.call, "POST", "/start_weight_update", {}, timeout=self.sync_timeout)
+        try:
+            start()
+        except WeightSyncError as error:
+            if "already active" not in str(error):
+                raise
+            self.call("POST", "/finish_weight_update", {}, timeout=self.sync_timeout)  # Its trainer died in the middle.
+            start()
 
-    def release(self) -> None:
-        """Give the lease back; what fails is left to its end."""
-        if self.lease_id is not None:
+    def send_part(self, **update_info: Any) -> None:
+        """One ``/update_weights``: a bucket in shared memory, what is broadcast next, or that all buckets came.
+
+        It is never sent twice: a server that had taken the first would take another.
+        """
+        self.call("POST", "/update_weights", {"update_info": update_info}, timeout=self.sync_timeout)
+
+    def end_update(self, version: int, *, partial: bool = False) -> None:
+        """All buckets came: the server checks that nothing is missing, forgets old keys and values, and goes on.
+
+        Args:
+            version: Of the weights from now on.
+            partial: Whether weights that were not sent may stay as they are.
+
+        Raises:
+            WeightSyncError: Weights are missing or unknown, or the server confirms another version.
+        """
+        try:
+            if self.communicator is None:
+                self.send_part(complete=True, partial=partial)
+        except WeightSyncError as error:
+            error.phase = "end"
+            raise
+        self.call("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout=self.sync_timeout)
+        self.reset_prefix_cache()
+        confirmed = self.weight_version()
+        if confirmed != version:
+            raise WeightSyncError(
+                f"{self.base_url} confirmed version {confirmed} after version {version} was sent.",
+                phase="end", version=version, url=self.base_url,
+            )  # fmt: skip
+        self.resume()
+
+    def abort_update(self) -> None:
+        """Give an update up: its weights stay incomplete, and are sampled from only after a whole update."""
+        for path in ("/update_weight_version", "/finish_weight_update", "/resume"):
+            body = {"new_version": INCOMPLETE} if path == "/update_weight_version" else {}
             try:
-                self.call("DELETE", f"/lease/{self.lease_id}", timeout=QUICK)
+                self.call("POST", path, body, timeout=CONNECT)
             except RolloutServerError as error:
-                logger.info("the lease on %s ends by itself: %s", self.base_url, error)
-            self.lease_id = None
-
-    # Weights ---------------------------------------------------------------------------------------------------------
+                logger.info("%s did not take the end of a failed update: %s", self.base_url, error)
 
     def init_communicator(self, device: Any = 0) -> None:
-        """Join the server's weight-update group, on accelerators that differ from the server's."""
-        from posttrain.rollouts.server.nccl import Communicator
+        """Join the server's weight-update group over NCCL, as TRL's client does; needs vLLM and a GPU of one's own."""
+        from posttrain.rollouts.server.weight_sync import NcclSender
 
-        self.communicator = Communicator.join(self, device)
+        self.communicator = NcclSender(self, device)
 
     def update_named_param(self, name: str, weights: Tensor) -> None:
         """Replace one parameter."""
         self.update_model_params([(name, weights)])
 
-    def update_model_params(self, model: nn.Module | Sequence[tuple[str, Tensor]], version: int | None = None) -> dict:
-        """Replace parameters by those of a model, or by the given ones; returns what the server says it loaded."""
-        from posttrain.rollouts.server.weight_sync import push
-        from posttrain.rollouts.workers.shared_weights import named_weights
+    def update_model_params(self, model: nn.Module | Sequence[tuple[str, Tensor]], version: int | None = None) -> None:
+        """Replace parameters by those of a model, or by the given ones."""
+        from posttrain.rollouts.server.weight_sync import Pusher
+        from posttrain.rollouts.workers.shared_weights import Weights
 
-        tensors = named_weights(model) if isinstance(model, nn.Module) else model
-        number = int(self.info().get("weight_version") or 0) + 1 if version is None else version
-        return push(self, tensors, number, partial=not isinstance(model, nn.Module))
+        whole = isinstance(model, nn.Module)
+        tensors = Weights(model, checkpoint_names=bool(self.facts.get("checkpoint_names"))) if whole else model
+        pusher = Pusher(timeout=self.sync_timeout)
+        try:
+            result = pusher.push(
+                tensors, {self: (self.weight_version() or 0) + 1 if version is None else version}, partial=not whole
+            )[self]
+        finally:
+            pusher.close()
+        if result is not None:
+            raise result
 
     def close_communicator(self) -> None:
         """Leave the weight-update group; calling it twice does nothing."""
@@ -454,31 +594,11 @@ class VLLMClient(Connection):
             self.communicator = None
 
     def close(self) -> None:
-        """Leave group and lease, and the connections."""
+        """Leave the group, and close the connections."""
         self.close_communicator()
-        if self.pusher is not None:
-            self.pusher.close()
-            self.pusher = None
-        self.release()
         self.session.close()
 
 
-def _png(image: Any) -> str:
-    """An image as base64 of PNG."""
-    if isinstance(image, str):
-        return image
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _sendable(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose images are base64."""
-    content = message.get("content")
-    if isinstance(content, str) or content is None:
-        return dict(message)
-    parts = [
-        {"type": "image_pil", "image_pil": _png(part["image"])} if part.get("type") == "image" else dict(part)
-        for part in content
-    ]
-    return dict(message) | {"content": parts}
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same request may be answered a little later; one that timed out would take as long again."""
+    return isinstance(error, ServerUnreachable | ServerBusy) and not getattr(error, "timed_out", False)

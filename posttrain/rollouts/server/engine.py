@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 import weakref
@@ -18,15 +17,13 @@ from posttrain.errors import (
     BadRequest,
     RolloutServerError,
     ServerBusy,
-    ServerDied,
     ServerUnreachable,
     WeightSyncError,
 )
-from posttrain.rollouts.base import Capabilities, RolloutEngine
-from posttrain.rollouts.server.client import PAUSE_TIMEOUT, VLLMClient
-from posttrain.rollouts.server.plain_vllm import connect_client
-from posttrain.rollouts.server.pool import Fleet, Server, Urls, default_holder, weight_version
-from posttrain.rollouts.server.replies import Chunk, check_each, derived_seed, read_reply, sampling_fields
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed
+from posttrain.rollouts.server.client import VLLMClient
+from posttrain.rollouts.server.pool import Fleet, Server, Urls
+from posttrain.rollouts.server.replies import check_each, derived_seed, read_choice, sampling_body
 from posttrain.rollouts.server.weight_sync import Pusher
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
@@ -44,15 +41,38 @@ logger = logging.getLogger(__name__)
 
 RETRIES = 3
 WAIT = 2.0  # Seconds between two looks for a server that is gone.
-AWAY = (ServerUnreachable, ServerBusy, ServerDied)  # Errors of a server that may come back by itself.
+AWAY = (ServerUnreachable, ServerBusy)  # Errors of a server that may come back by itself.
+UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that servers have no rule for.
 Found = TypeVar("Found")
+Spans = list[tuple[int, int]]
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Requests that go to one server together: one number of completions, one sampling.
+
+    Attributes:
+        indices: Of the requests in the call.
+        seeds: One a request; None: the server draws them.
+    """
+
+    indices: list[int]
+    prompts: list[list[int]]
+    n: int
+    sampling: Sampling
+    seeds: list[int | None]
+
+    @property
+    def tokens(self) -> int:
+        """That may have to be computed."""
+        return sum(map(len, self.prompts)) + len(self.prompts) * self.n * self.sampling.max_new_tokens
 
 
 class ServerEngine(RolloutEngine):
     """Rollouts from servers that hold a copy of the policy's weights.
 
-    Requests are spread by outstanding tokens. What a server that dies was asked for goes to the others, under the same
-    request id; servers may join and leave, and a newcomer is used once it has the current weights. Every reply must say
+    Requests are spread by outstanding tokens. What a server that dies was asked for goes to the others, with the same seeds;
+    servers may join and leave, and a newcomer is used once it has the current weights. Every reply must say
     the version it was sampled from; rollouts of another version never reach the trainer.
 
     Args:
@@ -61,7 +81,7 @@ class ServerEngine(RolloutEngine):
         request_timeout: Seconds of one request; see `VLLMClient`.
         sync_timeout: Seconds of one call of a weight update.
         bucket_mb: MiB of one bucket of weights.
-        holder: The name on the lease that keeps other trainers from these servers; None takes none.
+        pushes: Whether weights are pushed from here: then this process alone, of all on its machine, may use the servers.
         api_key: Bearer token of the servers.
         shared_memory: Whether weights go to servers on this machine through shared memory; None: where there is any.
         chunks_per_server: Requests into which a server's share of a call is cut.
@@ -69,7 +89,7 @@ class ServerEngine(RolloutEngine):
 
     Raises:
         ServerUnreachable: No server in time.
-        ServerBusy: Another trainer holds a server.
+        ServerBusy: Another trainer of this machine uses a server.
 
     >>> engine = ServerEngine("http://127.0.0.1:8000")  # doctest: +SKIP
     >>> engine.load_weights(Weights(model), version=1)  # doctest: +SKIP
@@ -85,20 +105,19 @@ class ServerEngine(RolloutEngine):
         request_timeout: float | None = None,
         sync_timeout: float = 720.0,
         bucket_mb: int = 512,
-        holder: str | None = "",
+        pushes: bool = True,
         api_key: str | None = None,
         shared_memory: bool | None = None,
         chunks_per_server: int = 1,
         patience: float = 0.0,
     ) -> None:
         def connect(url: str) -> VLLMClient:
-            return connect_client(url, request_timeout=request_timeout, sync_timeout=sync_timeout, api_key=api_key)
+            return VLLMClient(url, request_timeout=request_timeout, sync_timeout=sync_timeout, api_key=api_key)
 
-        holder = default_holder() if holder == "" else holder
         self.chunks_per_server, self.patience = chunks_per_server, patience
         self.pushed = False
         self.pusher = Pusher(bucket_mb * 2**20, sync_timeout, shared_memory)
-        self.fleet = Fleet(urls, connect, timeout=connection_timeout, holder=holder)
+        self.fleet = Fleet(urls, connect, timeout=connection_timeout, pushes=pushes)
         self._ending = weakref.finalize(self, _end, self.fleet, self.pusher)  # Also when the process ends.
 
     # What it is --------------------------------------------------------------------------------------------------------
@@ -114,40 +133,31 @@ class ServerEngine(RolloutEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What all servers that are up can do together: the smallest context and rank, one dtype or None."""
+        """What all servers that are up can do together: the smallest context, one dtype or None."""
         infos = [server.info for server in self._members]
         dtypes = {as_dtype(info.get("dtype")) for info in infos}
-        ranks = [int(info.get("max_lora_rank") or 2**16) if info.get("accepts_lora") else 0 for info in infos]
         return Capabilities(
             needs_weight_sync=True,
             main_process_only=True,
-            scores_sequences=all(info.get("scores", True) for info in infos),
-            checkpoint_names=any(str(info.get("engine", "")).startswith("vllm") for info in infos),
-            max_lora_rank=min(ranks, default=0),
+            scores_sequences=True,
+            checkpoint_names=any(info.get("checkpoint_names") for info in infos),
+            unsupported=UNKNOWN,
             context=self._least("max_model_len"),
             dtype=dtypes.pop() if len(dtypes) == 1 else None,
         )
-
-    @property
-    def has_initial_weights(self) -> bool:
-        """Whether every server still has the weights it loaded when it started."""
-        return all(weight_version(server.info) == 0 for server in self._members)
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
         """Log-probs of given tokens behind their prompts, by every server that has weights: one list a sequence.
 
         Raises:
-            ServerUnreachable: None is left that could answer (also `ServerBusy`, `ServerDied`).
+            ServerUnreachable: None is left that could answer (also `ServerBusy`).
         """
         found: dict[str, list[list[float]]] = {}
         for server in self.fleet.live:
             try:
-                reply = server.client.get_sequence_logprobs(sequences, prompt_lengths, top_logprobs=1)
+                found[server.url] = [one.logps for one in server.client.score(sequences, prompt_lengths)]
             except AWAY as error:
                 self.fleet.failed(server, error)
-                continue
-            lines = reply.get("actual_logprobs") or reply["logprobs"]
-            found[server.url] = [[math.nan if at[0] is None else float(at[0]) for at in line] for line in lines]
         if not found:
             raise self._nobody({})
         return found
@@ -172,6 +182,8 @@ class ServerEngine(RolloutEngine):
             WeightSyncError: The servers hold other weights than were pushed.
             RolloutServerError: No server is left that could answer; its cause is the last one's error.
         """
+        own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
+        check_followed(requests, sampling, "a rollout server", UNKNOWN, own)
         check_each(requests, sampling, self._least("max_model_len"), self._least("vocab_size"))
         return self.patiently(lambda: self._generate(requests, sampling))
 
@@ -179,7 +191,7 @@ class ServerEngine(RolloutEngine):
         """Ask, and where no server is there to be asked, look for one for `patience` seconds.
 
         Raises:
-            ServerUnreachable: None has come back in time (also `ServerBusy`, `ServerDied`).
+            ServerUnreachable: None has come back in time (also `ServerBusy`).
         """
         deadline = time.monotonic() + self.patience
         while True:
@@ -247,8 +259,6 @@ class ServerEngine(RolloutEngine):
         stale = next((e for e in errors if isinstance(e, WeightSyncError)), None)
         if stale is not None:
             return stale
-        if any(server.lost_lease for server in self.fleet.servers.values()):
-            return ServerBusy("another trainer took over the rollout servers.", held=True)
         if len(errors) == 1:
             return errors[0]
         if not errors and self.fleet.live:
@@ -260,36 +270,44 @@ class ServerEngine(RolloutEngine):
         return ServerUnreachable(f"no rollout server is left of {len(self.fleet.servers)}. {said}")
 
     def _ask(self, server: Server, chunk: Chunk, alone: bool) -> list[Rollout]:
-        reply = server.client.generate(
+        choices = server.client.complete(
             chunk.prompts,
             n=chunk.n,
-            max_tokens=chunk.sampling.max_new_tokens,
-            request_id=chunk.id,
+            seeds=chunk.seeds,
             retries=RETRIES if alone else 1,
-            seed=None if chunk.seeds[0] is None else chunk.seeds,
-            raw_logprobs=True,
-            **sampling_fields(chunk.sampling),
+            **sampling_body(chunk.sampling),
         )
-        self._check_version(server, reply)
-        rollouts = read_reply(reply, chunk, url=server.url, vocabulary=server.info.get("vocab_size"))
+        owners = [prompt for prompt in chunk.prompts for _ in range(chunk.n)]
+        rollouts = [read_choice(*pair, chunk.sampling) for pair in zip(choices, owners, strict=True)]
+        for rollout, choice in zip(rollouts, choices, strict=True):
+            self._stamp(server, rollout, self._spans(server, choice))
         server.served += len(rollouts)
-        self._stamp(server, reply, rollouts)
         return rollouts
 
-    def _stamp(self, server: Server, reply: dict[str, Any], rollouts: list[Rollout]) -> None:
-        """Note the version of the weights on what they wrote."""
-        for rollout in rollouts:
-            rollout.version = self.version if self.pushed else (weight_version(reply) or 0)
+    def _spans(self, server: Server, choice: dict[str, Any]) -> Spans:
+        """Runs of (version as the server calls it, tokens) of a completion."""
+        runs = [(_wire(run["version"]), run["end"] - run["start"]) for run in choice["weight_versions"]]
+        if sum(tokens for _, tokens in runs) != len(choice["token_ids"]):
+            raise RolloutServerError(
+                f"{server.url} says which weights wrote {sum(tokens for _, tokens in runs)} tokens of a completion of "
+                f"{len(choice['token_ids'])}: its answer cannot be used.", url=server.url,
+            )  # fmt: skip
+        return runs
 
-    def _check_version(self, server: Server, reply: dict[str, Any]) -> None:
-        told = weight_version(reply)
-        if not self.pushed or told == server.wire:
-            return
-        raise WeightSyncError(
-            f"{server.url} sampled from weights of version {told}, and version {server.wire} was pushed last. It was restarted, "
-            "or another trainer pushes to it.",
-            phase="reply", version=told, url=server.url,
-        )  # fmt: skip
+    def _stamp(self, server: Server, rollout: Rollout, spans: Spans) -> None:
+        """Note on a rollout which weights wrote it.
+
+        Raises:
+            WeightSyncError: Others than were pushed.
+        """
+        told = {version for version, _ in spans}
+        if self.pushed and told - {server.wire}:
+            raise WeightSyncError(
+                f"{server.url} sampled from weights of version {', '.join(map(str, sorted(told)))}, and version {server.wire} "
+                "was pushed last. It was restarted, or another trainer pushes to it.",
+                phase="reply", version=max(told), url=server.url,
+            )  # fmt: skip
+        rollout.version = self.version if self.pushed else max(told, default=0)
 
     # Weights -----------------------------------------------------------------------------------------------------------
 
@@ -312,44 +330,34 @@ class ServerEngine(RolloutEngine):
             for _ in named_tensors:  # Reading may be a collective that other ranks wait in.
                 pass
             raise
-        wires = {s.client: max(version, (weight_version(s.info) or 0) + 1, 1) for s in lacking}
+        wires = {s.client: max(version, (s.info["weight_version"] or 0) + 1, (s.wire or 0) + 1) for s in lacking}
         for server in lacking:
             server.pushed = server.wire = None
-        dtype, names = self.capabilities.dtype, getattr(named_tensors, "names", None)
+        dtype = self.capabilities.dtype
         pairs = ((n, t.to(dtype) if dtype is not None and t.is_floating_point() else t) for n, t in named_tensors)
-        answers = self.pusher.push(
-            pairs, wires, names=names, adapter=getattr(named_tensors, "adapter", None), partial=names is None
-        )
+        answers = self.pusher.push(pairs, wires, partial=not hasattr(named_tensors, "names"))
         for server in lacking:
-            answer = answers[server.client]
-            if isinstance(answer, RolloutServerError):
-                self.fleet.failed(server, answer)
+            error = answers[server.client]
+            if error is not None:
+                self.fleet.failed(server, error)
             else:
                 server.pushed, server.wire = version, wires[server.client]
         if not any(s.pushed == version for s in self.fleet.live):
-            errors = [e for e in answers.values() if isinstance(e, RolloutServerError)]
+            errors = [error for error in answers.values() if error is not None]
             raise errors[0] if errors else self._nobody({})
         self.version, self.pushed = version, True
 
     def _lacking(self, version: int) -> list[Server]:
-        """The servers that are there and must be given a version; each says anew what it has, for it may have been restarted."""
+        """The servers that are there and must be given a version; each says anew what it has."""
         self.fleet.refresh(force=True)
         for server in self.fleet.live:
-            try:
-                info = server.client.info()
-            except RolloutServerError as error:
-                if not getattr(error, "timed_out", False):  # Its machine is busy: the update will tell.
-                    self.fleet.failed(server, error)
-                continue
-            if weight_version(info) != server.wire:
-                server.pushed = server.wire = None
-            server.info = info
+            self.fleet.look_at(server)
         if not self.fleet.live:
             raise self._nobody({})
         return [s for s in self.fleet.live if not (self.pushed and s.pushed == version == self.version)]
 
     def close(self) -> None:
-        """Give the servers back and remove what lies in shared memory."""
+        """Leave the servers to others, and remove files in shared memory."""
         self._ending()
 
 
@@ -358,8 +366,9 @@ def _end(fleet: Fleet, pusher: Pusher) -> None:
     pusher.close()
 
 
-# Engines whose completions can be held in the middle and go on under other weights; the others are waited for.
-KEEPS = ("native", "vllm")
+def _wire(version: str) -> int:
+    """A version as numbers; what a checkpoint's weights are called by is 0, and -1 what is no version of anybody's."""
+    return int(version) if version.isdigit() else 0 if version == "default" else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,10 +385,10 @@ class ServerVersions:
 
 
 class ServerTransfer:
-    """The trainer's end: servers are paused, given the next version, and go on; satisfies the protocol of weight transfers.
+    """The trainer's end: servers are given the next version, and go on; satisfies the protocol of weight transfers.
 
-    Completions that a native engine is writing stay in the middle and go on under the new weights; other engines end what
-    they write first. A server that fails is left out, and taken in again once it is healthy and has the current weights.
+    Each server is paused inside its update: completions that can be held stay in the middle and go on under the new weights,
+    the others end first. A server that fails is left out, and taken in again once it is healthy and has the weights.
 
     Args:
         make: Makes the engine that pushes; called on the rank that sends.
@@ -388,7 +397,6 @@ class ServerTransfer:
     def __init__(self, make: Callable[[], ServerEngine]) -> None:
         self.make, self.version = make, 0
         self.engine: ServerEngine | None = None
-        self._paused: list[Server] = []
         self._told = ServerVersions()
 
     @property
@@ -415,15 +423,11 @@ class ServerTransfer:
         )
 
     def init_weight_transfer(self) -> None:
-        """Meet the servers and take their leases."""
+        """Meet the servers."""
         self.engine = self.engine or self.make()
 
     def pause(self) -> None:
-        """Hold generation where it can be held; servers that are gone are waited for by the push."""
-        fleet = self._pushing.fleet
-        fleet.refresh(force=True)
-        chosen = [server for server in fleet.live if server.info.get("engine") in KEEPS]
-        self._paused = self._each(chosen, "/pause/", {"mode": "keep"})
+        """Nothing: the update of each server pauses it."""
 
     def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Push the next version; returns when at least one server has confirmed it."""
@@ -437,28 +441,7 @@ class ServerTransfer:
         self._told = self.holders
 
     def resume(self) -> None:
-        """Go on wherever `pause` held."""
-        paused, self._paused = self._paused, []
-        self._each(paused, "/resume/", {})
-
-    def _each(self, servers: Sequence[Server], path: str, body: dict[str, Any]) -> list[Server]:
-        """Ask all at once; those that did it. The others get no requests until they are well."""
-
-        def ask(server: Server) -> RolloutServerError | None:
-            try:
-                server.client.call("POST", path, body, timeout=PAUSE_TIMEOUT)
-            except RolloutServerError as error:
-                return error
-            return None
-
-        if not servers:
-            return []
-        with ThreadPoolExecutor(max_workers=len(servers)) as pool:
-            errors = list(pool.map(ask, servers))
-        for server, error in zip(servers, errors, strict=True):
-            if error is not None:
-                self._pushing.fleet.failed(server, error)
-        return [server for server, error in zip(servers, errors, strict=True) if error is None]
+        """Nothing: the update of each server ends its pause."""
 
     def lacking(self) -> bool:
         """Whether a server that is there lacks the last version, or workers were not told that it has it.
@@ -468,14 +451,7 @@ class ServerTransfer:
         fleet = self._pushing.fleet
         fleet.refresh(force=True)
         for server in fleet.live:
-            try:
-                info = server.client.info()
-            except RolloutServerError as error:
-                if not getattr(error, "timed_out", False):
-                    fleet.failed(server, error)
-                continue
-            if weight_version(info) != server.wire or not info.get("weights_valid", True):
-                server.pushed = server.wire = None
+            fleet.look_at(server)
         known = self._told.versions
         return any(server.pushed != self.version or server.url not in known for server in fleet.live)
 
@@ -487,9 +463,8 @@ class ServerTransfer:
         )
 
     def destroy(self) -> None:
-        """Leave no server paused, and give the leases back."""
+        """Leave the servers to others."""
         if self.engine is not None:
-            self.resume()
             self.engine.close()
             self.engine = None
 
@@ -497,7 +472,7 @@ class ServerTransfer:
 class FollowingEngine(ServerEngine):
     """A worker's end: asks servers that another process gives their weights, and knows which version wrote which token.
 
-    It holds no lease and pushes nothing; `follow` tells it who may be asked. An answer whose weights this run never gave to
+    It pushes nothing; `set_servers` names the servers that may be asked. An answer whose weights this run never gave to
     that server (it was restarted, or is another trainer's by now) is refused, and asked of another server.
 
     Args:
@@ -510,7 +485,7 @@ class FollowingEngine(ServerEngine):
         self._known: dict[str, dict[int, int]] = {}  # By address: the number at the server, and the trainer's version.
         self._noted: dict[Server, ServerVersions] = {}
         self._news = threading.Condition()
-        super().__init__(lambda: list(self.holders.versions), connection_timeout=None, holder=None, **options)
+        super().__init__(lambda: list(self.holders.versions), connection_timeout=None, pushes=False, **options)
 
     def set_servers(self, holders: ServerVersions) -> None:
         """Ask these servers from now on."""
@@ -547,23 +522,11 @@ class FollowingEngine(ServerEngine):
             self._noted = dict.fromkeys(known, self.holders)
         return super()._generate(requests, sampling)
 
-    def _check_version(self, server: Server, reply: dict[str, Any]) -> None:
-        """Every completion is looked at by itself."""
-
-    def _stamp(self, server: Server, reply: dict[str, Any], rollouts: list[Rollout]) -> None:
-        end = weight_version(reply)
-        found = reply.get("version_spans") or [None] * len(rollouts)
-        for rollout, runs in zip(rollouts, found, strict=True):
-            count = len(rollout.token_ids)
-            runs = [(end, count)] if runs is None else runs
-            if sum(tokens for _, tokens in runs) != count:
-                raise RolloutServerError(
-                    f"{server.url} says which weights wrote {sum(tokens for _, tokens in runs)} tokens of a completion of "
-                    f"{count}: its answer cannot be used.", url=server.url,
-                )  # fmt: skip
-            spans = [(self._version_of(server, wire), tokens) for wire, tokens in runs]
-            rollout.version = min((version for version, _ in spans), default=self.version)
-            rollout.spans = spans if len(spans) > 1 else None
+    def _stamp(self, server: Server, rollout: Rollout, spans: Spans) -> None:
+        """See `ServerEngine._stamp`; a completion may have been written under several versions."""
+        found = [(self._version_of(server, wire), tokens) for wire, tokens in spans]
+        rollout.version = min((version for version, _ in found), default=self.version)
+        rollout.spans = found if len(found) > 1 else None
 
     def _version_of(self, server: Server, wire: int | None) -> int:
         """The trainer's version of the weights that a server calls so."""

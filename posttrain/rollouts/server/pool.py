@@ -8,27 +8,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable
 from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.server.replies import LEASE_TTL_S
+from posttrain.rollouts.workers.shared_weights import HostLock
 
-__all__ = ["Fleet", "Server", "Urls", "default_holder"]
+__all__ = ["Fleet", "Server", "Urls"]
 
 logger = logging.getLogger(__name__)
 
-RENEW_SECONDS = LEASE_TTL_S / 3
 REFRESH_SECONDS = 5.0  # Between two looks at who has come or gone.
 
 Urls = str | Path | Sequence[str] | Callable[[], Sequence[str]]
-
-
-def default_holder() -> str:
-    """How this process calls itself to a server."""
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 @dataclass(eq=False)
@@ -42,6 +36,7 @@ class Server:
         wire: The number under which it knows that version, which rises even where trainers begin anew.
         outstanding: Tokens it has been asked for and has not answered.
         down: Why it gets no requests; None: it does.
+        lock: Keeps other trainers of this machine from a server on this machine; None: nothing is pushed to it.
     """
 
     client: VLLMClient
@@ -50,28 +45,34 @@ class Server:
     wire: int | None = None
     outstanding: int = 0
     down: RolloutServerError | None = None
-    lost_lease: bool = False
-    served: int = field(default=0)
+    lock: HostLock | None = None
+    served: int = 0
 
     @property
     def url(self) -> str:
         """Its address."""
         return self.client.base_url
 
+    def close(self) -> None:
+        """Leave it to others."""
+        if self.lock is not None:
+            self.lock.release()
+        self.client.close()
+
 
 class Fleet:
-    """Keeps the list of servers, their leases and what they hold.
+    """Keeps the list of servers and what they hold.
 
     Args:
         urls: An address, several (in a list, or in one text with commas), a file with one a line, or a function that returns
             them. Files and functions are asked again, so that servers may join and leave.
         connect: Makes a client of an address.
         timeout: Seconds in which the first servers must be there; None: they may come later, or there be none yet.
-        holder: The name on the lease; None takes none.
+        pushes: Whether this process pushes weights: then it alone, of all on this machine, may use a server.
 
     Raises:
         ServerUnreachable: None of them is healthy in time.
-        ServerBusy: Another trainer holds one of them.
+        ServerBusy: Another trainer of this machine uses one of them.
     """
 
     def __init__(
@@ -80,20 +81,14 @@ class Fleet:
         connect: Callable[[str], VLLMClient],
         *,
         timeout: float | None = 240.0,
-        holder: str | None = None,
+        pushes: bool = True,
     ) -> None:
-        self.source, self.connect, self.holder = urls, connect, holder
+        self.source, self.connect, self.pushes = urls, connect, pushes
         self.servers: dict[str, Server] = {}
-        self.joined: Callable[[Server], None] = lambda server: None  # Called with each server that is admitted.
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._looked = 0.0
-        self._stop = threading.Event()
-        self._renewer: threading.Thread | None = None
         if timeout is not None:
             self._meet(timeout)
-        if holder is not None:
-            self._renewer = threading.Thread(target=self._renew, name="rollout-lease", daemon=True)
-            self._renewer.start()
 
     # Who is there ----------------------------------------------------------------------------------------------------
 
@@ -120,7 +115,8 @@ class Fleet:
             url, error = next(iter(waiting.items()))
             raise ServerUnreachable(
                 f"no healthy rollout server at {', '.join(waiting)} within {timeout:g} s. The last answer: "
-                f"{error.__cause__ or error} Start one with 'posttrain serve --model MODEL', or correct vllm_server_base_url.",
+                f"{error.__cause__ or error} Fix: start one with 'posttrain serve --model MODEL', or correct "
+                "vllm_server_base_url.",
                 url=url,
             )
         for url, error in waiting.items():
@@ -130,32 +126,38 @@ class Fleet:
         """Connect to the servers that are not known yet; the errors of those that cannot be reached."""
         waiting: dict[str, RolloutServerError] = {}
         for url in self.urls():
-            if url in self.servers:
-                continue
-            try:
-                self.servers[url] = self._admit(url)
-            except ServerUnreachable as error:
-                waiting[url] = error
+            if url not in self.servers:
+                try:
+                    self.servers[url] = self._admit(url)
+                except ServerUnreachable as error:
+                    waiting[url] = error
         return waiting
 
     def _admit(self, url: str) -> Server:
         client = self.connect(url)
-        server = Server(client, self._taken(client))
-        self.joined(server)
+        server = Server(client, client.info())
+        if self.pushes:
+            self._take(server)
         logger.info(
-            "rollout server %s: %s, weights of version %s.", url, server.info.get("model"), weight_version(server.info)
+            "rollout server %s: %s, weights of version %s.", url, server.info["model"], server.info["weight_version"]
         )
         return server
 
-    def _taken(self, client: VLLMClient) -> dict[str, Any]:
-        """Take a server's lease, where we take any, and end a pause that its last holder left; what it says of itself."""
-        if self.holder is not None:
-            client.lease_id = None
-            client.lease(self.holder, LEASE_TTL_S)
-        info = client.info()
-        if self.holder is not None and info.get("paused"):
-            client.resume()
-        return info
+    def _take(self, server: Server) -> None:
+        """Keep other trainers of this machine away, and end a pause that the server's last trainer left.
+
+        Raises:
+            ServerBusy: Another process of this machine pushes to it.
+        """
+        if server.lock is None and server.client.is_local:
+            lock = HostLock(server.url)
+            other = lock.acquire(f"{socket.gethostname()}:{os.getpid()}")
+            if other is not None:
+                text = f"{server.url} is used by {other} on this machine. Fix: give each trainer its own."
+                raise ServerBusy(text, held=True, url=server.url)
+            server.lock = lock
+        if server.client.is_paused():
+            server.client.resume()
 
     def refresh(self, force: bool = False) -> None:
         """Take in who has come, let go who was taken off the list, and look again at who was down.
@@ -180,7 +182,7 @@ class Fleet:
         wanted = self.urls()
         for url in [u for u in self.servers if u not in wanted]:
             logger.warning("rollout server %s was taken off the list.", url)
-            self.servers.pop(url).client.close()
+            self.servers.pop(url).close()
         if callable(self.source) or len(wanted) > len(self.servers):
             for url, error in self._admit_new().items():
                 logger.debug("%s is still not there: %s", url, error)
@@ -192,15 +194,29 @@ class Fleet:
         """A server that is back gets requests again; its weights must be pushed unless they are still those it had."""
         try:
             server.client.health()
-            info = self._taken(server.client)
+            server.client.facts = {}  # It may have been started anew, with other options.
+            info = server.client.info()
+            if self.pushes:
+                self._take(server)
         except RolloutServerError as error:
             server.down = error
             return
-        if weight_version(info) != server.wire or info.get("start_time") != server.info.get("start_time"):
+        if info["weight_version"] != server.wire:
             server.pushed = server.wire = None
         server.info, server.down = info, None
-        self.joined(server)
         logger.warning("rollout server %s is back.", server.url)
+
+    def look_at(self, server: Server) -> None:
+        """Ask a server which weights it has, for it may have been restarted; one that is slow to answer is taken as it was."""
+        try:
+            info = server.client.info()
+        except RolloutServerError as error:
+            if not getattr(error, "timed_out", False):
+                self.failed(server, error)
+            return
+        if info["weight_version"] != server.wire:
+            server.pushed = server.wire = None
+        server.info = info
 
     # Who does what ---------------------------------------------------------------------------------------------------
 
@@ -229,40 +245,8 @@ class Fleet:
         server.down = error
         logger.warning("rollout server %s is left out: %s", server.url, error)
 
-    # The lease -------------------------------------------------------------------------------------------------------
-
-    def _renew(self) -> None:
-        while not self._stop.wait(RENEW_SECONDS):
-            for server in self.live:
-                self._renew_one(server)
-
-    def _renew_one(self, server: Server) -> None:
-        """Renew, or take it again where it lapsed; where another trainer has it by now, the server is lost."""
-        try:
-            server.client.renew()
-        except ServerUnreachable:
-            return  # The next request will tell.
-        except RolloutServerError:
-            server.client.lease_id = None
-            try:
-                server.client.lease(str(self.holder), LEASE_TTL_S)
-            except ServerBusy as error:
-                server.lost_lease = True
-                self.failed(server, error)
-            except RolloutServerError as error:
-                logger.warning("the lease on %s could not be renewed: %s", server.url, error)
-
     def close(self) -> None:
-        """Give all leases back."""
-        self._stop.set()
-        if self._renewer is not None:
-            self._renewer.join(timeout=1.0)
+        """Leave all servers to others."""
         for server in self.servers.values():
-            server.client.close()
+            server.close()
         self.servers = {}
-
-
-def weight_version(info: dict[str, Any]) -> int | None:
-    """The version of the weights that a server says it has."""
-    value = info.get("weight_version")
-    return None if value is None else int(value)

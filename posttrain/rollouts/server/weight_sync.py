@@ -1,4 +1,4 @@
-"""Weights to rollout servers: begin, buckets, end; each bucket checked by its hash, the whole confirmed by its version."""
+"""Weights to rollout servers in buckets, each checked by its hash, the whole confirmed by its version."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from posttrain.errors import ConfigError, ModelError, RolloutServerError, WeightSyncError
-from posttrain.rollouts.server.client import CONNECT, VLLMClient
+from posttrain.integrations import require
 from posttrain.rollouts.server.replies import (
     CHECKSUM_HEADER,
     SAFETENSORS,
     SHARED_FOLDER,
-    UPDATE_TIMEOUT_S,
-    VERSION_HEADER,
     checksum,
     hold,
     remove_orphans,
 )
 
+if TYPE_CHECKING:
+    from posttrain.rollouts.server.client import VLLMClient
+
 __all__ = [
     "BUCKET_BYTES",
     "Bucket",
     "MappedFile",
+    "NcclSender",
     "Pusher",
     "SharedFile",
     "buckets",
-    "push",
-    "safetensors_bytes",
 ]
 
 logger = logging.getLogger(__name__)
@@ -101,14 +102,6 @@ def _write(bucket: Bucket, header: bytes, target: Any) -> None:
             whole = torch.frombuffer(target, dtype=torch.uint8, count=tensor.nbytes, offset=offset)
             whole.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
         offset += tensor.nbytes
-
-
-def safetensors_bytes(bucket: Bucket) -> bytearray:
-    """A bucket as a safetensors file in memory."""
-    header, size = _header(bucket)
-    body = bytearray(len(header) + size)
-    _write(bucket, header, body)
-    return body
 
 
 def _read(data: Any, size: int) -> Iterator[tuple[str, Tensor]]:
@@ -232,11 +225,15 @@ class MappedFile:
 
 BUCKET_BYTES = 512 * 2**20
 SHARED_BYTES = 64 * 2**20  # Through shared memory there is no round trip to save: small buckets overlap better.
-NAMES_SHOWN = 5
+Sent = list[tuple["VLLMClient", Future]]
+Result = RolloutServerError | None
 
 
 class Pusher:
     """Sends one version to several servers at once: a bucket is made while the one before it is being loaded.
+
+    A server on this machine reads buckets from shared memory; another one gets safetensors bytes over HTTP (`posttrain serve`)
+    or, where it was started with vLLM's NCCL backend, a broadcast between GPUs.
 
     Args:
         bucket_bytes: Of one request.
@@ -244,50 +241,41 @@ class Pusher:
         shared: Whether servers on this machine read buckets from shared memory; None: where that exists.
     """
 
-    def __init__(
-        self, bucket_bytes: int = BUCKET_BYTES, timeout: float = UPDATE_TIMEOUT_S, shared: bool | None = None
-    ) -> None:
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES, timeout: float = 720.0, shared: bool | None = None) -> None:
         self.bucket_bytes, self.timeout = bucket_bytes, timeout
-        self.asked, self.shared = shared, SHARED_FOLDER.is_dir() if shared is None else shared
+        self.shared = SHARED_FOLDER.is_dir() if shared is None else shared
         self._files: list[SharedFile] = []
         self._lock = threading.Lock()
 
     def push(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        versions: Mapping[VLLMClient, int],
-        *,
-        names: Sequence[str] | None = None,
-        adapter: dict[str, Any] | None = None,
-        partial: bool = False,
-    ) -> dict[VLLMClient, dict[str, Any] | RolloutServerError]:
-        """One whole update of every server; what each of them answered, or the error that ended its part.
+        self, tensors: Iterable[tuple[str, Tensor]], versions: Mapping[VLLMClient, int], *, partial: bool = False
+    ) -> dict[VLLMClient, Result]:
+        """One whole update of every server; None for each that confirmed it, or the error that ended its part.
 
         The tensors are read to their end whatever fails: reading may be a collective that other ranks wait in.
 
         Args:
             tensors: In the engine's dtype.
             versions: The version that each server is given.
-            names: Of all tensors, so that a server can say at once which it does not know.
-            adapter: ``{r, alpha, target_modules}`` where the tensors are an adapter's.
             partial: Whether names that are not sent may stay as they are.
         """
         with self._lock, ThreadPoolExecutor(max_workers=max(len(versions), 1)) as pool:
             update = _Update(self, versions, pool)
-            update.begin(names, adapter)
+            update.each(lambda client: client.begin_update())
             iterator = iter(tensors)
             try:
                 update.send(iterator)
             finally:
                 for _ in iterator:
                     pass
-            return update.end(partial)
+            update.each(lambda client: client.end_update(versions[client], partial=partial))
+            return update.results
 
-    def files(self) -> list[SharedFile]:
-        """Two files: one is written while the other is read."""
-        if not self._files:
-            self._files = [SharedFile(), SharedFile()]
-        return self._files
+    def file(self, number: int) -> SharedFile:
+        """One of two files: one is written while the other is read."""
+        while len(self._files) < 2:
+            self._files.append(SharedFile())
+        return self._files[number % 2]
 
     def close(self) -> None:
         """Remove the files."""
@@ -301,166 +289,134 @@ class _Update:
 
     def __init__(self, pusher: Pusher, versions: Mapping[VLLMClient, int], pool: ThreadPoolExecutor) -> None:
         self.pusher, self.versions, self.pool = pusher, versions, pool
-        self.results: dict[VLLMClient, dict[str, Any] | RolloutServerError] = {}
-        self.pending: list[tuple[VLLMClient, Future]] = []
+        self.results: dict[VLLMClient, Result] = dict.fromkeys(versions)
 
     @property
     def live(self) -> list[VLLMClient]:
         """Servers whose part has not failed."""
-        return [c for c in self.versions if not isinstance(self.results.get(c), RolloutServerError)]
+        return [client for client, result in self.results.items() if result is None]
 
-    def begin(self, names: Sequence[str] | None, adapter: dict[str, Any] | None) -> None:
-        """Each server waits for its running requests and takes no others."""
-        for client in self.live:
-            body: dict[str, Any] = {"version": self.versions[client], "names": None if names is None else list(names)}
-            body |= {} if adapter is None else {"adapter": adapter}
-            self._submit(client, "begin", "/begin_update/", body)
-        self.settle()
+    def each(self, step: Callable[[VLLMClient], None]) -> None:
+        """One step of the update on every server."""
+        self.settle([(client, self.pool.submit(step, client)) for client in self.live])
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Every bucket to every server, two at once on their way."""
-        local = [c for c in self.live if c.is_local and self.pusher.shared and c.communicator is None]
-        limit = (
-            min(self.pusher.bucket_bytes, SHARED_BYTES) if len(local) == len(self.live) else self.pusher.bucket_bytes
-        )
-        earlier: list[tuple[VLLMClient, Future]] = []
+        small = all(self._in_memory(client) for client in self.live)
+        limit = min(self.pusher.bucket_bytes, SHARED_BYTES) if small else self.pusher.bucket_bytes
+        earlier: Sent = []
         for number, bucket in enumerate(buckets(tensors, limit)):
             if not self.live:
                 return
-            made = self._through_memory(bucket, number, local)
-            made += self._through_http(bucket, local)
+            sent = self._through_memory(bucket, number) + self._to_others(bucket)
             self.settle(earlier)
-            earlier = made
+            earlier = sent
         self.settle(earlier)
 
-    def _through_memory(self, bucket: Bucket, number: int, local: list[VLLMClient]) -> list[tuple[VLLMClient, Future]]:
-        clients = [c for c in local if c in self.live]
+    def _in_memory(self, client: VLLMClient) -> bool:
+        return client.is_local and self.pusher.shared and client.facts.get("transfer") == "shared memory"
+
+    def _through_memory(self, bucket: Bucket, number: int) -> Sent:
+        clients = [client for client in self.live if self._in_memory(client)]
         if not clients:
             return []
-        file = self.pusher.files()[number % 2]  # Its reader has answered: `send` settled the bucket before the last.
+        file = self.pusher.file(number)  # Its reader has answered: `send` settled the bucket before the last.
         try:
             size, digest = file.write(bucket)
         except OSError as error:
             logger.warning("weights go through HTTP, because shared memory has no room: %s", error)
-            local.clear()
+            self.pusher.shared = False
             return []
-        body = {"path": str(file.path), "size": size, "checksum": digest}
-        return [self._submitted(c, "/update_bucket/", body | {"version": self.versions[c]}) for c in clients]
+        part = {"path": str(file.path), "size": size, "checksum": digest}
+        return [(client, self.pool.submit(client.send_part, **part)) for client in clients]
 
-    def _through_http(self, bucket: Bucket, local: list[VLLMClient]) -> list[tuple[VLLMClient, Future]]:
-        clients = [c for c in self.live if c not in local]
-        if not clients:
-            return []
-        made = [(c, self.pool.submit(c.communicator.send, bucket, self.versions[c])) for c in clients if c.communicator]
-        plain = [c for c in clients if not c.communicator]
-        body = safetensors_bytes(bucket) if plain else b""
+    def _to_others(self, bucket: Bucket) -> Sent:
+        clients = [client for client in self.live if not self._in_memory(client)]
+        nccl = [client for client in clients if client.facts.get("transfer") == "nccl"]
+        sent: Sent = []
+        for client in nccl:
+            if client.communicator is None:
+                client.init_communicator()
+            sent.append((client, self.pool.submit(client.communicator.send, bucket)))
+        body = (
+            save_safetensors({n: t.detach().cpu().contiguous() for n, t in bucket}) if len(nccl) < len(clients) else b""
+        )
         headers = {"Content-Type": SAFETENSORS, CHECKSUM_HEADER: checksum(body)}
-        for c in plain:
-            made.append(self._submitted(c, "/update_bucket/", body, headers | {VERSION_HEADER: str(self.versions[c])}))
+        for client in (client for client in clients if client not in nccl):
+            sent.append((client, self.pool.submit(self._post, client, body, headers)))
+        return sent
+
+    def _post(self, client: VLLMClient, body: bytes, headers: dict[str, str]) -> None:
+        if not client.facts.get("takes_bytes"):
+            raise WeightSyncError(
+                f"{client.base_url} takes weights through shared memory of its own machine alone. Fix: train on that machine, or "
+                "start it with --weight-transfer-config '{\"backend\": \"nccl\"}'.", phase="bucket", url=client.base_url,
+            )  # fmt: skip
+        client.call("POST", "/update_weights", body, timeout=self.pusher.timeout, headers=headers)
+
+    def settle(self, sent: Sent) -> None:
+        """Wait for answers; a server that failed is told to give the update up."""
+        for client, future in sent:
+            try:
+                future.result()
+            except RolloutServerError as error:
+                if self.results[client] is None:
+                    self.results[client] = self._named(client, error)
+                    client.abort_update()
+
+    def _named(self, client: VLLMClient, error: RolloutServerError) -> WeightSyncError:
+        """The error with the version and the phase that it ended."""
+        version = self.versions[client]
+        if isinstance(error, WeightSyncError):
+            error.version = version
+            return error
+        text = f"version {version} did not reach {client.base_url}: {error}"
+        made = WeightSyncError(text, phase="bucket", version=version, url=client.base_url)
+        made.__cause__ = error
         return made
 
-    def end(self, partial: bool) -> dict[VLLMClient, dict[str, Any] | RolloutServerError]:
-        """The servers count what came, forget old keys and values, and generate again."""
-        for client in self.live:
-            self._submit(client, "end", "/end_update/", {"version": self.versions[client]})
-        self.settle()
-        for client in self.live:
-            error = _unconfirmed(client, dict(self.results[client]), self.versions[client], partial)  # type: ignore[arg-type]
-            if error is not None:
-                self.results[client] = error
-        return self.results
 
-    # Requests ------------------------------------------------------------------------------------------------------
+class NcclSender:
+    """The trainer's end of vLLM's own NCCL weight transfer: metadata over HTTP, tensors in packed broadcasts between GPUs.
 
-    def _submitted(self, client: VLLMClient, path: str, body: Any, headers: Any = None) -> tuple[VLLMClient, Future]:
-        # Never sent twice: a server that had taken the first would take another.
-        limits = (CONNECT, self.pusher.timeout)
-        return client, self.pool.submit(client.call, "POST", path, body, timeout=limits, headers=headers)
-
-    def _submit(self, client: VLLMClient, phase: str, path: str, body: Any) -> None:
-        self.pending.append(self._submitted(client, path, body))
-
-    def settle(self, requests: list[tuple[VLLMClient, Future]] | None = None) -> None:
-        """Wait for answers; a server that failed is told to forget the update."""
-        waiting, self.pending = (self.pending, []) if requests is None else (requests, self.pending)
-        for client, future in waiting:
-            try:
-                answer = future.result()
-                if client in self.live:
-                    self.results[client] = answer
-            except RolloutServerError as error:
-                self._fail(client, error)
-
-    def _fail(self, client: VLLMClient, error: RolloutServerError) -> None:
-        if client not in self.live:
-            return
-        version = self.versions[client]
-        phase = getattr(error, "phase", None) or "bucket"
-        self.results[client] = error if isinstance(error, WeightSyncError) else _as_sync(error, phase, version, client)
-        try:
-            client.call("POST", "/abort_update/", {"version": version}, timeout=5.0)
-        except RolloutServerError as later:
-            logger.info("%s did not take the end of a failed update: %s", client.base_url, later)
-
-
-def _as_sync(error: RolloutServerError, phase: str, version: int, client: VLLMClient) -> WeightSyncError:
-    made = WeightSyncError(
-        f"version {version} did not reach {client.base_url}: {error}", phase=phase, version=version, url=client.base_url
-    )
-    made.__cause__ = error
-    return made
-
-
-def _unconfirmed(client: VLLMClient, answer: dict[str, Any], version: int, partial: bool) -> WeightSyncError | None:
-    """What is wrong with the answer that should confirm an update."""
-    told = answer.get("version")
-    missing = [] if partial else list(answer.get("missing") or [])
-    unexpected = list(answer.get("unexpected") or [])
-    if told == version and not missing and not unexpected:
-        return None
-    text = f"{client.base_url} confirmed version {told} after version {version} was sent"
-    if told == version:
-        names = missing or unexpected
-        what = "still has old values of" if missing else "does not know"
-        text = f"{client.base_url} {what} {len(names)} weights: {', '.join(names[:NAMES_SHOWN])}"
-    return WeightSyncError(
-        f"{text}. Serve the model that is trained (same architecture, same names), and push again.",
-        phase="end", version=version, url=client.base_url,
-    )  # fmt: skip
-
-
-def push(
-    client: VLLMClient,
-    tensors: Iterable[tuple[str, Tensor]],
-    version: int,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-    shared: bool | None = None,
-    partial: bool = False,
-) -> dict[str, Any]:
-    """Send weights to one server and have them confirmed.
+    For servers that were started with ``--weight-transfer-config '{"backend": "nccl"}'``, as TRL starts them. It has run on no
+    machine of ours: shared memory is the default, and this is used where the server's own options ask for it.
 
     Args:
         client: Of the server.
-        tensors: In the server's dtype, or one it can cast.
-        version: Above the server's.
-        bucket_bytes: Of one request.
-        shared: Whether to go through shared memory where the server is on this machine.
-        partial: Whether names that are not sent may stay.
-
-    Returns:
-        ``version``, ``loaded``, ``missing``, ``unexpected``.
-
-    Raises:
-        WeightSyncError: Names the phase that failed; the server then refuses to generate until a whole update arrives.
+        device: GPU of this process.
     """
-    pusher = client.pusher  # Kept with the client: its memory is there from the second push on.
-    if pusher is None or (pusher.bucket_bytes, pusher.asked) != (bucket_bytes, shared):
-        if pusher is not None:
-            pusher.close()
-        pusher = client.pusher = Pusher(bucket_bytes, client.sync_timeout, shared)
-    names = getattr(tensors, "names", None)
-    result = pusher.push(tensors, {client: version}, names=names, partial=partial)[client]
-    if isinstance(result, RolloutServerError):
-        raise result
-    return result
+
+    def __init__(self, client: VLLMClient, device: Any = 0) -> None:
+        common = require("vllm.distributed.weight_transfer.nccl_common", "a broadcast of weights to vLLM")
+        network = require("vllm.utils.network_utils", "a broadcast of weights to vLLM")
+        torch.cuda.set_device(device)
+        info = {
+            "master_address": network.get_ip(), "master_port": client.group_port or network.get_open_port(),
+            "rank_offset": 1, "world_size": client.get_world_size() + 1, "packed": True,
+        }  # fmt: skip
+        self.client = client
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            body, limit = {"init_info": info}, client.sync_timeout
+            answer = pool.submit(client.call, "POST", "/init_weight_transfer_engine", body, timeout=limit)
+            self.group: Any = common.trainer_init(info)  # Both sides meet here.
+            answer.result()
+
+    def send(self, bucket: Bucket) -> None:
+        """Announce a bucket, then broadcast it in the same order."""
+        packed = require("vllm.distributed.weight_transfer.packed_tensor", "a broadcast of weights to vLLM")
+        part = {"names": [n for n, _ in bucket], "shapes": [list(t.shape) for _, t in bucket]}
+        part["dtype_names"] = [str(t.dtype).removeprefix("torch.") for _, t in bucket]
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            answer = pool.submit(self.client.send_part, **part)
+            packed.packed_nccl_broadcast_producer(
+                iterator=((n, t.cuda()) for n, t in bucket),
+                group=self.group,
+                src=0,
+                post_iter_func=lambda item: item[1],
+            )
+            answer.result()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.group.destroy()

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import queue
-import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from posttrain.errors import DataError, RolloutError
+from posttrain.errors import RolloutError
 from posttrain.given import ROUNDING, given_number, token_ids, token_logps
-from posttrain.types import Row
+from posttrain.types import Rollout
+
+if TYPE_CHECKING:
+    # Workers that need neither start in a fraction of a second.
+    from torch import Tensor
+
+    from posttrain.data.samplers import Origin, PromptStream
 
 __all__ = [
     "GroupTask",
     "RolloutBuffer",
     "RolloutSample",
+    "RolloutWorkerProtocol",
     "TaskSource",
     "Trajectory",
-    "sample_rows",
+    "WeightTransferProtocol",
 ]
 
 
@@ -36,7 +41,7 @@ class RolloutSample:
         completion: What reward functions saw: text or messages.
         input_ids: Context and what the model wrote.
         completion_mask: 1 on tokens the model wrote; as long as ``input_ids``, and so is the next.
-        old_log_probs: As the engine said; 0.0 where the mask is 0.
+        old_log_probs: Of the engine; 0.0 where the mask is 0.
         advantage: Of the whole trajectory.
         model_version: Of the weights when the group's first request was sent: its oldest token is not older.
         group_id: Completions of one prompt share it.
@@ -62,6 +67,13 @@ class RolloutSample:
     def start(self) -> int:
         """Where the first trained token stands."""
         return next((i for i, kept in enumerate(self.completion_mask) if kept), len(self.completion_mask))
+
+    def rollout(self) -> Rollout:
+        """Context and what followed it, apart."""
+        start = self.start
+        mask = self.completion_mask[start:]
+        logp, tools = self.old_log_probs[start:], None if all(mask) else mask
+        return Rollout(self.input_ids[:start], self.input_ids[start:], logp, "stop", self.model_version, tools)
 
     def check(self) -> None:
         """Refuse a row that would train the wrong thing.
@@ -140,27 +152,32 @@ class GroupTask:
     version: int = 0
 
 
-def sample_rows(samples: Sequence[RolloutSample]) -> list[Row]:
-    """Samples as rows; those of one group with the same context share it.
+@runtime_checkable
+class RolloutWorkerProtocol(Protocol):
+    """What the trainer asks of a writer of rollouts."""
 
-    Completions keep their order within a group; ``advantages`` and ``rollout_logp`` go with them.
-    """
-    rows: dict[tuple[int, tuple[int, ...]], Row] = {}
-    for sample in samples:
-        start = sample.start
-        key = (sample.group_id, tuple(sample.input_ids[:start]))
-        row = rows.get(key)
-        if row is None:
-            row = rows[key] = Row(list(key[1]), [], [], {"advantages": []}, {"rollout_logp": []})
-        row.completions.append(sample.input_ids[start:])
-        row.loss_masks.append(sample.completion_mask[start:])
-        row.sequence_columns["advantages"].append(sample.advantage)
-        row.token_columns["rollout_logp"].append(sample.old_log_probs[start:])
-    return list(rows.values())
+    # With ``get(timeout)``, which raises `queue.Empty`; holds samples or trajectories.
+    rollout_buffer: Any
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def update_model_version(self, version: int) -> None: ...
+    def check_health(self, stale_after_s: float | None = None) -> None: ...
+
+
+@runtime_checkable
+class WeightTransferProtocol(Protocol):
+    """What the trainer asks of a way of its weights to the engines; `send_weights` must read every tensor."""
+
+    def init_weight_transfer(self) -> None: ...
+    def pause(self) -> None: ...
+    def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+    def resume(self) -> None: ...
+    def destroy(self) -> None: ...
 
 
 class RolloutBuffer:
-    """First in, first out; what does not fit is not refused but asked for later: whoever fills it looks at `room` first.
+    """First in, first out. It never refuses: the pool asks `room` before it begins another group.
 
     Args:
         max_samples: Trajectories it is meant to hold.
@@ -224,32 +241,34 @@ class RolloutBuffer:
 
 
 class TaskSource:
-    """Never ends: the dataset is gone through again and again, in a new order each time.
+    """Prompts as tasks of workers, without end: those that came to nothing are asked again.
 
     Args:
-        dataset: Rows; anything without a length is gone through from its beginning.
+        prompts: Rows in their order.
         group_size: Completions of a prompt.
-        seed: Of the order and of every group's sampling.
-        shuffle: Whether rows with a length are shuffled.
+        seed: Of every group's sampling.
 
-    >>> source = TaskSource([{"prompt": "a"}, {"prompt": "b"}], 2, shuffle=False)
-    >>> [source.next().row["prompt"] for _ in range(3)], source.epoch
+    >>> from posttrain.data.samplers import PromptStream
+    >>> source = TaskSource(PromptStream([{"prompt": "a"}, {"prompt": "b"}], seed=0, shuffle=False), 2)
+    >>> [source.next().row["prompt"] for _ in range(3)], source.prompts.passes
     (['a', 'b', 'a'], 1)
     """
 
-    def __init__(self, dataset: Iterable[dict[str, Any]], group_size: int, seed: int = 0, shuffle: bool = True) -> None:
-        self.dataset, self.group_size, self.seed, self.shuffle = dataset, group_size, seed, shuffle
-        self.epoch = self.cursor = self.group = 0
-        self._again: deque[tuple[GroupTask, tuple[int, int]]] = deque()
-        self._rows: Iterator[tuple[int, dict[str, Any]]] | None = None
-        self._origin: dict[int, tuple[int, int]] = {}  # Epoch and position of the groups under way.
+    def __init__(self, prompts: PromptStream, group_size: int, seed: int = 0) -> None:
+        self.prompts, self.group_size, self.seed = prompts, group_size, seed
+        # Groups that were made, which numbers the next one.
+        self.group = 0
+        self._again: deque[tuple[GroupTask, Origin]] = deque()
+        # Where the groups under way stand in the data.
+        self._origin: dict[int, Origin] = {}
 
     def next(self) -> GroupTask:
         """The next prompt; those that were given back come first."""
         if self._again:
             task, origin = self._again.popleft()
         else:
-            task, origin = self._fresh()
+            origin, row = self.prompts.next()
+            task = self._task(row, 0)
         self._origin[task.group_id] = origin
         return task
 
@@ -262,54 +281,20 @@ class TaskSource:
         """A group was trained or dropped for good."""
         self._origin.pop(group_id, None)
 
-    def _fresh(self) -> tuple[GroupTask, tuple[int, int]]:
-        if self._rows is None:
-            self._rows = self._epoch_rows()
-        try:
-            position, row = next(self._rows)
-        except StopIteration:
-            if self.cursor == 0:
-                raise DataError("the dataset of prompts is empty: there is nothing to generate from.") from None
-            self.epoch, self.cursor, self._rows = self.epoch + 1, 0, None
-            return self._fresh()
-        self.cursor = position + 1
-        return self._task(row, 0), (self.epoch, position)
-
     def _task(self, row: dict[str, Any], attempt: int) -> GroupTask:
         number, self.group = self.group, self.group + 1
         seed = (self.seed * 1_000_003 + number * 7_919) % 2**31
         return GroupTask(number, row, self.group_size, seed, attempt)
 
-    def _epoch_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        data: Any = self.dataset
-        if not hasattr(data, "__len__"):
-            if hasattr(data, "set_epoch"):
-                data.set_epoch(self.epoch)
-            yield from itertools.islice(enumerate(data), self.cursor, None)
-            return
-        for position in range(self.cursor, len(data)):
-            yield position, data[self._order(self.epoch)[position]]
-
-    def _order(self, epoch: int) -> list[int]:
-        if getattr(self, "_ordered", (None, []))[0] != epoch:
-            order = list(range(len(self.dataset)))  # type: ignore[arg-type]
-            if self.shuffle:
-                random.Random(self.seed * 1_000_003 + epoch).shuffle(order)
-            self._ordered = (epoch, order)
-        return self._ordered[1]
-
-    # Checkpoints -------------------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
-        """Where it stands; prompts under way are asked for again by whoever resumes."""
+        """Where it stands; prompts under way are asked for again after a resume."""
         pending = [*(origin for _, origin in self._again), *self._origin.values()]
-        return {"epoch": self.epoch, "cursor": self.cursor, "group": self.group, "pending": [list(x) for x in pending]}
+        return {"prompts": self.prompts.state(), "group": self.group, "pending": [list(x) for x in pending]}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Undo `state`."""
-        self.epoch, self.cursor, self.group = state["epoch"], state["cursor"], state["group"]
-        self._rows, self._origin = None, {}
-        self._again = deque()
-        for epoch, position in state["pending"] if hasattr(self.dataset, "__len__") else []:
-            row = self.dataset[self._order(epoch)[position]]  # type: ignore[index]
-            self._again.append((self._task(row, 0), (epoch, position)))
+        """Undo `state`; a stream goes on without its prompts under way."""
+        self.prompts.load(state["prompts"])
+        self.group, self._origin, self._again = state["group"], {}, deque()
+        for passes, position in state["pending"] if hasattr(self.prompts.dataset, "__len__") else []:
+            origin = (passes, position)
+            self._again.append((self._task(self.prompts.at(origin), 0), origin))

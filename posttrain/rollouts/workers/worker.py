@@ -86,7 +86,7 @@ _starting = threading.Lock()
 
 
 class WorkerJob(Protocol):
-    """What a worker does: picklable, and run in the new process until it is told to stop."""
+    """What a worker does: picklable, and run in the new process until it is asked to stop."""
 
     def run(self, link: Link) -> None:
         """Make what is slow to make, call ``link.ready()``, then work until ``link.stopping`` is set."""
@@ -148,7 +148,7 @@ def without_device(keep_device: bool = False) -> Iterator[None]:
 
 
 class Link:
-    """The worker's end of the pipe: a thread reads commands, another says that the process lives.
+    """The worker's end of the pipe: one thread reads commands, another sends heartbeats.
 
     Attributes:
         index: Of the worker.
@@ -229,7 +229,7 @@ class Link:
 
 
 def worker_main(payload: bytes, connection: Connection, log: str, index: int) -> None:
-    """What the new process runs; anything it says goes to ``log``."""
+    """Main function of the new process; its output goes to ``log``."""
     for number in (signal.SIGINT, signal.SIGTERM):  # The trainer's to handle: it needs its workers to end its step.
         signal.signal(number, signal.SIG_IGN)
     # Ends with the trainer, and may have children all the same (reward functions that run code do).
@@ -262,7 +262,7 @@ class WorkerProcess:
         payload: A pickled `WorkerJob`.
         folder: For its log, ``worker-<index>.log``.
         keep_device: Let it see the accelerator.
-        clock: By which it is waited for; whoever waits looks at it.
+        clock: Of its time limits.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class WorkerProcess:
         self.failure: str | None = None
 
     def start(self) -> None:
-        """Spawn it; it says `ready` later."""
+        """Spawn it; it sends `ready` later."""
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain import NativeEngine, RolloutError, RolloutInterrupted, ScriptedEngine
-from posttrain.rollouts.workers.partial import Writer, writings
+from posttrain.rollouts.workers.resumable import ResumableGenerator, begin_completions
 from posttrain.types import Request, Rollout, Sampling
 from tests.conftest import build_model
 
@@ -37,7 +37,7 @@ class Interrupted:
 def test_an_interrupted_completion_goes_on_and_knows_its_versions(raises):
     engine = Interrupted(raises=raises)
     refreshed = []
-    writer = Writer(engine, lambda: refreshed.append(engine.version))
+    writer = ResumableGenerator(engine, lambda: refreshed.append(engine.version))
     rollouts = writer.finish([Request([7, 7], 2), Request([9])], Sampling(max_new_tokens=8, seed=4))
     assert [r.token_ids for r in rollouts] == [list(range(2, 10))] * 2 + [list(range(1, 9))]
     assert all(r.logp == [-float(i) for i in r.token_ids] for r in rollouts)
@@ -52,7 +52,7 @@ def test_an_interrupted_completion_goes_on_and_knows_its_versions(raises):
 def test_an_uninterrupted_completion_is_what_the_engine_said():
     engine = ScriptedEngine([[5, 2], [6, 7, 8]])
     sampling = Sampling(max_new_tokens=3, stop_token_ids=(2,))
-    rollouts = Writer(engine).finish([Request([1], 2)], sampling)
+    rollouts = ResumableGenerator(engine).finish([Request([1], 2)], sampling)
     assert [(r.token_ids, r.finish_reason, r.spans) for r in rollouts] == [
         ([5, 2], "stop", None),
         ([6, 7, 8], "length", None),
@@ -68,7 +68,7 @@ def test_an_engine_without_log_probs_is_refused():
             ]
 
     with pytest.raises(RolloutError, match="0 log-probs for 2 tokens"):
-        Writer(Silent([[5, 2]])).finish([Request([1])], Sampling(max_new_tokens=4, stop_token_ids=(2,)))
+        ResumableGenerator(Silent([[5, 2]])).finish([Request([1])], Sampling(max_new_tokens=4, stop_token_ids=(2,)))
 
 
 def test_a_completion_cut_in_its_middle_has_the_log_probs_of_the_weights_that_wrote_each_part(tiny_tokenizer):
@@ -98,7 +98,7 @@ def test_a_completion_cut_in_its_middle_has_the_log_probs_of_the_weights_that_wr
     counter = []
     engine.logits = logits
     engine.load_weights((), 1)
-    (rollout,) = Writer(engine, refresh).finish([Request([1, 5, 9])], Sampling(max_new_tokens=9, seed=3))
+    (rollout,) = ResumableGenerator(engine, refresh).finish([Request([1, 5, 9])], Sampling(max_new_tokens=9, seed=3))
     assert [version for version, _ in rollout.spans] == [1, 2]
     first = rollout.spans[0][1]
     assert 0 < first < 9 == len(rollout.token_ids)
@@ -117,5 +117,5 @@ def test_a_completion_cut_in_its_middle_has_the_log_probs_of_the_weights_that_wr
 
 
 def test_writings_of_several_requests_are_numbered_through():
-    found = writings([Request([1], 2), Request([2], 1)], Sampling(max_new_tokens=1))
+    found = begin_completions([Request([1], 2), Request([2], 1)], Sampling(max_new_tokens=1))
     assert [(w.prompt_ids, w.index) for w in found] == [([1], 0), ([1], 1), ([2], 2)]

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,21 +18,24 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from posttrain.algorithms.a2po.config import A2POConfig
-from posttrain.errors import DataError
+from posttrain.errors import DataError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
+from posttrain.rewards.transform import transform_names
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.checkpoint import STATE_FILE, last_complete_checkpoint
 from posttrain.training.online import OnlineTrainer
+from posttrain.training.online_config import OnlineConfig
 from posttrain.training.prompts import named_sets
+from posttrain.training.scoring import score_rollouts
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling
 
 __all__ = [
+    "A2POConfig",
     "A2POTrainer",
     "ValueCache",
     "ValueEstimator",
@@ -45,7 +49,69 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-SAMPLED = 1024  # Weights of each parameter that its part of the hash reads.
+# Weights of each parameter that its part of the hash reads.
+SAMPLED = 1024
+# Transforms that read other rewards than their own: not those of the values.
+OF_OTHERS = ("rank", "zscore", "running")
+
+
+@dataclass
+class A2POConfig(OnlineConfig):
+    """Arguments of `A2POTrainer`: one completion a prompt, measured against the value of its prompt.
+
+    Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
+    """
+
+    _least_generations: ClassVar[int] = 1
+
+    learning_rate: float = field(default=5e-5, metadata={"help": "Peak learning rate."})
+    num_generations: int = field(default=1, metadata={"help": "Completions per prompt in training: always 1."})
+    max_prompt_length: int | None = field(
+        default=512, metadata={"help": "Most prompt tokens; longer prompts lose their beginning. None: no limit."}
+    )
+    max_completion_length: int = field(default=256, metadata={"help": "Most tokens of a completion, EOS included."})
+    top_k: int | None = field(default=None, metadata={"help": "Keep the k most likely tokens; None or 0 is off."})  # type: ignore[assignment]
+    num_value_samples: int = field(
+        default=8,
+        metadata={"help": "Completions of the reference that a prompt's value is estimated from, at least 1."},
+    )
+    beta1: float = field(
+        default=0.5,
+        metadata={"help": "Temperature of the value: near 0 the best sample's reward, large their mean; > 0."},
+    )
+    filter_all_incorrect: bool = field(
+        default=True, metadata={"help": "Leave out training prompts that no sample of the reference solved."}
+    )
+    beta2: float = field(
+        default=1e-3, metadata={"help": "Weight of the log-ratio to the reference that advantages are fitted by; > 0."}
+    )
+
+    def __post_init__(self) -> None:
+        self.top_k = self.top_k or 0
+        super().__post_init__()
+        rules = {
+            "num_generations": (
+                self.num_generations == 1,
+                "must be 1: the baseline is the prompt's value, not a group",
+            ),
+            "num_value_samples": (self.num_value_samples >= 1, "must be at least 1"),
+            "beta1": (self.beta1 > 0, "must be above 0: rewards are divided by it"),
+            "beta2": (self.beta2 > 0, "must be above 0: nothing would be learned"),
+            "max_prompt_length": (
+                self.max_prompt_length is None or self.max_prompt_length >= 1,
+                "must be at least 1, or None",
+            ),
+            "beta": (self.beta == 0, "must be 0.0: the pull of the reference is beta2"),
+            "epsilon": (self.epsilon == 0.2 and self.epsilon_high is None, "is not read: nothing is clipped here"),
+            "num_iterations": (self.num_iterations == 1, "must be 1: the regression has no importance ratio"),
+            "dynamic_sampling": (self.dynamic_sampling == 0, "must be 0: one completion a prompt has no variance"),
+            "reward_transform": (
+                not transform_names(self.reward_transform) & set(OF_OTHERS),
+                f"holds one of {', '.join(OF_OTHERS)}, which depends on other rewards; values and rewards need one scale. Take "
+                "clip, log1p or tanh",
+            ),
+        }
+        check_rules(self, ((name, *rule) for name, rule in rules.items()))
 
 
 def optimal_value(rewards: Sequence[float], beta1: float) -> float:
@@ -129,8 +195,10 @@ class ValueCache:
 
 
 FILE = "v_star.jsonl"
-TOLERANCE = 1e-6  # By which a reward may differ from 0 or 1 and still be one of them.
-VALUE_SEED = 20_000_003  # Samples of values have seeds of their own.
+# By which a reward may differ from 0 or 1 and still be one of them.
+TOLERANCE = 1e-6
+# Samples of values have seeds of their own.
+VALUE_SEED = 20_000_003
 
 
 class ValueEstimator:
@@ -338,15 +406,7 @@ class A2POTrainer(OnlineTrainer):
 
     def _value_totals(self, generation: RolloutBatch, groups: Tensor) -> Tensor:
         """``(n,)`` weighted rewards of this rank's completions, transformed as those they are compared with."""
-        table = self.rewards(
-            prompts=[example["prompt"] for example in generation.examples],
-            completions=generation.completions,
-            completion_ids=[rollout.token_ids for rollout in generation.rollouts],
-            columns=generation.reward_columns(),
-            trainer_state=self.state,
-            prompt_suffixes=prompt_suffixes(self.processing_class, generation.rollouts),
-            judge=False,
-        )
+        table = score_rollouts(self.rewards, generation, self.processing_class, self.state)
         return weighted_total(self.rewards.transformed(table.values, groups), table.weights)
 
     def _open_cache(self) -> ValueCache:
@@ -390,7 +450,7 @@ class A2POTrainer(OnlineTrainer):
         if mode != "value":
             return settings
         seed = (self.args.seed * 1_000_003 + VALUE_SEED + self.values.batch) % 2**63
-        return Sampling(**{name: getattr(settings, name) for name in Sampling.__slots__} | {"seed": seed})
+        return replace(settings, seed=seed)
 
     def _restore_values(self, checkpoint: Any) -> None:
         """Values from the checkpoint, before the dataset is filtered by them: the place in it must not move."""

@@ -1,4 +1,4 @@
-"""Completions that outlive their weights: an interrupted one goes on from its own tokens, and knows who wrote which."""
+"""Completions that outlive their weights: an interrupted one goes on from its own tokens, and knows which weights wrote which."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from posttrain.errors import RolloutError, RolloutInterrupted
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.types import Request, Rollout, Sampling
+from posttrain.types import FinishReason, Request, Rollout, Sampling
 
-__all__ = ["Writer", "Writing", "writings"]
+__all__ = ["PartialCompletion", "ResumableGenerator", "begin_completions"]
 
-SEED_STRIDE, INDEX_STRIDE = (
-    1_000_003,
-    10_007,
-)  # A continuation draws other numbers than its beginning and its neighbours.
+# A continuation draws other numbers than its beginning and its neighbours.
+SEED_STRIDE, INDEX_STRIDE = 1_000_003, 10_007
 
 
 @dataclass(slots=True)
-class Writing:
+class PartialCompletion:
     """One completion as it grows, perhaps under several versions of the weights.
 
     Attributes:
@@ -40,7 +38,7 @@ class Writing:
     logp: list[float] = field(default_factory=list)
     processed_logp: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     processed: bool = False
 
     def request(self) -> Request:
@@ -83,19 +81,17 @@ class Writing:
         oldest = min((version for version, _ in self.spans), default=0)
         drawn = self.processed_logp if self.processed else None
         spans = self.spans if len(self.spans) > 1 else None
-        reason: str = self.finish_reason
-        return Rollout(
-            self.prompt_ids, self.token_ids, self.logp, reason, oldest, processed_logp=drawn, spans=spans  # type: ignore[arg-type]
-        )  # fmt: skip
+        more = {"processed_logp": drawn, "spans": spans}
+        return Rollout(self.prompt_ids, self.token_ids, self.logp, self.finish_reason, oldest, **more)
 
 
-def writings(requests: Sequence[Request], sampling: Sampling) -> list[Writing]:
+def begin_completions(requests: Sequence[Request], sampling: Sampling) -> list[PartialCompletion]:
     """Every completion of some requests, nothing written yet."""
     everyone = [request for request in requests for _ in range(request.n)]
-    return [Writing(list(r.prompt_ids), r.sampling or sampling, index) for index, r in enumerate(everyone)]
+    return [PartialCompletion(list(r.prompt_ids), r.sampling or sampling, index) for index, r in enumerate(everyone)]
 
 
-class Writer:
+class ResumableGenerator:
     """Drives an engine that may be interrupted between two tokens.
 
     Args:
@@ -107,7 +103,7 @@ class Writer:
     def __init__(self, engine: RolloutEngine, refresh: Callable[[], None] = lambda: None) -> None:
         self.engine, self.refresh = engine, refresh
 
-    def advance(self, unfinished: Sequence[Writing]) -> None:
+    def advance(self, unfinished: Sequence[PartialCompletion]) -> None:
         """One call to the engine for all of them; it may end before they do."""
         self.refresh()
         requests: list[Request] = []
@@ -119,7 +115,7 @@ class Writer:
                 # The call's own sampling numbers its draws over all requests; equal ones of requests would repeat them.
                 requests.append(Request(chosen[0].prompt_ids, len(chosen), None if own is common else own))
             else:
-                requests += [writing.request() for writing in chosen]
+                requests += [completion.request() for completion in chosen]
         try:
             rollouts = self.engine.generate(requests, common)
         except RolloutInterrupted as interrupted:
@@ -128,19 +124,19 @@ class Writer:
             raise RolloutError(
                 f"the engine returned {len(rollouts)} completions for {len(unfinished)} that were asked for."
             )
-        for writing, rollout in zip(unfinished, rollouts, strict=True):
-            writing.add(rollout)
+        for completion, rollout in zip(unfinished, rollouts, strict=True):
+            completion.add(rollout)
 
     def finish(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """All completions of all requests, as `RolloutEngine.generate` returns them, whatever happens to the weights."""
-        everything = writings(requests, sampling)
-        while unfinished := [writing for writing in everything if writing.finish_reason is None]:
+        everything = begin_completions(requests, sampling)
+        while unfinished := [completion for completion in everything if completion.finish_reason is None]:
             self.advance(unfinished)
-        return [writing.rollout() for writing in everything]
+        return [completion.rollout() for completion in everything]
 
 
-def _shared(writing: Writing) -> tuple[bool, tuple[int, ...] | int]:
+def _shared(completion: PartialCompletion) -> tuple[bool, tuple[int, ...] | int]:
     """Completions with nothing written share their prompt's request; begun ones stand alone."""
-    if writing.token_ids:
-        return False, id(writing)
-    return True, (id(writing.sampling), *writing.prompt_ids)
+    if completion.token_ids:
+        return False, id(completion)
+    return True, (id(completion.sampling), *completion.prompt_ids)

@@ -1,0 +1,319 @@
+"""Rollouts of several turns over any engine: the model speaks, its tools answer, and no token is ever tokenised again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from posttrain.data.chat import inner_tokenizer, terminal_token_ids, tokenize_prompts
+from posttrain.data.responses import parse_response
+from posttrain.errors import RolloutError
+from posttrain.rollouts.base import RolloutEngine, require_engine
+from posttrain.rollouts.episodes.environments import is_done
+from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer
+from posttrain.rollouts.episodes.toolbox import ToolBox, ToolResult, ToolRunner
+from posttrain.types import FinishReason, Request, Rollout, Sampling
+
+__all__ = ["Batches", "Episode", "ToolLoop", "roll_out_with_tools", "share_prompts"]
+
+# Rounds of tool calls, unless another number (or no limit) is given.
+MAX_ITERATIONS = 32
+# Later calls to the engine draw other numbers than the first; and batches of a call others than the next rank, whose seeds are
+# the next numbers.
+SEED_STRIDE, BATCH_STRIDE = 7_919, 15_485_863
+# Rollouts share a call to the engine while none can be generated this many times beyond its budget.
+TURN_WASTE = 2
+
+Batches = list[tuple[list[list[int]], Sampling]]
+Generate = Callable[[Batches], list[list[Rollout]]]
+
+
+@dataclass(slots=True)
+class Episode:
+    """One rollout of several turns, as it grows.
+
+    Attributes:
+        prompt_ids: As the first turn saw it.
+        tools: What may be called.
+        environment: Whose methods are among them.
+        token_ids: Everything after the prompt: what the model wrote and what its tools answered.
+        tool_mask: 1 on the model's tokens, 0 on the tools'.
+        logp: Log-probs of the model's tokens from the engine, 0.0 on the tools'; empty where the engine has none.
+        processed_logp: The same under the distribution they were drawn from.
+        messages: The same as messages, tool calls parsed.
+        finish_reason: ``stop``, or ``length`` when the budget of the whole episode cut the last turn.
+        version: Of the weights.
+        spans: Runs of (version, tokens) of what the model wrote.
+        calls: Tool calls so far.
+        failures: Those that ended in an error.
+    """
+
+    prompt_ids: list[int]
+    tools: ToolBox = field(default_factory=ToolBox)
+    environment: Any = None
+    token_ids: list[int] = field(default_factory=list)
+    tool_mask: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    processed_logp: list[float] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
+    version: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    calls: int = 0
+    failures: int = 0
+    waiting: list[dict[str, Any]] = field(default_factory=list)
+    suffix: list[int] = field(default_factory=list)
+    knows_logp: bool = True
+    processed: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens so far: what the next turn goes on from."""
+        return self.prompt_ids + self.token_ids
+
+    def rollout(self, text: str | None = None) -> Rollout:
+        """The finished episode as the rest of the library knows completions."""
+        logp = self.logp if self.knows_logp else []
+        mask = None if all(self.tool_mask) else self.tool_mask
+        drawn = self.processed_logp if self.processed and self.knows_logp else None
+        return Rollout(
+            self.prompt_ids,
+            self.token_ids,
+            logp,
+            self.finish_reason,
+            self.version,
+            mask,
+            text,
+            processed_logp=drawn,
+            spans=self.spans if len({version for version, _ in self.spans}) > 1 else None,
+        )
+
+    def add(self, ids: list[int], mask: int, logp: list[float], processed_logp: list[float] | None = None) -> None:
+        """More tokens, of the model (mask 1) or of its tools (mask 0)."""
+        self.token_ids += ids
+        self.tool_mask += [mask] * len(ids)
+        self.logp += logp
+        self.processed_logp += logp if processed_logp is None else processed_logp
+        self.processed = self.processed or processed_logp is not None
+
+
+class ToolLoop:
+    """Drives episodes turn by turn until each is finished.
+
+    One budget holds for the whole episode: every turn may use what is left of ``sampling.max_new_tokens`` after all tokens
+    before it, those of tools included. An answer of the tools that does not fit ends the episode as it was before the call.
+
+    Args:
+        tokenizer: From `prepare_tokenizer`.
+        generate: Runs ``[(prompts, sampling), ...]``, one completion a prompt; called once a turn, with ``[]`` when this
+            process has nothing to say but another may have.
+        stop_ids: Tokens that end a turn.
+        runner: Runs the tools.
+        max_iterations: Rounds of calls; None is unlimited.
+        max_output_tokens: A longer result is cut in its middle; None leaves it whole.
+        context: Most tokens the model can read.
+        any_process: Whether any process has episodes left, given whether this one has.
+        template_kwargs: For the chat template.
+        parse: Reads a turn: ``(tokenizer, ids, prefix, tools) -> message``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        generate: Generate,
+        *,
+        stop_ids: Sequence[int],
+        runner: ToolRunner | None = None,
+        max_iterations: int | None = MAX_ITERATIONS,
+        max_output_tokens: int | None = None,
+        context: int | None = None,
+        any_process: Callable[[bool], bool] = bool,
+        template_kwargs: dict[str, Any] | None = None,
+        parse: Callable[..., dict[str, Any]] = parse_response,
+    ) -> None:
+        self.tokenizer, self.generate, self.parse = tokenizer, generate, parse
+        self.runner = runner or ToolRunner()
+        self.max_iterations, self.max_output_tokens = max_iterations, max_output_tokens
+        self.context, self.any_process = context, any_process
+        self.suffix = ToolSuffix(tokenizer, stop_ids, template_kwargs)
+
+    def run(self, episodes: Sequence[Episode], sampling: Sampling) -> None:
+        """Take every episode to its end, in place."""
+        self._generate_turn(list(episodes), sampling)
+        rounds = itertools.count(1) if self.max_iterations is None else range(1, self.max_iterations + 1)
+        for number in rounds:
+            calling = [e for e in episodes if e.waiting]
+            if not self.any_process(bool(calling)):
+                return
+            answers = self.runner.run([(e.tools, e.waiting) for e in calling])
+            ready = [e for e, results in zip(calling, answers, strict=True) if self._answer(e, results, sampling)]
+            self._generate_turn(ready, replace(sampling, seed=_later(sampling.seed, number)))
+
+    def _left(self, episode: Episode, sampling: Sampling) -> int:
+        """Tokens that may still come."""
+        left = sampling.max_new_tokens - len(episode.token_ids)
+        return left if self.context is None else min(left, self.context - len(episode.ids))
+
+    def _answer(self, episode: Episode, results: list[ToolResult], sampling: Sampling) -> bool:
+        """Append the results of the tools; False when the episode ends here."""
+        calls, episode.waiting = episode.waiting, []
+        episode.calls += len(calls)
+        episode.failures += sum(result.failed for result in results)
+        messages = [self._message(call, result) for call, result in zip(calls, results, strict=True)]
+        if is_done(episode.environment):
+            episode.messages += messages
+            return False
+        suffix = self.suffix(messages)
+        full = self.context is not None and len(episode.ids) + len(suffix) >= self.context
+        if full or len(episode.token_ids) + len(suffix) > sampling.max_new_tokens:
+            return False
+        episode.messages += messages
+        episode.suffix = suffix
+        episode.add(suffix, 0, [0.0] * len(suffix))
+        if len(episode.token_ids) == sampling.max_new_tokens:
+            episode.finish_reason = "length"
+            return False
+        return True
+
+    def _message(self, call: dict[str, Any], result: ToolResult) -> dict[str, Any]:
+        name = call.get("function", {}).get("name")
+        message = {"role": "tool", "name": str(name or ""), "content": self._shortened(result.text)}
+        return message | ({"tool_call_id": call["id"]} if call.get("id") is not None else {})
+
+    def _shortened(self, text: str) -> str:
+        """A long result without its middle."""
+        limit = self.max_output_tokens
+        if limit is None or len(ids := self.suffix.plain(text)) <= limit:
+            return text
+        marker = f" ... [{len(ids) - limit} tokens left out] ... "
+        kept = max(0, limit - len(self.suffix.plain(marker)))
+        if kept < 2:
+            return self._text(ids[:limit])
+        head = kept - kept // 2
+        return self._text(ids[:head]) + marker + self._text(ids[len(ids) - kept // 2 :])
+
+    def _text(self, ids: list[int]) -> str:
+        return self.suffix.tokenizer.decode(ids, skip_special_tokens=False).strip("\ufffd")
+
+    # Turns of the model ------------------------------------------------------------------------------------------
+
+    def _generate_turn(self, episodes: list[Episode], sampling: Sampling) -> None:
+        """One turn of each episode."""
+        groups = self._batches(episodes, sampling)
+        batches = [
+            (
+                [episodes[i].ids for i in members],
+                replace(sampling, max_new_tokens=most, seed=_later(sampling.seed, n, BATCH_STRIDE)),
+            )
+            for n, (members, most) in enumerate(groups)
+        ]
+        for (members, _), rollouts in zip(groups, self.generate(batches), strict=True):
+            for index, rollout in zip(members, rollouts, strict=True):
+                self._append_turn(episodes[index], rollout, self._left(episodes[index], sampling))
+
+    def _batches(self, episodes: list[Episode], sampling: Sampling) -> list[tuple[list[int], int]]:
+        """Which episodes share a call to the engine, and its token limit: the largest budget among them.
+
+        A call has one limit. Rollouts with much smaller budgets would be generated far beyond them only to be cut, and a
+        long one plus the largest budget may not fit the context: these wait for a call of their own.
+        """
+        left = [self._left(e, sampling) for e in episodes]
+        for e, tokens in zip(episodes, left, strict=True):
+            if tokens < 1:
+                raise RolloutError(
+                    f"a prompt of {len(e.prompt_ids)} tokens leaves no room for an answer in the model's context of "
+                    f"{self.context} tokens."
+                )
+        waiting = sorted(range(len(episodes)), key=lambda i: -left[i])
+        groups = []
+        while waiting:
+            most = left[waiting[0]]
+            fits = [i for i in waiting if TURN_WASTE * left[i] > most and self._room(episodes[i]) >= most]
+            groups.append((sorted(fits), most))  # In the order they came: neighbours with one prompt share it.
+            waiting = [i for i in waiting if i not in fits]
+        return groups
+
+    def _room(self, episode: Episode) -> float:
+        return float("inf") if self.context is None else self.context - len(episode.ids)
+
+    def _append_turn(self, episode: Episode, rollout: Rollout, left: int) -> None:
+        """Append what the model wrote and read it."""
+        ids = rollout.token_ids[:left]
+        cut = len(ids) < len(rollout.token_ids)
+        episode.finish_reason = "length" if cut else rollout.finish_reason
+        episode.version = rollout.version
+        episode.spans += _spans(rollout, len(ids))
+        episode.knows_logp = episode.knows_logp and len(rollout.logp) == len(rollout.token_ids)
+        before = episode.suffix or episode.prompt_ids
+        drawn = rollout.processed_logp
+        episode.add(ids, 1, rollout.logp[:left], None if drawn is None else drawn[:left])
+        if not ids:
+            return
+        message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
+        episode.messages.append(message)
+        if episode.finish_reason == "stop":  # A turn that was cut has used up the budget: nobody could read the answer.
+            episode.waiting = list(message.get("tool_calls") or [])
+
+
+def _spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
+    """Runs of (version, tokens) of the first tokens of a rollout."""
+    kept = []
+    for version, count in rollout.spans or [(rollout.version, length)]:
+        kept.append((version, min(count, length)))
+        length -= kept[-1][1]
+    return [span for span in kept if span[1]]
+
+
+def _later(seed: int | None, number: int, stride: int = SEED_STRIDE) -> int | None:
+    return None if seed is None else (seed + number * stride) % 2**63
+
+
+def share_prompts(prompts: Sequence[list[int]]) -> list[Request]:
+    """One request for each run of equal neighbours."""
+    return [Request(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
+
+
+def roll_out_with_tools(
+    engine: RolloutEngine,
+    tokenizer: Any,
+    prompts: Sequence[list[dict[str, Any]]],
+    tools: Sequence[Callable],
+    sampling: Sampling,
+    *,
+    runner: ToolRunner | None = None,
+    **options: Any,
+) -> list[Episode]:
+    """Let a model answer with tools, outside of any training.
+
+    Args:
+        engine: Any rollout engine.
+        tokenizer: With a chat template that knows tools.
+        prompts: Lists of messages.
+        tools: Functions with type hints and Google-style docstrings.
+        sampling: ``max_new_tokens`` is the budget of a whole episode; without ``stop_token_ids`` the tokenizer's are used.
+        runner: Threads and time limit of the tools.
+        options: Of `ToolLoop` (``max_iterations``, ``max_output_tokens``, ``context``, ``template_kwargs``).
+
+    Returns:
+        One finished episode a prompt, in order.
+
+    Example:
+        ``roll_out_with_tools(create_engine("auto", model, pad_token_id=0), tokenizer, [[{"role": "user", "content": "7 * 8?"}]],
+        [multiply], Sampling(256, temperature=0.0))[0].messages[-1]["content"]``
+    """
+    own = prepare_tokenizer(tokenizer)
+    stop_ids = sampling.stop_token_ids or terminal_token_ids(inner_tokenizer(own))
+    box = ToolBox.of(tools)
+    rows = [{"prompt": prompt, "tools": box.schemas} for prompt in prompts]
+    ids = tokenize_prompts(rows, own, chat_template_kwargs=options.get("template_kwargs"))
+    episodes = [Episode(prompt, box) for prompt in ids]
+
+    def generate(batches: Batches) -> list[list[Rollout]]:
+        return [engine.generate(share_prompts(p), one) for p, one in batches]
+
+    loop = ToolLoop(own, generate, stop_ids=stop_ids, runner=runner, **options)
+    with require_engine(engine, "engine").prefix_cache():
+        loop.run(episodes, replace(sampling, stop_token_ids=tuple(stop_ids)))
+    return episodes
