@@ -6,7 +6,7 @@ Every public name is importable from here, and is loaded when it is first used: 
 from __future__ import annotations
 
 import importlib
-import importlib.abc
+import os
 import sys
 from typing import Any
 
@@ -47,15 +47,23 @@ _PUBLIC = {
     "DataError": "errors",
     "DatasetConfig": "data.mixture",
     "DatasetMixtureConfig": "data.mixture",
+    "DistillationConfig": "algorithms.distillation.config",
+    "DistillationTrainer": "algorithms.distillation.trainer",
     "EnvironmentFactory": "compat.names",
     "Episode": "rollouts.episodes.loop",
     "Finding": "types",
+    "GKDConfig": "algorithms.distillation.presets",
+    "GKDTrainer": "algorithms.distillation.presets",
     "GMPOConfig": "algorithms.grpo.gmpo",
     "GMPOTrainer": "algorithms.grpo.gmpo",
+    "GOLDConfig": "algorithms.distillation.gold",
+    "GOLDTrainer": "algorithms.distillation.gold",
     "GRPOConfig": "algorithms.grpo",
     "GRPOTrainer": "algorithms.grpo",
     "HFEngine": "rollouts.hf",
     "HfPairwiseJudge": "rewards.judges",
+    "IWOPDConfig": "algorithms.distillation.presets",
+    "IWOPDTrainer": "algorithms.distillation.presets",
     "JudgeReward": "rewards.judges",
     "KTOConfig": "algorithms.kto",
     "KTOTrainer": "algorithms.kto",
@@ -64,6 +72,8 @@ _PUBLIC = {
     "MergeConfig": "compat.merge",
     "MergeModelCallback": "compat.merge",
     "Metric": "metrics",
+    "MiniLLMConfig": "algorithms.distillation.presets",
+    "MiniLLMTrainer": "algorithms.distillation.presets",
     "MissingDependencyError": "errors",
     "MixtureEngine": "algorithms.nash_md",
     "ModelConfig": "models.load",
@@ -111,8 +121,14 @@ _PUBLIC = {
     "RolloutServerError": "errors",
     "RolloutWorkerProtocol": "rollouts.workers.samples",
     "Row": "types",
+    "SDFTConfig": "algorithms.distillation.presets",
+    "SDFTTrainer": "algorithms.distillation.presets",
+    "SDPOConfig": "algorithms.distillation.presets",
+    "SDPOTrainer": "algorithms.distillation.presets",
     "SFTConfig": "algorithms.sft",
     "SFTTrainer": "algorithms.sft",
+    "SSDConfig": "algorithms.distillation.presets",
+    "SSDTrainer": "algorithms.distillation.presets",
     "Sampling": "types",
     "ScriptArguments": "cli.train",
     "ScriptedEngine": "rollouts.scripted",
@@ -264,14 +280,15 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
 
 
-class _TRLPaths(importlib.abc.MetaPathFinder):
+class _TRLPaths:
     """Asked for modules of this package that no file holds: `posttrain.compat.paths` knows those of TRL."""
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, target: Any = None) -> Any:
         """Return the spec of ``posttrain.trainer`` and its like; None for every other name."""
-        if not fullname.startswith("posttrain.") or fullname.startswith("posttrain.compat"):
-            return None
-        return importlib.import_module("posttrain.compat.paths").Finder().find_spec(fullname, path, target)
+        return importlib.import_module("posttrain.compat.paths").Finder().find_spec(fullname)
 
 
-sys.meta_path.append(_TRLPaths())
+# An entry of the package's search path that is no folder: Python asks its finder after all files, and for this package alone.
+_ENTRY = os.path.join(os.path.dirname(__file__), "compat", "paths.py")
+sys.path_importer_cache[_ENTRY] = _TRLPaths()  # type: ignore[assignment]
+__path__.append(_ENTRY)

@@ -70,6 +70,7 @@ class Row:
         token_columns: One number a completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
         model_kwargs: What the model's forward needs besides ids (images), opaque to the data layer.
         prompt_mask: 1 on prompt tokens that are trained too, once however many completions there are; None: none is.
+        pictures: Those of the prompt, then those of each completion; each with the index ``start`` in its segment. Empty: none.
     """
 
     prompt_ids: list[int]
@@ -79,6 +80,7 @@ class Row:
     token_columns: dict[str, list[list[float]]] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     prompt_mask: list[int] | None = None
+    pictures: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -104,6 +106,7 @@ class Batch:
         rollout_logp: ``(B, T)`` float32.
         columns: Other per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name (labels, margins, weights).
         model_kwargs: Passed to the model's forward untouched.
+        pictures: Row, column of the first placeholder, and the picture, in the order of the canvas.
     """
 
     input_ids: Tensor
@@ -121,6 +124,7 @@ class Batch:
     rollout_logp: Tensor | None = None
     columns: dict[str, Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
+    pictures: list[tuple[int, int, Any]] = field(default_factory=list)
 
     def to(self, device: torch.device | str) -> Batch:
         """A copy with every tensor on ``device``."""
@@ -195,6 +199,7 @@ class ModelOutputs:
         values: ``(B, T)`` value-head outputs.
         logits: Only when asked for: ``(N, V)`` at loss positions, in ``loss_mask`` order.
         aux_loss: Router balance term of mixture-of-experts models, unscaled.
+        compared: By name, ``(N, ...)`` in ``loss_mask`` order, what a comparison with another model found (distillation).
     """
 
     logp: Tensor | None = None
@@ -206,6 +211,7 @@ class ModelOutputs:
     values: Tensor | None = None
     logits: Tensor | None = None
     aux_loss: Tensor | None = None
+    compared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -125,6 +125,16 @@ def _a2po(folder, tokenizer):
     return build(folder, tokenizer, rewards=count_a, engine="native", **(COMMON | own))
 
 
+def _gkd(folder, tokenizer, **settings):
+    from posttrain import GKDConfig, GKDTrainer
+    from tests.algorithms.test_distillation import BASE, answers
+
+    own = {"lmbda": 0.0, "gradient_accumulation_steps": 2, "learning_rate": 0.2, "per_device_eval_batch_size": 4}
+    args = GKDConfig(str(folder), **(BASE | COMMON | own | settings))
+    data = {"train_dataset": answers(16), "eval_dataset": answers(5), "processing_class": tokenizer}
+    return GKDTrainer(build_model(len(tokenizer)), build_model(len(tokenizer), seed=1), args, **data)
+
+
 def _async_grpo(folder, tokenizer):
     from tests.algorithms.async_helpers import sample, trainer
 
@@ -157,8 +167,10 @@ CASES = {
     "xpo": _online_preference("xpo"),
     "a2po": _a2po,
     "async_grpo": _async_grpo,
+    "gkd": _gkd,
+    "gkd_on_policy": lambda folder, tokenizer: _gkd(folder, tokenizer, lmbda=1.0, num_generations=2, beta=1.0),
 }
-TWO_RANKS = ("sft", "grpo")
+TWO_RANKS = ("sft", "grpo", "gkd")
 
 
 def build(name, folder):

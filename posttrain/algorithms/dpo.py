@@ -18,6 +18,7 @@ from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_sum
 from posttrain.metrics import mean
 from posttrain.training.config import warn_keep_end
+from posttrain.training.pictures import PictureConfig
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]
@@ -39,7 +40,7 @@ REMOVED = {
 
 @refuse_removed(REMOVED)
 @dataclass
-class DPOConfig(ComparedConfig):
+class DPOConfig(PictureConfig, ComparedConfig):
     """Arguments of `DPOTrainer`."""
 
     loss_type: list[str] = field(
@@ -185,6 +186,7 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class: ClassVar[type[DPOConfig]] = DPOConfig
+    takes_images: ClassVar[bool] = True
     needs: frozenset[str] = frozenset({"logp", "entropy", "correct", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "dpo"]
     _name: ClassVar[str] = "DPO"

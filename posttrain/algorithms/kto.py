@@ -20,6 +20,7 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, precomputed_logps
+from posttrain.training.pictures import PictureConfig
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["KTOConfig", "KTOTrainer", "fixed_partners", "partners"]
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class KTOConfig(ComparedConfig):
+class KTOConfig(PictureConfig, ComparedConfig):
     """Arguments of `KTOTrainer`."""
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = field(
@@ -102,6 +103,7 @@ class KTOTrainer(PreferenceTrainer):
     """
 
     config_class: ClassVar[type[KTOConfig]] = KTOConfig
+    takes_images: ClassVar[bool] = True
     judged: ClassVar[bool] = True
     branches: ClassVar[tuple[str, ...]] = ("completion",)
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_logps",)
@@ -144,7 +146,13 @@ class KTOTrainer(PreferenceTrainer):
         else:
             rows = self.rows(examples)
             others = [None if p is None else rows[p].completions[0] for p in partners(rows)]
-        return [_mismatched(e, ids, self.args.max_length) for e, ids in zip(examples, others, strict=True) if ids]
+        return self._mismatch(examples, others)
+
+    def _mismatch(self, examples: list[dict[str, Any]], others: list[list[int] | None]) -> list[Row]:
+        """Each prompt, with its pictures, and another row's answer; a row without one is left out."""
+        both = [(example, ids) for example, ids in zip(examples, others, strict=True) if ids]
+        rows = [_mismatched(example, ids, self.args.max_length) for example, ids in both]
+        return self.vision.placed(rows, [example for example, _ in both])
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
         """The judged batches alone."""
@@ -163,8 +171,7 @@ class KTOTrainer(PreferenceTrainer):
         def mismatched(examples: list[dict[str, Any]]) -> list[Batch]:
             # A row without a partner needs a number in the column, of its own answer; the baseline leaves it out.
             ids = [example["KL_completion_ids"] or example["completion_ids"] for example in examples]
-            limit = self.args.max_length
-            return self._collate([_mismatched(e, i, limit) for e, i in zip(examples, ids, strict=True)])
+            return self._collate(self._mismatch(examples, ids))
 
         return precomputed_logps(self, done, reference, ("ref_KL_logps",), name=name, batches_of=mismatched)
 

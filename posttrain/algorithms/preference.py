@@ -29,6 +29,7 @@ from posttrain.checks.pairs import (
 from posttrain.checks.rules import check_log
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.formats import PreparationReport, maybe_convert_to_chatml
+from posttrain.data.picture_rows import prepare_picture_rows
 from posttrain.data.preference import (
     AnswerOptions,
     answer_rows,
@@ -41,9 +42,11 @@ from posttrain.losses.reduce import sequence_lengths
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, precomputed_logps, tell_own_checkpoint
+from posttrain.models.vision import install_pictures
 from posttrain.training.checks import Checks
 from posttrain.training.config import PostTrainingConfig, refuse_cut_sequences
 from posttrain.training.data_report import note_suspects
+from posttrain.training.pictures import picture_options
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
@@ -387,6 +390,8 @@ class PreferenceTrainer(PostTrainer):
             self.train_dataset = self._precompute(self.train_dataset, None, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, None)
             return
+        if given is not None and self.vision.processor is not None:
+            install_pictures(given, self.vision.processor)
         self.reference = Reference(self.model, fresh_adapter=self.fresh_adapter, given=given)
         if self.reference.copy is not None:
             self.reference.copy.to(args.device)
@@ -450,14 +455,14 @@ class PreferenceTrainer(PostTrainer):
         """Tokenise one set, as `prepare_answers` does; check labels, and what came of the first rows of the training set."""
         if self.judged:
             dataset = extract_and_unpair(dataset, self.args.dataset_num_proc)
-        prepared, self.reports[name] = prepare_answers(
-            dataset,
-            self.processing_class,
-            self.answer_options(),
-            name=name,
-            num_proc=self.args.dataset_num_proc,
-            keep=(*self.reference_columns, *self.keep),
-        )
+        keep = (*self.reference_columns, *self.keep)
+        about: dict[str, Any] = {"name": name, "num_proc": self.args.dataset_num_proc, "keep": keep}
+        if self.vision.reader is not None:
+            options = picture_options(self.args, branches=self.branches)
+            prepared, self.reports[name] = prepare_picture_rows(dataset, self.vision.reader, options, **about)
+        else:
+            found = prepare_answers(dataset, self.processing_class, self.answer_options(), **about)
+            prepared, self.reports[name] = found
         if self.judged and "label" not in (prepared.column_names or ["label"]):
             raise DataError(f"the {name} rows have no 'label'. Give True for good answers and False for bad ones.")
         if not hasattr(prepared, "select"):

@@ -13,6 +13,7 @@ from torch import nn
 from posttrain.data.forest import unbatched
 from posttrain.data.formats import PreparationReport
 from posttrain.data.packing import STRATEGIES
+from posttrain.data.picture_rows import prepare_picture_rows
 from posttrain.data.sft import (
     SupervisedOptions,
     check_prepared,
@@ -26,6 +27,7 @@ from posttrain.metrics import mean
 from posttrain.models.forward import learns_prompts
 from posttrain.training.config import PostTrainingConfig, warn_keep_end
 from posttrain.training.evaluation import full_logits
+from posttrain.training.pictures import PictureConfig, picture_options
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
@@ -35,7 +37,7 @@ LOSSES: dict[str, Callable] = {"nll": nll, "chunked_nll": nll, "dft": dft}
 
 
 @dataclass
-class SFTConfig(PostTrainingConfig):
+class SFTConfig(PictureConfig, PostTrainingConfig):
     """Arguments of `SFTTrainer`."""
 
     _VALID_DICT_FIELDS = [*PostTrainingConfig._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012
@@ -151,6 +153,7 @@ class SFTTrainer(PostTrainer):
     config_class: ClassVar[type[SFTConfig]] = SFTConfig
     needs: frozenset[str] = frozenset({"logp", "entropy", "correct"})
     takes_collator: ClassVar[bool] = True
+    takes_images: ClassVar[bool] = True
     takes_loss_func: ClassVar[bool] = True
     _tag_names: ClassVar[list[str]] = ["posttrain", "sft"]
     _name: ClassVar[str] = "SFT"
@@ -186,6 +189,14 @@ class SFTTrainer(PostTrainer):
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """Tokenise one set, as `prepare_sft_dataset` does."""
         args = self.args
+        if self.vision.reader is not None:
+            self._refuse_with_images()
+            options = picture_options(
+                args, train_prompt=args.completion_only_loss is False, text_field=args.dataset_text_field
+            )
+            about: dict[str, Any] = {"name": name, "num_proc": args.dataset_num_proc}
+            prepared, self.reports[name] = prepare_picture_rows(dataset, self.vision.reader, options, **about)
+            return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
         if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
             check_prepared(dataset, name, len(self.processing_class))
             return dataset
@@ -203,6 +214,23 @@ class SFTTrainer(PostTrainer):
         )
         self.reports[name] = report
         return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
+
+    def _refuse_with_images(self) -> None:
+        """Options that rows of images do not have."""
+        args = self.args
+        given = {
+            "packing": args.packing,
+            "assistant_only_loss": args.assistant_only_loss,
+            "formatting_func": self.formatting_func,
+            "data_collator": self.user_collator,
+            "dataset_kwargs": (args.dataset_kwargs or {}).get("skip_prepare_dataset"),
+        }
+        named = [name for name, value in given.items() if value]
+        if named:
+            raise ConfigError(
+                f"rows with images are trained without {named}: whole rows share passes anyway, and what is trained is the "
+                "completion. Fix: leave it out, and give 'prompt' and 'completion'."
+            )
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Tokenised examples as rows without a shared prompt; packed examples come apart into their documents."""

@@ -10,6 +10,7 @@ from typing import Any
 from posttrain.checks.registry import finding, register
 from posttrain.checks.rows import answers_of, count_of
 from posttrain.data.chat import common_prefix
+from posttrain.data.pictures import has_pictures
 from posttrain.types import Finding, Row
 
 __all__ = [
@@ -112,7 +113,7 @@ def contradictory(rows: Sequence[Row], limit: int | None, stops: frozenset[int])
         a, b = tuple(row.completions[0]), tuple(row.completions[1])
         if a == b:
             continue
-        key = (tuple(row.prompt_ids), *sorted((a, b)))
+        key = (tuple(row.prompt_ids), tuple(map(tuple, row.pictures)), *sorted((a, b)))
         first = seen.setdefault(key, (index, a < b))
         if first[1] != (a < b):
             against.append(index)
@@ -224,6 +225,7 @@ register("PT-D033", "pair-near-identical", moment="data", title="chosen and reje
 register("PT-D034", "pair-against-scores", moment="data", title="pairs that contradict their own scores", page="f")
 register("PT-D035", "pair-swapped", moment="data", title="pairs that appear with both sides swapped", page="f")
 
+PICTURED = ("prompt", "image", "images")
 PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")
 SCORES = ("score", "rating", "reward", "score_overall")  # chosen_score, score_chosen, ...
 NEAR = 0.02  # Of the longer text.
@@ -337,7 +339,9 @@ def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None
             _compare_scores(scan, index, row.get(scores[0]), row.get(scores[1]))
         if chosen == rejected:
             continue
-        key = (hash(answers_of(row.get("prompt"))), *sorted((hash(chosen), hash(rejected))))
+        # One question about another picture is another prompt.
+        asked = str([row.get(name) for name in PICTURED]) if has_pictures([row]) else answers_of(row.get("prompt"))
+        key = (hash(asked), *sorted((hash(chosen), hash(rejected))))
         seen.setdefault(key, []).append((index, chosen < rejected))
         if nearly_equal(chosen, rejected):
             scan.near.append(index)

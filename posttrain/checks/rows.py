@@ -297,7 +297,8 @@ def _duplicate(sample: RowSample) -> Seen:
     seen: set[Any] = set()
     bad = []
     for index, row in enumerate(sample.rows):
-        key = (tuple(row.prompt_ids), tuple(map(tuple, row.completions)), tuple(map(tuple, row.loss_masks)))
+        lists = (row.completions, row.loss_masks, row.pictures)
+        key = (tuple(row.prompt_ids), *(tuple(map(tuple, one)) for one in lists))
         if key in seen:
             bad.append(index)
         seen.add(key)

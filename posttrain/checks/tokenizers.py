@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from posttrain.checks.registry import finding, register
-from posttrain.errors import PosttrainError
+from posttrain.errors import ConfigError
 from posttrain.types import Finding
 
 __all__ = [
@@ -19,11 +21,16 @@ __all__ = [
     "compare_tokenizers",
     "probe_conversations",
     "probe_texts",
+    "require_same_tokens",
+    "token_bytes",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 Verdict = Literal["identical", "identical-padded", "superset", "cross-tokenizer", "incompatible"]
 SHOWN = 5
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # A byte of a SentencePiece vocabulary.
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
 # Writing that tokenizers are known to treat differently; version 1.
@@ -60,16 +67,13 @@ class TokenizerMatch:
             ``cross-tokenizer`` (another vocabulary, over the same bytes) or ``incompatible``.
         sizes: Tokens of each.
         widths: Logits of each model; None where unknown.
-        different: Ids that stand for different tokens, those that only one has included.
-        shared: Tokens that both have under one id.
-        common: Tokens that both have, under whatever id.
-        examples: Token, id in the first, id in the second (None: absent), of the first few differences.
+        different: Ids that stand for different bytes, those that only one has included.
+        common: Tokens of the same bytes in both, under whatever id.
+        examples: Id, bytes in the first, bytes in the second (None: absent), of the first few differences.
         special: By name, ids of bos, eos, pad and unk that differ.
         stops: Ids at which each generates no further, where they differ; else empty.
         texts: Probe texts that are written with different ids.
-        lost: Probe texts of which a round trip loses something, by ``first`` and ``second``.
         templates: Conversations that the chat templates render differently; None where one has none.
-        settings: Parts of the pipeline whose settings differ: normalizer, pre_tokenizer, model, added_tokens, ...
         bytes: How each spells text: ``bytes``, ``byte-fallback``, ``pieces`` or ``unknown``.
     """
 
@@ -77,22 +81,47 @@ class TokenizerMatch:
     sizes: tuple[int, int]
     widths: tuple[int | None, int | None]
     different: int
-    shared: int
     common: int
-    examples: tuple[tuple[str, int | None, int | None], ...]
+    examples: tuple[tuple[int, bytes | None, bytes | None], ...]
     special: Mapping[str, tuple[int | None, int | None]]
     stops: tuple[tuple[int, ...], tuple[int, ...]] | tuple[()]
     texts: tuple[str, ...]
-    lost: Mapping[str, tuple[str, ...]]
     templates: int | None
-    settings: tuple[str, ...] = ()
     bytes: tuple[str, str] = ("unknown", "unknown")
-    reasons: tuple[str, ...] = field(default=())
 
     @property
     def columns(self) -> int:
         """V*: logits that both models have a token for; the others are padding and are cut off before any softmax."""
         return min(*self.sizes, *(width for width in self.widths if width is not None))
+
+
+def _byte_table() -> dict[str, int]:
+    """The character that byte-level tokenizers write for each byte, turned around."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table, extra = {chr(code): code for code in kept}, 256
+    for code in sorted(set(range(256)) - set(kept)):
+        table[chr(extra)], extra = code, extra + 1
+    return table
+
+
+def token_bytes(tokenizer: Any) -> dict[int, bytes]:
+    """What each id spells, as bytes; of added tokens their literal text.
+
+    ``Ġ`` of byte-level tokenizers and ``▁`` of SentencePiece ones are both a space, and ``<0x0A>`` is a byte.
+    """
+    spelling, table = _spelling(tokenizer), _byte_table()
+    added = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    found = {}
+    for token, i in tokenizer.get_vocab().items():
+        if i in added:
+            found[i] = added[i].encode()
+        elif spelling == "bytes" and all(character in table for character in token):
+            found[i] = bytes(table[character] for character in token)
+        elif BYTE.fullmatch(token):
+            found[i] = bytes([int(token[3:5], 16)])
+        else:
+            found[i] = token.replace("▁", " ").encode()
+    return found
 
 
 def probe_texts(first: Any, second: Any, extra: Iterable[str] = ()) -> list[str]:
@@ -121,7 +150,7 @@ def compare_tokenizers(
     stops: tuple[Iterable[int], Iterable[int]] | None = None,
     extra: Sequence[str] = (),
 ) -> TokenizerMatch:
-    """Compare two tokenizers by their maps, their special tokens, and what they do to some two hundred texts.
+    """Compare two tokenizers by the bytes of their ids, their special tokens, and what they do to some two hundred texts.
 
     Args:
         first: The one whose ids are trained (the student's, the policy's).
@@ -130,70 +159,42 @@ def compare_tokenizers(
         stops: Ids at which each model stops generating.
         extra: Texts of the user's own data.
     """
-    maps = (first.get_vocab(), second.get_vocab())
-    odd = sorted(
-        {token for token in maps[0].keys() | maps[1].keys() if maps[0].get(token) != maps[1].get(token)},
-        key=_order(maps),
-    )
-    texts = probe_texts(first, second, extra)
-    written = [text for text in texts if _ids(first, text) != _ids(second, text)]
-    lost = {
-        name: tuple(text for text in texts if tokenizer.decode(_ids(tokenizer, text)) != text)
-        for name, tokenizer in (("first", first), ("second", second))
-    }
+    one, two = token_bytes(first), token_bytes(second)
+    odd = sorted(i for i in one.keys() | two.keys() if one.get(i) != two.get(i))
+    written = [text for text in probe_texts(first, second, extra) if _ids(first, text) != _ids(second, text)]
     kinds = (_spelling(first), _spelling(second))
     ends = tuple(tuple(sorted(set(ids))) for ids in stops) if stops is not None else ()
-    common = maps[0].keys() & maps[1].keys()
+    special = {name: (getattr(first, name), getattr(second, name)) for name in SPECIAL}
     return TokenizerMatch(
-        verdict=_verdict(maps, written, kinds, (len(first), len(second)), widths),
+        verdict=_verdict((one, two), written, kinds, widths),
         sizes=(len(first), len(second)),
         widths=widths,
-        different=len({i for token in odd for i in (maps[0].get(token), maps[1].get(token)) if i is not None}),
-        shared=sum(maps[0][token] == maps[1][token] for token in common),
-        common=len(common),
-        examples=tuple((token, maps[0].get(token), maps[1].get(token)) for token in odd[:SHOWN]),
-        special={
-            name: (getattr(first, name), getattr(second, name))
-            for name in SPECIAL
-            if getattr(first, name) != getattr(second, name)
-        },
+        different=len(odd),
+        common=len(set(one.values()) & set(two.values())),
+        examples=tuple((i, one.get(i), two.get(i)) for i in odd[:SHOWN]),
+        special={name: pair for name, pair in special.items() if pair[0] != pair[1]},
         stops=ends if ends and ends[0] != ends[1] else (),  # type: ignore[arg-type]
         texts=tuple(written),
-        lost=lost,
         templates=_templates(first, second),
-        settings=tuple(
-            name for name in _pipeline(first) | _pipeline(second) if _part(first, name) != _part(second, name)
-        ),
         bytes=kinds,
     )
 
 
 def _verdict(
-    maps: tuple[dict[str, int], dict[str, int]],
+    maps: tuple[dict[int, bytes], dict[int, bytes]],
     written: Sequence[str],
     kinds: tuple[str, str],
-    sizes: tuple[int, int],
     widths: tuple[int | None, int | None],
 ) -> Verdict:
     small, large = sorted(maps, key=len)
-    extended = all(large.get(token) == i for token, i in small.items())
-    if extended and not written:
-        if len(small) < len(large):
+    added = [large[i].decode(errors="replace") for i in large.keys() - small.keys()]
+    # Texts that only a token of the larger vocabulary makes different do not tell them apart.
+    same_texts = all(any(token in text for token in added) for text in written)
+    if all(large.get(i) == spelled for i, spelled in small.items()) and same_texts:
+        if added:
             return "superset"
         return "identical-padded" if widths[0] != widths[1] and None not in widths else "identical"
-    if extended and len(small) < len(large) and _only_of_added(written, small, large):
-        return "superset"
     return "cross-tokenizer" if all(kind in ("bytes", "byte-fallback") for kind in kinds) else "incompatible"
-
-
-def _only_of_added(written: Sequence[str], small: Mapping[str, int], large: Mapping[str, int]) -> bool:
-    """Whether every text that is written otherwise holds a token that the larger vocabulary alone has."""
-    added = large.keys() - small.keys()
-    return all(any(token in text for token in added) for text in written)
-
-
-def _order(maps: tuple[dict[str, int], dict[str, int]]) -> Any:
-    return lambda token: (maps[0].get(token, maps[1].get(token, 0)), token)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -207,36 +208,17 @@ def _templates(first: Any, second: Any) -> int | None:
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    prompt = messages[-1]["role"] == "user"
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=messages[-1]["role"] == "user"
-        )
-    except (
-        PosttrainError,
-        ValueError,
-        TypeError,
-        KeyError,
-    ) as error:  # A template may refuse a role; both then should.
-        return f"refused: {type(error).__name__}"
-    except Exception as error:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    except Exception as error:  # A template may refuse a role; both then should.
         return f"refused: {type(error).__name__}"
 
 
 def _pipeline(tokenizer: Any) -> dict[str, Any]:
-    """Settings of a fast tokenizer's parts, as it saves them; empty for a slow one."""
+    """A fast tokenizer's parts, as it saves them; empty for a slow one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return {}
-    content = json.loads(backend.to_str())
-    model = dict(content.get("model") or {})
-    model.pop("vocab", None)
-    return {
-        name: content.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens")
-    } | {"model": model}
-
-
-def _part(tokenizer: Any, name: str) -> str:
-    return json.dumps(_pipeline(tokenizer).get(name), sort_keys=True)
+    return {} if backend is None else json.loads(backend.to_str())
 
 
 def _spelling(tokenizer: Any) -> str:
@@ -318,7 +300,7 @@ def check_match(
 
 
 def _different(match: TokenizerMatch, names: tuple[str, str]) -> Finding:
-    shown = ", ".join(f"{token!r} {_id(a)} vs {_id(b)}" for token, a, b in match.examples) or "none of them"
+    shown = ", ".join(f"{i} is {_spelled(a)} vs {_spelled(b)}" for i, a, b in match.examples) or "none of them"
     probes = (
         f" {len(match.texts)} of the probe texts are written with other ids, {match.texts[0][:30]!r} first."
         if match.texts
@@ -388,5 +370,28 @@ def _template(match: TokenizerMatch, names: tuple[str, str]) -> Finding | None:
     )
 
 
+def _spelled(token: bytes | None) -> str:
+    return "absent" if token is None else repr(token.decode(errors="replace"))
+
+
 def _id(value: int | None) -> str:
     return "none" if value is None else str(value)
+
+
+def require_same_tokens(match: TokenizerMatch, *, mode: str, trainer: str, on_policy: bool = True) -> None:
+    """Let two models be compared id by id, or refuse.
+
+    Args:
+        match: See `compare_tokenizers`; padded rows of a model are no difference.
+        mode: ``error`` or ``warn``.
+        trainer: Whose loss it is.
+        on_policy: Whether the first model generates, so that both must stop at a common token.
+
+    Raises:
+        ConfigError: Ids mean different tokens, and ``mode`` is ``error``.
+    """
+    found = check_match(match, on_policy=on_policy)
+    for one in found:
+        if one.severity == "error" and mode == "error":
+            raise ConfigError(f"{trainer}: {one.what} {one.why} Fix: {one.fix}")
+        logger.warning("%s: %s %s", one.code, one.what, one.why)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import secrets
 import shlex
@@ -24,7 +25,7 @@ from typing import Any, Literal
 
 from posttrain.cli.parser import PosttrainArgumentParser, _split_config, load_config
 from posttrain.errors import ConfigError, RolloutServerError, check_choice, did_you_mean
-from posttrain.integrations import require
+from posttrain.integrations import is_available, require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 
 __all__ = ["SERVED", "RayArguments", "RayRun", "is_wanted", "run", "split"]
@@ -64,9 +65,11 @@ class RayArguments:
     )
     ray_timeout: float = _help("Seconds to wait for machines, and again for servers to be healthy.", 900.0)
     rollout_servers: int = _help("Rollout servers; 0: the trainer generates itself.", 1)
-    rollout_server_args: str = _help("More options of posttrain serve, in one text: '--max_num_seqs 128'.", "")
+    rollout_server_args: str = _help("More options of the servers, in one text: '--max_num_seqs 128'.", "")
     rollout_server_cpus: float = _help("Cores of each server.", 1.0)
-    rollout_server_gpus: float | None = _help("GPUs of each server; None: one, none without GPUs.", None)
+    rollout_server_gpus: float | None = _help(
+        "GPUs of each server; None: one a copy and shard, none without GPUs.", None
+    )
     trainer_cpus: float = _help("Cores of the trainer, all its processes together.", 1.0)
     trainer_gpus: float | None = _help("GPUs of the trainer; None: --num_processes, or 1; none without GPUs.", None)
 
@@ -137,22 +140,41 @@ class RayRun:
                 )
         if not self.trained.model_name_or_path:
             raise ConfigError("--model_name_or_path is missing: which model shall be served and trained?")
-        self.serve_config()
+        self.check_serving()
+
+    @property
+    def serving(self) -> str:
+        """The command that serves: vLLM's own server where vLLM is installed."""
+        return "vllm-serve" if is_available("vllm") else "serve"
 
     def serve_arguments(self, host: str = "127.0.0.1", port: int = 8000) -> list[str]:
-        """Of ``posttrain serve`` for this training."""
+        """Of the command that serves, for this training."""
         given = self.trained
-        options = {"model": given.model_name_or_path, "host": host, "port": port}
-        options |= {"revision": given.model_revision, "trust_remote_code": given.trust_remote_code}
+        options = {"model": given.model_name_or_path, "host": host, "port": port, "revision": given.model_revision}
         words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+        if given.trust_remote_code:
+            # A flag of vLLM takes no value.
+            words += ["--trust_remote_code"] if self.serving == "vllm-serve" else ["--trust_remote_code", "True"]
         return [*words, *shlex.split(self.options.rollout_server_args)]
 
-    def serve_config(self) -> Any:
-        """The servers' parsed config; wrong options fail here, before anything is placed."""
-        from posttrain.serve.server import ServeConfig
+    def check_serving(self) -> None:
+        """Refuse wrong arguments of servers here, before anything is placed."""
+        from posttrain.serve.server import ServeConfig, vllm_command
 
-        parser = PosttrainArgumentParser(ServeConfig, prog="rollout_server_args")
-        return parser.parse_args_and_config(self.serve_arguments())[0]
+        if self.serving == "vllm-serve":
+            vllm_command(self.serve_arguments(), cpu=False)
+        else:
+            PosttrainArgumentParser(ServeConfig, prog="rollout_server_args").parse_args_and_config(
+                self.serve_arguments()
+            )
+
+    def _devices(self) -> float:
+        """GPUs of one server: those that vLLM spreads its model over."""
+        words, count = shlex.split(self.options.rollout_server_args.replace("=", " ")), 1.0
+        for name, value in itertools.pairwise(words):
+            if name.replace("_", "-") in ("--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size"):
+                count *= float(value)
+        return count
 
     def trainer_arguments(self, urls: Sequence[str]) -> list[str]:
         """Of the training command, with the servers' addresses."""
@@ -167,7 +189,7 @@ class RayRun:
         """Resources of the trainer, then of each server, for Ray's placement group."""
         options, server, trainer = self.options, self.options.rollout_server_gpus, self.options.trainer_gpus
         if server is None and with_gpus and options.rollout_servers:
-            server = 1.0
+            server = self._devices()
         if trainer is None and with_gpus:
             trainer = float(self.trained.num_processes)
         needs = [(options.trainer_cpus, trainer), *[(options.rollout_server_cpus, server)] * options.rollout_servers]
@@ -190,7 +212,7 @@ def _wait_healthy(urls: Sequence[str], seconds: float) -> str:
     for url in urls:
         while True:
             try:
-                opener.open(f"{url}/health/", timeout=5).close()
+                opener.open(f"{url}/health", timeout=5).close()
                 break
             except OSError:
                 if time.monotonic() > deadline:

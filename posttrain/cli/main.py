@@ -33,6 +33,15 @@ TRAINING = {
     "online-dpo": "DPO on pairs of the policy's own completions, by rewards or a judge",
     "nash-md": "to be preferred to a mixture of the policy and the reference",
     "xpo": "online DPO against the reference, with a bonus for exploring",
+    "distill": "learn a teacher's next-token distributions, on the student's own samples",
+    "distillation": "the same command by TRL's name",
+    "gkd": "the same on the dataset's answers, or a mixture of both",
+    "gold": "the same from a teacher with another tokenizer",
+    "minillm": "the reverse KL to a teacher as a reward of each token",
+    "iw-opd": "the same with more weight on early tokens",
+    "sdft": "the student with a hint is its own teacher",
+    "sdpo": "the student that saw a success is its own teacher",
+    "ssd": "supervised fine-tuning on the model's own samples",
 }
 HELP = f"""usage: posttrain COMMAND [options]
 
@@ -50,6 +59,7 @@ other commands:
   watch   show a run while it trains, on the terminal or as a live page on this machine
   serve   a rollout server for machines without vLLM: an engine behind HTTP, whose weights a trainer replaces
   vllm-serve   vLLM's own server, started with what training needs of it
+  teacher-scores  compute a teacher's scores of a dataset once, for training without the teacher
   env     what a bug report needs
 
 options:
@@ -98,6 +108,7 @@ def _vllm_serve(argv: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     **{name: _lazy("train:run", name) for name in TRAINING},
+    "teacher-scores": _lazy("teacher_scores:run"),
     "check": _lazy("check:run"),
     "estimate": _lazy("estimate:run"),
     "inspect": _lazy("inspect:run"),

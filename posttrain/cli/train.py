@@ -273,6 +273,15 @@ COMMANDS: dict[str, Command] = {
     "gmpo": Command("grpo.gmpo", "GMPO", EpisodeScriptArguments),
     "async-grpo": Command("async_grpo", "AsyncGRPO", EpisodeScriptArguments),
     "a2po": Command("a2po", "A2PO", GRPOScriptArguments),
+    "distill": Command("distillation.trainer", "Distillation"),
+    "distillation": Command("distillation.trainer", "Distillation"),
+    "gkd": Command("distillation.presets", "GKD"),
+    "gold": Command("distillation.gold", "GOLD"),
+    "minillm": Command("distillation.presets", "MiniLLM", GRPOScriptArguments),
+    "sdft": Command("distillation.presets", "SDFT"),
+    "sdpo": Command("distillation.presets", "SDPO", GRPOScriptArguments),
+    "ssd": Command("distillation.presets", "SSD"),
+    "iw-opd": Command("distillation.presets", "IWOPD"),
 }
 
 

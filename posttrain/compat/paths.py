@@ -1,14 +1,14 @@
 """TRL's module paths: ``from posttrain.trainer.utils import pad`` works as ``from trl.trainer.utils import pad`` did.
 
-No file stands behind these modules. `Finder` is asked for a module of this package that Python did not find, and
-answers for the paths in `MODULES`. A name read from such a module is the public name of ``posttrain``.
+No file stands behind these modules. This file's own path is an entry of the package's search path: Python asks
+`Finder` for a module that no file holds, and it answers for the paths in `MODULES`. A name read from such a module is the
+public name of ``posttrain``.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -95,16 +95,16 @@ def public_name(module: str, name: str) -> Any:
     raise ImportError(f"cannot import {name!r} from {module!r}: posttrain has no such name. Fix: {fix}.", name=name)
 
 
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Finder(importlib.abc.Loader):
     """Finds the modules of `MODULES`, and loads each as an empty package that asks `public_name` for its names."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str) -> importlib.machinery.ModuleSpec | None:
         """Return a spec for one of TRL's module paths, None for any other."""
         if fullname not in MODULES:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        spec.submodule_search_locations = [__file__]
+        return spec
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the empty module a ``__getattr__``."""

@@ -93,11 +93,20 @@ def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
     count = 0
     for number, row in enumerate(rows):
         columns = (*sorted(row.sequence_columns), *sorted(row.token_columns))
-        key = (tuple(row.prompt_ids), None if row.prompt_mask is None else tuple(row.prompt_mask), columns)
-        empty = Row(row.prompt_ids, [], [], model_kwargs=row.model_kwargs, prompt_mask=row.prompt_mask)
+        pictures = row.pictures or [[], *([] for _ in row.completions)]
+        key = (
+            tuple(row.prompt_ids),
+            None if row.prompt_mask is None else tuple(row.prompt_mask),
+            columns,
+            tuple(pictures[0]),
+        )
+        empty = Row(
+            row.prompt_ids, [], [], model_kwargs=row.model_kwargs, prompt_mask=row.prompt_mask, pictures=pictures[:1]
+        )
         whole, places = found.setdefault(number if row.model_kwargs else key, (empty, []))
         whole.completions.extend(row.completions)
         whole.loss_masks.extend(row.loss_masks)
+        whole.pictures.extend(pictures[1:])
         for name, numbers in row.sequence_columns.items():
             whole.sequence_columns.setdefault(name, []).extend(numbers)
         for name, lists in row.token_columns.items():
@@ -308,6 +317,7 @@ class _Canvas:
         }
         self.origin: list[int] = []
         self.columns: dict[str, list[float]] = {}
+        self.pictures: list[tuple[int, int, Any]] = []
 
     def new_row(self) -> None:
         for column in self.tokens.values():
@@ -316,6 +326,10 @@ class _Canvas:
     def write(self, **values: Sequence[float]) -> None:
         for name, value in values.items():
             self.tokens[name][-1].extend(value)
+
+    def place(self, pictures: Sequence[Any], at: int) -> None:
+        row = len(self.tokens["input_ids"]) - 1
+        self.pictures += [(row, at + picture.start, picture) for picture in pictures]
 
     @property
     def width(self) -> int:
@@ -344,6 +358,8 @@ def _write_tree(canvas: _Canvas, tree: _Tree, index: int, token_names: set[str])
         branch=[0] * p,
         predictor=range(start - 1, start + p - 1),
     )
+    pictures = row.pictures or [[], *([] for _ in row.completions)]
+    canvas.place(pictures[0], start)
     # A prompt that is trained is trained once: where its first completion is; its own first token follows nothing.
     trained = row.prompt_mask is not None and tree.members.start == 0
     prompt_mask = [0, *row.prompt_mask[1:]] if trained and row.prompt_mask else [0] * p
@@ -351,6 +367,7 @@ def _write_tree(canvas: _Canvas, tree: _Tree, index: int, token_names: set[str])
     for number, i in enumerate(tree.members, start=1):
         ids, mask, at = row.completions[i], list(row.loss_masks[i]), canvas.width
         n = len(ids)
+        canvas.place(pictures[1 + i], at)
         predictor = list(range(at - 1, at + n - 1))
         if n and p:
             predictor[0] = start + p - 1  # The prompt's last token predicts the first token of every branch.
@@ -392,6 +409,7 @@ def _to_batch(
         origin=canvas.origin,
         columns=extra,
         model_kwargs=model_kwargs,
+        pictures=canvas.pictures,
         **named,
     )
 
@@ -443,6 +461,9 @@ def _row(batch: Batch, columns: dict[str, Tensor], b: int, tree: int) -> Row:
                 row.token_columns.setdefault(name, []).append(value[b][tokens].tolist())
             else:
                 row.sequence_columns.setdefault(name, []).append(float(value[number]))
+    placed = [(int(sequence[column]), one) for at, column, one in batch.pictures if at == b and inside[column]]
+    if placed:
+        row.pictures = [[one for owner, one in placed if owner == number] for number in (-1, *members)]
     return row
 
 
@@ -498,6 +519,7 @@ def _part(row: Row, chosen: slice) -> Row:
         row.loss_masks[chosen],
         {name: column[chosen] for name, column in row.sequence_columns.items()},
         {name: column[chosen] for name, column in row.token_columns.items()},
+        pictures=[row.pictures[0], *row.pictures[1:][chosen]] if row.pictures else [],
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypedDict
 
+from posttrain.data.pictures import shows_pictures
 from posttrain.errors import ArgumentTypeError, DataError
 
 __all__ = [
@@ -313,11 +314,11 @@ def refuse_images(dataset: Any, name: str) -> None:
         DataError: Names the columns, and how to leave them out.
     """
     pictures = [column for column in get_dataset_column_names(dataset) if column in IMAGES]
-    if pictures:
+    if pictures or shows_pictures(dataset):
         raise DataError(
-            f"the {name} rows have images (columns {pictures}), and this trainer reads text alone: it would train on answers to "
-            f"pictures that the model never saw. Remove the columns with dataset.remove_columns({pictures}) if the text "
-            "stands by itself."
+            f"the {name} rows have images ({f'columns {pictures}' if pictures else 'inside their messages'}), and this trainer "
+            "reads text alone: it would train on answers to pictures that the model never saw. Remove them if the text stands "
+            f"by itself{f': dataset.remove_columns({pictures})' if pictures else ''}."
         )
 
 

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import posttrain
+
+# TRL's `models.utils` and its like: see `posttrain.compat.paths`.
+__path__.append(posttrain.__path__[-1])
+
 
 def __getattr__(name: str) -> Any:
     """TRL keeps public helpers in its package of this name: they are the public names of ``posttrain``."""
-    import posttrain
-
     if name not in posttrain.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(posttrain, name)

@@ -15,6 +15,7 @@ from torch import Tensor
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ModelError
 from posttrain.models.heads import causal_lm, learns_prompts, unwrapped
+from posttrain.models.vision import picture_encoder, probe_rows
 from posttrain.types import Batch, Row
 
 if TYPE_CHECKING:
@@ -48,13 +49,16 @@ NARROW = 4  # Tokens of a window that was made short: less than any sequence of 
 LONGEST = 1024  # Tokens of a prompt in a probe that must reach beyond a window as it is.
 
 
-def forest_mask(batch: Batch, window: int | None = None, chunk: int | None = None) -> Tensor:
+def forest_mask(
+    batch: Batch, window: int | None = None, chunk: int | None = None, span: Tensor | None = None
+) -> Tensor:
     """Which token may attend to which: earlier, same tree, in the prefix or in its own branch.
 
     Args:
         batch: A token forest.
         window: Sliding-window size in positions, counted along a branch (so a branch's window reaches into its prefix).
         chunk: Size of the chunks of positions that see only themselves (Llama 4).
+        span: ``(B, T)`` number of the block of a tree whose tokens see each other both ways, -1 outside of blocks.
 
     Returns:
         ``(B, 1, T, T)`` bool, true where row-token attends to column-token. Padding attends to itself only, because a
@@ -62,7 +66,10 @@ def forest_mask(batch: Batch, window: int | None = None, chunk: int | None = Non
     """
     tree, branch, position = batch.tree, batch.branch, batch.position_ids
     index = torch.arange(tree.shape[1], device=tree.device)
-    allowed = (index[:, None] >= index[None, :]) & (tree[:, :, None] == tree[:, None, :]) & (tree[:, None, :] >= 0)
+    earlier = (index[:, None] >= index[None, :])[None]
+    if span is not None:
+        earlier = earlier | ((span[:, :, None] == span[:, None, :]) & (span[:, None, :] >= 0))
+    allowed = earlier & (tree[:, :, None] == tree[:, None, :]) & (tree[:, None, :] >= 0)
     allowed &= (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
     if window is not None:
         allowed &= position[:, :, None] - position[:, None, :] < window
@@ -72,14 +79,15 @@ def forest_mask(batch: Batch, window: int | None = None, chunk: int | None = Non
     return allowed[:, None]
 
 
-def _block_mask(batch: Batch, window: int | None, chunk: int | None) -> Any:
+def _block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor | None) -> Any:
     """The same rule as `forest_mask`, block-sparse for FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     tree, branch, position = batch.tree, batch.branch, batch.position_ids
+    block = torch.full_like(tree, -1) if span is None else span
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        same = (tree[b, q] == tree[b, k]) & (q >= k)
+        same = (tree[b, q] == tree[b, k]) & ((q >= k) | ((block[b, q] == block[b, k]) & (block[b, k] >= 0)))
         seen = (branch[b, k] == 0) | (branch[b, k] == branch[b, q])
         near = seen if window is None else seen & (position[b, q] - position[b, k] < window)
         near = near if chunk is None else near & (position[b, q] // chunk == position[b, k] // chunk)
@@ -89,8 +97,8 @@ def _block_mask(batch: Batch, window: int | None, chunk: int | None) -> Any:
     return create_block_mask(rule, B=rows, H=None, Q_LEN=width, KV_LEN=width, device=str(tree.device))
 
 
-def attention_mask(batch: Batch, config: PretrainedConfig, dtype: torch.dtype) -> Any:
-    """The ``attention_mask`` argument of a transformers model for this batch.
+def attention_mask(batch: Batch, config: PretrainedConfig, dtype: torch.dtype, span: Tensor | None = None) -> Any:
+    """The ``attention_mask`` argument of a transformers model for this batch; ``span`` as in `forest_mask`.
 
     Returns:
         None for rows that are one plain sequence each; ``(B, T)`` where such rows are padded; else a 4-D mask in the form
@@ -98,14 +106,14 @@ def attention_mask(batch: Batch, config: PretrainedConfig, dtype: torch.dtype) -
         flex), or a dict of them by layer type for models that mix full and sliding layers.
     """
     text = config.get_text_config()
-    if int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0:
+    if span is None and int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0:
         return None if bool((batch.tree == 0).all()) else (batch.tree == 0).long()
     implementation = getattr(text, "_attn_implementation", None) or "sdpa"
 
     def build(window: int | None, chunk: int | None = None) -> Any:
         if implementation == "flex_attention":
-            return _block_mask(batch, window, chunk)
-        allowed = forest_mask(batch, window, chunk)
+            return _block_mask(batch, window, chunk, span)
+        allowed = forest_mask(batch, window, chunk, span)
         if implementation == "sdpa" and allowed.device.type != "cpu":
             return allowed
         # On a CPU sdpa makes numbers of a bool mask in every layer anew, and keeps all of them for backward.
@@ -198,7 +206,7 @@ def probe_key(model: Module) -> str:
     return json.dumps([
         type(inner).__qualname__, inner.config.to_dict(), str(getattr(text, "_attn_implementation", None)), adapters,
         str(getattr(unwrapped(model), "active_adapter", "")), learns_prompts(model),
-        str(coarsest_dtype(model)), next(model.parameters()).device.type,
+        str(coarsest_dtype(model)), next(model.parameters()).device.type, picture_encoder(model) is not None,
     ], sort_keys=True, default=str)  # fmt: skip
 
 
@@ -298,6 +306,12 @@ def probe_layout(model: Module) -> Layout:
                 reason,
             )
             layout = padded_layout(model)
+    pictured = probe_rows(model) if layout.kind == "padded" else []
+    if pictured and (fault := disagreement(_fast(model, pictured, layout), _truth(model, pictured), _share(model))):
+        raise ModelError(
+            f"{type(causal_lm(model)).__name__} does not compute rows with images as the processor's own tensors do ({fault}), "
+            "not even one sequence a row. Fix: a model of another family, or text alone."
+        )
     PROBED[key] = layout
     return layout
 
@@ -306,15 +320,24 @@ def _forest_fault(model: Module, layout: Layout) -> str:
     """Why a forest is not what its sequences are alone; empty where it is."""
     config: Any = model.config
     vocabulary = config.get_text_config().vocab_size
-    share = TOLERANCE.get(coarsest_dtype(model), 0.1)
-    for prompt, context in probe_cases(model):
+    share = _share(model)
+    encoder = picture_encoder(model)
+    # Where a whole prompt is read both ways, there is no prompt without a picture.
+    always = encoder is not None and encoder.processor.family.block == "prompt"
+    for prompt, context in () if always else probe_cases(model):
         rows = _probe_rows(vocabulary, prompt)
         wide = replace(layout, row_tokens=512 + prompt, pass_tokens=0, max_tree_tokens=4 * LONGEST)
         with context:
             fault = disagreement(_fast(model, rows, wide), _truth(model, rows), share)
         if fault:
             return fault
-    return ""
+    pictured = probe_rows(model)
+    return disagreement(_fast(model, pictured, layout), _truth(model, pictured), share) if pictured else ""
+
+
+def _share(model: Module) -> float:
+    """Of the truth's spread, by which numbers may differ."""
+    return TOLERANCE.get(coarsest_dtype(model), 0.1)
 
 
 @torch.no_grad()

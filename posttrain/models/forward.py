@@ -24,6 +24,7 @@ from posttrain.models.heads import (
     unwrapped,
     virtual_tokens,
 )
+from posttrain.models.vision import VisionView, plain_inputs, view
 from posttrain.types import Batch, ModelOutputs, Row
 
 __all__ = [
@@ -50,6 +51,7 @@ def forward(
     *,
     temperature: float = 1.0,
     chunk_size: int | None = None,
+    compare: Callable[..., dict[str, Any]] | None = None,
 ) -> ModelOutputs:
     """Run the model on a forest and put what was asked for on its ``(B, T)`` grid.
 
@@ -61,6 +63,7 @@ def forward(
             token) alone.
         temperature: Divides the logits, so that log-probs are those of the distribution that was sampled from.
         chunk_size: Positions whose logits exist at once; None: as many as `token_logprobs` picks.
+        compare: See `TokenHead.compare`; what it returns is ``compared``.
 
     Returns:
         Log-probs, entropies and hits aligned with the tokens they speak of, zero outside ``loss_mask``; scores ``(S,)``, or
@@ -71,16 +74,18 @@ def forward(
     virtual = virtual_tokens(model)
     head = _score_head(batch, needs, virtual) or _token_head(batch, needs, virtual, temperature)
     if isinstance(head, TokenHead):
-        head.chunk_size = chunk_size
+        head.chunk_size, head.compare = chunk_size, compare
     if isinstance(head, TokenHead) and "values" in needs:
         head.values = _value_reader(inner, batch, virtual)
     balance = isinstance(head, TokenHead) and head.balance_over is not None
     noise = getattr(inner, "embedding_noise", None)
     if noise is not None:
         noise.inverse_lengths = inverse_lengths(batch)
+    seen = view(inner, batch)
+    head.inputs = seen.inputs
     result = model(
         input_ids=batch.input_ids,
-        **_attention(model, inner, batch),
+        **_attention(model, inner, batch, seen),
         use_cache=False,
         token_head=head,
         **({"output_router_logits": True} if balance else {}),
@@ -92,11 +97,12 @@ def forward(
         scores = result["scores"]
         return ModelOutputs(scores=scores[:, 0]) if "scores" in needs else ModelOutputs(logits=scores)
     return ModelOutputs(
-        logp=_place(result["logp"], batch),
+        logp=_place(result.get("logp"), batch),
         **{name: _place(result.get(name), batch) for name in PER_TOKEN},
         values=_place(result.get("values"), batch, batch.sequence >= 0),
         logits=result.get("logits"),
         aux_loss=result.get("aux_loss"),
+        compared=result if compare is not None else {},
     )
 
 
@@ -163,12 +169,12 @@ def inverse_lengths(batch: Batch) -> Tensor:
     return torch.where(own, inverse[batch.sequence.clamp_min(0)], shared[tree]) * real
 
 
-def _attention(model: nn.Module, inner: Any, batch: Batch) -> dict[str, Any]:
+def _attention(model: nn.Module, inner: Any, batch: Batch, seen: VisionView) -> dict[str, Any]:
     if learns_prompts(model):
         assert int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0, "virtual tokens need one sequence a row"
         return {"attention_mask": (batch.tree == 0).long()}
-    mask = attention_mask(batch, inner.config, next(inner.parameters()).dtype)
-    return {"attention_mask": mask, "position_ids": batch.position_ids}
+    mask = attention_mask(batch, inner.config, next(inner.parameters()).dtype, seen.span)
+    return {"attention_mask": mask, "position_ids": seen.position_ids}
 
 
 def _token_head(batch: Batch, needs: frozenset[str], virtual: int, temperature: float) -> TokenHead:
@@ -209,7 +215,11 @@ def _value_reader(inner: Any, batch: Batch, virtual: int) -> Callable[[Tensor], 
     critic = getattr(inner, "value_model", None)
     if critic is None:
         return lambda hidden: inner.v_head(hidden[rows, columns + virtual])[:, 0].float()
-    inputs = {"input_ids": batch.input_ids, **_attention(critic, critic, batch), "use_cache": False}
+    inputs = {
+        "input_ids": batch.input_ids,
+        **_attention(critic, critic, batch, view(critic, batch)),
+        "use_cache": False,
+    }
     return lambda _: critic(**inputs, token_head=ScoreHead(rows, columns))["scores"][:, 0]
 
 
@@ -232,9 +242,10 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
     device, virtual = next(given.parameters()).device, virtual_tokens(given)
     result = []
     for row in rows:
-        for ids, mask in zip(row.completions, row.loss_masks, strict=True):
+        for index, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
             sequence = torch.tensor([row.prompt_ids + ids], device=device)
-            logits = given(input_ids=sequence, use_cache=False).logits[0, virtual:].float()
+            inputs = plain_inputs(given, sequence, row, index)
+            logits = given(input_ids=sequence, **inputs, use_cache=False).logits[0, virtual:].float()
             logp = torch.log_softmax(logits[:-1], -1).gather(-1, sequence[0, 1:, None]).squeeze(-1)
             tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]
             result.append(tail * torch.tensor(mask, device=device))

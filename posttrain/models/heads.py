@@ -278,6 +278,9 @@ class TokenHead:
         need_entropy, entropy_grad, need_correct, need_mean_logit, need_collision, need_logits: What else to return.
         balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
         values: Last hidden states ``(B, T, H)`` to values ``(M,)``, returned beside the log-probs.
+        compare: Instead of log-probs: hidden states ``(N, H)``, the output layer (None: they are logits), its `LogitRule` and
+            this object to what is returned. How two models are compared without their logits.
+        inputs: The model inside of its wrappers to further arguments of its forward: the features of images.
     """
 
     rows: Tensor
@@ -293,6 +296,8 @@ class TokenHead:
     need_logits: bool = False
     balance_over: Tensor | None = None
     values: Callable[[Tensor], Tensor] | None = None
+    compare: Callable[[Tensor, Any, LogitRule, TokenHead], dict[str, Any]] | None = None
+    inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -301,10 +306,12 @@ class ScoreHead:
 
     Attributes:
         rows, columns: ``(N,)`` where the hidden states stand.
+        inputs: As in `TokenHead`.
     """
 
     rows: Tensor
     columns: Tensor
+    inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
 def unwrapped(model: Any) -> Any:
@@ -358,6 +365,8 @@ def install_token_head(model: nn.Module) -> None:
     def patched(*args: Any, token_head: TokenHead | ScoreHead | None = None, **kwargs: Any) -> Any:
         if token_head is None:
             return original(*args, **kwargs)
+        if token_head.inputs is not None:
+            kwargs |= token_head.inputs(inner)
         if isinstance(token_head, TokenHead) and inner.__dict__.get("own_logits"):
             return _own_forward(inner, original, token_head, *args, **kwargs)
         return _head_forward(inner, token_head, *args, **kwargs)
@@ -399,7 +408,10 @@ def _own_forward(inner: Any, original: Any, head: TokenHead, *args: Any, **kwarg
     if head.values is not None:
         kwargs["output_hidden_states"] = True
     output = original(*args, **kwargs)
-    result = _from_logits(output.logits[head.rows, head.columns].float(), head)
+    logits = output.logits[head.rows, head.columns].float()
+    if head.compare is not None:
+        return head.compare(logits, None, LogitRule(), head)
+    result = _from_logits(logits, head)
     if head.values is not None:
         result["values"] = head.values(output.hidden_states[-1])
     if head.balance_over is not None:
@@ -469,6 +481,8 @@ def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
     elif hasattr(layer, "original_module"):
         layer = layer.original_module
     rule = LogitRule.of(inner.config)
+    if head.compare is not None:
+        return head.compare(hidden, layer, rule, head)
     if type(layer) in (nn.Linear, Float32Linear) and not head.need_logits:
         with _own_precision(layer, hidden):
             out = token_logprobs(

@@ -6,6 +6,7 @@ O(chunk * V) instead of O(N * V), whatever the loss does with the log-probs afte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from posttrain.errors import ConfigError
 
-__all__ = ["TokenLogprobs", "token_logprobs"]
+__all__ = ["TokenLogprobs", "chunked_rows", "raw_logits", "token_logprobs"]
 
 # Of float32 logits. Measured on 2 cores at vocabularies of 49k and 152k: 64 MiB is no faster than 24, 16 and less are slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
@@ -205,3 +206,93 @@ def token_logprobs(
         logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, rule, wants)
     asked = (wants.entropy, wants.correct, wants.mean_logit, wants.collision)
     return TokenLogprobs(logp, *(value if want else None for value, want in zip(rest, asked, strict=True)))
+
+
+Measure = Callable[[Tensor, slice], Tensor]
+
+
+class _ChunkedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: _Rule, measure: Measure, columns: int
+    ) -> Tensor:
+        found = []
+        for start in range(0, max(len(hidden), 1), rule.chunk):
+            part = slice(start, start + rule.chunk)
+            found.append(measure(rule.logits(hidden[part], weight, bias)[0], part))
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.rule, ctx.measure, ctx.columns = rule, measure, columns
+        return torch.cat(found)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        rule, wide = ctx.rule, grad.dtype
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
+        grad_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if need_bias else None
+        for start in range(0, len(hidden), rule.chunk):
+            part = slice(start, start + rule.chunk)
+            x, bent = rule.logits(hidden[part], weight, bias)
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                values = ctx.measure(x, part)[:, : ctx.columns]
+                (dx,) = torch.autograd.grad(values, x, grad[part, : ctx.columns])
+            dx = rule.through(dx, bent).to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = dx @ weight
+            if grad_weight is not None:
+                grad_weight.addmm_(dx.T, hidden[part]) if wide == dx.dtype else grad_weight.add_(dx.T @ hidden[part])
+            if grad_bias is not None:
+                grad_bias += dx.sum(0, dtype=wide)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def chunked_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    measure: Measure,
+    *,
+    columns: int,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Numbers that are computed from each position's logits, ``(N, K)``, a chunk of logits at a time in both directions.
+
+    Args:
+        hidden: ``(N, H)``.
+        weight: ``(V, H)``.
+        bias: ``(V,)`` or None.
+        measure: ``(n, V)`` float32 logits and the slice of positions they belong to, to ``(n, K)``. It runs again in backward,
+            with gradients on.
+        columns: The first so many of the K numbers are differentiable.
+        logit_scale: As in `token_logprobs`.
+        softcap: Likewise.
+        chunk_size: Likewise.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    elif hidden.dtype != weight.dtype:
+        hidden = hidden.to(weight.dtype)
+    bias = None if bias is None else bias.to(weight.dtype)
+    size = CHUNK_BYTES if device == "cpu" else ACCELERATOR_CHUNK_BYTES
+    rule = _Rule(logit_scale, softcap, 1.0, chunk_size or max(16, size // (4 * weight.shape[0])))
+    with torch.autocast(device, enabled=False):
+        return _ChunkedRows.apply(hidden, weight, bias, rule, measure, columns)
+
+
+def raw_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, logit_scale: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    """``cap(scale * (h W^T + b))`` of ``(n, H)`` hidden states, ``(n, V)`` in float32 or wider, without gradient."""
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        bias = None if bias is None else bias.to(weight.dtype)
+        return _Rule(logit_scale, softcap, 1.0, 0).logits(hidden.to(weight.dtype), weight, bias)[0]

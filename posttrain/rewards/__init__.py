@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import posttrain
 from posttrain.rewards.call import environment_rewards, parallel
 from posttrain.rewards.code import CodeTestsReward, Limits, get_code_tests_reward, run_tests
 from posttrain.rewards.format import (
@@ -22,6 +23,9 @@ from posttrain.rewards.math import (
 from posttrain.rewards.model import ModelReward
 from posttrain.rewards.pool import pooled
 from posttrain.rewards.runner import RewardRunner, RewardTable
+
+# TRL's `rewards.accuracy_rewards` and its like: see `posttrain.compat.paths`.
+__path__.append(posttrain.__path__[-1])
 
 __all__ = [
     "REWARDS",

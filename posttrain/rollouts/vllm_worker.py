@@ -177,6 +177,7 @@ def model_facts(config: Any) -> dict[str, Any]:
         "quantization": model.quantization,
         "revision": model.revision,
         "logprobs_mode": str(model.logprobs_mode),
+        "max_logprobs": model.max_logprobs,
         "max_num_seqs": scheduler.max_num_seqs,
         "chunked_prefill": bool(scheduler.enable_chunked_prefill),
         "device": str(config.device_config.device_type),

@@ -6,17 +6,13 @@ import functools
 import importlib
 import inspect
 import logging
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import transformers
-from transformers.utils.hub import cached_file
 
-from posttrain.data.chat import inner_tokenizer
 from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
@@ -41,18 +37,11 @@ __all__ = [
     "make_checks",
     "measured",
     "prepared_model",
-    "split_processor",
     "user_override",
     "warn_of_unused",
 ]
 
 logger = logging.getLogger(__name__)
-
-MAY_LACK = {
-    "_raise_exceptions_for_missing_entries": False,
-    "_raise_exceptions_for_connection_errors": False,
-    "_raise_exceptions_for_gated_repo": False,
-}
 
 
 def check_arguments(trainer: type, model: Any, args: Any, train_dataset: Any, collator: Any) -> None:
@@ -92,37 +81,6 @@ def check_arguments(trainer: type, model: Any, args: Any, train_dataset: Any, co
     check_offloading(args)
     check_writable(args.output_dir)
     check_model_source(model, generative=trainer.generative)  # type: ignore[attr-defined]
-
-
-# What a checkpoint of a multimodal model has beside its weights and its tokenizer.
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-
-
-def split_processor(processing_class: Any, model_id: str, args: Any) -> tuple[Any, Callable[[str], None]]:
-    """The tokenizer that rows of text are read with, and what saves the image side of a processor beside a model.
-
-    Args:
-        processing_class: As it was given: a tokenizer, a processor, or None.
-        model_id: Where the model comes from; empty for one built in memory.
-        args: ``should_save`` is read when something is saved.
-    """
-    tokenizer = processing_class and inner_tokenizer(processing_class)
-    known: list[str | None] = []
-    if tokenizer is not processing_class:
-        tokenizer.chat_template = tokenizer.chat_template or processing_class.chat_template
-    elif model_id:
-        known = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES]
-
-    def save(folder: str) -> None:
-        if not args.should_save:
-            return
-        if tokenizer is not processing_class:
-            processing_class.save_pretrained(folder)
-        for path in filter(None, known):
-            if Path(path).parent.resolve() != Path(folder).resolve():
-                shutil.copy(path, folder)
-
-    return tokenizer, save
 
 
 def warn_of_unused(given: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ from posttrain.training.construct import check_hooks, user_override
 from posttrain.training.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.training.passes import DryStep, PassRunner, dry_step, fit_memory
+from posttrain.training.pictures import Vision
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
 __all__ = ["PostTrainer", "PostTrainingConfig"]
@@ -60,6 +61,7 @@ class PostTrainer(transformers.Trainer):
     # Whether the objective compares the completions of a row, which are then never divided.
     keep_groups_together: ClassVar[bool] = False
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
+    takes_images: ClassVar[bool] = False  # Whether rows may hold pictures.
     takes_loss_func: ClassVar[bool] = False  # Whether a user's compute_loss_func says what the loss is.
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
     single_forward_per_microbatch = False  # Whether the objective compares all rows of a micro-batch.
@@ -76,6 +78,8 @@ class PostTrainer(transformers.Trainer):
     _eval_rounds = 0
     _window_start: float | None = None
     _head: DatasetHead | None = None
+    if not TYPE_CHECKING:
+        __getattr__ = construct.absent
 
     def __init__(
         self,
@@ -96,8 +100,8 @@ class PostTrainer(transformers.Trainer):
         construct.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        tokenizer, self.save_processor = construct.split_processor(processing_class, model_id, args)
-        self.processing_class = tokenizer or load.load_tokenizer(
+        self.vision = Vision(args, processing_class, model_id, (train_dataset, eval_dataset), takes=self.takes_images)
+        self.processing_class = self.vision.tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
         self.args = args
@@ -147,9 +151,6 @@ class PostTrainer(transformers.Trainer):
         for callback in (self.interrupt, *reports, *memory, self.checks):
             self.add_callback(callback)
 
-    if not TYPE_CHECKING:
-        __getattr__ = construct.absent
-
     # What a subclass gives ---------------------------------------------------------------------------------------
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
@@ -197,9 +198,8 @@ class PostTrainer(transformers.Trainer):
         load.mirror_eos(self.processing_class, model, args)
         self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None
-        return construct.prepared_model(
-            model, args, peft_config, added_tokens=self.added_tokens, generative=self.generative
-        )
+        peft = self.vision.prepare(model, peft_config)
+        return construct.prepared_model(model, args, peft, added_tokens=self.added_tokens, generative=self.generative)
 
     def _choose_layout(self) -> Layout:
         # User functions on logits want one sequence a row.
@@ -209,7 +209,7 @@ class PostTrainer(transformers.Trainer):
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
         return lambda examples: collate(
-            self.rows(examples),
+            self.vision.placed(self.rows(examples), examples),
             pad_token_id=self.pad_token_id,
             layout=self.layout,
             whole_rows=self.keep_groups_together,
@@ -271,7 +271,7 @@ class PostTrainer(transformers.Trainer):
 
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:
-            return self.rows(examples)
+            return self.vision.placed(self.rows(examples), examples)
         except NotImplementedError:  # Completions come later: prompts alone.
             return prompt_rows(examples, self.processing_class, self.args)
 
@@ -456,7 +456,7 @@ class PostTrainer(transformers.Trainer):
             with self.checks.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
                 self.checks.report(checkpoint.special_token_findings(self.model, self.processing_class))
         super().save_model(output_dir, _internal_call)
-        self.save_processor(output_dir or self.args.output_dir)
+        self.vision.save(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.create_model_card()

@@ -28,6 +28,12 @@ def main(kind, folder, batch, accumulation):
         from tests.algorithms.test_rloo import rloo
 
         trainer = rloo(folder, tokenizer, data=prompts(4), normalize_advantages=True, **common)
+    elif kind == "gkd":
+        from posttrain import GKDConfig, GKDTrainer
+        from tests.algorithms.test_distillation import answers, make
+
+        own = {"lmbda": 0.0, "max_grad_norm": 0.0, "max_new_tokens": 8}
+        trainer = make(folder, tokenizer, cls=GKDTrainer, config=GKDConfig, data=answers(8), **(common | own))
     elif kind == "a2po":
         from tests.algorithms.test_a2po import build
 

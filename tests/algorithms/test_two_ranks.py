@@ -12,7 +12,7 @@ def run(kind, folder, processes, batch, accumulation):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["sft", "dapo", "grpo", "a2po"])
+@pytest.mark.parametrize("kind", ["sft", "dapo", "grpo", "a2po", "gkd"])
 def test_two_ranks_equal_one_with_twice_the_accumulation(kind, tmp_path):
     one = run(kind, tmp_path / "one", 1, 4, 2)
     two = run(kind, tmp_path / "two", 2, 4, 1)

@@ -71,18 +71,26 @@ def test_the_training_command_takes_the_launchers_options_and_trains(file, monke
 
 def test_servers_serve_the_trainers_model(file):
     made = job("--config", file, "--model-name-or-path=n", "--model_revision", "abc")
-    config = made.serve_config()
-    assert (config.model, config.revision, config.host) == ("n", "abc", "127.0.0.1")
-    assert (config.engine, config.max_model_len) == ("hf", 64)
     words = made.serve_arguments("10.0.0.2", 8123)
-    assert {("--host", "10.0.0.2"), ("--port", "8123")} <= set(zip(words[::2], words[1::2], strict=True))
+    assert words == [
+        "--model", "n", "--host", "10.0.0.2", "--port", "8123", "--revision", "abc", "--engine", "hf", "--max_model_len", "64",
+    ]  # fmt: skip
+
+
+def test_where_vllm_is_installed_its_own_server_serves(monkeypatch):
+    monkeypatch.setattr("posttrain.cli.launch_ray.is_available", lambda name: True)
+    args = ["--rollout_server_args", "--tensor-parallel-size 4"]
+    made = job(*MODEL, *args, "--rollout_servers", "1", "--trust_remote_code", "true")
+    assert made.serving == "vllm-serve"
+    assert made.serve_arguments("h", 1)[-3:] == ["--trust_remote_code", "--tensor-parallel-size", "4"]
+    assert made.bundles(with_gpus=True)[1]["GPU"] == 4
+    with pytest.raises(ConfigError, match="logprobs-mode"):
+        job(*MODEL, "--rollout_servers", "1", "--rollout_server_args", "--logprobs-mode raw_logprobs")
 
 
 def test_resources_are_one_trainer_and_its_servers_with_gpus_only_where_there_are_some():
-    made = job(
-        *MODEL, "--rollout_servers", "2", "--rollout_server_args", "--tensor_parallel_size 4", "--num_processes", "6"
-    )
-    assert made.bundles(with_gpus=True) == [{"CPU": 1, "GPU": 6}, {"CPU": 1, "GPU": 4}, {"CPU": 1, "GPU": 4}]
+    made = job(*MODEL, "--rollout_servers", "2", "--num_processes", "6")
+    assert made.bundles(with_gpus=True) == [{"CPU": 1, "GPU": 6}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]
     assert made.bundles(with_gpus=False) == [{"CPU": 1}] * 3
     given = job(*MODEL, "--trainer_gpus", "2", "--rollout_server_gpus", "0.5", "--trainer_cpus", "8")
     assert given.bundles(with_gpus=False) == [{"CPU": 8, "GPU": 2}, {"CPU": 1, "GPU": 0.5}]
@@ -97,7 +105,7 @@ def test_resources_are_one_trainer_and_its_servers_with_gpus_only_where_there_ar
         ("grpo", [*MODEL, "--vllm_server_base_url", "http://x:1"], "both say where rollouts come from"),
         ("grpo", [*MODEL, "--rollout_servers", "-1"], "rollout_servers=-1 must be 0 or more"),
         ("grpo", [*MODEL, "--ray_timeout", "0"], "ray_timeout=0.0 must be above 0"),
-        ("grpo", [*MODEL, "--rollout_server_args", "--data_parallel_size 0"], "data_parallel_size=0 must be at least 1"),
+        ("grpo", [*MODEL, "--rollout_server_args", "--max_num_seqs 0"], "max_num_seqs=0 must be above 0"),
         ("grpo", [*MODEL, "--rollout_server_args", "--engin hf"], "did you mean 'engine'"),
     ],
 )  # fmt: skip

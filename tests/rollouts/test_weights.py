@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import posttrain.rollouts.workers.shared_weights
-from posttrain.errors import ModelError
 from posttrain.rollouts.workers import shared_weights as merged
-from posttrain.rollouts.workers.shared_weights import Weights, adapter_weights, as_dtype, merged_weights
+from posttrain.rollouts.workers.shared_weights import Weights, as_dtype, merged_weights
 from tests.conftest import build_model
 
 
@@ -123,18 +122,6 @@ def test_weights_are_those_of_the_moment_they_are_read():
         model.model.norm.weight.fill_(3.0)
     assert dict(weights)["model.norm.weight"].eq(3.0).all()
     assert {tensor.dtype for _, tensor in weights} == {torch.bfloat16}
-
-
-def test_an_adapter_goes_alone_only_where_it_is_nothing_but_lora():
-    model = adapted(build_model(37))
-    alone = Weights(model, adapter_only=True)
-    assert alone.adapter == {"r": 4, "alpha": 8, "target_modules": ["down_proj", "q_proj", "v_proj"]}
-    assert sum(t.numel() for _, t in alone) < sum(t.numel() for _, t in Weights(model)) / 4
-    assert all(".lora_" in name for name in alone.names)
-    for settings in ({"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"use_rslora": True}):
-        assert adapter_weights(adapted(build_model(37, tie_word_embeddings=False), **settings)) is None
-    with pytest.raises(ModelError, match="vllm_lora_sync='merge'"):
-        Weights(build_model(37), adapter_only=True)
 
 
 def test_a_dtype_is_known_by_either_of_its_names():

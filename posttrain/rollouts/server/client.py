@@ -175,11 +175,8 @@ class VLLMClient:
         except (ValueError, AttributeError):
             pass
         reason = detail.get("message", detail) if isinstance(detail, dict) else detail
-        text, url, phase = (
-            f"{self.base_url}{path} answered {status}: {reason}",
-            self.base_url,
-            PHASES.get(path.strip("/")),
-        )
+        text, url = f"{self.base_url}{path} answered {status}: {reason}", self.base_url
+        phase = PHASES.get(path.strip("/"))
         if phase is not None or status == 409:
             return WeightSyncError(text, phase=phase or "generate", url=url)
         if status in (400, 413, 422):
@@ -230,19 +227,14 @@ class VLLMClient:
         except RolloutServerError:
             pass
         try:
-            config = self.call("GET", "/server_info?config_format=json", timeout=(3.0, 30.0))["vllm_config"]
+            config = self.call("GET", "/server_info?config_format=json", timeout=(3.0, 30.0), retries=2)["vllm_config"]
         except RolloutServerError:
             return {"engine": "vllm", "takes_no_weights": "it runs without VLLM_SERVER_DEV_MODE=1"}
-        backend = (config.get("weight_transfer_config") or {}).get("backend")
-        model, known = (
-            config.get("model_config") or {},
-            {"engine": "vllm", "transfer": backend, "checkpoint_names": True},
-        )
+        model, backend = config.get("model_config") or {}, (config.get("weight_transfer_config") or {}).get("backend")
+        known = {"engine": "vllm", "transfer": backend, "checkpoint_names": True}
         known |= {name: model.get(name) for name in ("dtype", "revision", "quantization")}
         if backend != "nccl":
-            known["takes_no_weights"] = (
-                f"its --weight-transfer-config says {backend}, and it has no worker extension of ours"
-            )
+            known["takes_no_weights"] = f"it runs without our worker extension, and its weight transfer is {backend}"
         return known
 
     def weight_version(self) -> int | None:

@@ -28,7 +28,6 @@ __all__ = [
     "HostLock",
     "SharedWeights",
     "Weights",
-    "adapter_weights",
     "as_dtype",
     "clean_name",
     "copy_into",
@@ -203,34 +202,10 @@ def _delta(layer: Any, name: str) -> Tensor:
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
-def adapter_weights(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """The adapter alone: ``{r, alpha, target_modules}`` and its tensors by peft's names; None where it is more than LoRA
-    on linear layers (DoRA, trained biases, whole modules or tokens, ranks that differ), which must be merged.
-    """
-    from peft import get_peft_model_state_dict
-
-    bare: Any = unwrapped(model)
-    configs = getattr(bare, "peft_config", None)
-    names = getattr(bare, "active_adapters", []) if configs else []
-    if not configs or len(names) != 1:
-        return None
-    config = configs[names[0]]
-    extra = ("modules_to_save", "trainable_token_indices", "target_parameters", "rank_pattern", "alpha_pattern")
-    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA" or config.use_dora or config.bias != "none":
-        return None
-    if any(getattr(config, name, None) for name in (*extra, "use_rslora", "lora_bias")):
-        return None
-    state = get_peft_model_state_dict(bare, adapter_name=names[0])
-    if any("embedding" in name for name in state):
-        return None
-    targets = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in state})
-    if not targets:
-        raise ModelError(f"the adapter {names[0]!r} has no LoRA tensors to send.")
-    return {"r": config.r, "alpha": config.lora_alpha, "target_modules": targets}, state
-
-
-OWN = "posttrain-async-"  # Begins the names of folders that we made.
-KEPT = 2  # Versions: one may be read while the next is written.
+# Begins the names of folders that we made.
+OWN = "posttrain-async-"
+# Versions: one may be read while the next is written.
+KEPT = 2
 
 
 class SharedWeights:
@@ -398,14 +373,12 @@ class Weights:
         model: The trainer's model, wrapped or not, with or without adapters.
         dtype: Floating tensors are cast to it; None leaves them.
         checkpoint_names: Names and layout as ``save_pretrained`` writes them, where the model's own differ (experts).
-        adapter_only: Send the adapter's tensors, for an engine that applies them itself.
 
     Attributes:
         names: Of what is sent, without reading anything.
-        adapter: ``{r, alpha, target_modules}`` with ``adapter_only``, else None.
 
     Raises:
-        ModelError: Adapters on flattened shards; an adapter that cannot be sent alone.
+        ModelError: Adapters on flattened shards.
     """
 
     def __init__(
@@ -414,10 +387,8 @@ class Weights:
         *,
         dtype: torch.dtype | None = None,
         checkpoint_names: bool = False,
-        adapter_only: bool = False,
     ) -> None:
         self.model, self.dtype = model, dtype
-        self.adapter: dict[str, Any] | None = None
         bare: Any = unwrapped(model)
         if flattens_parameters(model) and hasattr(bare, "peft_config"):
             raise ModelError(
@@ -425,26 +396,11 @@ class Weights:
                 "would add to shards. Use FSDP2 (fsdp_version: 2) or DeepSpeed ZeRO."
             )
         self.checkpoint_names = checkpoint_names and _renamed(bare)
-        if adapter_only:
-            found = adapter_weights(model)
-            if found is None:
-                raise ModelError(
-                    "this adapter is more than LoRA on linear layers: send it merged (vllm_lora_sync='merge')."
-                )
-            self.adapter = found[0]
-            self.names = list(found[1])
-        else:
-            self.names = [name for name, _ in merged_weights(model)]
+        self.names = [name for name, _ in merged_weights(model)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        pairs = self._adapter() if self.adapter is not None else self._whole()
-        for name, tensor in pairs:
+        for name, tensor in self._whole():
             yield name, tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
-
-    def _adapter(self) -> Iterator[tuple[str, Tensor]]:
-        found = adapter_weights(self.model)
-        assert found is not None
-        yield from found[1].items()
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         with torch.no_grad(), summoned(self.model):

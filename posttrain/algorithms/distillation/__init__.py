@@ -1,0 +1,1 @@
+"""Distillation: one trainer with four axes, and TRL's names as presets."""

@@ -1,0 +1,269 @@
+"""`DistillationConfig`: the axes of distillation, and what combinations of them mean nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from posttrain.errors import ConfigError, check_choice
+from posttrain.models.heads import causal_lm
+from posttrain.training.online_config import OnlineConfig, truncated_sampling
+
+__all__ = ["Axes", "DistillationConfig", "DistillationFields", "Support", "logit_width"]
+
+logger = logging.getLogger(__name__)
+
+FLAT = 0.05  # A beta this close to 0 or 1, and not there, has hardly any gradient.
+KINDS = ("model", "live", "base", "ema")
+Support = Literal["none", "full", "teacher_topk", "student_topk", "union_topk", "sampled", "top1_pair", "aligned"]
+
+
+def logit_width(model: Any) -> int:
+    """Logits of a model, wrapped or not."""
+    inner: Any = causal_lm(model)
+    return inner.config.get_text_config().vocab_size
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the loss of a run is, as one row of the table of methods.
+
+    Attributes:
+        support: Ids that the divergence sees at each position: all (``full``), the k most likely ones of a side or of both, the
+            sampled one, that and the teacher's first (``top1_pair``), groups of tokens aligned by bytes (``aligned``); ``none``:
+            there is no teacher.
+        beta: See `posttrain.losses.distillation.divergence`.
+        top_k: k.
+        tail: One category more for the mass outside the support; else both sides are renormalised.
+        student_temperature, teacher_temperature: Divide the logits of each before the divergence.
+        estimator: ``exact``, or ``score``: the policy gradient of the sampled token.
+        credit: ``none``; ``prefix`` (IW-OPD).
+        reduction: ``token``; ``sequence_token``: mean of each sequence; ``active``: the same over sequences with a teacher.
+        is_clip: Most of the importance weight of a token whose weights have moved since; None: no weight.
+        weight, cross_entropy: Of the divergence and of ``-log q`` of the tokens.
+        policy: Of a GRPO term; None: there is none.
+    """
+
+    support: Support = "full"
+    beta: float = 1.0
+    top_k: int = 0
+    tail: bool = True
+    student_temperature: float = 1.0
+    teacher_temperature: float = 1.0
+    estimator: Literal["exact", "score"] = "exact"
+    credit: Literal["none", "prefix"] = "none"
+    reduction: Literal["token", "sequence_token", "active"] = "token"
+    is_clip: float | None = None
+    weight: float = 1.0
+    cross_entropy: float = 0.0
+    policy: float | None = None
+
+    def check(self) -> Axes:
+        """Refuse what trains nothing; returns itself.
+
+        Raises:
+            ConfigError: A value out of range, or one id without a tail.
+        """
+        if not 0 <= self.beta <= 1:
+            raise ConfigError(
+                f"beta={self.beta} must be in [0, 1]: 0 is KL(teacher || student), 1 is KL(student || teacher)."
+            )
+        if min(self.student_temperature, self.teacher_temperature) <= 0:
+            raise ConfigError(
+                f"temperature={min(self.student_temperature, self.teacher_temperature)} must be above 0: "
+                "logits are divided by it."
+            )
+        single = self.support == "sampled" or (self.support.endswith("topk") and self.top_k == 1)
+        if single and not self.tail and self.estimator == "exact":
+            raise ConfigError(
+                f"top_k={self.top_k or 1} without a tail: one renormalised id has probability 1 on both "
+                "sides, and the loss is 0. "
+                "Fix: add the tail (loss_add_tail=True, distillation_add_tail=True), or more ids."
+            )
+        if (0 < self.beta < FLAT or 1 - FLAT < self.beta < 1) and self.estimator == "exact":
+            logger.warning(
+                "beta=%s: the divergence and its gradient shrink with beta (1 - beta) and are not the KL of beta=%d.",
+                self.beta, round(self.beta),
+            )  # fmt: skip
+        return self
+
+
+@dataclass
+class DistillationFields:
+    """Fields of every distillation config, whatever it builds on."""
+
+    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
+    num_generations: int = field(default=1, metadata={"help": "Completions per prompt, at least 1."})
+    temperature: float = field(
+        default=1.0, metadata={"help": "Sampling and loss: divides the logits of student and teacher; > 0."}
+    )
+    lmbda: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of prompts whose completions the student samples, in [0, 1]; the others train on the dataset's "
+            "completion column, or on the teacher's samples with seq_kd. 0 never generates."
+        },
+    )
+    seq_kd: bool = field(default=False, metadata={"help": "Where the student does not sample, the teacher does."})
+    max_length: int | None = field(
+        default=None,
+        metadata={"help": "Tokens of a dataset row; of a longer one the end is kept. None: no limit."},
+    )
+    max_prompt_length: int | None = field(
+        default=None, metadata={"help": "Tokens of a prompt; of a longer one the end is kept. None: no limit."}
+    )
+    eval_mode: Literal["auto", "dataset", "student"] = field(
+        default="auto",
+        metadata={
+            "help": "Completions that evaluation scores: the dataset's, or samples of the student; auto: the dataset's where "
+            "it has a completion column."
+        },
+    )
+    teacher_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "The teacher, where the trainer is given no teacher_model."}
+    )
+    teacher_model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the teacher."})
+    teacher_model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keywords for from_pretrained of the teacher; without dtype the checkpoint's."}
+    )
+    teacher_model_kind: Literal["model", "live", "base", "ema"] = field(
+        default="model",
+        metadata={
+            "help": "model: another model. The student itself: live, as it is now; base, as it was given (with LoRA the "
+            "adapter off); ema, a moving average of its weights."
+        },
+    )
+    teacher_update_rate: float = field(
+        default=0.05, metadata={"help": "ema: share of the student in each update, in (0, 1]."}
+    )
+    teacher_sync_steps: int = field(
+        default=1, metadata={"help": "ema: optimiser steps between two updates, at least 1."}
+    )
+    teacher_scores: str | None = field(
+        default=None, metadata={"help": "File of `posttrain teacher-scores`, read instead of a teacher model."}
+    )
+    teacher_model_server_url: str | None = field(
+        default=None, metadata={"help": "Server that scores completions instead of a teacher model in this process."}
+    )
+    loss_top_k: int = field(
+        default=0,
+        metadata={
+            "help": "Ids per position that the divergence sees: the teacher's most likely ones for beta=0, the student's for "
+            "beta=1, both between; 1: the sampled token takes the student's place. 0: the whole vocabulary."
+        },
+    )
+    loss_add_tail: bool = field(
+        default=True, metadata={"help": "One category more for the mass outside loss_top_k ids."}
+    )
+    tokenizer_check: Literal["error", "warn", "off"] = field(
+        default="error", metadata={"help": "What happens where the tokenizers of student and teacher differ."}
+    )
+
+    if TYPE_CHECKING:  # Of the config that these fields stand in front of.
+        beta: float
+        use_liger_kernel: bool
+
+    _least_generations: ClassVar[int] = 1
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*OnlineConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
+    # Fields of TRL that are stored and never read, or read by a part that is not here: their default, and what to use.
+    _refused: ClassVar[dict[str, tuple[Any, str]]] = {}
+
+    def __post_init__(self) -> None:
+        if isinstance(self.teacher_model_init_kwargs, str):
+            self.teacher_model_init_kwargs = json.loads(self.teacher_model_init_kwargs)
+        # The names under which `SyncRefModelCallback` reads them.
+        self.ref_model_mixup_alpha, self.ref_model_sync_steps = self.teacher_update_rate, self.teacher_sync_steps
+        super().__post_init__()  # type: ignore[misc]
+        for name, (default, instead) in self._refused.items():
+            if getattr(self, name) != default:
+                raise ConfigError(f"{name}={getattr(self, name)!r} would change nothing. Fix: {instead}.")
+        rules = {
+            "lmbda": (0 <= self.lmbda <= 1, "must be in [0, 1]: the share of prompts that the student completes"),
+            "loss_top_k": (self.loss_top_k >= 0, "must be 0 (the whole vocabulary) or positive"),
+            "teacher_update_rate": (0 < self.teacher_update_rate <= 1, "must be in (0, 1]"),
+            "teacher_sync_steps": (self.teacher_sync_steps >= 1, "must be at least 1"),
+            "max_length": ((self.max_length or 2) >= 2, "must be at least 2: a prompt token and one of the answer"),
+            "max_prompt_length": ((self.max_prompt_length or 1) >= 1, "must be at least 1, or None"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        check_choice("tokenizer_check", self.tokenizer_check, ("error", "warn", "off"))
+        check_choice("eval_mode", self.eval_mode, ("auto", "dataset", "student"))
+        check_choice("teacher_model_kind", self.teacher_model_kind, KINDS)
+        if self.use_liger_kernel:
+            raise ConfigError("use_liger_kernel=True: the loss is computed in chunks anyway. Fix: leave it at False.")
+        self._check_sources()
+        axes = self.axes().check()
+        if axes.estimator == "score" and (cut := truncated_sampling(self)):
+            logger.warning(
+                "%s with a loss of sampled tokens: they are drawn from another distribution than its own.", cut
+            )
+
+    def _check_sources(self) -> None:
+        """Refuse several teachers at once, and tokens that a teacher cannot give."""
+        kind = self.teacher_model_kind
+        named = {"teacher_scores": self.teacher_scores, "teacher_model_server_url": self.teacher_model_server_url}
+        named |= {"teacher_model_name_or_path": self.teacher_model_name_or_path}
+        named |= {"teacher_model_kind": kind if kind != "model" else None}
+        given = {name: value for name, value in named.items() if value}
+        if len(given) > 1:
+            raise ConfigError(f"there is one teacher, and {given} name several. Fix: set one of them.")
+        if self.teacher_scores and self.lmbda > 0:
+            raise ConfigError(
+                f"teacher_scores={self.teacher_scores!r} with lmbda={self.lmbda}: a file has scores of the dataset's completions "
+                "alone, and none of samples. Fix: lmbda=0, or a teacher model."
+            )
+        if self.seq_kd and (self.teacher_scores or self.teacher_model_server_url or self.lmbda == 1):
+            raise ConfigError(
+                f"seq_kd=True with lmbda={self.lmbda}: the teacher samples where the student does not, and "
+                "must be a model in this "
+                "process. Fix: lmbda below 1 and a teacher_model, or seq_kd=False."
+            )
+        if self.num_generations > 1 and self.lmbda < 1 and not self.seq_kd:
+            logger.warning(
+                "num_generations=%d with lmbda=%s: a completion of the dataset counts %d times.",
+                self.num_generations, self.lmbda, self.num_generations,
+            )  # fmt: skip
+
+    @property
+    def divergence_beta(self) -> float:
+        """Of the divergence, whatever the config calls it."""
+        return float(self.beta)
+
+    @property
+    def loss_temperature(self) -> float:
+        """Of both models in the divergence."""
+        return float(self.temperature)
+
+    def axes(self) -> Axes:
+        """The loss as a row of the table of methods."""
+        beta, k = self.divergence_beta, self.loss_top_k
+        support: Support
+        if self.teacher_scores:
+            support = "teacher_topk"
+        elif k == 0 and not self.teacher_model_server_url:
+            support = "full"
+        elif beta == 0:
+            support = "teacher_topk"
+        elif k <= 1:
+            support = "sampled" if beta == 1 else "top1_pair"
+        else:
+            support = "student_topk" if beta == 1 else "union_topk"
+        t = self.loss_temperature
+        return Axes(support, beta, k, self.loss_add_tail, student_temperature=t, teacher_temperature=t)
+
+
+@dataclass
+class DistillationConfig(DistillationFields, OnlineConfig):
+    """Arguments of `DistillationTrainer`.
+
+    Reference: GKD, arXiv:2306.13649.
+    """
+
+    beta: float = field(
+        default=1.0,
+        metadata={"help": "Divergence: 0 is KL(teacher || student), 1 KL(student || teacher), between Jensen-Shannon."},
+    )

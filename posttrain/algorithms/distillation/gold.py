@@ -1,0 +1,281 @@
+"""GOLD: GKD, and losses between models of different tokenizers, whose tokens are aligned by the bytes they spell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from posttrain.algorithms.distillation.config import Axes, logit_width
+from posttrain.algorithms.distillation.objective import AlignedComparison
+from posttrain.algorithms.distillation.presets import GKDConfig
+from posttrain.algorithms.distillation.trainer import DistillationTrainer
+from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
+from posttrain.data.chat import terminal_token_ids, tokenize_prompts
+from posttrain.data.forest import to_rows
+from posttrain.errors import ConfigError, check_choice
+from posttrain.metrics import mean
+from posttrain.models import load
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.types import Batch, Row
+
+__all__ = ["GOLDConfig", "GOLDTrainer", "byte_groups"]
+
+
+def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
+    """Shortest runs of tokens of both sides that spell the same bytes; what follows the last common end is left out.
+
+    >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
+    [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
+    """
+    groups, i, j, done = [], 0, 0, (0, 0)
+    left, right = b"", b""
+    while (i < len(first) and j < len(second)) or left != right:
+        if len(left) <= len(right) and i < len(first):
+            left, i = left + first[i], i + 1
+        elif j < len(second):
+            right, j = right + second[j], j + 1
+        else:
+            break
+        if left[: len(right)] != right[: len(left)]:
+            break
+        if left == right:
+            groups.append((range(done[0], i), range(done[1], j)))
+            left, right, done = b"", b"", (i, j)
+    return groups
+
+
+@dataclass
+class GOLDConfig(GKDConfig):
+    """Arguments of `GOLDTrainer`."""
+
+    learning_rate: float = field(default=1e-7, metadata={"help": "Peak learning rate."})
+    temperature: float = field(default=0.9, metadata={"help": "Sampling, and the loss of one vocabulary; > 0."})
+    top_p: float = field(default=0.95, metadata={"help": "Nucleus mass in (0, 1]; 1 is off."})
+    teacher_tokenizer_name_or_path: str | None = field(
+        default=None, metadata={"help": "The teacher's tokenizer; None: that of a teacher given by id."}
+    )
+    use_uld_loss: bool = field(default=False, metadata={"help": "Align tokens of two tokenizers by their bytes."})
+    use_extended_uld: bool = field(
+        default=True, metadata={"help": "False: compare token i with token i, whatever they spell."}
+    )
+    uld_token_merge_strategy: Literal["observed", "bayesian"] = field(
+        default="observed", metadata={"help": "The distribution before the first token of a group, or before its last."}
+    )
+    uld_use_hybrid_loss: bool = field(
+        default=False, metadata={"help": "Compare tokens of equal bytes by the divergence of beta."}
+    )
+    uld_hybrid_matched_weight: float | None = field(
+        default=None, metadata={"help": "Of tokens of equal bytes; None: their share of the teacher's vocabulary."}
+    )
+    uld_hybrid_unmatched_weight: float | None = field(
+        default=None, metadata={"help": "Of the others; None: the rest to 1."}
+    )
+    uld_crossentropy_weight: float = field(default=0.0, metadata={"help": "Of -log p of the answer's tokens."})
+    uld_distillation_weight: float = field(default=1.0, metadata={"help": "Of the loss between both models."})
+    uld_student_temperature: float = field(
+        default=1.0, metadata={"help": "Loss only: divides the student's logits; > 0."}
+    )
+    uld_teacher_temperature: float = field(
+        default=1.0, metadata={"help": "Loss only: divides the teacher's logits; > 0."}
+    )
+    uld_skip_student_eos: bool = field(default=True, metadata={"help": "A stop token has no partner, and is left out."})
+    uld_skip_teacher_eos: bool = field(default=True, metadata={"help": "The teacher's text ends without a stop token."})
+    vllm_server_port: int = field(default=8001, metadata={"help": "Port of the rollout server."})
+    vllm_sync_frequency: int = field(default=1, metadata={"help": "Only 1: weights are pushed when they moved."})
+    log_completions_steps: int = field(default=100, metadata={"help": "Not read; see log_completions, logging_steps."})
+    wandb_log_unique_prompts: bool = field(default=True, metadata={"help": "Not read; see log_unique_prompts."})
+    callbacks: list[str] = field(default_factory=list, metadata={"help": "Not read; the trainer takes callbacks."})
+
+    _refused: ClassVar[dict[str, tuple[Any, str]]] = {
+        "vllm_sync_frequency": (1, "leave it at 1; steps_per_generation lets several steps train one generation"),
+        "log_completions_steps": (100, "logging_steps"),
+        "wandb_log_unique_prompts": (True, "log_unique_prompts"),
+        "callbacks": ([], "GOLDTrainer(callbacks=...)"),
+        "uld_skip_student_eos": (
+            True,
+            "leave it at True: a stop token spells nothing that the teacher could be asked for",
+        ),
+        "uld_skip_teacher_eos": (
+            True,
+            "leave it at True: a stop token spells nothing that the student could be asked for",
+        ),
+    }
+
+    def __post_init__(self) -> None:
+        check_choice("uld_token_merge_strategy", self.uld_token_merge_strategy, ("observed", "bayesian"))
+        super().__post_init__()
+        weights = (self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight)
+        given = [weight for weight in weights if weight is not None]
+        if len(given) == 1 or any(w < 0 for w in (*given, self.uld_crossentropy_weight, self.uld_distillation_weight)):
+            raise ConfigError(
+                f"uld_hybrid_matched_weight={weights[0]} and uld_hybrid_unmatched_weight={weights[1]}: set "
+                "both or neither, and no "
+                "weight below 0."
+            )
+        if self.use_uld_loss and (
+            self.seq_kd or self.teacher_scores or self.teacher_model_server_url or self.loss_top_k
+        ):
+            raise ConfigError(
+                "use_uld_loss=True with seq_kd, teacher_scores, teacher_model_server_url or loss_top_k: "
+                "another tokenizer's samples "
+                "and scores are of other tokens. Fix: a teacher model in this process."
+            )
+
+    @property
+    def loss_temperature(self) -> float:
+        """The loss is at the sampling temperature."""
+        return self.temperature
+
+    def axes(self) -> Axes:
+        """Aligned groups with ``use_uld_loss``."""
+        if not self.use_uld_loss:
+            return super().axes()
+        return Axes(
+            "aligned",
+            beta=self.beta,
+            student_temperature=self.uld_student_temperature,
+            teacher_temperature=self.uld_teacher_temperature,
+            weight=self.uld_distillation_weight,
+            cross_entropy=self.uld_crossentropy_weight,
+        )
+
+
+class GOLDTrainer(DistillationTrainer):
+    """General online logit distillation: GKD, also from a teacher with another tokenizer.
+
+    Reference: Universal Logit Distillation, arXiv:2402.12030.
+    """
+
+    config_class: ClassVar[type[Any]] = GOLDConfig
+    _tag_names: ClassVar[list[str]] = ["posttrain", "gold"]
+    _name: ClassVar[str] = "GOLD"
+    _suffix: ClassVar[str] = "GOLD"
+
+    def _other_teacher(self, given: Any, tokenizer: Any) -> None:
+        name = self.args.teacher_tokenizer_name_or_path
+        if tokenizer is None and name is not None:
+            tokenizer = load.load_tokenizer(name, trust_remote_code=self.args.trust_remote_code)
+        if (
+            self.args.use_uld_loss
+            and tokenizer is None
+            and not isinstance(given, str)
+            and not self.args.teacher_model_name_or_path
+        ):
+            raise ConfigError(
+                "use_uld_loss=True and the teacher is a model object, whose tokenizer is not known. Fix: "
+                "teacher_processing_class, or "
+                "teacher_tokenizer_name_or_path."
+            )
+        super()._other_teacher(given, tokenizer)
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Not where tokens are aligned."""
+        return not self.args.use_uld_loss
+
+    @property
+    def keeps_completions(self) -> bool:
+        """The teacher's tokens of each completion."""
+        return self.args.use_uld_loss or super().keeps_completions
+
+    def check_vocabularies(self, teacher: Any, tokenizer: Any) -> None:
+        """Tokens of both must be known as bytes; otherwise as the parent's."""
+        if not self.args.use_uld_loss:
+            return super().check_vocabularies(teacher, tokenizer)
+        match = compare_tokenizers(self.processing_class, tokenizer)
+        lossy = [kind for kind in match.bytes if kind not in ("bytes", "byte-fallback")]
+        if lossy:
+            raise ConfigError(
+                f"use_uld_loss=True needs tokenizers that spell every byte, and these are {match.bytes[0]} (student) and "
+                f"{match.bytes[1]} (teacher). Fix: a teacher with a byte-level or byte-fallback tokenizer."
+            )
+        self._mine, self._theirs = token_bytes(self.processing_class), token_bytes(tokenizer)
+        sizes = (len(self.processing_class), len(tokenizer))
+        self._widths = (min(sizes[0], logit_width(self.model)), min(sizes[1], logit_width(teacher)))
+        theirs = {spelled: i for i, spelled in self._theirs.items() if i < self._widths[1]}
+        pairs = sorted((i, theirs[s]) for i, s in self._mine.items() if s in theirs and i < self._widths[0])
+        if not pairs and self.args.uld_use_hybrid_loss:
+            raise ConfigError(
+                "uld_use_hybrid_loss=True, and the tokenizers have no token in common. Fix: set it to False."
+            )
+        self._pairs = torch.tensor(pairs, device=self.args.device).reshape(-1, 2).T
+        share = len(pairs) / self._widths[1]
+        self.log_metrics_now({"align/vocab_overlap": mean(share)})
+        matched, unmatched = self.args.uld_hybrid_matched_weight, self.args.uld_hybrid_unmatched_weight
+        self._weights = (share, 1 - share) if matched is None else (matched, unmatched)
+        return None
+
+    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+        """The teacher's ids of prompt and completion; the column ``aligned`` has its token of each group, counted from 1."""
+        if not self.args.use_uld_loss:
+            return super().facts(generation, table, mode)
+        kwargs, found, columns = self.args.chat_template_kwargs or {}, [], []
+        stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
+        counts = torch.zeros(3)  # Groups, those of one token each, bytes that are in none.
+        for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
+            asked = self._prompt(example, rollout.prompt_ids)
+            prompt = tokenize_prompts([asked], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]
+            spelled = [b"" if i in stops else self._mine.get(i, b"") for i in rollout.token_ids]
+            text = b"".join(spelled)
+            valid = _longest_text(text)
+            ids = self.teacher_tokenizer(valid, add_special_tokens=False)["input_ids"]
+            groups = self._groups([s for s in spelled if s], [self._theirs[i] for i in ids])
+            places = [k for k, s in enumerate(spelled) if s]
+            column = [0.0] * len(spelled)
+            at = 0 if self.args.uld_token_merge_strategy == "observed" else -1
+            for mine, theirs in groups:
+                column[places[mine[at]]] = float(theirs[at] + 1)
+            single = sum(len(a) == len(b) == 1 for a, b in groups)
+            used = sum(len(spelled[places[i]]) for a, _ in groups for i in a)
+            counts += torch.tensor([len(groups), single, len(text) - used], dtype=torch.float32)
+            found.append({"prompt": prompt, "ids": ids})
+            columns.append(column)
+            self.log_metrics_now({"align/dropped_bytes_fraction": mean(1 - used / max(len(text), 1))}, mode)
+        generation.token_columns["aligned"] = columns
+        one = {"align/one_to_one_fraction": mean(float(counts[1] / counts[0].clamp_min(1)))}
+        self.log_metrics_now({"align/group_count": mean(float(counts[0]))} | one, mode)
+        return found
+
+    def _prompt(self, example: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+        """Messages for the teacher's own template; of a plain text what the student's prompt ids spell, where it may be cut."""
+        if not isinstance(example["prompt"], str):
+            return example
+        special = set(self.processing_class.all_special_ids)
+        return {"prompt": _longest_text(b"".join(self._mine.get(i, b"") for i in ids if i not in special))}
+
+    def _groups(self, mine: list[bytes], theirs: list[bytes]) -> list[tuple[range, range]]:
+        if self.args.use_extended_uld:
+            return byte_groups(mine, theirs)
+        return [(range(i, i + 1), range(i, i + 1)) for i in range(min(len(mine), len(theirs)))]
+
+    def comparison(self, batch: Batch) -> Any:
+        """The teacher's own tokens at the groups."""
+        if not self.args.use_uld_loss:
+            return super().comparison(batch)
+        assert self.teacher is not None
+        rows, index, offset = [], [], 0
+        for row in to_rows(batch):
+            aligned, keys = row.token_columns["aligned"], row.sequence_columns["key"]
+            for mask, places, key in zip(row.loss_masks, aligned, keys, strict=True):
+                fact = self._fact(int(key))
+                rows.append(Row(fact["prompt"], [fact["ids"]], [[1] * len(fact["ids"])]))
+                index += [offset + int(place) - 1 for place, kept in zip(places, mask, strict=True) if place and kept]
+                offset += len(fact["ids"])
+        device = batch.input_ids.device
+        teacher = self.teacher.of_rows(rows, device)
+        mine = (batch.columns["aligned"][batch.loss_mask] > 0).nonzero().flatten()
+        chosen = replace(teacher, hidden=teacher.hidden[torch.tensor(index, dtype=torch.long, device=device)])
+        matched = (self._pairs[0], self._pairs[1]) if self.args.uld_use_hybrid_loss else None
+        return AlignedComparison(self.axes, chosen, mine, matched, self._weights, self._widths)
+
+
+def _longest_text(value: bytes) -> str:
+    """The longest beginning that is valid UTF-8: a teacher cannot be asked about half a character."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        return value[: error.start].decode()

@@ -1,0 +1,187 @@
+"""Teacher scores in a file: computed once, top-k with the mass outside, read without loading the teacher."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import tqdm
+
+from posttrain.algorithms.distillation.config import logit_width
+from posttrain.algorithms.distillation.data import tokenized_answers, with_prompt_column
+from posttrain.algorithms.distillation.teacher import ModelTeacher, TokenScores, frozen
+from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.models import load
+from posttrain.models.attention import probe_layout
+from posttrain.models.heads import causal_lm, install_token_head
+from posttrain.models.reference import hash_vocabulary
+from posttrain.types import Row
+
+__all__ = ["ScoreFile", "completion_scores", "identity", "score_dataset", "write_scores"]
+
+FORMAT = "posttrain teacher scores 1"
+ROWS = 64  # Rows of a record batch, which is what is read at a time.
+
+
+def identity(dataset: Any, tokenizer: Any) -> dict[str, str]:
+    """Hashes of what scores depend on: the rows as ids, the vocabulary, the chat template."""
+    digest = hashlib.sha256()
+    for row in dataset:
+        digest.update(json.dumps([list(row["prompt_ids"]), list(row["completion_ids"])]).encode())
+    template = hashlib.sha256(str(getattr(tokenizer, "chat_template", None)).encode()).hexdigest()
+    return {"dataset": digest.hexdigest(), "tokenizer": str(hash_vocabulary(tokenizer)), "template": template}
+
+
+def completion_scores(
+    teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: int | None
+) -> list[TokenScores]:
+    """Top-k log-probs at temperature 1 of every completion token, a chunk of logits at a time."""
+    with teacher.running() as model:
+        device = next(model.parameters()).device
+    view = teacher.of_rows(rows, device)
+    targets = torch.tensor([t for row in rows for ids in row.completions for t in ids], device=view.hidden.device)
+    found = []
+    for start in range(0, len(targets), 256):
+        part = slice(start, start + 256)
+        logp = view.logp(part, columns, 1.0)
+        best = logp.topk(min(top_k, logp.shape[1]), -1)
+        found.append((best.indices.cpu(), best.values.cpu(), logp.gather(1, targets[part, None])[:, 0].cpu()))
+    lengths = [len(ids) for row in rows for ids in row.completions]
+    columns_of = (torch.cat(parts).split(lengths) for parts in zip(*found, strict=True))
+    return [TokenScores(*one) for one in zip(*columns_of, strict=True)]
+
+
+def write_scores(path: str | Path, scores: Iterable[TokenScores], facts: dict[str, Any]) -> int:
+    """Write an Arrow file, one row a completion in the order of the dataset, with ``facts`` as its metadata; returns the rows."""
+    schema = pa.schema(
+        [
+            ("ids", pa.list_(pa.int32())),
+            ("logps", pa.list_(pa.float32())),
+            ("actual", pa.list_(pa.float32())),
+        ],
+        metadata={"format": FORMAT, "facts": json.dumps(facts)},
+    )
+    count, rows = 0, []
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for one in scores:
+            rows.append({name: getattr(one, name).flatten().tolist() for name in ("ids", "logps", "actual")})
+            count += 1
+            if len(rows) == ROWS:
+                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+                rows = []
+        if rows:
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+    return count
+
+
+def score_dataset(
+    teacher: Any,
+    dataset: Any,
+    tokenizer: Any,
+    path: str | Path,
+    *,
+    top_k: int = 64,
+    max_length: int | None = None,
+    max_prompt_length: int | None = None,
+    batch_size: int = 16,
+) -> int:
+    """Write the teacher's scores of every answer of a dataset, for ``teacher_scores`` of a config; returns the rows.
+
+    Args:
+        teacher: A causal language model of the student's tokenizer.
+        dataset: ``prompt`` and ``completion``, or ``messages``.
+        tokenizer: The student's.
+        path: Of the file.
+        top_k: Ids per position, at least 1.
+        max_length: As in the config that will read the file.
+        max_prompt_length: Likewise.
+        batch_size: Rows that the teacher reads at a time.
+
+    Raises:
+        ConfigError: ``top_k`` below 1.
+        ModelError: The teacher has fewer logits than the tokenizer has tokens.
+    """
+    if top_k < 1:
+        raise ConfigError(f"top_k={top_k} must be at least 1.")
+    width = logit_width(teacher)
+    if width < len(tokenizer):
+        raise ModelError(
+            f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
+        )
+    limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
+    dataset = tokenized_answers(with_prompt_column(dataset), tokenizer, name="dataset", **limits)
+    install_token_head(teacher)
+    running = functools.partial(frozen, teacher.requires_grad_(False).eval())
+    runner = ModelTeacher(running, probe_layout(teacher), True, load.resolve_pad_token(tokenizer, teacher))
+
+    def scores() -> Iterator[TokenScores]:
+        for start in tqdm.trange(0, len(dataset), batch_size, desc="teacher scores", unit="batch"):
+            found = dataset[start : start + batch_size]
+            pairs = zip(found["prompt_ids"], found["completion_ids"], strict=True)
+            rows = [Row(prompt, [ids], [[1] * len(ids)]) for prompt, ids in pairs]
+            yield from completion_scores(runner, rows, top_k=top_k, columns=len(tokenizer))
+
+    name = load.get_config_model_id(causal_lm(teacher).config)
+    return write_scores(path, scores(), identity(dataset, tokenizer) | {"teacher": name, "top_k": top_k})
+
+
+class ScoreFile:
+    """Scores that `write_scores` wrote, read row by row from a memory map.
+
+    Args:
+        path: Of the file.
+
+    Raises:
+        ConfigError: There is no such file, or it is none of ours.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise ConfigError(
+                f"teacher_scores={str(path)!r}: there is no such file. Fix: write it with posttrain teacher-scores."
+            )
+        try:
+            self.reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        except pa.ArrowInvalid as error:
+            raise ConfigError(f"teacher_scores={str(path)!r} is no Arrow file ({error}).") from error
+        metadata = self.reader.schema.metadata or {}
+        if metadata.get(b"format") != FORMAT.encode():
+            raise ConfigError(f"teacher_scores={str(path)!r} was not written by posttrain teacher-scores.")
+        self.facts: dict[str, Any] = json.loads(metadata[b"facts"])
+
+    def check(self, dataset: Any, tokenizer: Any, *, temperature: float) -> None:
+        """Refuse a file of another dataset, tokenizer or template, and a temperature that its numbers are not of.
+
+        Raises:
+            DataError: A hash differs; names what and both hashes.
+            ConfigError: ``temperature`` is not 1.
+        """
+        if temperature != 1:
+            raise ConfigError(
+                f"temperature={temperature} with teacher_scores: the file has log-probs at temperature 1, "
+                "and its tails cannot be "
+                "tempered. Fix: temperature=1.0."
+            )
+        for name, value in identity(dataset, tokenizer).items():
+            if self.facts[name] != value:
+                raise DataError(
+                    f"teacher_scores={str(self.path)!r} is of another {name}: its hash is "
+                    f"{self.facts[name][:12]}, and this run's "
+                    f"{value[:12]}. Fix: compute the file again (posttrain teacher-scores) with this run's data and lengths."
+                )
+
+    def read(self, row: int) -> TokenScores:
+        """Scores of the dataset's row of that number."""
+        one = self.reader.get_batch(row // ROWS).slice(row % ROWS, 1)
+        ids, logps, actual = (np.asarray(one.column(name)[0].values) for name in ("ids", "logps", "actual"))
+        length = len(actual)
+        arrays = (ids.astype(np.int64).reshape(length, -1), logps.reshape(length, -1).copy(), actual.copy())
+        return TokenScores(*map(torch.from_numpy, arrays))

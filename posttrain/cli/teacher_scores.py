@@ -1,0 +1,48 @@
+"""`posttrain teacher-scores`: a teacher's scores of a dataset, computed once."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+__all__ = ["TeacherScoresArguments", "run"]
+
+
+@dataclass
+class TeacherScoresArguments:
+    """Which teacher scores which answers, and how they are cut."""
+
+    teacher_model_name_or_path: str = field(metadata={"help": "The teacher."})
+    model_name_or_path: str = field(metadata={"help": "The student; only its tokenizer is loaded."})
+    dataset_name: str = field(metadata={"help": "Hub id, folder or file, with prompt and completion, or messages."})
+    output: str = field(metadata={"help": "Path of the file, which a config reads as teacher_scores."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to score."})
+    top_k: int = field(default=64, metadata={"help": "Ids per position; the mass outside is kept as one number."})
+    max_length: int | None = field(
+        default=1024, metadata={"help": "As in the config that reads the file; GKD has 1024."}
+    )
+    max_prompt_length: int | None = field(default=None, metadata={"help": "As in the config that reads the file."})
+    batch_size: int = field(default=16, metadata={"help": "Rows that the teacher reads at a time."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Allow code from the models' repositories."})
+
+
+def run(argv: list[str]) -> int:
+    """Write the file and say what it holds."""
+    from posttrain.algorithms.distillation.scores import score_dataset
+    from posttrain.cli.parser import PosttrainArgumentParser
+    from posttrain.data.mixture import load_rows
+    from posttrain.models.load import create_model_from_path, load_tokenizer
+
+    (given,) = PosttrainArgumentParser(TeacherScoresArguments, prog="posttrain teacher-scores").parse_args_and_config(
+        argv
+    )
+    data = load_rows(given.dataset_name, name=given.dataset_config)
+    data = data[given.dataset_train_split] if isinstance(data, dict) else data
+    trust = {"trust_remote_code": given.trust_remote_code}
+    teacher = create_model_from_path(given.teacher_model_name_or_path, dtype="auto", **trust)
+    tokenizer = load_tokenizer(given.model_name_or_path, **trust)
+    names = ("top_k", "max_length", "max_prompt_length", "batch_size")
+    rows = score_dataset(teacher, data, tokenizer, given.output, **{name: getattr(given, name) for name in names})
+    sys.stdout.write(f"{given.output}: scores of {rows} answers, {given.top_k} ids a token\n")
+    return 0

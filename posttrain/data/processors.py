@@ -1,0 +1,388 @@
+"""Processors of vision-language models: text with pictures to ids and places, one picture to its tensors."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.data.pictures import Picture, conversation_pictures
+from posttrain.errors import DataError, ModelError
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "PictureProcessor",
+    "Placed",
+    "image_only",
+    "is_processor",
+    "load_processor",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What is particular about the models of a processor.
+
+    Attributes:
+        models: Model types of their configs.
+        tiled: Whether a picture's tensors are ``(1, tiles, ...)``, joined along tiles.
+        padded: Whether they are ``(1, tiles, ...)``, joined along pictures with empty tiles.
+        positions: ``grid`` for rotary positions of three rows (time, height, width); else one.
+        block: What attends both ways: the placeholders of one ``image``, the whole ``prompt``, or nothing.
+    """
+
+    models: tuple[str, ...]
+    tiled: bool = False
+    padded: bool = False
+    positions: Literal["plain", "grid"] = "plain"
+    block: Literal["none", "image", "prompt"] = "none"
+
+
+# Each proven with tiny models: log-probs and gradients of a tree equal those of its sequences alone.
+FAMILIES = {
+    "Qwen2VLProcessor": Family(("qwen2_vl",), positions="grid"),
+    "Qwen2_5_VLProcessor": Family(("qwen2_5_vl",), positions="grid"),
+    "Qwen3VLProcessor": Family(("qwen3_vl",), positions="grid"),
+    "Idefics3Processor": Family(("idefics3",), tiled=True),
+    "SmolVLMProcessor": Family(("smolvlm",), tiled=True),
+    "LlavaProcessor": Family(("llava",)),
+    "LlavaNextProcessor": Family(("llava_next",), padded=True),
+    "Gemma3Processor": Family(("gemma3",), block="image"),
+    "PaliGemmaProcessor": Family(("paligemma",), block="prompt"),
+    "InternVLProcessor": Family(("internvl",)),
+}
+# Strings that stand for pictures or around them; a user who types one would change what the model sees.
+CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
+TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"}
+REMEMBERED = 4096  # Sizes whose expansion is kept.
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A picture in a prompt or a completion.
+
+    Attributes:
+        picture: Which.
+        start: Index of its first placeholder in the ids of its segment.
+        count: Its placeholders, markers between them aside.
+        grid: Patches by time, height and width after merging, for positions of three rows; None elsewhere.
+    """
+
+    picture: Picture
+    start: int
+    count: int
+    grid: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """What a processor writes for a picture of one size: its text, and the fields of `Placed`."""
+
+    text: str = field(repr=False)
+    count: int
+    grid: tuple[int, int, int] | None
+
+
+class PictureProcessor:
+    """A processor of `transformers` as training needs it: segments of ids one at a time, pictures one at a time.
+
+    A picture is never prepared with others, so that what a pass joins does not depend on which rows came together.
+
+    Args:
+        processor: With a tokenizer and an image processor.
+
+    Raises:
+        ModelError: It belongs to no family that is known.
+
+    Attributes:
+        family: See `Family`.
+        token_id: Of the placeholder that a feature replaces.
+        settings: A digest of the image processor's settings: part of every key of prepared pictures.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        kinds = [kind.__name__ for kind in type(processor).__mro__]
+        family = next((FAMILIES[kind] for kind in kinds if kind in FAMILIES), None)
+        if family is None:
+            raise ModelError(
+                f"{kinds[0]} is of no family that trains on images here ({', '.join(FAMILIES)}). Fix: use a model of one of "
+                "these, or rows without images."
+            )
+        self.processor, self.tokenizer, self.family = processor, processor.tokenizer, family
+        self.placeholder: str = processor.image_token
+        token = getattr(self.tokenizer, "image_token", None) or self.placeholder
+        self.token_id = int(
+            self.tokenizer.convert_tokens_to_ids(token if family.block == "image" else self.placeholder)
+        )
+        state = f"{kinds[0]} {type(processor.image_processor).__name__} {processor.image_processor.to_json_string()}"
+        self.settings = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
+        self._expansions: dict[tuple[int, int], Expansion] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was remembered is no part of a dataset's fingerprint.
+        return {**{k: v for k, v in vars(self).items() if k != "controls"}, "_expansions": {}}
+
+    @functools.cached_property
+    def controls(self) -> dict[str, int]:
+        """Placeholders and markers with their ids: never sampled, never trained, never written by a user."""
+        added = self.tokenizer.added_tokens_decoder
+        named = {token.content: index for index, token in added.items() if CONTROL.search(token.content)}
+        return {**named, self.placeholder: int(self.tokenizer.convert_tokens_to_ids(self.placeholder))}
+
+    # Text to ids -------------------------------------------------------------------------------------------------
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Text of messages whose image blocks are empty, by the processor's chat template.
+
+        Raises:
+            DataError: A user typed a placeholder or a marker; or the template leaves out image blocks.
+        """
+        for message in messages:
+            content = message.get("content")
+            blocks = content if isinstance(content, list) else [{"text": content or ""}]
+            for text in (block.get("text", "") for block in blocks):
+                self._refuse_controls(text, str(message.get("role")))
+        text = self.processor.apply_chat_template(_as_blocks(messages), tokenize=False, **options)
+        wanted = sum(
+            b.get("type") == "image" for m in messages if isinstance(m.get("content"), list) for b in m["content"]
+        )
+        if text.count(self.placeholder) != wanted:
+            raise DataError(
+                f"PT-G013: the chat template wrote {text.count(self.placeholder)} placeholders for {wanted} image blocks (roles "
+                f"{[m.get('role') for m in messages]}). Fix: a template that writes image blocks of these roles."
+            )
+        return text
+
+    def _refuse_controls(self, text: str, role: str) -> None:
+        typed = next((word for word in self.controls if word in text), None) if "<" in text else None
+        if typed is not None:
+            raise DataError(
+                f"PT-G008: a {role} message holds the text {typed!r}, which stands for an image. Fix: give images as blocks of "
+                "type 'image', or leave this row out."
+            )
+
+    def encode(
+        self, text: str, pictures: Sequence[Picture] = (), *, prompt: bool = False
+    ) -> tuple[list[int], list[Placed]]:
+        """Ids of a text in which every placeholder is expanded, and where its pictures are.
+
+        Args:
+            text: With one placeholder a picture.
+            pictures: In reading order.
+            prompt: Whether it is the whole prompt, which PaliGemma ends in its own way.
+
+        Raises:
+            DataError: As many placeholders as there are not pictures, or two pictures without a token between them.
+        """
+        if text.count(self.placeholder) != len(pictures):
+            raise DataError(
+                f"PT-G002: the text has {text.count(self.placeholder)} placeholders {self.placeholder!r} and there are "
+                f"{len(pictures)} images. Fix: one placeholder an image."
+            )
+        if prompt and self.family.block == "prompt":
+            end = text.rfind(self.placeholder) + len(self.placeholder) if pictures else 0
+            text = f"{text[:end]}{self.tokenizer.bos_token}{text[end:]}\n"
+        if pictures:
+            (text,), _ = self.processor.get_text_with_replacements([text], [self.expansion(p).text for p in pictures])
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids, self.place(ids, pictures)
+
+    def place(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[Placed]:
+        """Where pictures are in ids that hold all of their placeholders.
+
+        Raises:
+            DataError: There are more or fewer placeholders than the pictures have.
+        """
+        at = [i for i, token in enumerate(ids) if token == self.token_id]
+        expansions = [self.expansion(picture) for picture in pictures]
+        if len(at) != sum(one.count for one in expansions):
+            raise DataError(
+                f"PT-G011: the ids hold {len(at)} image placeholders and the {len(pictures)} images have "
+                f"{[one.count for one in expansions]}. Fix: a longer max_length, or smaller images."
+            )
+        placed, first = [], 0
+        # Where a run of placeholders is taken for one image: by rotary positions, or by attention.
+        runs = self.family.positions == "grid" or self.family.block == "image"
+        for picture, one in zip(pictures, expansions, strict=True):
+            if runs and first and at[first] == at[first - 1] + 1:
+                raise DataError(
+                    "two images follow each other without a token between them. Fix: put text between them."
+                )
+            placed.append(Placed(picture, at[first], one.count, one.grid))
+            first += one.count
+        return placed
+
+    def place_all(self, segments: Sequence[Sequence[int]], pictures: Sequence[Picture]) -> list[list[Placed]]:
+        """Pictures of a prompt and its completions, in reading order, each in the segment that holds its placeholders.
+
+        Raises:
+            DataError: As in `place`; or pictures are left over.
+        """
+        placed, rest = [], list(pictures)
+        for ids in segments:
+            wanted, mine = list(ids).count(self.token_id), []
+            while rest and sum(self.expansion(one).count for one in mine) < wanted:
+                mine.append(rest.pop(0))
+            placed.append(self.place(ids, mine))
+        if rest:
+            raise DataError(f"PT-G011: {len(rest)} of {len(pictures)} images have no placeholders in their row.")
+        return placed
+
+    def begun(self, text: str) -> str:
+        """A plain text with the bos token before it, where the tokenizer adds one."""
+        bos, first = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
+        return text if first != [self.tokenizer.bos_token_id] or text.startswith(bos) else bos + text
+
+    def unplaced(self, text: str) -> str:
+        """The text without placeholders, for a row that is left out."""
+        return text.replace(self.placeholder, "")
+
+    def expansion(self, picture: Picture) -> Expansion:
+        """What stands in the text for a picture; it depends on the size alone."""
+        if picture.size not in self._expansions:
+            if len(self._expansions) >= REMEMBERED:
+                self._expansions.clear()
+            self._expansions[picture.size] = self._expand(picture)
+        return self._expansions[picture.size]
+
+    def _expand(self, picture: Picture) -> Expansion:
+        from PIL import Image
+
+        found = self._call(Image.new("RGB", picture.size, "gray"), picture.where)
+        count = int((torch.as_tensor(found["input_ids"]) == self.token_id).sum())
+        text = found["text_replacement_offsets"][0][0]["replacement"]
+        grid = None
+        if self.family.positions == "grid":
+            merge = int(self.processor.image_processor.merge_size)
+            t, h, w = found["image_grid_thw"][0].tolist()
+            grid = (t, h // merge, w // merge)
+        return Expansion(text, count, grid)
+
+    # Pixels ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, picture: Picture) -> dict[str, Tensor]:
+        """What the tower needs of one picture: decoded, resized, cut, normalised.
+
+        Raises:
+            DataError: It cannot be read, or the image processor refuses it.
+        """
+        found = self._call(picture.load(), picture.where)
+        return {name: value for name, value in found.items() if name not in TEXT_KEYS}
+
+    def _call(self, image: Any, where: str) -> Any:
+        options = {"return_tensors": "pt", "return_text_replacement_offsets": True, "add_special_tokens": False}
+        try:
+            return self.processor(text=[self.placeholder], images=[image], **options)
+        except (ValueError, ZeroDivisionError) as error:
+            raise DataError(
+                f"{where}: the processor refuses a picture of {image.size[0]}×{image.size[1]}: {error}. Fix: another shape, or "
+                "leave this row out."
+            ) from error
+
+    def join(self, prepared: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Tensors of several pictures as the tower takes them at once, in the given order."""
+        joined = {}
+        for name in prepared[0]:
+            parts = [one[name] for one in prepared]
+            if self.family.padded and name == "pixel_values":
+                most = max(part.shape[1] for part in parts)
+                parts = [torch.cat([p, p.new_zeros(1, most - p.shape[1], *p.shape[2:])], 1) for p in parts]
+            joined[name] = torch.cat(parts, 1 if self.family.tiled else 0)
+        return joined
+
+    def plain_inputs(self, ids: Tensor, pictures: Sequence[Picture], prompt: int) -> dict[str, Tensor]:
+        """The processor's own keys for one sequence: what the model's forward takes without us.
+
+        Args:
+            ids: ``(1, T)``.
+            pictures: In reading order.
+            prompt: How many of the ids are the prompt.
+        """
+        kinds = (ids == self.token_id).long()  # (1, T)
+        inputs = dict(self.join([self.prepare(picture) for picture in pictures])) if pictures else {}
+        if self.family.positions == "grid":
+            inputs["mm_token_type_ids"] = kinds
+        elif self.family.block == "image":
+            inputs["token_type_ids"] = kinds
+        elif self.family.block == "prompt":
+            inputs["token_type_ids"] = (torch.arange(ids.shape[1])[None] >= prompt).long()
+        return inputs
+
+    # Rows --------------------------------------------------------------------------------------------------------
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Picture] = (), **options: Any
+    ) -> tuple[str, list[Any]]:
+        """Rendered text of messages with pictures inside them or beside them, and the pictures in reading order."""
+        blocks, pictures = conversation_pictures(messages, images)
+        return self.render(blocks, **options), pictures
+
+
+def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Content as blocks everywhere: templates of processors read no strings."""
+    return [
+        {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else dict(m)
+        for m in messages
+    ]
+
+
+def is_processor(processing_class: Any) -> bool:
+    """Whether this is a processor with an image processor, not a tokenizer."""
+    return getattr(processing_class, "image_processor", None) is not None
+
+
+@functools.cache
+def image_only(kind: type) -> type:
+    """A processor class that asks for no video processor, which `transformers` cannot build without torchvision."""
+    base: Any = kind
+    names = inspect.signature(base.__init__).parameters
+    kept = [parameter for name, parameter in names.items() if name != "video_processor"]
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, video_processor=None, **kwargs)
+        self.video_processor = SimpleNamespace(num_frames=1, fps=1, size=None, merge_size=1)
+
+    def accepted(processor_config: dict[str, Any], valid_kwargs: Any) -> tuple[dict, dict]:
+        # `transformers` reads the names of arguments off the constructor's code, which here names none.
+        return base.validate_init_kwargs(processor_config, [parameter.name for parameter in kept[1:]])
+
+    vars(build)["__signature__"] = inspect.Signature(kept)
+    methods = {"__init__": build, "validate_init_kwargs": staticmethod(accepted)}
+    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def load_processor(model_id: str, **options: Any) -> Any:
+    """The processor that belongs to a model, without its video part where torchvision is missing.
+
+    Args:
+        model_id: A hub id or folder.
+        options: For ``from_pretrained``.
+
+    Raises:
+        ModelError: Neither way works, with the reason of both.
+    """
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    try:
+        return transformers.AutoProcessor.from_pretrained(model_id, **options)
+    except (AttributeError, ImportError, OSError, ValueError) as error:
+        first = f"{type(error).__name__}: {error}"
+    try:
+        config = transformers.AutoConfig.from_pretrained(model_id, **options)
+        kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
+        return image_only(kind).from_pretrained(model_id, **options)
+    except Exception as error:  # Whatever a processor's constructor raises: the caller needs both reasons.
+        raise ModelError(
+            f"no processor of {model_id!r} can be loaded ({first:.300}; without video: {type(error).__name__}: {error}). "
+            "Fix: install the package that is named, or pass processing_class=processor."
+        ) from error

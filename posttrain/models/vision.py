@@ -1,0 +1,311 @@
+"""Pictures in the forward pass: each encoded once, rotary positions of three rows, and blocks that attend both ways."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from posttrain.data.pictures import Picture, read_picture
+from posttrain.data.processors import PictureProcessor, Placed
+from posttrain.errors import ModelError
+from posttrain.models.heads import causal_lm
+from posttrain.types import Row
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from posttrain.types import Batch
+
+__all__ = [
+    "PictureEncoder",
+    "VisionView",
+    "block_spans",
+    "grid_positions",
+    "has_tower",
+    "install_pictures",
+    "picture_encoder",
+    "plain_inputs",
+    "probe_rows",
+    "tower_parameters",
+    "view",
+]
+
+LANGUAGE = ("language_model", "text_model", "lm_head")  # Parts of a model that are no tower and no projector.
+PROBED = ((56, 56), (112, 56), (84, 140))  # Width and height of pictures whose features are counted at the start.
+
+
+class PictureEncoder:
+    """Encodes pictures with a model's tower, each once a pass; features without gradient are kept for later passes.
+
+    Args:
+        processor: Prepares them.
+        cache_bytes: How much of the features is kept, least recently used first out.
+
+    Attributes:
+        encoded, reused: Pictures since the start.
+    """
+
+    def __init__(self, processor: PictureProcessor, cache_bytes: int) -> None:
+        self.processor, self.cache_bytes = processor, cache_bytes
+        self.encoded = self.reused = 0
+        # Whether the model's forward wants features as a list of images or as one tensor.
+        self._listed = False
+        self._kept: OrderedDict[Any, list[Tensor]] = OrderedDict()
+        self._size = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PictureEncoder:
+        return PictureEncoder(self.processor, self.cache_bytes)
+
+    def inputs(self, model: Any, placed: Sequence[Placed]) -> dict[str, Any]:
+        """``mm_encoder_outputs`` of pictures in canvas order; a picture that comes twice is encoded once.
+
+        Args:
+            model: A transformers model; called inside of its wrappers.
+            placed: In the order of their placeholders on the canvas.
+
+        Raises:
+            ModelError: The tower gives another number of features than there are placeholders.
+        """
+        counts = {one.picture: one.count for one in placed}
+        weights = tower_parameters(model).values()
+        # Features that are kept have no graph, so a pass that trains the tower must make its own.
+        trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        versions = hash(tuple((weight.data_ptr(), weight._version) for weight in weights))
+        found = {picture: None if trains else self._recall((picture.digest, versions)) for picture in counts}
+        missing = [picture for picture, features in found.items() if features is None]
+        self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
+        if missing:
+            for picture, features in zip(missing, self._encode(model, missing, counts), strict=True):
+                found[picture] = features
+                if not trains:
+                    self._keep((picture.digest, versions), features)
+        features = [found[one.picture] or [] for one in placed]
+        levels = [torch.cat(level) for level in zip(*features, strict=True)]
+        return {"mm_encoder_outputs": {"image": self._output(levels)}}
+
+    def unreached(self, model: Any) -> set[str]:
+        """Names of tower parameters that no feature depends on, e.g. the last layer under ``vision_feature_layer=-2``."""
+        pictures = probe_pictures()[:1]
+        named = {name: one for name, one in tower_parameters(model).items() if one.requires_grad}
+        if not named:
+            return set()
+        with torch.enable_grad():
+            (levels,) = self._encode(model, pictures, {p: self.processor.expansion(p).count for p in pictures})
+            total = torch.stack([level.float().sum() for level in levels]).sum()
+            grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+        return {name for name, grad in zip(named, grads, strict=True) if grad is None}
+
+    def _encode(self, model: Any, pictures: list[Picture], counts: dict[Picture, int]) -> list[list[Tensor]]:
+        """Features ``(tokens, H)`` of each picture, and one such tensor more a level of deepstack."""
+        weight = next(iter(tower_parameters(model).values()))
+        joined = self.processor.join([self.processor.prepare(picture) for picture in pictures])
+        joined = {k: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for k, v in joined.items()}
+        output = model.get_image_features(**joined, return_dict=True)
+        self._listed = not isinstance(output.pooler_output, Tensor)
+        levels: list[Any] = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        sizes = [counts[picture] for picture in pictures]
+        flat = [_flat(level) for level in levels]  # Each (sum of tokens, H).
+        if any(len(level) != sum(sizes) for level in flat):
+            raise ModelError(
+                f"PT-G004: the tower of {type(model).__name__} gives {len(flat[0])} features for pictures with {sum(sizes)} "
+                f"placeholders ({', '.join(p.where for p in pictures)}). Fix: the processor that belongs to this model."
+            )
+        return [list(parts) for parts in zip(*(level.split(sizes) for level in flat), strict=True)]
+
+    def _output(self, levels: list[Tensor]) -> Any:
+        """All features of a canvas in the form that the model's forward reads."""
+        first: Any = [levels[0]] if self._listed else levels[0][None]
+        if len(levels) == 1:
+            return BaseModelOutputWithPooling(pooler_output=first)
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
+
+        return BaseModelOutputWithDeepstackFeatures(
+            pooler_output=first, deepstack_features=[[one] for one in levels[1:]]
+        )
+
+    def _recall(self, key: Any) -> list[Tensor] | None:
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _keep(self, key: Any, features: list[Tensor]) -> None:
+        self._kept[key] = features
+        self._size += sum(level.nbytes for level in features)
+        while self._size > self.cache_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._size -= sum(level.nbytes for level in oldest)
+
+
+def _flat(features: Any) -> Tensor:
+    """``(tokens, H)`` of what a family gives: a list with an entry an image or row, or ``(N, tokens, H)``."""
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2)
+    return torch.cat([one.flatten(0, -2) for one in features])
+
+
+def probe_pictures() -> list[Picture]:
+    """Pictures of three sizes, each from black to white, and every other one turned."""
+    from PIL import Image
+
+    shade = Image.linear_gradient("L")
+    made = [(shade if i % 2 else shade.rotate(90)).resize(size).convert("RGB") for i, size in enumerate(PROBED)]
+    return [read_picture(image, f"a shaded picture of {image.size}") for image in made]
+
+
+def probe_rows(model: Any) -> list[Row]:
+    """Two prompts with a picture each, of different size, and their branches; none without `install_pictures`."""
+    encoder, rows = picture_encoder(model), []
+    if encoder is not None:
+        words = encoder.processor.tokenizer("which one is it, and where?", add_special_tokens=False)["input_ids"]
+        for picture in probe_pictures()[:2]:
+            ids, placed = encoder.processor.encode(f"a {encoder.processor.placeholder} b", [picture], prompt=True)
+            answers = [words[:5], words[2:5], words[1:4]]
+            rows.append(Row(ids, answers, [[1] * len(a) for a in answers], pictures=[placed, [], [], []]))
+    return rows
+
+
+def plain_inputs(model: Any, sequence: Tensor, row: Row, index: int) -> dict[str, Tensor]:
+    """The processor's own keys for one sequence ``(1, T)``: the prompt of a row with its completion ``index``."""
+    encoder = picture_encoder(model)
+    segments = [*row.pictures[:1], *row.pictures[index + 1 : index + 2]]
+    pictures = [one.picture for segment in segments for one in segment]
+    if encoder is None or not pictures:
+        return {}
+    inputs = encoder.processor.plain_inputs(sequence.cpu(), pictures, len(row.prompt_ids))
+    dtype = next(iter(tower_parameters(model).values())).dtype
+    return {k: v.to(sequence.device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
+
+
+def has_tower(model: Any) -> bool:
+    """Whether a model encodes images."""
+    return hasattr(causal_lm(model), "get_image_features")
+
+
+def tower_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """Parameters of tower and projector by name: all that are not of the text model and its head."""
+    named = causal_lm(model).named_parameters()
+    return {name: one for name, one in named if not any(part in name.split(".") for part in LANGUAGE)}
+
+
+def picture_encoder(model: Any) -> PictureEncoder | None:
+    """What `install_pictures` put on the model, if anything."""
+    return causal_lm(model).__dict__.get("picture_encoder")
+
+
+@torch.no_grad()
+def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) -> PictureEncoder:
+    """Let a model's passes hold pictures.
+
+    Args:
+        model: With a tower, wrapped or not.
+        processor: The processor of `transformers` that belongs to it.
+        cache_bytes: See `PictureEncoder`.
+
+    Raises:
+        ModelError: Processor and model do not belong together (PT-G004): another family, another placeholder, or another
+            number of features than of placeholders.
+    """
+    inner: Any = causal_lm(model)
+    given = picture_encoder(inner)
+    if given is not None:
+        return given
+    encoder = PictureEncoder(PictureProcessor(processor), cache_bytes)
+    family, config = encoder.processor.family, inner.config
+    wanted = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    if config.model_type not in family.models or wanted != encoder.processor.token_id:
+        raise ModelError(
+            f"PT-G004: {type(processor).__name__} is of {', '.join(family.models)} with the placeholder id "
+            f"{encoder.processor.token_id}, and the model is {config.model_type} with {wanted}. Fix: the processor of this model "
+            "as processing_class."
+        )
+    pictures = probe_pictures()
+    counts = {picture: encoder.processor.expansion(picture).count for picture in pictures}
+    for picture in pictures:
+        encoder._encode(inner, [picture], counts)
+    inner.picture_encoder = encoder
+    return encoder
+
+
+@dataclass(frozen=True, slots=True)
+class VisionView:
+    """What pictures change in a pass.
+
+    Attributes:
+        position_ids: ``(B, T)``, or ``(3, B, T)`` in families with positions of three rows.
+        span: ``(B, T)`` number of the block that attends both ways, -1 outside of blocks; None: there is none.
+        inputs: The model inside of its wrappers to further arguments of its forward; None without pictures.
+    """
+
+    position_ids: Tensor
+    span: Tensor | None = None
+    inputs: Callable[[Any], dict[str, Any]] | None = None
+
+
+def view(model: Any, batch: Batch) -> VisionView:
+    """Positions, blocks and features of a batch; those of text where it has no pictures.
+
+    Raises:
+        ModelError: PT-G011: the canvas has other placeholders than its pictures; or pictures come to a model that was not
+            prepared for them.
+    """
+    encoder, placed = picture_encoder(model), [one for *_, one in batch.pictures]
+    if encoder is None:
+        if placed:
+            raise ModelError(
+                f"a batch has {len(placed)} pictures, and {type(model).__name__} was not prepared for pictures."
+            )
+        return VisionView(batch.position_ids)
+    found = batch.input_ids == encoder.processor.token_id
+    if int(found.sum()) != sum(one.count for one in placed) or not all(found[b, c] for b, c, _ in batch.pictures):
+        raise ModelError(
+            f"PT-G011: a pass has {int(found.sum())} image placeholders and its {len(placed)} pictures have "
+            f"{sum(one.count for one in placed)}. Rows were changed after their pictures had been placed."
+        )
+    if not placed:
+        return VisionView(batch.position_ids)
+    family = encoder.processor.family
+    positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
+    spans = block_spans(batch, found, family.block) if family.block != "none" else None
+    return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed))
+
+
+def grid_positions(batch: Batch) -> Tensor:
+    """``(3, B, T)`` positions by time, height and width: an image counts on by its longer side, a branch from its prefix's end.
+
+    Reference: Qwen2-VL, arXiv:2409.12191, section 2.1.
+    """
+    positions = batch.position_ids.expand(3, -1, -1).clone()  # (3, B, T)
+    columns = torch.arange(batch.tree.shape[1], device=batch.tree.device)
+    for b, c, one in batch.pictures:
+        t, h, w = one.grid
+        axes = torch.meshgrid(*(torch.arange(n, device=columns.device) for n in (t, h, w)), indexing="ij")
+        tree, branch = batch.tree[b], batch.branch[b]
+        later = (columns >= c + one.count) & (tree == tree[c]) & ((branch == branch[c]) | (branch[c] == 0))
+        positions[:, b, c : c + one.count] = positions[:, b, c, None] + torch.stack(axes).flatten(1)
+        positions[:, b, later] += max(h, w) - one.count
+    return positions
+
+
+def block_spans(batch: Batch, placeholders: Tensor, block: str) -> Tensor:
+    """``(B, T)`` number of the block that a token attends to both ways, -1 outside.
+
+    Args:
+        batch: The canvas.
+        placeholders: ``(B, T)`` bool.
+        block: ``image``: every run of placeholders is one; ``prompt``: the prompt of every tree with a picture.
+    """
+    if block == "prompt":
+        prompt = (batch.sequence < 0) & (batch.tree >= 0)
+        return torch.where(prompt, batch.tree, -1)
+    before = torch.nn.functional.pad(placeholders, (1, 0))[:, :-1]
+    same = torch.nn.functional.pad(batch.branch[:, 1:] == batch.branch[:, :-1], (1, 0))
+    same &= torch.nn.functional.pad(batch.tree[:, 1:] == batch.tree[:, :-1], (1, 0))
+    begins = placeholders & ~(before & same)
+    return torch.where(placeholders, begins.long().cumsum(1), -1)

@@ -1,0 +1,297 @@
+"""TRL's distillation methods: each row of the table against its formula on the same rollouts."""
+
+import dataclasses
+
+import datasets
+import pytest
+import torch
+
+import posttrain as pt
+from posttrain.errors import ConfigError, DataError
+from tests.algorithms.helpers import count_a, losses, prompts
+from tests.algorithms.test_distillation import answers, dense_loss, make
+from tests.conftest import build_model
+
+
+def hinted(count=4):
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {i}?"}], "privileged_context": f"It is {i}."}
+        for i in range(count)
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+def preset(name, folder, tokenizer, **settings):
+    """A trainer of that method; its rollouts of the first generation are `seen`."""
+    cls, config = getattr(pt, name + "Trainer"), getattr(pt, name + "Config")
+    own = {"num_generations": 2, "data": hinted(4), "max_steps": 1, "per_device_train_batch_size": 8}
+    if name in ("SDFT", "SDPO", "SSD"):
+        own["teacher"] = None
+    if name == "SDPO":
+        own |= {"reward_funcs": count_a, "success_reward_threshold": 2.0}
+    trainer = make(folder, tokenizer, cls=cls, config=config, **(own | settings))
+    trainer.seen = []
+    inner = trainer.generate_and_score
+    trainer.generate_and_score = lambda *given: trainer.seen.append(inner(*given)) or trainer.seen[-1]
+    return trainer
+
+
+def logp_of(model, prompt, answer):
+    logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double()
+    return logits.log_softmax(-1), torch.tensor(answer)[:, None]
+
+
+def sampled(trainer):
+    return [(r.prompt_ids, r.token_ids) for r in trainer.seen[0].rollouts]
+
+
+EVERY = ("GKD", "Distillation", "MiniLLM", "SDFT", "SDPO", "SSD", "IWOPD")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_preset_trains_two_steps_and_says_what_its_loss_is(name, tmp_path, tiny_tokenizer):
+    data = answers() if name == "GKD" else hinted(8)
+    trainer = preset(name, tmp_path, tiny_tokenizer, max_steps=2, data=data)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == 2 and all(torch.tensor(row["grad_norm"]).isfinite() for row in rows)
+    moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert moved and trainer.axes == trainer.args.axes()
+
+
+def test_gkd_samples_at_its_temperature_and_compares_at_one(tmp_path, tiny_tokenizer):
+    trainer = preset("GKD", tmp_path, tiny_tokenizer, temperature=2.0, lmbda=1.0)
+    trainer.train()
+    truth = dense_loss(
+        build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer), seed=1), sampled(trainer), 0.5
+    )
+    assert trainer.sampling("train").temperature == 2.0 and losses(trainer)[0] == pytest.approx(truth.item(), abs=1e-5)
+
+
+def test_ssd_is_the_cross_entropy_of_its_own_samples(tmp_path, tiny_tokenizer):
+    trainer = preset("SSD", tmp_path, tiny_tokenizer, temperature=1.5, filter_empty=False)
+    trainer.train()
+    student, total, count = build_model(len(tiny_tokenizer)), 0.0, 0
+    for prompt, answer in sampled(trainer):
+        logp, ids = logp_of(student, prompt, answer)
+        total, count = total - logp.gather(1, ids).sum(), count + len(answer)
+    assert losses(trainer)[0] == pytest.approx((total / count).item(), abs=1e-5)
+
+
+def test_sdft_compares_with_itself_after_the_privileged_prompt(tmp_path, tiny_tokenizer):
+    trainer = preset("SDFT", tmp_path, tiny_tokenizer, distillation_topk=7)
+    trainer.train()
+    student, means = build_model(len(tiny_tokenizer)), []
+    for (prompt, answer), example in zip(sampled(trainer), trainer.seen[0].examples, strict=True):
+        text = f"{example['prompt'][0]['content']}\n\n{example['privileged_context']}"
+        told = tiny_tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
+            "input_ids"
+        ]
+        log_q, _ = logp_of(student, prompt, answer)
+        log_p, _ = logp_of(student, told, answer)
+        ids = log_q.topk(7, -1).indices
+        q, p = (x.gather(1, ids).softmax(-1) for x in (log_q, log_p))
+        m = (p + q) / 2
+        means.append(((p * (p / m).log() + q * (q / m).log()) / 2).sum(-1).mean())
+    assert losses(trainer)[0] == pytest.approx(torch.stack(means).mean().item(), abs=1e-5)
+
+
+def test_the_teacher_of_sdft_is_the_given_weights_and_stays_there(tmp_path, tiny_tokenizer):
+    trainer = preset("SDFT", tmp_path, tiny_tokenizer, max_steps=2, data=hinted(8))
+    given = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert all(torch.equal(a, b) for a, b in zip(given, trainer.teacher_model.parameters(), strict=True))
+
+
+def test_an_ema_teacher_follows_the_student(tmp_path, tiny_tokenizer):
+    trainer = preset("SDFT", tmp_path, tiny_tokenizer, teacher_model_kind="ema", teacher_update_rate=0.25)
+    given = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    for old, new, ema in zip(given, trainer.model.parameters(), trainer.teacher_model.parameters(), strict=True):
+        assert torch.allclose(ema, 0.75 * old + 0.25 * new, atol=1e-6)
+
+
+def test_the_hint_is_cut_and_the_question_is_not(tmp_path, tiny_tokenizer):
+    rows = datasets.Dataset.from_list(
+        [{"prompt": f"What is {i}? ", "privileged_context": "very long " * 50} for i in range(4)]
+    )
+    trainer = preset("SDFT", tmp_path, tiny_tokenizer, data=rows, max_prompt_length=60)
+    trainer.train()
+    for key in trainer.kept["train"]:
+        ids = trainer.kept["train"][key]
+        assert 40 < len(ids) <= 60 and tiny_tokenizer.decode(ids, skip_special_tokens=True).startswith("What is")
+
+
+def test_skipped_tokens_and_samples_of_the_teachers_prompt(tmp_path, tiny_tokenizer):
+    trainer = preset("SDFT", tmp_path, tiny_tokenizer, generate_from_teacher=True, num_loss_tokens_to_skip=2)
+    trainer.train()
+    for rollout, example in zip(trainer.seen[0].rollouts, trainer.seen[0].examples, strict=True):
+        assert rollout.prompt_ids == trainer.tokenize([example])[0]
+        assert rollout.tool_mask == [0, 0, *[1] * (len(rollout.token_ids) - 2)][: len(rollout.token_ids)]
+
+
+def test_minillm_rewards_are_the_log_ratio_and_the_single_step_is_the_reverse_kl(tmp_path, tiny_tokenizer):
+    trainer = preset("MiniLLM", tmp_path, tiny_tokenizer, gamma=0.5, length_normalization=False, loss_type="dapo")
+    trainer.train()
+    student, teacher = build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer), seed=1)
+    total, count = 0.0, 0
+    for prompt, answer in sampled(trainer):
+        (log_q, ids), (log_p, _) = logp_of(student, prompt, answer), logp_of(teacher, prompt, answer)
+        q, p = (x.gather(1, ids)[:, 0] for x in (log_q, log_p))
+        later, credit = 0.0, []
+        for reward in reversed((p - q).tolist()):
+            later = reward + 0.5 * later
+            credit.append(later)
+        policy = -(torch.tensor(credit[::-1]) * (q - q.detach()).exp())
+        total = total + policy.sum() + (log_q.exp() * (log_q - log_p)).sum()
+        count += len(answer)
+    (total / count).backward()
+    assert losses(trainer)[0] == pytest.approx((total / count).item(), abs=1e-5)
+    norm = torch.stack([p.grad.norm() for p in student.parameters()]).norm().item()
+    assert trainer.state.log_history[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_iw_opd_weighs_early_tokens_more(tmp_path, tiny_tokenizer):
+    trainer = preset("IWOPD", tmp_path, tiny_tokenizer)
+    trainer.train()
+    student, teacher = build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer), seed=1)
+    total, count = 0.0, 0
+    for prompt, answer in sampled(trainer):
+        (log_q, ids), (log_p, _) = logp_of(student, prompt, answer), logp_of(teacher, prompt, answer)
+        q, p = (x.gather(1, ids)[:, 0] for x in (log_q, log_p))
+        a = (p - q).detach()
+        weights = 1 + 0.5 * (1 - (a.abs().cumsum(0) - a.abs()) / a.abs().sum())
+        total, count = total - (q * weights * a).sum(), count + len(answer)
+    (total / count).backward()
+    assert losses(trainer)[0] == pytest.approx((total / count).item(), abs=1e-5)
+    norm = torch.stack([p.grad.norm() for p in student.parameters()]).norm().item()
+    assert trainer.state.log_history[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_sdpo_shows_another_success_and_averages_over_those_that_have_one(tmp_path, tiny_tokenizer):
+    def even(completion_ids, **_):
+        return [float(ids[0] % 2 == 0) for ids in completion_ids]
+
+    trainer = preset(
+        "SDPO", tmp_path, tiny_tokenizer, reward_funcs=even, num_generations=4, success_reward_threshold=1.0, data=hinted(2),
+        max_completion_length=5, seed=3, teacher_model_kind="base",
+    )  # fmt: skip
+    trainer.train()
+    batch, student = trainer.seen[0], build_model(len(tiny_tokenizer))
+    active, means = batch.columns["active"], []
+    rewards = even([r.token_ids for r in batch.rollouts])
+    for i, (prompt, answer) in enumerate(sampled(trainer)):
+        others = [j for j in range(i // 4 * 4, i // 4 * 4 + 4) if j != i and rewards[j] >= 1]
+        assert active[i] == float(bool(others))
+        told = trainer.kept["train"][i + 1]
+        assert (told == prompt) == (not others)
+        if others:
+            (log_q, ids), (log_p, _) = logp_of(student, prompt, answer), logp_of(student, told, answer)
+            q, p = (x.gather(1, ids)[:, 0] for x in (log_q, log_p))
+            means.append(((q - p).detach() * q).mean())
+    assert sum(active) > 0 and losses(trainer)[0] == pytest.approx(torch.stack(means).mean().item(), abs=1e-5)
+
+
+def test_sdpo_mixes_with_the_policys_loss(tmp_path, tiny_tokenizer):
+    trainer = preset("SDPO", tmp_path, tiny_tokenizer, distillation_weight=0.0)
+    grpo = pt.GRPOTrainer(
+        build_model(len(tiny_tokenizer)), count_a, pt.GRPOConfig(
+            str(tmp_path / "b"), num_generations=2, max_steps=1, per_device_train_batch_size=8, max_completion_length=8, bf16=False,
+            use_cpu=True, seed=7, report_to="none", learning_rate=0.5, optim="sgd", logging_steps=1, save_strategy="no",
+            lr_scheduler_type="constant",
+        ), train_dataset=hinted(4), processing_class=tiny_tokenizer,
+    )  # fmt: skip
+    trainer.train(), grpo.train()
+    assert losses(trainer)[0] == pytest.approx(losses(grpo)[0], abs=1e-6)
+    for a, b in zip(trainer.model.parameters(), grpo.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "support", [{"beta": 0.0, "loss_top_k": 5}, {"beta": 1.0, "loss_top_k": 5}, {"beta": 0.3, "loss_top_k": 5}]
+)
+def test_sparse_supports_with_a_tail_tend_to_the_whole(support, tmp_path, tiny_tokenizer):
+    options = {"lmbda": 0.0, "max_steps": 1, "per_device_train_batch_size": 8}
+    few = make(tmp_path / "a", tiny_tokenizer, **options, **support)
+    many = make(tmp_path / "b", tiny_tokenizer, **options, **(support | {"loss_top_k": len(tiny_tokenizer) - 1}))
+    few.train(), many.train()
+    rows = [(row["prompt_ids"], row["completion_ids"]) for row in few.train_dataset]
+    size = len(tiny_tokenizer)
+    truth = dense_loss(build_model(size), build_model(size, seed=1), rows, support["beta"]).item()
+    assert losses(many)[0] == pytest.approx(truth, abs=2e-4) and 0 < losses(few)[0] < truth
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "error"),
+    [
+        ("Distillation", {"beta": 1.5}, ConfigError),
+        ("GKD", {"beta": -0.1}, ConfigError),
+        ("GKD", {"lmbda": 1.1}, ConfigError),
+        ("GKD", {"temperature": 0.0}, ConfigError),
+        ("MiniLLM", {"kd_temperature": 0.0}, ConfigError),
+        ("SDFT", {"distillation_mode": "sampled_token"}, ConfigError),
+        ("SDFT", {"distillation_topk": 1}, ConfigError),
+        ("SDFT", {"distillation_alpha": 2.0}, ConfigError),
+        ("SDFT", {"teacher_prompt_template": "{prompt}"}, ConfigError),
+        ("SDFT", {"use_teacher_server": True}, ConfigError),
+        ("SDPO", {"distillation_weight": 1.5}, ConfigError),
+        ("SDPO", {"diagnostics_warning_interval": 5}, ConfigError),
+        ("IWOPD", {"lmbda": 0.5}, ConfigError),
+        ("IWOPD", {"reverse_kl_top_1_mode": "argmax"}, ConfigError),
+        ("IWOPD", {"vllm_sync_frequency": 2}, ConfigError),
+        ("Distillation", {"loss_top_k": 1, "loss_add_tail": False}, ConfigError),
+        ("Distillation", {"use_liger_kernel": True}, ConfigError),
+        ("Distillation", {"teacher_scores": "x.arrow"}, ConfigError),
+        ("Distillation", {"seq_kd": True}, ConfigError),
+        ("Distillation", {"teacher_model_kind": "ema", "teacher_model_name_or_path": "x"}, ConfigError),
+    ],
+)
+def test_configs_that_would_train_nothing_or_something_else_are_refused(name, settings, error, tmp_path):
+    with pytest.raises(error):
+        getattr(pt, name + "Config")(str(tmp_path), bf16=False, use_cpu=True, **settings)
+
+
+def test_rows_and_teachers_that_mean_nothing_are_refused_before_training(tmp_path, tiny_tokenizer):
+    empty = datasets.Dataset.from_list([{"prompt": "a ", "completion": "b"}, {"prompt": "a ", "completion": ""}])
+    with pytest.raises(DataError, match="row 1"):
+        make(tmp_path, tiny_tokenizer, lmbda=0.0, data=empty)
+    with pytest.raises(DataError, match="row 0"):
+        make(tmp_path, tiny_tokenizer, lmbda=0.0, data=answers(), max_length=4)
+    with pytest.raises(DataError, match="completion"):
+        make(tmp_path, tiny_tokenizer, lmbda=0.5, data=prompts(4))
+    with pytest.raises(DataError, match="privileged_context"):
+        preset("SDFT", tmp_path, tiny_tokenizer, data=prompts(4))
+    student = build_model(len(tiny_tokenizer))
+    with pytest.raises(ConfigError, match="student"):
+        make(tmp_path, tiny_tokenizer, model=student, teacher=student)
+    with pytest.raises(ConfigError, match="teacher"):
+        make(tmp_path, tiny_tokenizer, teacher=None)
+
+
+def test_a_teacher_of_another_tokenizer_is_refused_with_the_ids_that_differ(
+    tmp_path, tiny_tokenizer, _tokenizer_folder
+):
+    from transformers import AutoTokenizer
+
+    other = AutoTokenizer.from_pretrained(_tokenizer_folder)
+    vocabulary = other.get_vocab()
+    first, second = (next(token for token, i in vocabulary.items() if i == k) for k in (100, 101))
+    state = other.backend_tokenizer.to_str()
+    swapped = state.replace(f'"{first}":100', '"\\u0000":100').replace(f'"{second}":101', f'"{first}":101')
+    other._tokenizer = type(other.backend_tokenizer).from_str(swapped.replace('"\\u0000":100', f'"{second}":100'))
+    with pytest.raises(ConfigError, match="GOLD"):
+        make(tmp_path, tiny_tokenizer, teacher_processing_class=other)
+
+
+def test_configs_hold_the_defaults_of_trl(tmp_path):
+    made = {name: getattr(pt, name + "Config")(str(tmp_path), bf16=False, use_cpu=True) for name in EVERY}
+    assert (made["GKD"].lmbda, made["GKD"].beta, made["GKD"].temperature, made["GKD"].max_new_tokens) == (
+        0.5,
+        0.5,
+        0.9,
+        128,
+    )
+    assert (made["Distillation"].beta, made["Distillation"].learning_rate) == (1.0, 1e-6)
+    assert made["SDFT"].distillation_topk == 100 and made["SDPO"].teacher_model_kind == "ema"
+    assert dataclasses.replace(made["IWOPD"].axes(), credit="none").estimator == "score"

@@ -1,0 +1,167 @@
+"""Teachers that are not there: a file of scores, and a server."""
+
+import datasets
+import pytest
+import torch
+
+import posttrain as pt
+from posttrain.algorithms.distillation.scores import ScoreFile, score_dataset
+from posttrain.algorithms.distillation.teacher import TokenScores
+from posttrain.cli.main import main
+from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.serve.engines import NativeServed
+from tests.algorithms.helpers import losses, prompts
+from tests.algorithms.test_distillation import answers, dense_loss, make
+from tests.conftest import build_model
+from tests.serve.support import serving
+
+
+def scored(path, tokenizer, data=None, **settings):
+    score_dataset(build_model(len(tokenizer), seed=1), data or answers(), tokenizer, path, batch_size=3, **settings)
+    return str(path)
+
+
+def from_file(folder, tokenizer, path, **settings):
+    own = {"teacher": None, "lmbda": 0.0, "max_steps": 1, "per_device_train_batch_size": 8, "teacher_scores": path}
+    return make(folder, tokenizer, **(own | settings))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_file_of_almost_all_ids_is_the_teacher_itself(beta, tmp_path, tiny_tokenizer):
+    path = scored(tmp_path / "scores.arrow", tiny_tokenizer, top_k=len(tiny_tokenizer) - 1)
+    trainer = from_file(tmp_path, tiny_tokenizer, path, beta=beta)
+    trainer.train()
+    size = len(tiny_tokenizer)
+    rows = [(row["prompt_ids"], row["completion_ids"]) for row in trainer.train_dataset]
+    truth = dense_loss(build_model(size), build_model(size, seed=1), rows, beta).item()
+    assert losses(trainer)[0] == pytest.approx(truth, abs=2e-4) and trainer.teacher_model is None
+
+
+def test_few_ids_say_what_mass_they_hold(tmp_path, tiny_tokenizer):
+    trainer = from_file(tmp_path, tiny_tokenizer, scored(tmp_path / "scores.arrow", tiny_tokenizer, top_k=4), beta=0.0)
+    trainer.train()
+    assert 0 < trainer.state.log_history[0]["distill/support_mass"] < 1
+
+
+def test_a_file_of_other_rows_another_template_or_tokenizer_is_refused_by_name(tmp_path, tiny_tokenizer):
+    path = scored(tmp_path / "scores.arrow", tiny_tokenizer)
+    with pytest.raises(DataError, match="dataset"):
+        from_file(tmp_path, tiny_tokenizer, path, data=answers(6), per_device_train_batch_size=2)
+    with pytest.raises(DataError, match="dataset"):
+        from_file(tmp_path, tiny_tokenizer, path, max_prompt_length=2)
+    tiny_tokenizer.chat_template += " "
+    with pytest.raises(DataError, match="template"):
+        from_file(tmp_path, tiny_tokenizer, path)
+    tiny_tokenizer.chat_template = tiny_tokenizer.chat_template[:-1]
+    tiny_tokenizer.add_tokens(["<new>"])
+    with pytest.raises(DataError, match="tokenizer"):
+        from_file(tmp_path, tiny_tokenizer, path, model=build_model(len(tiny_tokenizer)))
+    with pytest.raises(ConfigError, match="temperature"):
+        from_file(tmp_path, tiny_tokenizer, path, temperature=2.0)
+
+
+def test_what_is_no_file_of_scores_is_refused(tmp_path):
+    (tmp_path / "x.arrow").write_bytes(b"no arrow")
+    for name in ("absent.arrow", "x.arrow"):
+        with pytest.raises(ConfigError):
+            ScoreFile(tmp_path / name)
+
+
+def test_the_command_writes_what_gkd_reads(tmp_path, tiny_model_dir, capsys):
+    answers().to_json(tmp_path / "rows.jsonl")
+    options = ["--teacher_model_name_or_path", tiny_model_dir, "--model_name_or_path", tiny_model_dir, "--top_k", "8"]
+    options += ["--dataset_name", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "scores.arrow")]
+    assert main(["teacher-scores", *options]) == 0 and "8 answers" in capsys.readouterr().out
+    train = ["--model_name_or_path", tiny_model_dir, "--dataset_name", str(tmp_path / "rows.jsonl"), "--lmbda", "0"]
+    train += [
+        "--teacher_scores",
+        str(tmp_path / "scores.arrow"),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_steps",
+        "1",
+    ]
+    train += ["--per_device_train_batch_size", "4", "--report_to", "none", "--bf16", "False", "--use_cpu", "True"]
+    assert main(["gkd", *train, "--num_generations", "1"]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+class FakeServer:
+    """What a server with ``prompt_logprobs`` says, by a model here."""
+
+    def __init__(self, model, model_id="teacher", top_k=20, broken=False):
+        self.model, self.model_id, self.top_k, self.broken = model, model_id, top_k, broken
+
+    @torch.no_grad()
+    def score(self, prompts, completions, top_k):
+        found = []
+        for prompt, ids in zip(prompts, completions, strict=True):
+            logits = self.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+            logp = logits.log_softmax(-1)
+            best = logp.topk(top_k, -1)
+            actual = logp.gather(1, torch.tensor(ids)[:, None])[:, 0]
+            found.append(TokenScores(best.indices, best.values, actual[:-1] if self.broken else actual))
+        return found
+
+
+def served(folder, tokenizer, **settings):
+    server = settings.pop("server", None) or FakeServer(build_model(len(tokenizer), seed=1))
+    own = {"teacher": None, "teacher_server": server, "data": prompts(4), "max_steps": 1}
+    return make(folder, tokenizer, **(own | settings))
+
+
+@pytest.mark.parametrize(("beta", "k"), [(0.0, 8), (1.0, 1), (0.4, 1)])
+def test_a_server_is_the_sparse_loss_of_a_model_here(beta, k, tmp_path, tiny_tokenizer):
+    remote = served(tmp_path / "a", tiny_tokenizer, beta=beta, loss_top_k=k, teacher_model_server_url="http://teacher")
+    local = make(tmp_path / "b", tiny_tokenizer, beta=beta, loss_top_k=k, data=prompts(4), max_steps=1)
+    remote.train(), local.train()
+    assert losses(remote)[0] == pytest.approx(losses(local)[0], abs=1e-5) and losses(remote)[0] > 0
+
+
+def test_servers_that_cannot_give_what_the_loss_needs_are_refused_at_the_start(tmp_path, tiny_tokenizer):
+    model, url = build_model(len(tiny_tokenizer), seed=1), {"teacher_model_server_url": "http://teacher"}
+    with pytest.raises(ConfigError, match="at most 20"):
+        served(tmp_path, tiny_tokenizer, beta=0.0, loss_top_k=50, **url)
+    with pytest.raises(ConfigError, match="temperature"):
+        served(tmp_path, tiny_tokenizer, temperature=2.0, **url)
+    with pytest.raises(ModelError):
+        served(tmp_path, tiny_tokenizer, server=FakeServer(model, broken=True), **url)
+    with pytest.raises(ConfigError, match="'other'"):
+        from posttrain.algorithms.distillation.config import Axes
+        from posttrain.algorithms.distillation.teacher import ServerTeacher
+
+        ServerTeacher(FakeServer(model, model_id="other"), Axes("sampled"), expected="qwen", probe=[3, 4, 5])
+
+
+def test_scores_of_completions_that_wait_are_in_the_checkpoint(tmp_path, tiny_tokenizer):
+    trainer = served(tmp_path, tiny_tokenizer, teacher_model_server_url="http://teacher", loss_top_k=1)
+    trainer.train()
+    state = trainer.state_to_save()
+    other = served(tmp_path / "b", tiny_tokenizer, teacher_model_server_url="http://teacher", loss_top_k=1)
+    other.load_saved_state(__import__("json").loads(__import__("json").dumps(state)))
+    assert other.kept["train"].keys() == trainer.kept["train"].keys()
+    key = next(iter(other.kept["train"]))
+    assert torch.allclose(other.kept["train"][key].actual, trainer.kept["train"][key].actual)
+
+
+def test_streams_and_splits_are_scored_by_the_number_of_their_row(tmp_path, tiny_tokenizer):
+    path = scored(tmp_path / "s.arrow", tiny_tokenizer, data=datasets.concatenate_datasets([answers()] * 20), top_k=3)
+    file = ScoreFile(path)
+    assert file.read(0).actual.tolist() == file.read(72).actual.tolist() and file.facts["top_k"] == 3
+    assert (
+        pt.GKDConfig(str(tmp_path), bf16=False, use_cpu=True, lmbda=0.0, teacher_scores=path).axes().support
+        == "teacher_topk"
+    )
+
+
+def test_a_served_teacher_is_the_sparse_loss_of_a_model_here(tmp_path, tiny_tokenizer):
+    size = len(tiny_tokenizer)
+    with serving(lambda **options: NativeServed(build_model(size, seed=1), **options), context=256) as server:
+        remote = make(
+            tmp_path / "a", tiny_tokenizer, teacher=None, beta=0.0, loss_top_k=8, data=prompts(4), max_steps=1,
+            teacher_model_server_url=server.url,
+        )  # fmt: skip
+        remote.train()
+    local = make(tmp_path / "b", tiny_tokenizer, beta=0.0, loss_top_k=8, data=prompts(4), max_steps=1)
+    local.train()
+    assert losses(remote)[0] == pytest.approx(losses(local)[0], abs=1e-5) and losses(remote)[0] > 0

@@ -1,0 +1,353 @@
+"""SFT, DPO and KTO on rows with pictures: losses and gradients are those of each sequence alone with its own pixels."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import datasets
+import pytest
+import torch
+
+from posttrain import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from posttrain.data.pictures import read_picture
+from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.models.vision import picture_encoder, tower_parameters
+from tests.vision_families import build, noise
+
+FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "idefics3")
+QUICK = {
+    "max_steps": 1,
+    "per_device_train_batch_size": 4,
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "max_length": None,
+}
+
+
+def png(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def user(text, images=0):
+    return [{"role": "user", "content": [*[{"type": "image", "text": None}] * images, {"type": "text", "text": text}]}]
+
+
+def assistant(text):
+    return [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
+
+
+def rows(*answers):
+    """Rows with one, no, two and one picture, and what each column of answers says."""
+    images = [[noise(84, 56, 1)], [], [noise(56, 112, 2), noise(70, 70, 3)], [noise(84, 56, 4)]]
+    found = [
+        {"prompt": user(f"which {i}?", len(held)), "images": [png(one) for one in held],
+         **{name: assistant(f"{name[0]}{i} is it") for name in answers}}
+        for i, held in enumerate(images)
+    ]  # fmt: skip
+    return datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
+
+
+def alone(model, processor, example, answer):
+    """Log-probs of an answer's tokens, through the processor's own tensors and the model's own forward."""
+    pictures = [read_picture(one).load() for one in example["images"]]
+    filled = iter(pictures)
+    prompt = [
+        {
+            **m,
+            "content": [{"type": "image", "image": next(filled)} if b["type"] == "image" else b for b in m["content"]],
+        }
+        for m in example["prompt"]
+    ]
+    begin = processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    whole = processor.apply_chat_template(prompt + answer, tokenize=False)
+    inputs = dict(processor(text=[begin], images=[pictures] if pictures else None, return_tensors="pt"))
+    tail = processor.tokenizer(whole[len(begin) :], add_special_tokens=False)["input_ids"]
+    ids = torch.cat([inputs["input_ids"], torch.tensor([tail])], 1)
+    inputs = {k: v for k, v in inputs.items() if k not in ("attention_mask", "input_ids")}
+    for key in ("mm_token_type_ids", "token_type_ids"):
+        if key in inputs:
+            inputs[key] = torch.cat([inputs[key], torch.zeros(1, len(tail), dtype=torch.long)], 1)
+    logits = model(input_ids=ids, **inputs, use_cache=False).logits[0].float()
+    logp = torch.log_softmax(logits[:-1], -1).gather(-1, ids[0, 1:, None])[:, 0]
+    return logp[-len(tail) :]
+
+
+def first_loss(trainer):
+    trainer.train()
+    return next(log["loss"] for log in trainer.state.log_history if "loss" in log)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sft_loss_is_that_of_each_sequence_alone(name, tmp_path):
+    model, processor = build(name)
+    dataset = rows("completion")
+    plain = dataset.cast_column("images", datasets.List(datasets.Image(decode=False)))
+    with torch.no_grad():
+        logps = [alone(model, processor, row, row["completion"]) for row in plain]
+    args = SFTConfig(str(tmp_path), learning_rate=0.0, logging_steps=1, gradient_checkpointing=False, **QUICK)
+    trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
+    assert trainer.layout.kind == "tree"
+    assert first_loss(trainer) == pytest.approx(-float(torch.cat(logps).mean()), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dpo_margins_are_those_of_each_sequence_alone(name, tmp_path):
+    model, processor = build(name)
+    reference, _ = build(name)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.9)
+    dataset = rows("chosen", "rejected")
+    plain = dataset.cast_column("images", datasets.List(datasets.Image(decode=False)))
+    with torch.no_grad():
+        margins = [
+            sum(
+                sign * float(alone(m, processor, row, row[side]).sum())
+                for m, outer in ((model, 1), (reference, -1))
+                for side, inner in (("chosen", 1), ("rejected", -1))
+                for sign in [outer * inner]
+            )
+            for row in plain
+        ]
+    wanted = -torch.nn.functional.logsigmoid(0.1 * torch.tensor(margins)).mean()
+    args = DPOConfig(str(tmp_path), learning_rate=0.0, logging_steps=1, gradient_checkpointing=False, **QUICK)
+    trainer = DPOTrainer(model, reference, args, train_dataset=dataset, processing_class=processor)
+    assert first_loss(trainer) == pytest.approx(float(wanted), abs=2e-4)
+
+
+def test_a_pair_encodes_its_picture_once_and_the_frozen_reference_keeps_its_features(tmp_path):
+    model, processor = build("llava")
+    args = DPOConfig(str(tmp_path), gradient_checkpointing=False, freeze_vision=True, **QUICK | {"max_steps": 3})
+    trainer = DPOTrainer(model, args=args, train_dataset=rows("chosen", "rejected"), processing_class=processor)
+    encoder = picture_encoder(trainer.model)
+    encoder.encoded = encoder.reused = 0
+    trainer.train()
+    assert encoder.encoded == 4 and encoder.reused > 0
+
+
+def test_kto_shows_the_picture_of_the_prompt_to_its_own_and_to_the_other_answer(tmp_path):
+    model, processor = build("qwen2_5_vl")
+    dataset = rows("completion").add_column("label", [True, False, True, False])
+    args = KTOConfig(str(tmp_path), gradient_checkpointing=False, logging_steps=1, **QUICK)
+    trainer = KTOTrainer(model, args=args, train_dataset=dataset, processing_class=processor)
+    judged, mismatched = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    for batches in (judged, mismatched):
+        placed = [one for batch in batches for *_, one in batch.pictures]
+        assert len({one.picture for one in placed}) == len(placed) == 4
+    assert first_loss(trainer) == pytest.approx(0.5, abs=0.2)
+
+
+def test_pairs_with_pictures_become_judged_answers(tmp_path):
+    model, processor = build("llava")
+    args = KTOConfig(str(tmp_path), gradient_checkpointing=False, **QUICK)
+    trainer = KTOTrainer(model, args=args, train_dataset=rows("chosen", "rejected"), processing_class=processor)
+    assert len(trainer.train_dataset) == 8 and sum(len(row["pictures"]) for row in trainer.train_dataset) == 8
+
+
+def gradient(trainer, examples, batch):
+    """The gradient of a step over examples, in passes of ``batch`` rows."""
+    parts = [examples[i : i + batch] for i in range(0, len(examples), batch)]
+    trainer.model.zero_grad()
+    total = sum(sum(len(e["labels"]) - e["labels"].count(-100) for e in part) for part in parts)
+    from posttrain.models.forward import forward
+
+    for part in parts:
+        for one in trainer.data_collator(part):
+            out = forward(trainer.model, one)
+            (-out.logp.sum() / total).backward()
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_order_and_any_split_of_mixed_rows_gives_one_gradient(name, tmp_path):
+    model, processor = build(name)
+    args = SFTConfig(str(tmp_path), gradient_checkpointing=False, **QUICK)
+    trainer = SFTTrainer(model, args, train_dataset=rows("completion"), processing_class=processor)
+    examples = list(trainer.train_dataset)
+    shuffled = examples[:]
+    random.Random(1).shuffle(shuffled)
+    whole = gradient(trainer, examples, 4)
+    for other in (gradient(trainer, shuffled, 4), gradient(trainer, examples, 2)):
+        assert float((whole - other).norm() / whole.norm()) < 2e-5
+
+
+@pytest.mark.parametrize("choice", ["auto", True, "tower", False])
+def test_what_is_frozen_stays_bit_identical_and_what_is_not_moves(choice, tmp_path):
+    model, processor = build("qwen2_5_vl")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    args = SFTConfig(str(tmp_path), learning_rate=1e-2, gradient_checkpointing=False, freeze_vision=choice, **QUICK)
+    trainer = SFTTrainer(model, args, train_dataset=rows("completion"), processing_class=processor)
+    trainer.train()
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    tower = set(tower_parameters(model))
+    merger = {name for name in tower if "merger" in name}
+    assert moved & (tower - merger) == (tower - merger if choice in ("auto", False) else set())
+    assert moved & merger == (set() if choice is True else merger)
+    assert moved - tower
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj"], ["q_proj", "gate_proj", "down_proj"], "all-linear"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
+def test_an_adapter_by_names_cannot_hit_the_tower_unasked(name, targets, tmp_path):
+    import peft
+
+    model, processor = build(name)
+    args = SFTConfig(str(tmp_path), gradient_checkpointing=False, **QUICK)
+    config = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM")
+    trainer = SFTTrainer(model, args, train_dataset=rows("completion"), processing_class=processor, peft_config=config)
+    adapted = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
+    assert adapted and all("language_model" in one for one in adapted)
+    encoder = picture_encoder(trainer.model)
+    encoder.encoded = 0
+    trainer.train()
+    assert encoder.encoded == 4
+
+
+def test_text_rows_alone_train_no_parameter_of_the_tower(tmp_path):
+    model, processor = build("llava")
+    dataset = rows("completion").select([1]).remove_columns("images")
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(str(tmp_path), gradient_checkpointing=False, **QUICK),
+        train_dataset=dataset,
+        processing_class=processor,
+    )
+    assert not any(parameter.requires_grad for parameter in tower_parameters(model).values())
+    trainer.train()
+
+
+def test_a_run_saves_its_processor(tmp_path):
+    from posttrain.data.processors import load_processor
+
+    model, processor = build("llava")
+    args = SFTConfig(str(tmp_path), gradient_checkpointing=False, save_steps=1, **QUICK)
+    SFTTrainer(model, args, train_dataset=rows("completion"), processing_class=processor).train()
+    saved = load_processor(str(tmp_path / "checkpoint-1"))
+    assert saved.image_processor.size == processor.image_processor.size
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+def sft(tmp_path, dataset, processing_class=None, **options):
+    model, processor = build("llava")
+    args = SFTConfig(str(tmp_path), gradient_checkpointing=False, **QUICK | options)
+    return SFTTrainer(model, args, train_dataset=dataset, processing_class=processing_class or processor)
+
+
+def test_a_tokenizer_instead_of_a_processor_is_refused(tmp_path):
+    with pytest.raises(DataError, match="AutoProcessor"):
+        sft(tmp_path, rows("completion"), build("llava")[1].tokenizer)
+
+
+def test_another_models_processor_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="PT-G004"):
+        sft(tmp_path, rows("completion"), build("smolvlm")[1])
+
+
+def test_a_remote_picture_is_refused_by_row(tmp_path):
+    dataset = datasets.Dataset.from_list(
+        [{"prompt": user("which?", 1), "images": ["https://example.com/cat.png"], "completion": assistant("a")}]
+    )
+    with pytest.raises(DataError, match=r"row 0.*remote"):
+        sft(tmp_path, dataset)
+
+
+def uneven():
+    """Three short rows and one whose prompt is 200 bytes longer."""
+    dataset = rows("completion")
+    long = [
+        {**row["prompt"][0], "content": [*row["prompt"][0]["content"], {"type": "text", "text": "x" * 200}]}
+        for row in dataset
+    ]
+    prompts = [row["prompt"] if i < 3 else [long[i]] for i, row in enumerate(dataset)]
+    return dataset.remove_columns("prompt").add_column("prompt", prompts)
+
+
+def test_a_length_inside_an_image_is_refused_with_the_length_that_fits(tmp_path):
+    longest = max(len(row["input_ids"]) for row in sft(tmp_path, uneven()).train_dataset)
+    with pytest.raises(DataError, match=rf"PT-G001: 1 of 4 .* row 3 .* max_length of at least {longest}"):
+        sft(tmp_path, uneven(), max_length=longest - 100)
+
+
+def test_rows_that_do_not_fit_are_dropped_and_counted_where_that_is_asked_for(tmp_path):
+    longest = max(len(row["input_ids"]) for row in sft(tmp_path, uneven()).train_dataset)
+    trainer = sft(tmp_path, uneven(), max_length=longest - 100, image_fit="drop")
+    assert len(trainer.train_dataset) == 3 and sum(trainer.reports["train"].dropped.values()) == 1
+
+
+def test_the_tail_of_an_answer_is_cut_and_no_image_is(tmp_path):
+    lengths = [len(row["input_ids"]) for row in sft(tmp_path, rows("completion")).train_dataset]
+    trainer = sft(tmp_path, rows("completion"), max_length=max(lengths) - 3)
+    assert [len(row["input_ids"]) for row in trainer.train_dataset] == [min(n, max(lengths) - 3) for n in lengths]
+    trainer.train()
+
+
+def test_more_pictures_than_places_are_refused_by_row(tmp_path):
+    dataset = datasets.Dataset.from_list([
+        {"prompt": user("which?", 1), "images": [png(noise(8, 8)), png(noise(8, 8))], "completion": assistant("a")}
+    ])  # fmt: skip
+    with pytest.raises(DataError, match="row 0: the messages have 1 empty image blocks and there are 2 images"):
+        sft(tmp_path, dataset)
+
+
+@pytest.mark.parametrize("option", [{"packing": True, "max_length": 64}, {"assistant_only_loss": True}])
+def test_options_that_rows_of_images_do_not_have_are_refused(option, tmp_path):
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        sft(tmp_path, rows("completion"), **option)
+
+
+def test_a_method_that_reads_text_refuses_pictures_inside_messages(tmp_path):
+    from posttrain import ORPOConfig, ORPOTrainer
+
+    question = [
+        {"role": "user", "content": [{"type": "image", "image": png(noise(84, 56))}, {"type": "text", "text": "?"}]}
+    ]
+    dataset = datasets.Dataset.from_list([{"prompt": question, "chosen": assistant("a"), "rejected": assistant("b")}])
+    model, processor = build("llava")
+    args = ORPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    with pytest.raises(DataError, match="inside their messages"):
+        ORPOTrainer(model, args, train_dataset=dataset, processing_class=processor.tokenizer)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"freeze_vision": "all"}, {"image_fit": "resize"}, {"image_background": "red"}, {"image_cache_gb": -1}]
+)
+def test_options_of_pictures_are_checked(wrong, tmp_path):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        SFTConfig(str(tmp_path), **wrong)
+
+
+def one_question(count, *answers):
+    """The same question and answers about different pictures."""
+    found = [
+        {
+            "prompt": user("which?", 1),
+            "images": [png(noise(56, 56, i))],
+            **{name: assistant(a[i % 2]) for name, a in answers},
+        }
+        for i in range(count)
+    ]
+    return datasets.Dataset.from_list(found)
+
+
+def test_rows_that_differ_in_the_picture_alone_are_no_duplicates(tmp_path):
+    trainer = sft(tmp_path, one_question(40, ("completion", "ab")))
+    assert "PT-D007" not in {finding.code for finding in trainer.data_report().findings}
+    assert "PT-D007" in {
+        finding.code
+        for finding in sft(tmp_path, one_question(40, ("completion", "ab")).select([0] * 40)).data_report().findings
+    }
+
+
+def test_pairs_about_different_pictures_do_not_contradict_each_other():
+    from posttrain.checks.pairs import scan_pairs
+
+    pairs = one_question(8, ("chosen", "ab"), ("rejected", "ba"))
+    assert scan_pairs(pairs).swapped == []
+    same = [{**row, "images": pairs[0]["images"]} for row in pairs]
+    assert len(scan_pairs(same).swapped) == 8

@@ -1,0 +1,132 @@
+"""Processors of ten families: the same ids and tensors one picture at a time as all at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+
+from posttrain.data.pictures import read_picture
+from posttrain.data.processors import PictureProcessor, is_processor, load_processor
+from posttrain.errors import DataError, ModelError
+from tests.vision_families import NAMES, build, noise
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def made(request):
+    _, processor = build(request.param)
+    return request.param, processor, PictureProcessor(processor)
+
+
+def test_ids_and_tensors_of_pictures_apart_are_those_of_the_row_at_once(made):
+    name, processor, ours = made
+    held = [read_picture(noise(84, 56)), read_picture(noise(56, 112, seed=1))]
+    text = f"{ours.placeholder} and {ours.placeholder} which?"
+    ids, placed = ours.encode(text, held, prompt=True)
+    whole = processor(text=[text], images=[[p.load() for p in held]], return_tensors="pt", add_special_tokens=False)
+    assert ids == whole["input_ids"][0].tolist()
+    assert sum(one.count for one in placed) == ids.count(ours.token_id)
+    assert all(
+        ids[one.start] == ours.token_id and (not one.start or ids[one.start - 1] != ours.token_id) for one in placed
+    )
+    for key, value in ours.join([ours.prepare(p) for p in held]).items():
+        assert torch.equal(value, whole[key])
+    assert all((one.grid is not None) == name.startswith("qwen") for one in placed)
+
+
+def test_pictures_of_one_size_need_one_expansion(made, monkeypatch):
+    _, _, ours = made
+    ours.encode(ours.placeholder, [read_picture(noise(70, 70))])
+    monkeypatch.setattr(ours, "_expand", lambda picture: pytest.fail("it was expanded again"))
+    ours.encode(ours.placeholder, [read_picture(noise(70, 70, seed=9))])
+
+
+def test_conversations_are_rendered_with_a_place_for_every_picture(made):
+    _, _, ours = made
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": "a"}, {"type": "text", "text": "or"}, {"type": "image"}],
+        }
+    ]
+    text, pictures = ours.conversation(messages, ["b"], add_generation_prompt=True)
+    assert text.count(ours.placeholder) == 2 and pictures == ["a", "b"] and "assistant" in text
+
+
+def test_a_placeholder_that_a_user_types_is_refused_by_role(made):
+    _, _, ours = made
+    for typed in list(ours.controls)[:4]:
+        with pytest.raises(DataError, match=r"PT-G008: a user message"):
+            ours.render([{"role": "user", "content": f"what is {typed}?"}])
+
+
+def test_a_template_that_drops_images_is_refused(made, monkeypatch):
+    _, processor, ours = made
+    monkeypatch.setattr(processor, "chat_template", "{% for m in messages %}{{ m['content'][-1]['text'] }}{% endfor %}")
+    with pytest.raises(DataError, match="PT-G013"):
+        ours.render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which?"}]}])
+
+
+def test_more_pictures_than_places_and_cut_placeholders_are_refused(made):
+    _, _, ours = made
+    held = [read_picture(noise(84, 56))]
+    for text in ("which?", f"{ours.placeholder} or {ours.placeholder}"):
+        with pytest.raises(DataError, match="PT-G002"):
+            ours.encode(text, held)
+    ids, placed = ours.encode(f"{ours.placeholder} which?", held)
+    with pytest.raises(DataError, match="PT-G011"):
+        ours.place(ids[: placed[0].start + 1], held)
+
+
+def test_two_pictures_need_a_token_between_them_where_a_run_is_one_image():
+    _, processor = build("qwen2_vl")
+    ours = PictureProcessor(processor)
+    with pytest.raises(DataError, match="without a token between"):
+        ours.encode(ours.placeholder * 2, [read_picture(noise(84, 56))] * 2)
+
+
+def test_a_shape_that_the_processor_refuses_is_named():
+    _, processor = build("qwen2_vl")
+    with pytest.raises(DataError, match="row 4"):
+        PictureProcessor(processor).expansion(read_picture(Image.new("RGB", (10, 3000)), "row 4"))
+
+
+def test_one_pixel_is_a_picture(made):
+    _, _, ours = made
+    ids, (placed,) = ours.encode(ours.placeholder, [read_picture(Image.new("RGB", (1, 1), "red"))])
+    assert placed.count > 0 and ids.count(ours.token_id) == placed.count
+
+
+def test_settings_of_the_image_processor_are_part_of_its_key():
+    _, processor = build("qwen2_vl")
+    before = PictureProcessor(processor).settings
+    processor.image_processor.image_mean = [0.1, 0.1, 0.1]
+    assert PictureProcessor(processor).settings != before
+
+
+def test_a_processor_of_no_known_family_is_refused(tiny_tokenizer):
+    assert not is_processor(tiny_tokenizer)
+
+    class OtherProcessor:
+        pass
+
+    with pytest.raises(ModelError, match="OtherProcessor"):
+        PictureProcessor(OtherProcessor())
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "internvl"])
+def test_a_saved_processor_is_loaded_without_torchvision(name, tmp_path):
+    model, processor = build(name)
+    model.config.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    loaded = load_processor(str(tmp_path))
+    picture = read_picture(noise(84, 56))
+    one, other = PictureProcessor(processor), PictureProcessor(loaded)
+    text = f"{one.placeholder} which?"
+    assert one.encode(text, [picture]) == other.encode(text, [picture])
+    assert all(torch.equal(value, other.prepare(picture)[key]) for key, value in one.prepare(picture).items())
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path):
+    with pytest.raises(ModelError, match="no processor"):
+        load_processor(str(tmp_path))

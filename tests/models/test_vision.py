@@ -1,0 +1,257 @@
+"""Pictures in a token forest: what a tree gives is what the model's own forward gives for each sequence alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from posttrain.data.forest import Layout, collate, halves, share_prompts, split_by_sequence, to_rows
+from posttrain.data.pictures import read_picture
+from posttrain.errors import ModelError
+from posttrain.models.forward import forward
+from posttrain.models.vision import grid_positions, install_pictures, tower_parameters
+from posttrain.types import Row
+from tests.vision_families import NAMES, build, noise
+
+TREE = Layout("tree", row_tokens=4096)
+SHORT = Layout("tree", row_tokens=100)
+PADDED = Layout("padded", row_tokens=4096)
+SIZES = ((84, 56), (56, 112), (112, 70), (70, 70))
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def family(request):
+    model, processor = build(request.param)
+    return request.param, model, processor, install_pictures(model, processor)
+
+
+def pictures(count, seed=0):
+    return [read_picture(noise(*SIZES[(seed + i) % 4], seed=seed + i)) for i in range(count)]
+
+
+def prompts_of(name):
+    """Pictures of each prompt and completions under it; PaliGemma's processor demands a picture."""
+    cases = [([0], 3), ([1, 2], 2), ([], 1), ([3], 3)]
+    return [case for case in cases if case[0] or name != "paligemma"]
+
+
+def rows_of(name, encoder):
+    """Rows as the package makes them, and for each sequence its text and pictures for the processor."""
+    draw, found = random.Random(0), pictures(4)
+    rows, sequences = [], []
+    for chosen, count in prompts_of(name):
+        text = "".join(f"see {encoder.processor.placeholder} " for _ in chosen) + "which is it?"
+        held = [found[i] for i in chosen]
+        ids, placed = encoder.processor.encode(text, held, prompt=True)
+        answers = [[draw.randrange(1, 250) for _ in range(draw.randint(2, 9))] for _ in range(count)]
+        rows.append(Row(ids, answers, [[1] * len(a) for a in answers], pictures=[placed, *([] for _ in answers)]))
+        sequences += [(text, held, answer) for answer in answers]
+    return rows, sequences
+
+
+def truth(name, model, processor, sequences):
+    """Log-probs of each sequence alone: the processor's own tensors, the model's own forward and logits."""
+    result = []
+    for text, held, answer in sequences:
+        images = [[picture.load() for picture in held]] if held else None
+        inputs = dict(processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
+        inputs = {k: v for k, v in inputs.items() if k not in ("labels", "attention_mask")}
+        prompt = inputs["input_ids"]
+        inputs["input_ids"] = torch.cat([prompt, torch.tensor([answer])], 1)
+        for key, fill in (("mm_token_type_ids", 0), ("token_type_ids", int(name == "paligemma"))):
+            if key in inputs:
+                inputs[key] = torch.cat([inputs[key], torch.full((1, len(answer)), fill)], 1)
+        if name.startswith("qwen"):
+            inputs.setdefault("mm_token_type_ids", torch.zeros_like(inputs["input_ids"]))
+        logits = model(**inputs, use_cache=False).logits[0].float()
+        logp = torch.log_softmax(logits[:-1], -1).gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
+        result.append(logp[prompt.shape[1] - 1 :])
+    return torch.cat(result)
+
+
+def forest(model, rows, layout):
+    found = {}
+    for batch in collate(rows, pad_token_id=256, layout=layout):
+        found |= dict(zip(batch.origin, split_by_sequence(forward(model, batch).logp, batch), strict=True))
+    return torch.cat([found[i] for i in range(len(found))])
+
+
+def test_log_probs_of_a_tree_are_those_of_its_sequences_alone(family):
+    name, model, processor, encoder = family
+    rows, sequences = rows_of(name, encoder)
+    with torch.no_grad():
+        expected = truth(name, model, processor, sequences)
+        for layout in (TREE, SHORT, PADDED):
+            assert torch.allclose(forest(model, rows, layout), expected, atol=2e-5, rtol=0)
+
+
+def test_gradients_of_a_tree_are_those_of_its_sequences_alone(family):
+    name, model, processor, encoder = family
+    rows, sequences = rows_of(name, encoder)
+    grads = []
+    for run in (lambda: truth(name, model, processor, sequences), lambda: forest(model, rows, SHORT)):
+        model.zero_grad()
+        run().sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    model.zero_grad()
+    assert grads[0].shape == grads[1].shape
+    assert float((grads[0] - grads[1]).norm() / grads[0].norm()) < 2e-5
+
+
+def test_a_picture_is_encoded_once_for_a_group_and_for_every_prompt_that_shows_it(family, monkeypatch):
+    _, model, _, encoder = family
+    monkeypatch.setattr(encoder, "_kept", type(encoder._kept)())
+    one, other = pictures(2)
+    text = f"see {encoder.processor.placeholder} which is it?"
+    rows = []
+    for picture in (one, other, one):
+        ids, placed = encoder.processor.encode(text, [picture], prompt=True)
+        rows.append(Row(ids, [[65]] * 4, [[1]] * 4, pictures=[placed, [], [], [], []]))
+    for layout in (TREE, PADDED):
+        encoder.encoded = 0
+        (batch,) = collate(rows, pad_token_id=256, layout=layout)
+        forward(model, batch)
+        assert encoder.encoded == 2
+
+
+def test_features_are_kept_while_the_tower_is_frozen_and_not_a_moment_longer(family):
+    name, model, _, encoder = family
+    rows, _ = rows_of(name, encoder)
+    (batch,) = collate(rows, pad_token_id=256, layout=TREE, together=True)
+    named = tower_parameters(model)
+    try:
+        for parameter in named.values():
+            parameter.requires_grad_(False)
+        first = forward(model, batch).logp
+        encoder.encoded = 0
+        assert torch.equal(forward(model, batch).logp, first) and encoder.encoded == 0
+        with torch.no_grad():
+            next(iter(named.values())).mul_(1.0)
+        forward(model, batch)
+        assert encoder.encoded > 0
+    finally:
+        for parameter in named.values():
+            parameter.requires_grad_(True)
+    encoder.encoded = 0
+    forward(model, batch)
+    assert encoder.encoded > 0
+
+
+def test_exchanged_pictures_move_log_probs_of_their_own_rows_alone(family):
+    _, model, _, encoder = family
+    text = f"see {encoder.processor.placeholder} which is it?"
+
+    def run(held):
+        rows = []
+        for picture in held:
+            ids, placed = encoder.processor.encode(text, [picture], prompt=True)
+            rows.append(Row(ids, [[65, 66], [67]], [[1, 1], [1]], pictures=[placed, [], []]))
+        with torch.no_grad():
+            return forest(model, rows, TREE)
+
+    one, other, third = (read_picture(noise(84, 56, seed=i)) for i in range(3))
+    moved = (run([one, other]) - run([one, third])).abs()
+    assert moved[:3].max() < 1e-5 and moved[3:].max() > 1e-2
+
+
+def test_pictures_in_branches_give_what_each_sequence_alone_gives(family):
+    name, model, _, encoder = family
+    if name == "paligemma":
+        pytest.skip("its completions hold text alone")
+    one, other = pictures(2)
+    processor = encoder.processor
+    ids, placed = processor.encode(f"see {processor.placeholder} and", [one])
+    tool, inside = processor.encode(f"look {processor.placeholder} so", [other])
+    mask = [int(token not in processor.controls.values()) for token in tool]
+    shared = Row(ids, [tool, [70, 71]], [mask, [1, 1]], pictures=[placed, inside, []])
+    moved = [type(p)(p.picture, p.start + len(ids), p.count, p.grid) for p in inside]
+    alone = [
+        Row([], [ids + tool], [[0] * len(ids) + mask], pictures=[[], placed + moved]),
+        Row([], [[*ids, 70, 71]], [[0] * len(ids) + [1, 1]], pictures=[[], placed]),
+    ]
+    with torch.no_grad():
+        tree, apart = forest(model, [shared], TREE), [forest(model, [row], PADDED)[len(ids) :] for row in alone]
+    assert torch.allclose(tree, torch.cat(apart), atol=2e-5)
+
+
+def test_lost_or_foreign_pictures_stop_the_pass(family):
+    name, model, _, encoder = family
+    rows, _ = rows_of(name, encoder)
+    (batch,) = collate(rows, pad_token_id=256, layout=TREE, together=True)
+    batch.pictures = batch.pictures[:-1]
+    with pytest.raises(ModelError, match="PT-G011"):
+        forward(model, batch)
+
+
+def test_rows_with_pictures_come_back_from_a_batch_and_from_its_halves(family):
+    name, model, _, encoder = family
+    rows, _ = rows_of(name, encoder)
+    (batch,) = collate(rows, pad_token_id=256, layout=TREE, together=True)
+    key = lambda row: (row.prompt_ids, row.completions, row.pictures)  # noqa: E731
+    made = sorted((key(row) for row in to_rows(batch)), key=str)
+    assert made == sorted(((r.prompt_ids, r.completions, r.pictures if any(r.pictures) else []) for r in rows), key=str)
+    with torch.no_grad():
+        whole = forward(model, batch).logp.sum()
+        parts = sum(forward(model, part).logp.sum() for part in halves(batch, pad_token_id=256, layout=TREE))
+    assert torch.allclose(whole, parts, atol=1e-4)
+
+
+def test_equal_prompts_are_shared_only_with_equal_pictures(family):
+    _, _, _, encoder = family
+    text = f"see {encoder.processor.placeholder} which?"
+    one, other = read_picture(noise(84, 56, 1)), read_picture(noise(84, 56, 2))
+    rows = []
+    for picture in (one, other, one):
+        ids, placed = encoder.processor.encode(text, [picture])
+        rows.append(Row(ids, [[65]], [[1]], pictures=[placed, []]))
+    assert rows[0].prompt_ids == rows[1].prompt_ids
+    shared, places = share_prompts(rows)
+    assert places == [0, 2, 1] and [len(row.completions) for row in shared] == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_positions_of_three_rows_are_those_of_the_model(name):
+    model, processor = build(name)
+    encoder = install_pictures(model, processor)
+    rows, _ = rows_of(name, encoder)
+    for row in rows:
+        sequence = torch.tensor([row.prompt_ids + row.completions[0]])
+        row.completions, row.loss_masks, row.pictures = row.completions[:1], row.loss_masks[:1], row.pictures[:2]
+        (batch,) = collate([row], pad_token_id=256, layout=TREE)
+        grids = encoder.processor.join([encoder.processor.prepare(p.picture) for p in row.pictures[0]] or [{}])
+        kinds = (sequence == encoder.processor.token_id).int()
+        expected, _ = model.model.get_rope_index(sequence, kinds, grids.get("image_grid_thw"))
+        assert torch.equal(grid_positions(batch), expected)
+
+
+def test_a_processor_of_another_family_is_refused():
+    model, _ = build("llava")
+    _, processor = build("smolvlm")
+    with pytest.raises(ModelError, match="PT-G004"):
+        install_pictures(model, processor)
+
+
+def test_a_processor_that_counts_other_tokens_is_refused():
+    model, processor = build("llava")
+    processor.patch_size = 7
+    with pytest.raises(ModelError, match="PT-G004"):
+        install_pictures(model, processor)
+
+
+def test_the_probe_of_a_layout_holds_pictures(family, monkeypatch):
+    from posttrain.models import attention, vision
+
+    name, model, _, _ = family
+    monkeypatch.setattr(attention, "PROBED", {})
+    assert attention.probe_layout(model).kind == "tree"
+    if name.startswith("qwen"):
+        monkeypatch.setattr(vision, "grid_positions", lambda batch: batch.position_ids)
+    elif name in ("gemma3", "paligemma"):
+        monkeypatch.setattr(vision, "block_spans", lambda *_: None)
+    else:
+        return
+    monkeypatch.setattr(attention, "PROBED", {})
+    with pytest.raises(ModelError, match="rows with images"):
+        attention.probe_layout(model)
