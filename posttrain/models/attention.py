@@ -14,8 +14,8 @@ from torch import Tensor
 
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ModelError
-from posttrain.models.heads import causal_lm, learns_prompts, unwrapped
-from posttrain.models.vision import picture_encoder, probe_rows
+from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
+from posttrain.models.vision import probe_rows
 from posttrain.types import Batch, Row
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def probe_layout(model: Module) -> Layout:
                 reason,
             )
             layout = padded_layout(model)
-    pictured = probe_rows(model) if layout.kind == "padded" else []
+    pictured = probe_rows(model) if layout.kind == "padded" and picture_encoder(model) is not None else []
     if pictured and (fault := disagreement(_fast(model, pictured, layout), _truth(model, pictured), _share(model))):
         raise ModelError(
             f"{type(causal_lm(model)).__name__} does not compute rows with images as the processor's own tensors do ({fault}), "
@@ -331,7 +331,7 @@ def _forest_fault(model: Module, layout: Layout) -> str:
             fault = disagreement(_fast(model, rows, wide), _truth(model, rows), share)
         if fault:
             return fault
-    pictured = probe_rows(model)
+    pictured = [] if encoder is None else probe_rows(model)
     return disagreement(_fast(model, pictured, layout), _truth(model, pictured), share) if pictured else ""
 
 

@@ -21,6 +21,7 @@ from posttrain.models.heads import (
     causal_lm,
     install_token_head,
     learns_prompts,
+    picture_encoder,
     unwrapped,
     virtual_tokens,
 )
@@ -81,7 +82,7 @@ def forward(
     noise = getattr(inner, "embedding_noise", None)
     if noise is not None:
         noise.inverse_lengths = inverse_lengths(batch)
-    seen = view(inner, batch)
+    seen = _view(inner, batch)
     head.inputs = seen.inputs
     result = model(
         input_ids=batch.input_ids,
@@ -169,6 +170,12 @@ def inverse_lengths(batch: Batch) -> Tensor:
     return torch.where(own, inverse[batch.sequence.clamp_min(0)], shared[tree]) * real
 
 
+def _view(model: Any, batch: Batch) -> VisionView:
+    """See `view`; a text model has nothing to see."""
+    known = picture_encoder(model) is None and not batch.pictures
+    return VisionView(batch.position_ids) if known else view(model, batch)
+
+
 def _attention(model: nn.Module, inner: Any, batch: Batch, seen: VisionView) -> dict[str, Any]:
     if learns_prompts(model):
         assert int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0, "virtual tokens need one sequence a row"
@@ -217,7 +224,7 @@ def _value_reader(inner: Any, batch: Batch, virtual: int) -> Callable[[Tensor], 
         return lambda hidden: inner.v_head(hidden[rows, columns + virtual])[:, 0].float()
     inputs = {
         "input_ids": batch.input_ids,
-        **_attention(critic, critic, batch, view(critic, batch)),
+        **_attention(critic, critic, batch, _view(critic, batch)),
         "use_cache": False,
     }
     return lambda _: critic(**inputs, token_head=ScoreHead(rows, columns))["scores"][:, 0]
@@ -244,7 +251,7 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
     for row in rows:
         for index, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
             sequence = torch.tensor([row.prompt_ids + ids], device=device)
-            inputs = plain_inputs(given, sequence, row, index)
+            inputs = plain_inputs(given, sequence, row, index) if row.pictures else {}
             logits = given(input_ids=sequence, **inputs, use_cache=False).logits[0, virtual:].float()
             logp = torch.log_softmax(logits[:-1], -1).gather(-1, sequence[0, 1:, None]).squeeze(-1)
             tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]

@@ -25,9 +25,11 @@ __all__ = [
     "TokenHead",
     "cast_head_to_fp32",
     "causal_lm",
+    "has_tower",
     "install_token_head",
     "keep_inputs_only",
     "learns_prompts",
+    "picture_encoder",
     "plain",
     "score",
     "score_layer",
@@ -551,3 +553,13 @@ def _balance(inner: Any, router_logits: Any, real: Tensor) -> Tensor:
     probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)
     chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
     return probabilities.shape[1] * (chosen.mean(0) * probabilities.mean(0)).sum()
+
+
+def has_tower(model: Any) -> bool:
+    """Whether a model encodes images."""
+    return hasattr(causal_lm(model), "get_image_features")
+
+
+def picture_encoder(model: Any) -> Any:
+    """What `posttrain.models.vision.install_pictures` put on the model, if anything."""
+    return causal_lm(model).__dict__.get("picture_encoder")

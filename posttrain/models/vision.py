@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from posttrain.data.pictures import Picture, read_picture
 from posttrain.data.processors import PictureProcessor, Placed
 from posttrain.errors import ModelError
-from posttrain.models.heads import causal_lm
+from posttrain.models.heads import causal_lm, picture_encoder
 from posttrain.types import Row
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ __all__ = [
     "VisionView",
     "block_spans",
     "grid_positions",
-    "has_tower",
     "install_pictures",
-    "picture_encoder",
     "plain_inputs",
     "probe_rows",
     "tower_parameters",
@@ -183,20 +181,10 @@ def plain_inputs(model: Any, sequence: Tensor, row: Row, index: int) -> dict[str
     return {k: v.to(sequence.device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
 
 
-def has_tower(model: Any) -> bool:
-    """Whether a model encodes images."""
-    return hasattr(causal_lm(model), "get_image_features")
-
-
 def tower_parameters(model: Any) -> dict[str, nn.Parameter]:
     """Parameters of tower and projector by name: all that are not of the text model and its head."""
     named = causal_lm(model).named_parameters()
     return {name: one for name, one in named if not any(part in name.split(".") for part in LANGUAGE)}
-
-
-def picture_encoder(model: Any) -> PictureEncoder | None:
-    """What `install_pictures` put on the model, if anything."""
-    return causal_lm(model).__dict__.get("picture_encoder")
 
 
 @torch.no_grad()

@@ -96,9 +96,9 @@ class RichProgressCallback(transformers.TrainerCallback):
             done, total = state.global_step - self._first, state.max_steps - self._first
             spent = time.perf_counter() - self._started
             left = spent / max(done, 1) * (total - done)
-            self.console.print(
-                f"step {state.global_step}/{state.max_steps}  {self._numbers(logs)}  left {left:.0f} s", highlight=False
-            )
+            step = f"step {state.global_step}/{state.max_steps}"
+            # One line a step, however narrow the console is.
+            self.console.print(f"{step}  {self._numbers(logs)}  left {left:.0f} s", highlight=False, soft_wrap=True)
         self._refresh()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -15,10 +15,10 @@ from transformers.utils.hub import cached_file
 
 from posttrain.data.picture_rows import PictureOptions, place_pictures
 from posttrain.data.pictures import shows_pictures
-from posttrain.data.processors import PictureProcessor, is_processor, load_processor
+from posttrain.data.processors import PictureProcessor, load_processor
 from posttrain.errors import ConfigError, DataError
-from posttrain.models.heads import causal_lm
-from posttrain.models.vision import LANGUAGE, PictureEncoder, has_tower, install_pictures, tower_parameters
+from posttrain.models.heads import causal_lm, has_tower
+from posttrain.models.vision import LANGUAGE, PictureEncoder, install_pictures, tower_parameters
 from posttrain.types import Row
 
 __all__ = ["PictureConfig", "Vision", "picture_options", "prepare_vision"]
@@ -136,6 +136,8 @@ class Vision:
         """See `prepare_vision`."""
         if not self.takes:
             return peft_config
+        if not has_tower(model):
+            return peft_config
         return prepare_vision(model, self.processor, self.args, peft_config, images=self.images)
 
     def save(self, folder: str) -> None:
@@ -150,7 +152,7 @@ class Vision:
 
 
 def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
-    if is_processor(processing_class):
+    if hasattr(processing_class, "image_processor"):
         return processing_class
     if images and processing_class is not None:
         raise DataError(
@@ -174,8 +176,6 @@ def prepare_vision(model: Any, processor: Any, args: Any, peft_config: Any, *, i
         The adapter's config, with module paths in place of names that would reach the tower.
     """
     inner: Any = causal_lm(model)
-    if not has_tower(inner):
-        return peft_config
     if processor is not None and images:
         install_pictures(inner, processor, cache_bytes=int(args.image_cache_gb * 2**30))
     choice = getattr(args, "freeze_vision", "auto")

@@ -12,7 +12,8 @@ import torch
 from posttrain import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from posttrain.data.pictures import read_picture
 from posttrain.errors import ConfigError, DataError, ModelError
-from posttrain.models.vision import picture_encoder, tower_parameters
+from posttrain.models.heads import picture_encoder
+from posttrain.models.vision import tower_parameters
 from tests.vision_families import build, noise
 
 FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "idefics3")
