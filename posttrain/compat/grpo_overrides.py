@@ -1,9 +1,8 @@
-"""What subclasses of `GRPOTrainer` override by TRL's private names: it takes effect, or is refused with the hook to use."""
+"""What subclasses of `GRPOTrainer` and `RLOOTrainer` override by TRL's private names takes effect."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +19,13 @@ from posttrain.models.forward import forward
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.driver import EpisodeDriver
+from posttrain.training.construct import user_override
 from posttrain.types import Batch, Rollout, Row, Sampling
 
 __all__ = [
-    "REFUSED",
     "TAKEN",
     "GRPOOverrides",
-    "adapt",
     "from_padded",
-    "overrides",
     "padded_logps",
     "to_padded",
 ]
@@ -116,9 +113,10 @@ def from_padded(
     advantages = output["advantages"].float()
     if advantages.dim() == 1:
         generation.columns["advantages"] = advantages.tolist()
-    elif args.loss_type == "vespo" or args.off_policy_mask_threshold is not None:
+    elif getattr(args, "loss_type", "vespo") == "vespo" or args.off_policy_mask_threshold is not None:
         raise ConfigError(
-            f"advantages of shape {tuple(advantages.shape)}: loss_type='vespo' and off_policy_mask_threshold need one a sequence."
+            f"advantages of shape {tuple(advantages.shape)}: RLOO, loss_type='vespo' and off_policy_mask_threshold need one a "
+            "sequence. Fix: return advantages of shape (n,)."
         )
     else:
         generation.token_columns["advantages"] = [advantages[i, :n].tolist() for i, n in enumerate(lengths)]
@@ -158,19 +156,6 @@ def padded_logps(
     return logp, placed(out.entropy), out.aux_loss
 
 
-# What cannot take effect where prompts are shared and rows are forests, and what to override instead.
-REFUSED = {
-    "_compute_loss": "objective(outputs, batch), which returns unreduced LossTerms",
-    "compute_liger_loss": "objective(outputs, batch); the loss never holds logits anyway",
-    "_get_per_token_logps_and_entropies": "terms(model, batch) for the policy, logps(model, rows) for older weights",
-    "_prepare_inputs": "micro_batch(inputs, index), which returns forests",
-    "prediction_step": "eval_batches(inputs), which returns forests",
-    "get_off_policy_mask": "objective(outputs, batch)",
-    "get_gamma_weights": "objective(outputs, batch)",
-    "get_high_entropy_mask": "objective(outputs, batch)",
-    "_tool_call_loop": "roll_out(examples, mode), or pass rollout_func",
-    "_get_tool_suffix_ids": "roll_out(examples, mode), or pass rollout_func",
-}
 SINGLE_TURN = ("_generate_single_turn", "_tokenize_prompts")  # Tools and rollout functions go other ways.
 
 
@@ -181,41 +166,6 @@ TAKEN = (
     "_tokenize_prompts",
     "_calculate_rewards",
 )
-
-
-def overrides(trainer: Any, name: str) -> type | None:
-    """The class outside this package that defines ``name`` for a trainer; None where the package's own is in force."""
-    for cls in type(trainer).__mro__:
-        if cls.__module__.split(".")[0] == "posttrain":
-            return None
-        if name in vars(cls):
-            return cls
-    return None
-
-
-def adapt(trainer: Any) -> None:
-    """Put `GRPOOverrides` between the class of a trainer and ours, where that class overrides one of `TAKEN`.
-
-    Raises:
-        ConfigError: It overrides one of `REFUSED`, which would never be called: names the method, its class, and what to
-            override instead.
-    """
-    for name, instead in REFUSED.items():
-        if owner := overrides(trainer, name):
-            raise ConfigError(
-                f"{owner.__name__} overrides {name}, which is never called here: prompts are shared and rows are token "
-                f"forests, so there are no padded tensors to give it. Override {instead}."
-            )
-    if any(overrides(trainer, name) for name in TAKEN):
-        trainer.__class__ = _adapted(type(trainer))
-
-
-@functools.cache
-def _adapted(cls: type) -> type:
-    """``cls`` with the adapter before our own classes in its order of resolution, so that its ``super()`` reaches it."""
-    ours = next(base for base in cls.__mro__ if base.__module__.split(".")[0] == "posttrain")
-    adapter = type("GRPOOverrides", (GRPOOverrides, ours), {"__module__": __name__})
-    return type(cls.__name__, (cls, adapter), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 if TYPE_CHECKING:
@@ -245,20 +195,20 @@ class GRPOOverrides(Behind):
     @property
     def cuts_prompts(self) -> bool:
         """A subclass that tokenises prompts itself may shorten them."""
-        return overrides(self, "_tokenize_prompts") is not None
+        return user_override(self, "_tokenize_prompts") is not None
 
     @property
     def may_read_images(self) -> bool:
         """A subclass that tokenises or generates by itself may show the model more than text."""
         own = ("_tokenize_prompts", "_generate_single_turn", "_generate")
-        return super().may_read_images or any(overrides(self, name) for name in own)
+        return super().may_read_images or any(user_override(self, name) for name in own)
 
     def check_turns(self) -> None:
         """Refuse overrides that several turns would go around."""
         if self.driver is None or not (self.driver.calls_tools or self.rollout_func):
             return
         for name in SINGLE_TURN:
-            if owner := overrides(self, name):
+            if owner := user_override(self, name):
                 raise ConfigError(
                     f"{owner.__name__} overrides {name}, which tools, environments and rollout_func do not call. Override "
                     "_generate(prompts) or roll_out(examples, mode)."
@@ -268,7 +218,7 @@ class GRPOOverrides(Behind):
 
     def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """Through `_generate_and_score_completions` where a subclass has its own."""
-        if not overrides(self, "_generate_and_score_completions"):
+        if not user_override(self, "_generate_and_score_completions"):
             return super().generate_and_score(examples, mode)
         self._now = examples, mode
         output = self._generate_and_score_completions(examples)
@@ -287,7 +237,7 @@ class GRPOOverrides(Behind):
 
     def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
         """Through `_generate` where a subclass has its own."""
-        if not overrides(self, "_generate"):
+        if not user_override(self, "_generate"):
             return super().roll_out(examples, mode)
         self._now = examples, mode
         prompt_ids, completion_ids, tool_mask, completions, logps, *more = self._generate(
@@ -313,7 +263,7 @@ class GRPOOverrides(Behind):
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """Through `_generate_single_turn` where a subclass has its own."""
         self._sampling_now = sampling
-        if not overrides(self, "_generate_single_turn"):
+        if not user_override(self, "_generate_single_turn"):
             return super().sample(prompts, sampling)
         known = inspect.signature(self._generate_single_turn).parameters
         extra = {"num_generations": self.args.num_generations} if "num_generations" in known else {}
@@ -332,7 +282,7 @@ class GRPOOverrides(Behind):
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
         """Through `_tokenize_prompts` where a subclass has its own."""
-        if not overrides(self, "_tokenize_prompts"):
+        if not user_override(self, "_tokenize_prompts"):
             return super().tokenize(examples)
         self._now = examples, "train"
         given: Any = self._tokenize_prompts([example["prompt"] for example in examples])
@@ -346,7 +296,7 @@ class GRPOOverrides(Behind):
 
     def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
         """Through `_calculate_rewards` where a subclass has its own."""
-        if not (owner := overrides(self, "_calculate_rewards")):
+        if not (owner := user_override(self, "_calculate_rewards")):
             return super().score(generation, mode)
         self._last, self._now, self._scored = generation, (generation.examples, mode), None
         ids = [rollout.token_ids for rollout in generation.rollouts]

@@ -1,7 +1,7 @@
 """Losses and steps that a subclass writes for TRL's ``inputs``: a dict of padded tensors, one sequence a row.
 
-`adapt` puts two classes around the class of one trainer: `BeforeUser` turns every `Batch` into `PaddedInputs` and calls
-what the subclass overrides, `BehindUser` gives its ``super()`` what TRL's would. Other trainers are not touched.
+Two classes are put around the class of one trainer (see `posttrain.compat.overrides`): `BeforeUser` turns every `Batch`
+into `PaddedInputs` and calls what the subclass overrides, `BehindUser` gives its ``super()`` what TRL's would.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from posttrain.algorithms.sft import SFTTrainer
 from posttrain.errors import ConfigError
 from posttrain.losses.reduce import Denominators
 from posttrain.training.construct import PADDED_STEPS, user_override
+from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, ModelOutputs
 
-__all__ = ["BeforeUser", "BehindUser", "PaddedInputs", "PaddedOutputs", "adapt", "to_batch", "to_padded"]
+__all__ = ["BeforeUser", "BehindUser", "PaddedInputs", "PaddedOutputs", "tell_cost", "to_batch", "to_padded"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +76,11 @@ class PaddedOutputs:
         return getattr(self.outputs, name)
 
 
-def adapt(trainer: Any) -> None:
-    """Let a trainer's own loss or step see TRL's inputs; says once what that costs.
+def tell_cost(trainer: Any) -> None:
+    """Log what a trainer's own loss or step costs.
 
     Args:
-        trainer: Before its model is there; its class becomes one between `BeforeUser` and `BehindUser`.
+        trainer: Whose class comes between `BeforeUser` and `BehindUser`.
     """
     names = [name for name in PADDED_STEPS if user_override(trainer, name)]
     logger.warning(
@@ -88,14 +89,6 @@ def adapt(trainer: Any) -> None:
         type(trainer).__name__,
         ", ".join(names),
     )
-    trainer.__class__ = _between(type(trainer))
-
-
-@functools.cache
-def _between(cls: type) -> type:
-    ours = next(base for base in cls.__mro__ if base.__module__.split(".")[0] == "posttrain")
-    behind = type("BehindUser", (BehindUser, ours), {"__module__": __name__})
-    return type(cls.__name__, (BeforeUser, cls, behind), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def kind_of(trainer: Any, batch: Batch) -> Literal["labels", "answers", "rollouts"]:
@@ -205,13 +198,14 @@ def to_batch(inputs: Any) -> Batch:
     return batch
 
 
-def _reads(function: Any, name: str) -> bool:
-    """Whether the body of a function mentions a name, or calls ``super()``; True where there is no source."""
+def _reads(owner: type, method: str, *names: str) -> bool:
+    """Whether the body of a method mentions one of some names; True where there is no source."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.getattr_static(owner, method))))
     except (OSError, TypeError, SyntaxError):
         return True
-    return any(isinstance(node, ast.Name) and node.id in (name, "super") for node in ast.walk(tree))
+    kinds = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value"}
+    return any(getattr(node, kinds.get(type(node), ""), None) in names for node in ast.walk(tree))
 
 
 def _shared(whole: Denominators, parts: float) -> Denominators:
@@ -233,7 +227,8 @@ def _counts(trainer: Any, denominators: Denominators) -> Iterator[None]:
 class BeforeUser(Trainer):
     """Stands before the subclass: batches become `PaddedInputs` on their way to it."""
 
-    together = True  # One dict a micro-batch, as in TRL.
+    # One dict a micro-batch, as in TRL.
+    single_forward_per_microbatch = True
 
     @property
     def own_loss(self) -> bool:
@@ -246,6 +241,8 @@ class BeforeUser(Trainer):
     def _shown(self, batch: Batch) -> Any:
         """TRL's inputs of a batch, through the subclass's ``_prepare_inputs``."""
         inputs = to_padded(batch, self.answers_per_row, kind_of(self, batch))
+        if isinstance(self, OnlineTrainer):
+            inputs["num_items_in_batch"] = torch.tensor(self.denominators.tokens)
         return self._prepare_inputs(inputs) if user_override(self, "_prepare_inputs") else inputs
 
     def compute_loss(
@@ -279,20 +276,25 @@ class BeforeUser(Trainer):
         passes = max(self.denominators.passes / self.denominators.world_size, 1.0)
         if user_override(self, "loss_is_scaled_for_ga"):  # As transformers' trainers are told.
             return 1.0 if self.loss_is_scaled_for_ga else passes
-        owner = user_override(self, "compute_loss")
-        scaled = isinstance(self, SFTTrainer) and (
-            owner is None or _reads(inspect.getattr_static(owner, "compute_loss"), "num_items_in_batch")
+        names = (
+            "num_items_in_batch",
+            "super" if isinstance(self, SFTTrainer) else "current_gradient_accumulation_steps",
         )
-        return 1.0 if scaled else passes
+        methods = [name for name in ("compute_loss", "_compute_loss") if user_override(self, name)]
+        if not methods:
+            return 1.0 if isinstance(self, SFTTrainer) else passes
+        if not isinstance(self, SFTTrainer | OnlineTrainer):
+            return passes
+        return 1.0 if any(_reads(user_override(self, name), name, *names) for name in methods) else passes
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The subclass's step over a micro-batch as one dict; where it has none, ours."""
         if not isinstance(inputs, list) or not user_override(self, "training_step") or not inputs:
             return super().training_step(model, inputs, num_items_in_batch)
         (batch,) = inputs
-        self._whole = self.denominators
+        self._whole, shown = self.denominators, self._shown(batch.to(self.args.device))
         with _counts(self, _shared(self.denominators, self._passes_of_mean)):
-            return super().training_step(model, self._shown(batch.to(self.args.device)), self._num_items)
+            return super().training_step(model, shown, self._num_items)
 
 
 class BehindUser(Trainer):
@@ -306,7 +308,10 @@ class BehindUser(Trainer):
         """TRL's ``compute_loss``: the loss of a micro-batch, through the subclass's ``_compute_loss`` where it has one."""
         if isinstance(inputs, Batch) or not user_override(self, "_compute_loss"):
             return self._own(model, inputs, return_outputs)
-        return self._compute_loss(model, inputs, return_outputs)
+        if not isinstance(self, OnlineTrainer):
+            return self._compute_loss(model, inputs, return_outputs)
+        loss = self._compute_loss(model, inputs)  # TRL's has no outputs here.
+        return (loss, None) if return_outputs else loss
 
     def _compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any:
         return self._own(model, inputs, return_outputs)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Alias",
+    "absent",
     "as_config",
     "attributes",
     "check_arguments",
@@ -296,7 +297,7 @@ def user_override(trainer: Any, name: str) -> type | None:
 
 
 def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
-    """Refuse a loss function that would not be called; let a loss of TRL's kind see TRL's inputs.
+    """Refuse a loss function or an override that would not be called; adapt to methods by TRL's names.
 
     Raises:
         ConfigError: Names the class and what to override instead.
@@ -306,9 +307,44 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
             f"compute_loss_func is given, and {type(trainer).__name__} would not call it: its loss compares sequences, and "
             "never holds logits. Fix: override objective(outputs, batch) in a subclass (docs/hooks.md)."
         )
-    if any(user_override(trainer, name) for name in PADDED_STEPS):
-        # The one door to compat/: nothing stands before the calls of a trainer that overrides none of these names.
-        importlib.import_module("posttrain.compat.padded_loss").adapt(trainer)
+    if type(trainer).__module__.split(".")[0] != "posttrain":
+        # The one door to compat/: nothing stands before the calls of a trainer that overrides none of TRL's names.
+        importlib.import_module("posttrain.compat.overrides").adapt(trainer)
+
+
+# Public methods of TRL's trainers that ours lack; compat/ knows what does their job.
+PUBLIC_IN_TRL = {
+    "build_tokenized_answer",
+    "compute_liger_loss",
+    "compute_ref_log_probs",
+    "concatenated_forward",
+    "concatenated_inputs",
+    "cpo_loss",
+    "generate_from_model",
+    "get_batch_logps",
+    "get_batch_loss_metrics",
+    "get_gamma_weights",
+    "get_high_entropy_mask",
+    "get_off_policy_mask",
+    "odds_ratio_loss",
+    "process_vision_row",
+    "store_metrics",
+    "tokenize_row",
+}
+
+
+def absent(trainer: Any, name: str) -> Any:
+    """Raise the error for an attribute that a trainer does not have; of a method of TRL's it names the hook.
+
+    Raises:
+        AttributeError: Always, but for a property that read what was not there: its own error comes out again.
+    """
+    found = inspect.getattr_static(type(trainer), name, None)
+    if isinstance(found, property | functools.cached_property):
+        return found.__get__(trainer, type(trainer))
+    if name not in PUBLIC_IN_TRL:
+        raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}", name=name)
+    raise importlib.import_module("posttrain.compat.overrides").missing(type(trainer), name)
 
 
 def measured(dataset: Any, args: Any) -> Any:

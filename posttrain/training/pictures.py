@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
+from transformers.utils.hub import cached_file
 
 from posttrain.data.picture_rows import PictureOptions, place_pictures
 from posttrain.data.pictures import shows_pictures
@@ -22,6 +25,13 @@ __all__ = ["PictureConfig", "Vision", "picture_options", "prepare_vision"]
 
 logger = logging.getLogger(__name__)
 
+# What a checkpoint of a multimodal model has beside its weights and its tokenizer.
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+MAY_LACK = {
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+    "_raise_exceptions_for_gated_repo": False,
+}
 PROJECTOR = (
     "projector",
     "connector",
@@ -109,11 +119,14 @@ class Vision:
     def __init__(self, args: Any, processing_class: Any, model_id: str, sets: Iterable[Any], *, takes: bool) -> None:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
         self.images = takes and any(map(shows_pictures, sets))
-        self.processor = _processor_of(processing_class, model_id, images=self.images) if takes else None
+        self.processor = _processor_of(processing_class, model_id, images=self.images)
         self.reader = PictureProcessor(self.processor) if self.images else None
         if self.processor is not None:
             self.tokenizer = self.processor.tokenizer
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
+        # A run on text that read the tokenizer alone keeps the image settings of its checkpoint.
+        alone = self.processor is None and bool(model_id)
+        self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
         """Rows with the pictures of their examples, one row an example."""
@@ -129,8 +142,13 @@ class Vision:
 
     def save(self, folder: str) -> None:
         """Save the processor beside the model; its tokenizer is saved anyway."""
-        if self.processor is not None and self.args.should_save:
+        if not self.args.should_save:
+            return
+        if self.processor is not None:
             self.processor.save_pretrained(folder)
+        for path in filter(None, self._settings):
+            if Path(path).parent.resolve() != Path(folder).resolve():
+                shutil.copy(path, folder)
 
 
 def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
@@ -149,7 +167,7 @@ def prepare_vision(model: Any, processor: Any, args: Any, peft_config: Any, *, i
 
     Args:
         model: As it was loaded, before any adapter.
-        processor: Of `transformers`; None: the run has none.
+        processor: Of `transformers`, of any family where rows are text; None: the run has none.
         args: A `PictureConfig`.
         peft_config: Of a new adapter, or None.
         images: Whether the training set has pictures.
@@ -158,7 +176,7 @@ def prepare_vision(model: Any, processor: Any, args: Any, peft_config: Any, *, i
         The adapter's config, with module paths in place of names that would reach the tower.
     """
     inner: Any = causal_lm(model)
-    if processor is not None:
+    if processor is not None and images:
         install_pictures(inner, processor, cache_bytes=int(args.image_cache_gb * 2**30))
     choice = getattr(args, "freeze_vision", "auto")
     peft_config = _adapter_of_text(inner, peft_config, choice)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -78,6 +78,8 @@ class PostTrainer(transformers.Trainer):
     aux_loss_enabled = property(lambda self: bool(self.router_coefficient))
     _window_start: float | None = None
     _head: DatasetHead | None = None
+    if not TYPE_CHECKING:
+        __getattr__ = construct.absent
 
     def __init__(
         self,
@@ -133,6 +135,7 @@ class PostTrainer(transformers.Trainer):
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
+        self._set_signature_columns_if_needed()
         self.checks.knows(model=self.model)
         self.check_start()
         args, shards = self.args, parallel.shards_parameters(self.accelerator)
@@ -212,9 +215,6 @@ class PostTrainer(transformers.Trainer):
             whole_rows=self.keep_groups_together,
             together=self.single_forward_per_microbatch,
         )
-
-    def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = self._signature_columns or []
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset

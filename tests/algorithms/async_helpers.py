@@ -120,7 +120,7 @@ def trainer(folder, tokenizer, make=None, model=None, data=None, **options):
     extra = {k: options.pop(k) for k in keys if k in options}
     if make is not None:
         extra = {"rollout_worker": StubWorker(make), "weight_transfer": StubTransfer()} | extra
-    return AsyncGRPOTrainer(
+    return options.pop("cls", AsyncGRPOTrainer)(
         model or build_model(len(tokenizer)),
         options.pop("rewards", count_a),
         AsyncGRPOConfig(str(folder), **(ASYNC | options)),

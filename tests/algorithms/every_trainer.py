@@ -68,12 +68,13 @@ def every(kind, folder, tokenizer, *, train=None, base=None, cls=None, **setting
         own |= {"response_length": 8, "stop_token": "eos", "num_ppo_epochs": 1, "num_sample_generations": 0}
     names = ("eval_dataset", "compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics", "callbacks")
     keys = {name: settings.pop(name) for name in names if name in settings}
+    reward = settings.pop("reward_funcs", by_answer)
     args = config(str(folder), **(SHORT | own | settings))
     model = scorer(tokenizer) if kind == "reward" else build_model(len(tokenizer))
     rows = train if train is not None else data(kind, 8)
     keys |= {"model": model, "args": args, "train_dataset": rows, "processing_class": tokenizer}
     if kind in ONLINE:
-        keys["reward_model" if kind == "ppo" else "reward_funcs"] = by_answer
+        keys["reward_model" if kind == "ppo" else "reward_funcs"] = reward
         keys["rollout_engine"] = scripted()
         keys |= {"reference_engine": scripted()} if kind == "xpo" else {}
     return (cls or trainer)(**keys)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import logging
 import math
@@ -174,9 +173,6 @@ class GRPOTrainer(OnlineTrainer):
     def __init__(
         self, model: str | nn.Module, reward_funcs: Any = None, args: GRPOConfig | None = None, **kwargs: Any
     ) -> None:
-        if type(self).__module__.split(".")[0] != "posttrain":
-            # The one door to compat/: nothing stands before the calls of a trainer that overrides none of TRL's names.
-            importlib.import_module("posttrain.compat.grpo_overrides").adapt(self)
         super().__init__(model, reward_funcs, args, **kwargs)
         self.check_turns()
         args = self.args
