@@ -315,7 +315,9 @@ def test_columns_of_images_are_refused_and_not_left_aside(method, tiny_tokenizer
     """An answer to a picture that the model never saw would teach it to make things up."""
     data = datasets.Dataset.from_list(rows(16, images=["a.png"]))
     tiny_tokenizer.pad_token = "<|endoftext|>"
-    with pytest.raises(DataError, match=r"have images \(columns \['images'\]\).*remove_columns"):
+    # DPO reads images, with a processor.
+    text = "processing_class" if method == "dpo" else r"have images \(columns \['images'\]\).*remove_columns"
+    with pytest.raises(DataError, match=text):
         if method in METHODS:
             make(method, tiny_tokenizer, tmp_path, data=data)
         else:
