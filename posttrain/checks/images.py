@@ -66,6 +66,16 @@ def unreadable(picture: Any) -> str:
 register("PT-G001", "images-do-not-fit", moment="data", title="images and text longer than the context", page="g")
 register("PT-G002", "image-places", moment="data", title="as many images as there are not places for them", page="g")
 register("PT-G003", "image-unreadable", moment="data", title="images that cannot be read", page="g")
+register(
+    "PT-G004",
+    "processor-of-another-model",
+    moment="config",
+    title="a processor of another model",
+    page="g",
+)
+register("PT-G008", "placeholder-typed", moment="data", title="text that stands for an image", page="g")
+register("PT-G011", "images-lost", moment="first_batch", title="other placeholders than images in a pass", page="g")
+register("PT-G013", "template-loses-images", moment="data", title="a template that writes other placeholders", page="g")
 
 ROWS = 2000  # That are looked at.
 LARGEST = 32  # Images whose pixels are read.

@@ -335,7 +335,7 @@ class Lengths:
 
 def samples(args: Any) -> bool:
     """Whether a method trains on completions that it samples, by its config."""
-    return hasattr(args, "max_completion_length")
+    return hasattr(args, "num_generations")
 
 
 def _answers(trainer: Any) -> int:
@@ -345,7 +345,7 @@ def _answers(trainer: Any) -> int:
 
 def _compares(trainer: Any, args: Any) -> bool:
     """Whether a frozen reference scores the rows."""
-    if not samples(args):
+    if not samples(args) or not getattr(trainer, "compared", True):
         return getattr(trainer, "compared", False) and not args.precompute_ref_log_probs
     always = any(getattr(args, name, None) is not None for name in ("kl_coef", "beta2"))
     return always or bool(args.beta) or getattr(args, "log_ref_kl", False)

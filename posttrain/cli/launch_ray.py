@@ -31,7 +31,10 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 __all__ = ["SERVED", "RayArguments", "RayRun", "is_wanted", "run", "split"]
 
 # Commands that can generate with rollout servers.
-SERVED = ("grpo", "gmpo", "a2po", "rloo", "online-dpo", "async-grpo")
+SERVED = (
+    "grpo", "gmpo", "a2po", "rloo", "online-dpo", "async-grpo",
+    "distill", "distillation", "gkd", "gold", "minillm", "iw-opd", "sdft", "sdpo", "ssd",
+)  # fmt: skip
 # Beginnings of the environment variables that go along; Ray passes on no others.
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")
 # Set in the trainer that this launcher starts, so that the same options do not start another launcher.

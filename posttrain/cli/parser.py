@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import typing
-from argparse import SUPPRESS
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,10 @@ class PosttrainArgumentParser(HfArgumentParser):
             return (*instances, left + list(rest))
         return tuple(instances)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse; an option that two classes share is the first one's, and the other keeps its default."""
+        return super().parse_known_args(args, _Shared() if namespace is None else namespace)
+
     def set_defaults_with_config(self, **values: Any) -> list[str]:
         """Make these the defaults of their fields; returns the others as command-line tokens."""
         self.set_defaults(**{key: value for key, value in values.items() if key in self.fields})
@@ -110,6 +114,13 @@ class PosttrainArgumentParser(HfArgumentParser):
 
 
 TrlParser = PosttrainArgumentParser
+
+
+class _Shared(Namespace):
+    """Names can be taken out twice: `transformers` takes out those of each class in turn."""
+
+    def __delattr__(self, name: str) -> None:
+        vars(self).pop(name, None)
 
 
 def _number_or_word(text: str) -> int | str:

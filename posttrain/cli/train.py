@@ -298,7 +298,9 @@ def parser_for(name: str) -> Any:
 
     command = COMMANDS[name]
     types = (command.script_args, _load(command.config), ModelConfig, DatasetMixtureConfig)
-    return PosttrainArgumentParser(types, prog=f"posttrain {name}")
+    # The dtype that asynchronous GRPO has too: `ModelConfig` comes later, and its own is for the other commands.
+    shared = {"conflict_handler": "resolve"} if name == "async-grpo" else {}
+    return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)
 
 
 def run(name: str, argv: list[str]) -> int:

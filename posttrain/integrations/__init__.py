@@ -18,6 +18,7 @@ EXTRAS = {
     "liger_kernel": "liger",
     "math_verify": "math",
     "pebble": "rewards",
+    "PIL": "vision",
     "prometheus_client": "serve",
     "pydantic": "serve",
     "ray": "ray",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from posttrain.data.pictures import Picture, read_picture
 from posttrain.data.processors import PictureProcessor, Placed
@@ -120,6 +119,8 @@ class PictureEncoder:
         """All features of a canvas in the form that the model's forward reads."""
         first: Any = [levels[0]] if self._listed else levels[0][None]
         if len(levels) == 1:
+            from transformers.modeling_outputs import BaseModelOutputWithPooling
+
             return BaseModelOutputWithPooling(pooler_output=first)
         from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 

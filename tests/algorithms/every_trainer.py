@@ -54,8 +54,8 @@ def data(kind, count, first=0):
     return datasets.Dataset.from_list(rows)
 
 
-def every(kind, folder, tokenizer, *, train=None, base=None, cls=None, **settings):
-    """A trainer by name; ``cls`` a subclass of it, ``base`` other rows to train on."""
+def every(kind, folder, tokenizer, *, train=None, base=None, cls=None, arguments=None, **settings):
+    """A trainer by name; ``cls`` a subclass of it, ``arguments`` of its config, ``base`` other rows to train on."""
     trainer, config = EVERY[kind]
     own = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "use_cpu": True, "max_steps": 1}
     if kind in GROUPED:
@@ -69,7 +69,7 @@ def every(kind, folder, tokenizer, *, train=None, base=None, cls=None, **setting
     names = ("eval_dataset", "compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics", "callbacks")
     keys = {name: settings.pop(name) for name in names if name in settings}
     reward = settings.pop("reward_funcs", by_answer)
-    args = config(str(folder), **(SHORT | own | settings))
+    args = (arguments or config)(str(folder), **(SHORT | own | settings))
     model = scorer(tokenizer) if kind == "reward" else build_model(len(tokenizer))
     rows = train if train is not None else data(kind, 8)
     keys |= {"model": model, "args": args, "train_dataset": rows, "processing_class": tokenizer}

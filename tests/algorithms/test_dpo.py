@@ -370,10 +370,11 @@ class Sink(TrainerCallback):
 
 def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
     trainer = dpo(tmp_path, tiny_tokenizer, max_steps=12, learning_rate=1e-3)
-    trainer.pairs.health.history = [
-        {"rewards/chosen": -0.1 * i, "rewards/rejected": -0.3 * i, "rewards/accuracies": 0.9} for i in range(5)
+    trainer.state.log_history = [
+        {"step": i, "loss": 0.6, "rewards/chosen": -0.1 * i, "rewards/rejected": -0.3 * i, "rewards/accuracies": 0.9}
+        for i in range(5)
     ]
-    trainer.log({"rewards/chosen": -5.0, "rewards/rejected": -9.0, "rewards/accuracies": 1.0})
+    trainer.log({"loss": 0.5, "rewards/chosen": -5.0, "rewards/rejected": -9.0, "rewards/accuracies": 1.0})
     assert "PT-P003" in caplog.text
 
 
@@ -394,7 +395,7 @@ def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
         ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "sync_ref_model=True moves the reference"),
         ({"ref_model_mixup_alpha": 0.0}, "ref_model_mixup_alpha=0.0"),
         ({"max_length": 1}, "max_length=1"),
-        ({"rpo_alpha": 1.0}, "'rpo_alpha' any more: add 'sft' to loss_type"),
+        ({"rpo_alpha": 1.0}, "rpo_alpha=1.0.*add 'sft' to loss_type"),
         ({"truncation_mode": "keep_middle"}, "truncation_mode='keep_middle'"),
     ],
 )

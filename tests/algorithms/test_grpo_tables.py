@@ -94,7 +94,7 @@ def test_a_table_that_fails_is_told_once_and_does_not_stop_training(tiny_tokeniz
     def broken(*_):
         raise OSError("no space")
 
-    monkeypatch.setitem(rollout_table.TABLE_TRACKERS, "wandb", broken)
+    monkeypatch.setitem(rollout_table.TRACKERS, "wandb", broken)
     trainer = grpo(tmp_path, tiny_tokenizer, log_completions=True, num_completions_to_print=0, max_steps=3)
     trainer.args.report_to = ["wandb"]
     with caplog.at_level(logging.WARNING):

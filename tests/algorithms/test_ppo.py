@@ -688,7 +688,7 @@ def test_r29_a_reward_model_that_says_one_thing_of_every_response_is_an_error(to
     scorer = classifier(len(tokenizer))
     torch.nn.init.zeros_(scorer.score.weight)
     trainer = ppo(tmp_path, tokenizer, reward=scorer, max_steps=1)
-    with pytest.raises(RewardError, match=r"gives 0 to \d different texts of the first batch.*the classifier's head"):
+    with pytest.raises(RewardError, match=r"gives 0 to \d different texts"):
         trainer.train()
 
 
@@ -820,7 +820,8 @@ def test_the_config_answers_whatever_the_online_trainer_asks():
         set(dir(PPOConfig("unused", bf16=False, report_to="none"))),
     )
     for name in ("online", "scoring", "prompts", "dynamic_sampling", "trainer", "evaluation"):
-        source = (folder / f"{name}.py").read_text()
+        # Names of attributes by TRL's names are no reads.
+        source = (folder / f"{name}.py").read_text().replace('"args.', "")
         read = set(re.findall(r"(?:self\.|\b)args\.([a-z]\w+)", source)) - set(dir(datasets.Dataset))
         assert not {option for option in read if option not in known | UNREAD}, name
 

@@ -49,7 +49,7 @@ def test_a_reward_model_that_says_one_thing_is_refused_before_training(tiny_toke
     judge = build_judge(len(tiny_tokenizer))
     with torch.no_grad():
         judge.score.weight.zero_()
-    with pytest.raises(RewardError, match="three different probe texts"):
+    with pytest.raises(RewardError, match="gives 0 to 4 different texts"):
         grpo(tmp_path, tiny_tokenizer, rewards=judge, reward_processing_classes=tiny_tokenizer)
 
 

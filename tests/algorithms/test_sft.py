@@ -232,7 +232,7 @@ def test_defaults_are_the_peer_s(tmp_path):
         "dataset_text_field": "text",
         "completion_only_loss": None,
         "assistant_only_loss": False,
-        "loss_type": "chunked_nll",
+        "loss_type": "nll",
         "logging_steps": 10,
         "gradient_checkpointing": True,
     }

@@ -106,6 +106,7 @@ METHODS = {
     "sft": (1, False), "reward": (2, False), "dpo": (2, True), "kto": (1, True), "bco": (1, True), "cpo": (2, False),
     "orpo": (2, False), "tpo": (3, False), "grpo": (0, False), "gmpo": (0, False), "async-grpo": (0, False),
     "rloo": (0, True), "a2po": (0, True), "ppo": (0, True), "online-dpo": (0, True), "nash-md": (0, True), "xpo": (0, True),
+    **dict.fromkeys(("distill", "distillation", "gkd", "gold", "minillm", "iw-opd", "sdft", "sdpo", "ssd"), (0, False)),
 }  # fmt: skip
 
 

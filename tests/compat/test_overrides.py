@@ -54,7 +54,7 @@ def made(name, folder, tokenizer, cls, **settings):
         return async_helpers.trainer(folder, tokenizer, answers, cls=cls, max_steps=1, **settings)
     settings |= {"eval_dataset": data(KINDS[name], 2, 8)}
     if name == "GMPO":
-        settings |= {"loss_type": "gmpo"}
+        settings |= {"arguments": pt.GMPOConfig}
     return every(KINDS[name], folder, tokenizer, cls=cls, **settings)
 
 

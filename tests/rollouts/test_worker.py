@@ -144,7 +144,7 @@ def test_trap_s22_a_killed_worker_is_replaced_and_its_prompts_are_asked_again(tm
     said = caplog.records[0].getMessage()
     assert "exit code -9 (SIGKILL)" in said
     assert "about to be killed" in said
-    prompts = [given.source.group, given.source.cursor]
+    prompts = [given.source.group, given.source.prompts.position]
     assert prompts[0] > prompts[1] + 8 * given.source.prompts.passes  # Groups were asked a second time.
 
 
@@ -194,7 +194,8 @@ def test_a_group_with_one_survivor_is_dropped_and_its_prompt_asked_once_more(tmp
     found = take(given, 12)
     assert (given.ledger.dropped["failed"], given.ledger.dropped["alone"]) == (3, 1)
     assert 0 not in {c.group_id for c in found}
-    assert given.source.group > given.source.cursor
+    prompts = given.source.prompts
+    assert given.source.group > prompts.position + prompts.passes * len(prompts.dataset)
 
 
 def test_no_more_is_written_than_the_queue_has_room_for(tmp_path, running):

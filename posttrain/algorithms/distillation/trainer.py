@@ -79,6 +79,7 @@ class DistillationTrainer(OnlineTrainer):
     """
 
     config_class: ClassVar[type[Any]] = DistillationConfig
+    compared: ClassVar[bool] = False  # ``beta`` is the divergence's, and no tie to a reference.
     cuts_prompts = True
     takes_rewards: ClassVar[bool] = False  # Whether GRPO's loss stands beside the divergence.
     privileged: ClassVar[bool] = False  # Whether the teacher reads another prompt, which `facts` gives.
