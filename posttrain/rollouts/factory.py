@@ -14,6 +14,7 @@ from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine, native_is_exact
 from posttrain.rollouts.paged import PagedEngine, paged_refusal
+from posttrain.rollouts.server.replies import remove_orphans
 from posttrain.rollouts.vllm import vllm_refusal
 
 __all__ = ["choose_engine", "create_engine"]
@@ -81,6 +82,8 @@ def create_engine(
         raise ConfigError(
             f"rollout_engine={name!r} is not known{did_you_mean(name, NAMES)}. Choose one of {', '.join(NAMES)}."
         )
+    # A run that was killed leaves its weights in shared memory; the next one that samples removes them.
+    remove_orphans()
     if name == "auto":
         name = choose_engine(model, UNCONFIGURED)
     engine = _made(name, model, pad_token_id, cache)

@@ -24,7 +24,7 @@ from posttrain.rollouts.workers.samples import GroupTask
 from posttrain.training.scoring import reward_runner
 from posttrain.types import Sampling
 from tests.algorithms.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer
-from tests.algorithms.helpers import prompts, sft, weights
+from tests.algorithms.helpers import grpo, prompts, weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,7 +103,7 @@ def test_what_a_trainer_that_was_killed_with_its_workers_left_is_removed_by_the_
     until(lambda: all(psutil.Process(endless.pid).status() == "zombie" for _ in [0]))
     time.sleep(0.2)
     assert shared(endless)
-    sft(tmp_path / "next", tiny_tokenizer, max_steps=1).train()
+    grpo(tmp_path / "next", tiny_tokenizer, engine="hf", max_steps=1).train()
     assert not shared(endless)
 
 
