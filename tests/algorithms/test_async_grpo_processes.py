@@ -103,7 +103,7 @@ def test_what_a_trainer_that_was_killed_with_its_workers_left_is_removed_by_the_
     until(lambda: all(psutil.Process(endless.pid).status() == "zombie" for _ in [0]))
     time.sleep(0.2)
     assert shared(endless)
-    grpo(tmp_path / "next", tiny_tokenizer, engine="hf", max_steps=1).train()
+    grpo(tmp_path / "next", tiny_tokenizer, engine="native", max_steps=1).train()
     assert not shared(endless)
 
 
