@@ -21,9 +21,10 @@ FIRST = 10  # Token of version 0.
 class Scripted(StubServer):
     """Writes a token a step, which tells the version of the weights it is written under; waits while it is paused or updated."""
 
-    def __init__(self, held=0, token_s=0.02, port=0):
+    def __init__(self, held=0, token_s=0.02, port=0, straddles=False):
         # Before it serves: a client may have waited for it.
         self.token_s, self.busy, self.most, self.held = token_s, 0, 0, held
+        self.straddles = straddles  # Its first completion goes on when new weights are there, and not before.
         super().__init__(build_model(len(build_tokenizer())), port)
         self.version = held  # What it calls the weights it begins with.
 
@@ -65,6 +66,10 @@ class Scripted(StubServer):
                 raise Refused(409, "the weights are not whole")
             time.sleep(self.token_s)
             wires.append(self.version)
+            if self.straddles:
+                self.straddles, until = False, time.monotonic() + 20
+                while self.version == wires[0] and not self.dead and time.monotonic() < until:
+                    time.sleep(0.005)
         return wires
 
 
@@ -86,7 +91,8 @@ def generations(stub):
 def test_trap_s6_s45_every_trained_token_has_the_version_that_wrote_it_while_servers_die_join_and_forget(
     tiny_tokenizer, tmp_path, scripted
 ):
-    stubs, listed = [scripted(), scripted(), scripted(held=40)], tmp_path / "servers.txt"
+    stubs = [scripted(straddles=True), scripted(straddles=True), scripted(held=40, straddles=True)]
+    listed = tmp_path / "servers.txt"
     listed.write_text("\n".join(stub.url for stub in stubs))
 
     def join():
@@ -119,6 +125,7 @@ def test_trap_s6_s45_every_trained_token_has_the_version_that_wrote_it_while_ser
     for one in evidence.samples:
         written = [token for token, kept in zip(one.input_ids, one.completion_mask, strict=True) if kept]
         assert written == [FIRST + version for version, count in one.spans for _ in range(count)]
+    assert any(len(one.spans) > 1 for one in evidence.samples)  # Completions went on under new weights.
     first, _, second, newcomer = stubs
     assert generations(newcomer) > 0
     assert first.most > 1  # Groups are asked for side by side.

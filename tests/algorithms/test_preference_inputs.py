@@ -316,7 +316,11 @@ def test_columns_of_images_are_refused_and_not_left_aside(method, tiny_tokenizer
     data = datasets.Dataset.from_list(rows(16, images=["a.png"]))
     tiny_tokenizer.pad_token = "<|endoftext|>"
     # DPO reads images, with a processor.
-    text = "processing_class" if method == "dpo" else r"have images \(columns \['images'\]\).*remove_columns"
+    text = (
+        "rows have images, and processing_class is .*AutoProcessor"
+        if method == "dpo"
+        else r"have images \(columns \['images'\]\).*remove_columns"
+    )
     with pytest.raises(DataError, match=text):
         if method in METHODS:
             make(method, tiny_tokenizer, tmp_path, data=data)
