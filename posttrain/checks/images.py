@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from posttrain.checks.registry import Context, finding, probe, register
+from posttrain.data.pictures import undecoded
 from posttrain.integrations import require
 from posttrain.types import Finding
 
@@ -274,26 +275,13 @@ def _text_counter(processor: Any) -> Callable[[dict[str, Any]], int]:
     return count
 
 
-def _undecoded(dataset: Any) -> Any:
-    """The dataset with images as files or bytes: their pixels are not wanted."""
-    import datasets
-
-    for name, kind in (getattr(dataset, "features", None) or {}).items():
-        inner = getattr(kind, "feature", None)
-        if isinstance(kind, datasets.Image):
-            dataset = dataset.cast_column(name, datasets.Image(decode=False))
-        elif isinstance(inner, datasets.Image):
-            dataset = dataset.cast_column(name, datasets.List(datasets.Image(decode=False)))
-    return dataset
-
-
 @probe("data", "PT-G001", "PT-G002", "PT-G003", columns=("image", "images"))
 def images(context: Context) -> list[Finding | None]:
     """The first two thousand rows of a dataset with images; pixels of the 32 largest are read."""
     columns = getattr(context.train_dataset, "column_names", None) or ()
     if not {"image", "images"} & set(columns) or not hasattr(context.tokenizer, "image_processor"):
         return []
-    examples = list(islice(_undecoded(context.train_dataset), ROWS))
+    examples = list(islice(undecoded(context.train_dataset), ROWS))
     rows = image_rows(examples, _text_counter(context.tokenizer))
     limits = {
         "max_length": context.limit or getattr(context.args, "max_length", None),

@@ -6,7 +6,7 @@ O(chunk * V) instead of O(N * V), whatever the loss does with the log-probs afte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,6 +74,47 @@ class _Wants(NamedTuple):
     collision: bool
 
 
+class _HeadGradients:
+    """Gradients of ``z = h W^T + b`` from those of ``z``, a chunk of positions at a time.
+
+    Args:
+        hidden: ``(N, H)``.
+        weight: ``(V, H)``.
+        bias: ``(V,)`` or None.
+        needed: Which of the three want one.
+        wide: Dtype that weight and bias are summed in.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool], wide: torch.dtype
+    ) -> None:
+        self.inputs, self.wide = (hidden, weight), wide
+        need_hidden, need_weight, need_bias = needed
+        self.hidden = torch.empty_like(hidden) if need_hidden else None
+        self.weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
+        self.bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if need_bias and bias is not None else None
+
+    def add(self, part: slice, dz: Tensor) -> None:
+        """Add the chunk ``part``, every position once, of which the gradient is ``(n, V)``."""
+        hidden, weight = self.inputs
+        dz = dz.to(weight.dtype)
+        if self.hidden is not None:
+            self.hidden[part] = dz @ weight
+        if self.weight is not None:
+            self.weight.addmm_(dz.T, hidden[part]) if self.wide == dz.dtype else self.weight.add_(dz.T @ hidden[part])
+        if self.bias is not None:
+            self.bias += dz.sum(0, dtype=self.wide)
+
+    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of the hidden states, the weight and the bias, in the dtype of the weight; None where not needed."""
+        dtype = self.inputs[1].dtype
+        return (
+            self.hidden,
+            None if self.weight is None else self.weight.to(dtype),
+            None if self.bias is None else self.bias.to(dtype),
+        )
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -120,11 +161,8 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         rule: _Rule = ctx.rule
         through_entropy = ctx.wants.entropy_grad and grad_entropy is not None
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         wide = grad_logp.dtype
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
-        grad_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if need_bias else None
+        sums = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], wide)
         for start in range(0, targets.shape[0], rule.chunk):
             part = slice(start, start + rule.chunk)
             x, bent = rule.logits(hidden[part], weight, bias)
@@ -137,16 +175,23 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 dx = lp.exp_().mul_(-g[:, None])
             dx.scatter_add_(1, targets[part, None], g[:, None])
-            dx = rule.through(dx, bent).to(weight.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = dx @ weight
-            if grad_weight is not None:
-                grad_weight.addmm_(dx.T, hidden[part]) if wide == dx.dtype else grad_weight.add_(dx.T @ hidden[part])
-            if grad_bias is not None:
-                grad_bias += dx.sum(0, dtype=wide)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+            sums.add(part, rule.through(dx, bent))
+        return *sums.found(), None, None, None
+
+
+def _prepared(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """The operands of the product in one dtype, autocast's where it is on, and how many positions a chunk has."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    elif hidden.dtype != weight.dtype:
+        hidden = hidden.to(weight.dtype)
+    size = CHUNK_BYTES if device == "cpu" else ACCELERATOR_CHUNK_BYTES
+    chunk = chunk_size or max(16, size // (4 * weight.shape[0]))
+    return hidden, weight, None if bias is None else bias.to(weight.dtype), chunk
 
 
 def token_logprobs(
@@ -191,18 +236,10 @@ def token_logprobs(
     """
     if temperature <= 0:
         raise ConfigError(f"temperature={temperature} must be above 0: logits are divided by it.")
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    elif hidden.dtype != weight.dtype:
-        hidden = hidden.to(weight.dtype)
-    bias = None if bias is None else bias.to(weight.dtype)
-    size = CHUNK_BYTES if device == "cpu" else ACCELERATOR_CHUNK_BYTES
-    chunk = chunk_size or max(16, size // (4 * weight.shape[0]))
+    hidden, weight, bias, chunk = _prepared(hidden, weight, bias, chunk_size)
     rule = _Rule(logit_scale, softcap, temperature, chunk)
     wants = _Wants(need_entropy or entropy_grad, entropy_grad, need_correct, need_mean_logit, need_collision)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, rule, wants)
     asked = (wants.entropy, wants.correct, wants.mean_logit, wants.collision)
     return TokenLogprobs(logp, *(value if want else None for value, want in zip(rest, asked, strict=True)))
@@ -229,10 +266,7 @@ class _ChunkedRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         rule, wide = ctx.rule, grad.dtype
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
-        grad_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if need_bias else None
+        sums = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], wide)
         for start in range(0, len(hidden), rule.chunk):
             part = slice(start, start + rule.chunk)
             x, bent = rule.logits(hidden[part], weight, bias)
@@ -240,16 +274,8 @@ class _ChunkedRows(torch.autograd.Function):
             with torch.enable_grad():
                 values = ctx.measure(x, part)[:, : ctx.columns]
                 (dx,) = torch.autograd.grad(values, x, grad[part, : ctx.columns])
-            dx = rule.through(dx, bent).to(weight.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = dx @ weight
-            if grad_weight is not None:
-                grad_weight.addmm_(dx.T, hidden[part]) if wide == dx.dtype else grad_weight.add_(dx.T @ hidden[part])
-            if grad_bias is not None:
-                grad_bias += dx.sum(0, dtype=wide)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+            sums.add(part, rule.through(dx, bent))
+        return *sums.found(), None, None, None
 
 
 def chunked_rows(
@@ -276,16 +302,9 @@ def chunked_rows(
         softcap: Likewise.
         chunk_size: Likewise.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    elif hidden.dtype != weight.dtype:
-        hidden = hidden.to(weight.dtype)
-    bias = None if bias is None else bias.to(weight.dtype)
-    size = CHUNK_BYTES if device == "cpu" else ACCELERATOR_CHUNK_BYTES
-    rule = _Rule(logit_scale, softcap, 1.0, chunk_size or max(16, size // (4 * weight.shape[0])))
-    with torch.autocast(device, enabled=False):
+    hidden, weight, bias, chunk = _prepared(hidden, weight, bias, chunk_size)
+    rule = _Rule(logit_scale, softcap, 1.0, chunk)
+    with torch.autocast(hidden.device.type, enabled=False):
         return _ChunkedRows.apply(hidden, weight, bias, rule, measure, columns)
 
 
