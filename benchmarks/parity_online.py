@@ -1,7 +1,7 @@
 """Loss, gradient and metrics of RLOO, GMPO, A*-PO and online DPO against the peer's formulas, on the same fixed tensors.
 
 As `parity_grpo`: both sides get log-probs, advantages and masks and no model, and the peer's own loss functions run on objects
-that were never constructed. PPO, Nash-MD and XPO are not in the peer's release; loops and hand numbers in the tests pin them.
+that were never constructed. PPO is not in the peer's release; loops and hand numbers in the tests pin it.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def our_terms(method: str, settings: dict[str, Any]) -> Any:
     import posttrain
     from posttrain.algorithms.a2po import a2po_objective
     from posttrain.algorithms.grpo.gmpo import gmpo_objective
-    from posttrain.algorithms.online_preference import pair_terms, sequence_sums
+    from posttrain.algorithms.online_dpo import pair_terms, sequence_sums
     from posttrain.algorithms.rloo import rloo_objective
 
     if method == "online_dpo":

@@ -75,12 +75,9 @@ _PUBLIC = {
     "MiniLLMConfig": "algorithms.distillation.presets",
     "MiniLLMTrainer": "algorithms.distillation.presets",
     "MissingDependencyError": "errors",
-    "MixtureEngine": "algorithms.nash_md",
     "ModelConfig": "models.load",
     "ModelError": "errors",
     "ModelOutputs": "types",
-    "NashMDConfig": "algorithms.nash_md",
-    "NashMDTrainer": "algorithms.nash_md",
     "NativeEngine": "rollouts.native.engine",
     "NoOpManager": "models.activations",
     "ORPOConfig": "algorithms.orpo",
@@ -89,8 +86,6 @@ _PUBLIC = {
     "OnlineConfig": "training.online_config",
     "OnlineDPOConfig": "algorithms.online_dpo",
     "OnlineDPOTrainer": "algorithms.online_dpo",
-    "OnlinePreferenceConfig": "algorithms.online_preference",
-    "OnlinePreferenceTrainer": "algorithms.online_preference",
     "OnlineTrainer": "training.online",
     "OpenAIPairwiseJudge": "rewards.judges",
     "PPOConfig": "algorithms.ppo",
@@ -150,8 +145,6 @@ _PUBLIC = {
     "WeightSyncError": "errors",
     "WeightTransferProtocol": "rollouts.workers.samples",
     "Weights": "rollouts.workers.shared_weights",
-    "XPOConfig": "algorithms.xpo",
-    "XPOTrainer": "algorithms.xpo",
     "accuracy_reward": "rewards.math",
     "add_response_schema": "data.responses",
     "adjusted_mfu": "models.device",
@@ -270,6 +263,9 @@ __all__ = sorted(_PUBLIC)
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
+        paths = importlib.import_module("posttrain.compat.paths")
+        if name in paths.INSTEAD:
+            return paths.public_name("posttrain", name)  # Raises: TRL's name, and what does its job here.
         raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"posttrain.{_PUBLIC[name]}"), name)
     globals()[name] = value

@@ -108,14 +108,11 @@ def _ppo(folder, tokenizer):
     return ppo(folder, tokenizer, engine="native", eval_dataset=prompts(4), **COMMON)
 
 
-def _online_preference(method):
-    def build(folder, tokenizer):
-        from tests.algorithms.helpers import prompts
-        from tests.algorithms.test_online_preference import make
+def _online_dpo(folder, tokenizer):
+    from tests.algorithms.helpers import prompts
+    from tests.algorithms.test_online_dpo import make
 
-        return make(method, folder, tokenizer, eval_dataset=prompts(4), **COMMON)
-
-    return build
+    return make(folder, tokenizer, eval_dataset=prompts(4), **COMMON)
 
 
 def _a2po(folder, tokenizer):
@@ -163,9 +160,7 @@ CASES = {
     "gmpo": _gmpo,
     "rloo": _rloo,
     "ppo": _ppo,
-    "online_dpo": _online_preference("online_dpo"),
-    "nash_md": _online_preference("nash_md"),
-    "xpo": _online_preference("xpo"),
+    "online_dpo": _online_dpo,
     "a2po": _a2po,
     "async_grpo": _async_grpo,
     "gkd": _gkd,

@@ -516,7 +516,6 @@ def _generating(args: Any, lengths: Lengths, device: str) -> Generating | None:
         sequences=sequences,
         slots=64 if device == "cpu" else 256,
         shares_prompts=getattr(args, "rollout_engine", "auto") != "hf",
-        models=2 if hasattr(args, "mixture_coef") else 1,
     )
 
 

@@ -135,7 +135,7 @@ for _name, _branches in {
     register(_name, answer_rows_of(_branches))
 register("sft", sft_rows)
 register("reward", reward_rows)
-for _name in ("grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo", "nash-md", "xpo"):
+for _name in ("grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo"):
     register(_name, prompt_rows)
 
 

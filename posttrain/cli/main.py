@@ -31,8 +31,6 @@ TRAINING = {
     "rloo": "policy gradients against the mean of a prompt's other completions",
     "ppo": "clipped policy gradients with a value function",
     "online-dpo": "DPO on pairs of the policy's own completions, by rewards or a judge",
-    "nash-md": "to be preferred to a mixture of the policy and the reference",
-    "xpo": "online DPO against the reference, with a bonus for exploring",
     "distill": "learn a teacher's next-token distributions, on the student's own samples",
     "distillation": "the same command by TRL's name",
     "gkd": "the same on the dataset's answers, or a mixture of both",

@@ -267,8 +267,6 @@ COMMANDS: dict[str, Command] = {
     "rloo": Command("rloo", "RLOO", GRPOScriptArguments),
     "ppo": Command("ppo", "PPO", PPOScriptArguments),
     "online-dpo": Command("online_dpo", "OnlineDPO", JudgedScriptArguments),
-    "nash-md": Command("nash_md", "NashMD", JudgedScriptArguments),
-    "xpo": Command("xpo", "XPO", JudgedScriptArguments),
     "grpo": Command("grpo", "GRPO", EpisodeScriptArguments),
     "gmpo": Command("grpo.gmpo", "GMPO", EpisodeScriptArguments),
     "async-grpo": Command("async_grpo", "AsyncGRPO", EpisodeScriptArguments),

@@ -78,7 +78,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "_sync_weight_lora": TRANSFER,
         "_sync_weight_merged": TRANSFER,
     },
-    "OnlinePreferenceTrainer": {
+    "OnlineDPOTrainer": {
         "_calculate_rewards_from_functions": SCORE,
         "_enable_gradient_checkpointing": "gradient_checkpointing_kwargs of the config",
         "_fix_param_name_to_vllm": ENGINE,

@@ -74,6 +74,10 @@ INSTEAD = {
     "pad_byte_offsets": "tokenizer(text, return_offsets_mapping=True)",
     "add_bos_token_if_needed": "nothing: the trainers add it once",
     "add_eos_token_if_needed": "nothing: the trainers add it once",
+    "NashMDConfig": "posttrain.OnlineDPOConfig",
+    "NashMDTrainer": "posttrain.OnlineDPOTrainer",
+    "XPOConfig": "posttrain.OnlineDPOConfig",
+    "XPOTrainer": "posttrain.OnlineDPOTrainer",
     "HarnessRolloutWorker": "rollout_func or environment_factory (docs/environments.md)",
 }
 

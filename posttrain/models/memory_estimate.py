@@ -93,7 +93,6 @@ class Generating:
         sequences: Completions of the call.
         slots: Most sequences that are decoded at once.
         shares_prompts: Whether a prompt's keys and values are kept once for all its completions.
-        models: Models that generate together (two in Nash-MD).
     """
 
     prompts: int
@@ -102,7 +101,6 @@ class Generating:
     sequences: int
     slots: int = 64
     shares_prompts: bool = True
-    models: int = 1
 
 
 # Tokens of one prefill pass of the native engine.
@@ -336,7 +334,7 @@ def _generation(call: Generating, part: Part, model: nn.Module) -> dict[str, int
         prefill = min(PREFILL_TOKENS, call.prompts * call.prompt_tokens) or prefill
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return {
-        "keys and values": call.models * each * (live * room + kept * call.prompt_tokens),
+        "keys and values": each * (live * room + kept * call.prompt_tokens),
         "logits": 3 * live * config.vocab_size * 4,
         "activations": prefill * (3 * inner + 6 * config.hidden_size) * item,
     }

@@ -6,10 +6,8 @@ import datasets
 
 import posttrain as pt
 from posttrain.algorithms.a2po import A2POConfig, A2POTrainer
-from posttrain.algorithms.nash_md import NashMDConfig, NashMDTrainer
 from posttrain.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from posttrain.algorithms.ppo import PPOConfig, PPOTrainer
-from posttrain.algorithms.xpo import XPOConfig, XPOTrainer
 from tests.algorithms.helpers import SHORT, scripted
 from tests.algorithms.test_reward import scorer
 from tests.conftest import build_model
@@ -21,11 +19,7 @@ JUDGED = {"kto": (pt.KTOTrainer, pt.KTOConfig), "bco": (pt.BCOTrainer, pt.BCOCon
 PLAIN = {"sft": (pt.SFTTrainer, pt.SFTConfig)}
 OFFLINE = PLAIN | PAIRED | JUDGED
 GROUPED = {"grpo": (pt.GRPOTrainer, pt.GRPOConfig), "rloo": (pt.RLOOTrainer, pt.RLOOConfig)}
-COMPARED = {
-    "online_dpo": (OnlineDPOTrainer, OnlineDPOConfig),
-    "nash_md": (NashMDTrainer, NashMDConfig),
-    "xpo": (XPOTrainer, XPOConfig),
-}
+COMPARED = {"online_dpo": (OnlineDPOTrainer, OnlineDPOConfig)}
 ONLINE = GROUPED | COMPARED | {"ppo": (PPOTrainer, PPOConfig), "a2po": (A2POTrainer, A2POConfig)}
 EVERY = OFFLINE | ONLINE
 ANSWERS = {"dpo": 2, "cpo": 2, "orpo": 2, "tpo": 3, "reward": 2}  # Sequences of one row, where it is not one.
@@ -76,5 +70,4 @@ def every(kind, folder, tokenizer, *, train=None, base=None, cls=None, arguments
     if kind in ONLINE:
         keys["reward_model" if kind == "ppo" else "reward_funcs"] = reward
         keys["rollout_engine"] = scripted()
-        keys |= {"reference_engine": scripted()} if kind == "xpo" else {}
     return (cls or trainer)(**keys)

@@ -10,8 +10,7 @@ import torch
 from posttrain import A2POConfig
 from posttrain.algorithms.a2po import a2po_objective
 from posttrain.algorithms.grpo import GRPOConfig, grpo_objective
-from posttrain.algorithms.nash_md import nash_md_terms
-from posttrain.algorithms.online_preference import pair_terms, sequence_sums
+from posttrain.algorithms.online_dpo import pair_terms, sequence_sums
 from posttrain.data.forest import Layout, collate
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.types import LossTerms, Row
@@ -167,19 +166,6 @@ def test_the_pair_loss_begins_with_the_policy_gradient_of_who_won():
     ours = preference(batch, loss)
     assert ours.abs().max() > 0
     assert torch.allclose(ours, theta.grad, atol=1e-9)
-
-
-def test_nash_md_at_its_reference_is_the_policy_gradient_of_the_preference():
-    """With log-ratio 0 the KL weighs nothing: ``-(p - 1/2) d(sum log pi(y))``, and y' has no gradient."""
-    batch = pairs()
-    gain = torch.tensor([0.3, 0.0]).repeat(2).double()
-    theta = policy()
-    out = outputs(theta, batch)
-    nash_md_terms(out.logp, batch.ref_logp, gain, batch, beta=0.1).sum().backward()
-    expected = policy()
-    (-(gain * summed(outputs(expected, batch).logp, batch)).sum()).backward()
-    assert expected.grad.abs().max() > 0
-    assert torch.allclose(theta.grad, expected.grad, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])

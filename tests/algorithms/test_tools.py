@@ -464,7 +464,7 @@ def test_what_cannot_work_with_tools_is_refused(tokenizer, tiny_tokenizer, tmp_p
             GRPOConfig(str(tmp_path), **{name: value, "bf16": False})
 
 
-@pytest.mark.parametrize("name", ["RLOO", "OnlineDPO", "XPO", "NashMD", "PPO", "A2PO"])
+@pytest.mark.parametrize("name", ["RLOO", "OnlineDPO", "PPO", "A2PO"])
 @pytest.mark.parametrize("argument", ["tools", "environment_factory", "rollout_func"])
 def test_trainers_of_single_turns_refuse_tools_environments_and_rollout_functions(
     tiny_tokenizer, tmp_path, name, argument

@@ -105,7 +105,7 @@ def test_auto_is_taken_on_the_command_line_and_in_files(config, capsys):
 METHODS = {
     "sft": (1, False), "reward": (2, False), "dpo": (2, True), "kto": (1, True), "bco": (1, True), "cpo": (2, False),
     "orpo": (2, False), "tpo": (3, False), "grpo": (0, False), "gmpo": (0, False), "async-grpo": (0, False),
-    "rloo": (0, True), "a2po": (0, True), "ppo": (0, True), "online-dpo": (0, True), "nash-md": (0, True), "xpo": (0, True),
+    "rloo": (0, True), "a2po": (0, True), "ppo": (0, True), "online-dpo": (0, True),
     **dict.fromkeys(("distill", "distillation", "gkd", "gold", "minillm", "iw-opd", "sdft", "sdpo", "ssd"), (0, False)),
 }  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_each_trainer_has_a_plan(trainer, tmp_path):
     assert found.peak > 0
     assert samples(args) == (answers == 0) and ("reference" in found.standing) == compared
     assert ("generation" in found.moments) == (answers == 0 and trainer != "async-grpo")
-    sequences = {"online-dpo": 16, "nash-md": 16, "xpo": 16}.get(trainer, 8 * max(answers, 1))
+    sequences = {"online-dpo": 16}.get(trainer, 8 * max(answers, 1))
     assert sum(batch.num_sequences for batch in work.batches) == sequences
 
 

@@ -100,7 +100,7 @@ def test_resources_are_one_trainer_and_its_servers_with_gpus_only_where_there_ar
     ("name", "tokens", "message"),
     [
         ("sft", MODEL, "posttrain sft does not generate with rollout servers"),
-        ("xpo", MODEL, "--rollout_servers 0"),
+        ("ppo", MODEL, "--rollout_servers 0"),
         ("grpo", [], "--model_name_or_path is missing"),
         ("grpo", [*MODEL, "--vllm_server_base_url", "http://x:1"], "both say where rollouts come from"),
         ("grpo", [*MODEL, "--rollout_servers", "-1"], "rollout_servers=-1 must be 0 or more"),

@@ -24,8 +24,6 @@ SIZES = {
     | {"max_steps": 1, "max_completion_length": 6, "num_value_samples": 2, "filter_all_incorrect": "false"},
     "ppo": SMALL | {"gradient_accumulation_steps": 2, "total_episodes": 8, "response_length": 6},
     "online-dpo": PAIRS,
-    "nash-md": PAIRS,
-    "xpo": PAIRS,
 }
 LOGGED = {
     "grpo": "rewards/accuracy/mean",
@@ -34,8 +32,6 @@ LOGGED = {
     "a2po": "v_star",
     "ppo": "objective/rlhf_reward",
     "online-dpo": "rewards/helpful/mean",
-    "nash-md": "rewards/probabilities",
-    "xpo": "loss/xpo",
 }
 REWARDS = """
 def accuracy(completions, **_):
@@ -67,26 +63,31 @@ def reward_model(folder, policy):
 
 
 @pytest.mark.parametrize("command", SIZES)
-def test_a_shipped_config_trains(command, here, tiny_model_dir, monkeypatch):
-    sizes = {"model_name_or_path": tiny_model_dir, **SIZES[command]}
-    server = None
-    if command == "nash-md":
-        monkeypatch.setenv("no_proxy", "*")
-        server = Server()
-        server.answer = lambda text, number: str(number % 2)
-        sizes["judge_url"] = server.url
-    if command == "xpo":
-        reward_model(here / "reward", tiny_model_dir)
-    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    try:
-        assert main([command, "--config", str(CONFIGS / f"{command}.yaml"), *words, "--traceback"]) == 0
-    finally:
-        if server is not None:
-            server.http.shutdown()
-            server.http.server_close()
-    folder = here / "runs" / command.replace("-", "_")
+def test_a_shipped_config_trains(command, here, tiny_model_dir):
+    sizes = {"config": CONFIGS / f"{command}.yaml", "model_name_or_path": tiny_model_dir, **SIZES[command]}
+    assert LOGGED[command] in trained(command, sizes, here / "runs" / command.replace("-", "_"))
+
+
+def trained(command, options, folder):
+    """Run the command; return the names of what it logged."""
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert main([command, *words, "--traceback"]) == 0
     assert (folder / "model.safetensors").is_file()
-    logged = {key for line in (folder / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
-    assert LOGGED[command] in logged
-    if server is not None:
-        assert {request["model"] for request in server.requests} == {"my-judge"}
+    return {key for line in (folder / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+
+
+def test_pairs_are_preferred_by_a_judge_or_a_reward_model(here, tiny_model_dir, monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    server = Server()
+    server.answer = lambda text, number: str(number % 2)
+    reward_model(here / "reward", tiny_model_dir)
+    common = {"model_name_or_path": tiny_model_dir, "dataset_name": "prompts.jsonl", "report_to": "none", **PAIRS}
+    judged = common | {"judge_url": server.url, "judge_model": "my-judge", "output_dir": here / "judged"}
+    try:
+        assert "rewards/OpenAIPairwiseJudge/mean" in trained("online-dpo", judged, here / "judged")
+    finally:
+        server.http.shutdown()
+        server.http.server_close()
+    assert {request["model"] for request in server.requests} == {"my-judge"}
+    scored = common | {"reward_model_name_or_path": here / "reward", "output_dir": here / "scored"}
+    assert any(name.startswith("rewards/") for name in trained("online-dpo", scored, here / "scored"))

@@ -110,9 +110,10 @@ def test_import_statements_and_attributes_both_work():
 
 @pytest.mark.parametrize("name", sorted(INSTEAD))
 def test_a_name_without_a_twin_says_what_to_use(name):
-    with pytest.raises(ImportError, match="Fix: use") as caught:
-        getattr(importlib.import_module("posttrain.trainer.utils"), name)
-    assert name in str(caught.value) and caught.value.name == name and INSTEAD[name] in str(caught.value)
+    for module in ("posttrain.trainer.utils", "posttrain"):
+        with pytest.raises(ImportError, match="Fix: use") as caught:
+            getattr(importlib.import_module(module), name)
+        assert name in str(caught.value) and caught.value.name == name and INSTEAD[name] in str(caught.value)
 
 
 def test_a_name_with_a_twin_is_not_in_the_table_of_those_without():
