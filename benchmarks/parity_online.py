@@ -192,7 +192,7 @@ def our_terms(method: str, settings: dict[str, Any]) -> Any:
     """A function from outputs and a batch to loss terms."""
     import posttrain
     from posttrain.algorithms.a2po import a2po_objective
-    from posttrain.algorithms.grpo.gmpo import gmpo_objective
+    from posttrain.algorithms.grpo.trainer import gmpo_objective
     from posttrain.algorithms.online_dpo import pair_terms, sequence_sums
     from posttrain.algorithms.rloo import rloo_objective
 

@@ -10,7 +10,7 @@ import posttrain.losses.advantages
 import posttrain.losses.reduce
 import posttrain.metrics
 import posttrain.rewards.format
-import posttrain.rollouts.scripted
+import posttrain.rollouts.base
 from posttrain.errors import ConfigError, MissingDependencyError, check_choice, exact_div
 from posttrain.integrations import require
 from posttrain.metrics import MetricBuffer, maximum, mean, minimum, total
@@ -23,7 +23,7 @@ from posttrain.metrics import MetricBuffer, maximum, mean, minimum, total
         posttrain.metrics,
         posttrain.losses.advantages,
         posttrain.losses.reduce,
-        posttrain.rollouts.scripted,
+        posttrain.rollouts.base,
         posttrain.rewards.format,
         posttrain.rewards.format,
         posttrain.rewards.format,

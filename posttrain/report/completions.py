@@ -27,8 +27,7 @@ from posttrain.integrations import require
 from posttrain.models import parallel
 from posttrain.models.load import resolve_pad_token
 from posttrain.report.record import RunRecordCallback
-from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.factory import create_engine
+from posttrain.rollouts.base import RolloutEngine, create_engine
 from posttrain.types import Request, Sampling
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import transformers
 
 from posttrain.errors import ConfigError, MissingDependencyError, check_choice, check_rules
-from posttrain.rollouts.factory import choose_engine
+from posttrain.rollouts.base import choose_engine
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 from posttrain.training.config import (
     GenerationFields,

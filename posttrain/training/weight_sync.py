@@ -15,8 +15,7 @@ from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.base import Capabilities, RolloutEngine
-from posttrain.rollouts.factory import create_engine
+from posttrain.rollouts.base import Capabilities, RolloutEngine, create_engine
 from posttrain.rollouts.server.engine import AWAY, ServerEngine
 from posttrain.rollouts.server.replies import derived_seed
 from posttrain.rollouts.workers.shared_weights import Weights

@@ -9,7 +9,7 @@ from posttrain.algorithms.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from posttrain.algorithms.async_grpo.worker import GroupGenerator, RolloutGroup
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
-from posttrain.rollouts.workers.resumable import ResumableGenerator
+from posttrain.rollouts.workers.engine import ResumableGenerator
 from posttrain.rollouts.workers.samples import GroupTask, RolloutSample
 from tests.algorithms.helpers import GROUPS, count_a, prompts
 from tests.conftest import build_model

@@ -12,7 +12,7 @@ from posttrain import ConfigError, DataError, GRPOConfig, ModelOutputs, RewardEr
 from posttrain.algorithms.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_objective
 from posttrain.algorithms.async_grpo.rollouts import warn_of_reward_models
 from posttrain.algorithms.async_grpo.worker import population_advantages, score_group
-from posttrain.algorithms.grpo.objective import grpo_objective
+from posttrain.algorithms.grpo.trainer import grpo_objective
 from posttrain.data.forest import collate
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.rewards.runner import RewardRunner

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from posttrain.algorithms.grpo.gmpo import GMPOConfig
-from posttrain.algorithms.grpo.objective import grpo_objective
+from posttrain.algorithms.grpo.trainer import GMPOConfig, grpo_objective
 from posttrain.errors import ConfigError
 from posttrain.losses.policy import geometric_ratio
 from posttrain.losses.reduce import Denominators, reduce

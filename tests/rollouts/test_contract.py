@@ -8,11 +8,10 @@ from scipy.stats import chisquare
 
 from posttrain.errors import ConfigError, RolloutError
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.base import Capabilities, RolloutEngine, require_engine
+from posttrain.rollouts.base import Capabilities, RolloutEngine, ScriptedEngine, require_engine
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.paged import PagedEngine
-from posttrain.rollouts.scripted import ScriptedEngine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Row, Sampling

@@ -10,7 +10,7 @@ import torch
 from posttrain import ArgumentTypeError, RolloutError
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ModelError, WeightSyncError
-from posttrain.rollouts.workers.engine_spec import EngineSpec
+from posttrain.rollouts.workers.engine import EngineSpec
 from posttrain.rollouts.workers.ledger import Ledger
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, TaskSource

@@ -25,7 +25,7 @@ from posttrain.models.forward import causal_lm
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch, by_context, completions_for_rewards, rollout_batch
 from posttrain.rollouts.episodes.driver import EpisodeSetup
-from posttrain.rollouts.workers.engine_spec import EngineSpec
+from posttrain.rollouts.workers.engine import EngineSpec
 from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, Ledger, balanced_shares
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory

@@ -26,9 +26,14 @@ from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
 from posttrain.rollouts.episodes.loop import Batches, Episode, share_prompts
-from posttrain.rollouts.workers.engine_spec import EngineHandle, EngineSpec
+from posttrain.rollouts.workers.engine import (
+    EngineHandle,
+    EngineSpec,
+    PartialCompletion,
+    ResumableGenerator,
+    begin_completions,
+)
 from posttrain.rollouts.workers.processes import GroupResult
-from posttrain.rollouts.workers.resumable import PartialCompletion, ResumableGenerator, begin_completions
 from posttrain.rollouts.workers.samples import GroupTask, RolloutSample, Trajectory
 from posttrain.rollouts.workers.shared_weights import remove_weights
 from posttrain.rollouts.workers.worker import Link

@@ -31,7 +31,7 @@ from posttrain.algorithms.distillation.teacher import (
     load_teacher,
     sparse_view,
 )
-from posttrain.algorithms.grpo.objective import grpo_objective
+from posttrain.algorithms.grpo.trainer import grpo_objective
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.chat import terminal_token_ids
 from posttrain.errors import ConfigError, DataError

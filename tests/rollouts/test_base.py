@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from posttrain import AsyncGRPOConfig, GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig
 from posttrain.errors import ConfigError, MissingDependencyError
-from posttrain.rollouts import factory, paged, vllm
-from posttrain.rollouts.factory import choose_engine, create_engine
-from posttrain.rollouts.native import engine as probe
+from posttrain.rollouts import paged, vllm
+from posttrain.rollouts.base import choose_engine, create_engine
+from posttrain.rollouts.native import engine as native
 from posttrain.training.online_config import resolve_auto
 from tests.conftest import build_model
 
@@ -29,8 +29,13 @@ def available(monkeypatch):
     """Sets the reasons against each engine; an engine without a reason can be used."""
 
     def set_reasons(**reasons):
-        for name, function in {"vllm": "vllm_refusal", "paged": "paged_refusal", "native": "native_is_exact"}.items():
-            monkeypatch.setattr(factory, function, lambda _, name=name: reasons.get(name))
+        asked = {
+            "vllm": (vllm, "vllm_refusal"),
+            "paged": (paged, "paged_refusal"),
+            "native": (native, "native_is_exact"),
+        }
+        for name, place in asked.items():
+            monkeypatch.setattr(*place, lambda _, name=name: reasons.get(name))
 
     return set_reasons
 
@@ -58,8 +63,8 @@ def test_on_a_gpu_auto_is_vllm_then_continuous_batching_then_native_and_one_line
 
 
 def test_on_a_cpu_auto_never_asks_for_the_engines_of_gpus(monkeypatch):
-    for name in ("vllm_refusal", "paged_refusal"):
-        monkeypatch.setattr(factory, name, lambda _: pytest.fail("asked"))
+    for place in ((vllm, "vllm_refusal"), (paged, "paged_refusal")):
+        monkeypatch.setattr(*place, lambda _: pytest.fail("asked"))
     assert choose_engine(build_model(50)) == "native"
 
 
@@ -71,7 +76,7 @@ def test_an_engine_that_the_caller_refuses_is_not_chosen(available, caplog):
 
 
 def test_auto_takes_native_where_it_is_exact_and_hf_elsewhere(caplog):
-    probe.VERDICTS.clear()
+    native.VERDICTS.clear()
     assert create_engine("auto", build_model(50), pad_token_id=0).name == "native"
     config = CONFIG_MAPPING["mamba"](vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
     assert create_engine("auto", AutoModelForCausalLM.from_config(config), pad_token_id=0).name == "hf"
