@@ -29,7 +29,7 @@ hidden state predicts it. There are no shifted labels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +47,7 @@ __all__ = [
     "FinishReason",
     "LossTerms",
     "ModelOutputs",
+    "Prompt",
     "Reduction",
     "Request",
     "Rollout",
@@ -279,13 +280,38 @@ class Sampling:
     top_logps: int = 0
 
 
+class Prompt(list[int]):
+    """Token ids of a prompt with the pictures in it; two prompts are equal where ids and pictures are.
+
+    Args:
+        ids: With a placeholder for every feature.
+        pictures: Each with the index ``start`` of its first placeholder, in reading order.
+    """
+
+    def __init__(self, ids: Iterable[int], pictures: Iterable[Any] = ()) -> None:
+        super().__init__(ids)
+        self.pictures = tuple(pictures)
+
+    def __eq__(self, other: object) -> bool:
+        return list.__eq__(self, other) and self.pictures == getattr(other, "pictures", ())
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One prompt to complete ``n`` times, as ``sampling`` says (None: as the call says)."""
+    """One prompt to complete ``n`` times, as ``sampling`` says (None: as the call says).
+
+    ``pictures`` are those of the prompt, for engines that take them (`Capabilities.pictures`); see `Prompt`.
+    """
 
     prompt_ids: Sequence[int]
     n: int = 1
     sampling: Sampling | None = None
+    pictures: Sequence[Any] = ()
 
 
 @dataclass(slots=True)
@@ -304,6 +330,7 @@ class Rollout:
         processed_logp: Log-probability under the distribution the token was really drawn from; None where both are one.
         top_logps: For each token the most likely ones of its raw distribution, pairs (token id, log-prob), when asked for.
         spans: Runs of (version, tokens) where the weights changed while it was written; None: all are of ``version``.
+        pictures: Those of the prompt.
     """
 
     prompt_ids: list[int]
@@ -316,6 +343,7 @@ class Rollout:
     processed_logp: list[float] | None = None
     top_logps: list[list[tuple[int, float]]] | None = None
     spans: list[tuple[int, int]] | None = None
+    pictures: Sequence[Any] = ()
 
 
 @dataclass(slots=True, frozen=True)

@@ -185,7 +185,7 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class: ClassVar[type[DPOConfig]] = DPOConfig
-    takes_images: ClassVar[bool] = True
+    takes_images: bool = True
     needs: frozenset[str] = frozenset({"logp", "entropy", "correct", "mean_logit"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "dpo"]
     _name: ClassVar[str] = "DPO"

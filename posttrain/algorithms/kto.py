@@ -106,7 +106,7 @@ class KTOTrainer(PreferenceTrainer):
     """
 
     config_class: ClassVar[type[KTOConfig]] = KTOConfig
-    takes_images: ClassVar[bool] = True
+    takes_images: bool = True
     judged: ClassVar[bool] = True
     branches: ClassVar[tuple[str, ...]] = ("completion",)
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_logps",)

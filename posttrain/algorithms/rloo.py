@@ -23,6 +23,7 @@ from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.construct import attributes, takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig, reject_truncated_sampling
+from posttrain.training.pictures import PictureConfig
 from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
@@ -35,7 +36,7 @@ CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10  # Share of clipped sequences, and steps i
 
 
 @dataclass
-class RLOOConfig(OnlineConfig):
+class RLOOConfig(PictureConfig, OnlineConfig):
     """Arguments of `RLOOTrainer`; those of GRPO's loss family do not exist here.
 
     Reference: Back to basics, arXiv:2402.14740.
@@ -145,6 +146,7 @@ class RLOOTrainer(OnlineTrainer):
     """
 
     config_class: ClassVar[type[RLOOConfig]] = RLOOConfig
+    takes_images: bool = True
     needs: frozenset[str] = frozenset({"logp", "entropy"})
     _tag_names: ClassVar[list[str]] = ["posttrain", "rloo"]
     _name: ClassVar[str] = "RLOO"

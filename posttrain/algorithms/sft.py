@@ -160,7 +160,7 @@ class SFTTrainer(PostTrainer):
     config_class: ClassVar[type[SFTConfig]] = SFTConfig
     needs: frozenset[str] = frozenset({"logp", "entropy", "correct"})
     takes_collator: ClassVar[bool] = True
-    takes_images: ClassVar[bool] = True
+    takes_images: bool = True
     takes_loss_func: ClassVar[bool] = True
     _tag_names: ClassVar[list[str]] = ["posttrain", "sft"]
     _name: ClassVar[str] = "SFT"

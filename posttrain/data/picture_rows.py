@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -238,14 +237,8 @@ def _end(ids: list[int], placed: Placed, reader: PictureProcessor) -> int:
 
 def _stored(picture: Picture) -> dict[str, Any]:
     """A picture as a row of Arrow holds it: encoded bytes or a path."""
-    source = picture.source
-    if isinstance(source, str):
-        return {"bytes": None, "path": source}
-    if not isinstance(source, bytes):
-        buffer = io.BytesIO()
-        source.save(buffer, format="PNG")
-        source = buffer.getvalue()
-    return {"bytes": source, "path": None}
+    source = picture.encoded().source
+    return {"bytes": source, "path": None} if isinstance(source, bytes) else {"bytes": None, "path": source}
 
 
 def place_pictures(

@@ -9,7 +9,7 @@ import io
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 from urllib.parse import unquote, urlparse
@@ -84,6 +84,25 @@ class Picture:
                 f"{self.where}: the picture cannot be read: {type(error).__name__}: {error}. Fix: write the file again, or "
                 "leave this row out."
             ) from error
+
+    def opened(self) -> Any:
+        """The picture as an object of PIL in its own mode, upright; its pixels are decoded when they are first touched."""
+        source = self.source
+        if isinstance(source, str):
+            # No file stays open for pixels that nobody asks for.
+            with open(source, "rb") as file:
+                source = file.read()
+        image = _open(source)
+        turned = image.getexif().get(ORIENTATION, 1) != 1
+        return require("PIL.ImageOps", "reading images").exif_transpose(image) if turned else image
+
+    def encoded(self) -> Picture:
+        """The same with a path or encoded bytes as its source: a PIL image becomes a PNG."""
+        if isinstance(self.source, bytes | str):
+            return self
+        buffer = io.BytesIO()
+        self.source.save(buffer, format="PNG")
+        return replace(self, source=buffer.getvalue())
 
     def label(self, number: int, tokens: int) -> str:
         """What stands for it in reports, e.g. ``[image 1: 640×480, 391 tokens, 12ab]``."""
@@ -215,9 +234,11 @@ def _from_pixels(value: Any, where: str) -> Any:
 
 
 def undecoded(dataset: Any) -> Any:
-    """The dataset with its columns of images as paths or encoded bytes; a view, nothing is read."""
+    """A dataset (or several by name, or None) with its columns of images as paths or encoded bytes; a view, nothing is read."""
     import datasets
 
+    if isinstance(dataset, Mapping) and not hasattr(dataset, "features"):
+        return {name: undecoded(one) for name, one in dataset.items()}
     for name, kind in (getattr(dataset, "features", None) or {}).items():
         inner = getattr(kind, "feature", None)
         if isinstance(kind, datasets.Image):

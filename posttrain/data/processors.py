@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import inspect
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from posttrain.data.pictures import Picture, conversation_pictures
+from posttrain.data.pictures import Picture, conversation_pictures, read_picture
 from posttrain.errors import DataError, ModelError
 
 __all__ = [
@@ -82,6 +83,19 @@ class Placed:
     count: int
     grid: tuple[int, int, int] | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: a path, or encoded bytes in base64."""
+        picture = self.picture.encoded()
+        data = base64.b64encode(picture.source).decode() if isinstance(picture.source, bytes) else None
+        kept = {"path": None if data else picture.source, "background": picture.background, "where": picture.where}
+        return {"start": self.start, "count": self.count, "grid": self.grid, "data": data, **kept}
+
+    @classmethod
+    def of(cls, *, start: int, count: int, grid: Any, data: str | None, path: str | None, **about: Any) -> Placed:
+        """Undo `to_dict`."""
+        value = path if data is None else base64.b64decode(data)
+        return cls(read_picture(value, **about), start, count, None if grid is None else tuple(grid))
+
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
@@ -146,11 +160,7 @@ class PictureProcessor:
         Raises:
             DataError: A user typed a placeholder or a marker; or the template leaves out image blocks.
         """
-        for message in messages:
-            content = message.get("content")
-            blocks = content if isinstance(content, list) else [{"text": content or ""}]
-            for text in (block.get("text", "") for block in blocks):
-                self._refuse_controls(text, str(message.get("role")))
+        self.refuse_controls(messages)
         text = self.processor.apply_chat_template(_as_blocks(messages), tokenize=False, **options)
         wanted = sum(
             b.get("type") == "image" for m in messages if isinstance(m.get("content"), list) for b in m["content"]
@@ -162,13 +172,22 @@ class PictureProcessor:
             )
         return text
 
-    def _refuse_controls(self, text: str, role: str) -> None:
-        typed = next((word for word in self.controls if word in text), None) if "<" in text else None
-        if typed is not None:
-            raise DataError(
-                f"PT-G008: a {role} message holds the text {typed!r}, which stands for an image. Fix: give images as blocks of "
-                "type 'image', or leave this row out."
-            )
+    def refuse_controls(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse text that spells a placeholder or a marker.
+
+        Raises:
+            DataError: PT-G008, with the role and the string.
+        """
+        for message in messages:
+            content = message.get("content")
+            blocks = content if isinstance(content, list) else [{"text": content or ""}]
+            for text in (block.get("text", "") for block in blocks):
+                typed = next((word for word in self.controls if word in text), None) if "<" in text else None
+                if typed is not None:
+                    raise DataError(
+                        f"PT-G008: a {message.get('role')} message holds the text {typed!r}, which stands for an image. Fix: "
+                        "give images as blocks of type 'image', or leave this row out."
+                    )
 
     def encode(
         self, text: str, pictures: Sequence[Picture] = (), *, prompt: bool = False

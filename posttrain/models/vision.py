@@ -28,6 +28,7 @@ __all__ = [
     "grid_positions",
     "install_pictures",
     "plain_inputs",
+    "prefill_inputs",
     "probe_rows",
     "tower_parameters",
     "view",
@@ -180,6 +181,39 @@ def plain_inputs(model: Any, sequence: Tensor, row: Row, index: int) -> dict[str
     inputs = encoder.processor.plain_inputs(sequence.cpu(), pictures, len(row.prompt_ids))
     dtype = next(iter(tower_parameters(model).values())).dtype
     return {k: v.to(sequence.device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
+
+
+def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
+    """What ``generate`` needs besides ids ``(B, T)``, padded on the left: features, and the family's types of tokens.
+
+    Args:
+        model: With `install_pictures`.
+        ids: Of all rows.
+        placed: Pictures of each row; one that comes several times is encoded once.
+
+    Raises:
+        ModelError: The model was not prepared for pictures; or PT-G011, a row has other placeholders than its pictures.
+    """
+    encoder = picture_encoder(model)
+    if encoder is None:
+        raise ModelError(f"{type(causal_lm(model)).__name__} was not prepared for pictures (install_pictures).")
+    processor, found = encoder.processor, ids == encoder.processor.token_id
+    wanted = [sum(one.count for one in row) for row in placed]
+    if found.sum(1).tolist() != wanted:
+        raise ModelError(
+            f"PT-G011: prompts have {found.sum(1).tolist()} image placeholders and their pictures have {wanted}."
+        )
+    flat = [one for row in placed for one in row]
+    inputs = encoder.inputs(causal_lm(model), flat)
+    if processor.family.positions == "grid":
+        merge = int(processor.processor.image_processor.merge_size)
+        grids = [(one.grid[0], one.grid[1] * merge, one.grid[2] * merge) for one in flat if one.grid]
+        inputs |= {"mm_token_type_ids": found.long(), "image_grid_thw": torch.tensor(grids, device=ids.device)}
+    elif processor.family.block == "image":
+        inputs["token_type_ids"] = found.long()
+    elif processor.family.block == "prompt":
+        inputs["token_type_ids"] = torch.zeros_like(ids)
+    return inputs
 
 
 def tower_parameters(model: Any) -> dict[str, nn.Parameter]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.errors import ConfigError, RolloutError, check_choice
 from posttrain.models.attention import rope_limits
-from posttrain.models.heads import causal_lm, learns_prompts, unwrapped
+from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.load import resolve_pad_token
 from posttrain.types import Request, Rollout, Sampling
 
@@ -31,6 +31,7 @@ __all__ = [
     "complete",
     "create_engine",
     "evaluating",
+    "refuse_pictures",
     "refuse_virtual_tokens",
     "require_engine",
 ]
@@ -55,6 +56,7 @@ class Capabilities:
         prefix_cache: `RolloutEngine.prefix_cache` keeps keys and values between calls.
         sleeps: `RolloutEngine.sleep` gives device memory back until the next push or call.
         checkpoint_names: It takes weights under the names of checkpoints instead of those of the model's parameters.
+        pictures: Prompts may hold pictures (`Request.pictures`).
         unsupported: Fields of `Sampling` that it refuses unless they are at their defaults (guides, stop strings, ...).
         per_request_sampling: A request may bring a `Sampling` that differs from that of the call.
         context: Most tokens of prompt and completion; None: those of the model.
@@ -71,6 +73,7 @@ class Capabilities:
     prefix_cache: bool = False
     sleeps: bool = False
     checkpoint_names: bool = False
+    pictures: bool = False
     unsupported: tuple[str, ...] = ()
     per_request_sampling: bool = True
     context: int | None = None
@@ -167,15 +170,26 @@ def require_engine(given: Any, argument: str = "rollout_engine") -> RolloutEngin
 
 
 def check_requests(
-    requests: Sequence[Request], sampling: Sampling, context: int | None, vocabulary: int | None
+    requests: Sequence[Request],
+    sampling: Sampling,
+    context: int | None,
+    vocabulary: int | None,
+    *,
+    pictures: bool = False,
 ) -> None:
     """Refuse what no engine could do, naming the request; one's own sampling settings go before those of the call.
 
     Raises:
-        RolloutError: No token in a prompt, an id outside the vocabulary, or a prompt that leaves no room in the context.
+        RolloutError: No token in a prompt, an id outside the vocabulary, a prompt that leaves no room in the context, or
+            pictures for an engine that takes none.
     """
     for index, request in enumerate(requests):
         length, most = len(request.prompt_ids), (request.sampling or sampling).max_new_tokens
+        if request.pictures and not pictures:
+            raise RolloutError(
+                f"request {index} has {len(request.pictures)} pictures, and this engine samples from text alone: it would answer "
+                "about pictures it never saw. Fix: rollout_engine='auto' or 'hf'."
+            )
         if length == 0:
             raise RolloutError(f"request {index} has an empty prompt; give it at least one token (a bos token, say).")
         if context is not None and length + most > context:
@@ -227,6 +241,16 @@ def refuse_virtual_tokens(model: nn.Module, engine: str) -> None:
             f"{engine} runs the layers below the adapter, and would sample without the virtual tokens of {kind}. Fix: "
             "rollout_engine='hf', which samples through the adapter"
         )
+
+
+def refuse_pictures(model: nn.Module, engine: str) -> None:
+    """Refuse a model whose rows have images, for an engine that samples from text alone.
+
+    Raises:
+        ConfigError: `posttrain.models.vision.install_pictures` prepared it.
+    """
+    if picture_encoder(model) is not None:
+        raise ConfigError(f"{engine} samples from text alone here, and the rows have images. Fix: rollout_engine='auto'")
 
 
 def check_followed(

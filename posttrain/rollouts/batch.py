@@ -7,13 +7,14 @@ import dataclasses
 import logging
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from posttrain.data.processors import Placed
 from posttrain.data.responses import parse_response
 from posttrain.losses.ratio import engine_gap
 from posttrain.metrics import Metric, mean
@@ -130,7 +131,7 @@ class RolloutBatch:
         """Indices of completions that stand together and share a prompt."""
         found: list[list[int]] = []
         for i, rollout in enumerate(self.rollouts):
-            if found and self.rollouts[found[-1][0]].prompt_ids == rollout.prompt_ids:
+            if found and _prompt(self.rollouts[found[-1][0]]) == _prompt(rollout):
                 found[-1].append(i)
             else:
                 found.append([i])
@@ -139,11 +140,14 @@ class RolloutBatch:
     def rows(self, indices: Sequence[int], *, skip_truncated: bool) -> list[Row]:
         """The chosen completions as rows; neighbours with the same prompt share one."""
         rows: list[Row] = []
+        before: Any = None
         for i in indices:
             rollout = self.rollouts[i]
-            if not rows or rows[-1].prompt_ids != rollout.prompt_ids:
-                rows.append(Row(list(rollout.prompt_ids), [], []))
+            if before != _prompt(rollout):
+                before = _prompt(rollout)
+                rows.append(Row(list(rollout.prompt_ids), [], [], pictures=[list(p)] if (p := rollout.pictures) else []))
             row = rows[-1]
+            row.pictures += [[]] if row.pictures else []
             row.completions.append(list(rollout.token_ids))
             row.loss_masks.append(self.loss_mask(i, skip_truncated))
             for name, numbers in self.columns.items():
@@ -163,6 +167,11 @@ class RolloutBatch:
     def every_row(self) -> list[Row]:
         """All completions as rows, cut ones with their tokens."""
         return self.rows(range(len(self.rollouts)), skip_truncated=False)
+
+
+def _prompt(rollout: Rollout) -> tuple[list[int], tuple[Any, ...]]:
+    """What completions of one group share."""
+    return list(rollout.prompt_ids), tuple(rollout.pictures)
 
 
 def by_context(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
@@ -198,8 +207,11 @@ def row_bytes(row: Row) -> int:
     numbers += sum(map(len, row.sequence_columns.values()))
     numbers += sum(len(one) for lists in row.token_columns.values() for one in lists)
     tensors = (value for value in row.model_kwargs.values() if isinstance(value, torch.Tensor))
+    # Each picture as often as it is shown: those of one prompt are in one row.
+    pictures = sum(len(one.picture.source) for part in row.pictures for one in part)
     return (
-        NUMBER * numbers
+        pictures
+        + NUMBER * numbers
         + REFERENCE * sum(map(len, row.loss_masks))
         + sum(t.numel() * t.element_size() for t in tensors)
     )
@@ -250,12 +262,23 @@ class Spool(Sequence[list[Row]]):
 
 def _write(rows: list[Row], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save([{item.name: getattr(row, item.name) for item in fields(Row)} for row in rows], path)
+    torch.save([row_state(row) for row in rows], path)
     return path
 
 
 def _read(path: Path) -> list[Row]:
-    return [Row(**row) for row in torch.load(path, weights_only=True)]
+    return [row_again(row) for row in torch.load(path, weights_only=True)]
+
+
+def row_state(row: Row) -> dict[str, Any]:
+    """A row as plain data, without tensors that JSON could not hold unless ``model_kwargs`` has some."""
+    state = {item.name: getattr(row, item.name) for item in fields(Row)}
+    return state | {"pictures": [[one.to_dict() for one in segment] for segment in row.pictures]}
+
+
+def row_again(state: Mapping[str, Any]) -> Row:
+    """Undo `row_state`."""
+    return Row(**{**state, "pictures": [[Placed.of(**one) for one in part] for part in state.get("pictures", ())]})
 
 
 def _delete(files: list[Path], folder: Path) -> None:
@@ -315,14 +338,14 @@ class RolloutWindow:
 
     def state(self) -> dict[str, Any]:
         """The place, with the scored rollouts that were not trained yet."""
-        slices = None if self.slices is None else [[dataclasses.asdict(row) for row in rows] for rows in self.slices]
+        slices = None if self.slices is None else [[row_state(row) for row in rows] for rows in self.slices]
         return {"step": self.step, "generations": self.generations, "born": self.born, "buffer": slices}
 
     def load(self, state: dict[str, Any]) -> None:
         """Undo `state`."""
         self.step, self.generations, self.born = state["step"], state["generations"], state["born"]
         saved = state["buffer"]
-        self.slices = None if saved is None else self.spool([[Row(**row) for row in rows] for rows in saved])
+        self.slices = None if saved is None else self.spool([[row_again(row) for row in rows] for rows in saved])
 
 
 # The busiest rank must lose a tenth of its tokens, or rows stay where they are.
@@ -380,6 +403,7 @@ def part(row: Row, members: Sequence[int]) -> Row:
         loss_masks=chosen(row.loss_masks),
         sequence_columns={name: chosen(values) for name, values in row.sequence_columns.items()},
         token_columns={name: chosen(values) for name, values in row.token_columns.items()},
+        pictures=[row.pictures[0], *chosen(row.pictures[1:])] if row.pictures else [],
     )
 
 

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from posttrain.errors import ConfigError
 from posttrain.models.attention import rope_limits
 from posttrain.models.heads import causal_lm, learns_prompts
+from posttrain.models.vision import prefill_inputs
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, evaluating
 from posttrain.rollouts.sampling import apply_rules, cuts, ends_with_string, has_rules, penalize_repetition, truncate
 from posttrain.types import Request, Rollout, Sampling
@@ -116,7 +117,11 @@ class HFEngine(RolloutEngine):
 
     name = "hf"
     capabilities = Capabilities(
-        in_process=True, shares_weights=True, unsupported=("guide", "top_logps"), per_request_sampling=False
+        in_process=True,
+        shares_weights=True,
+        pictures=True,
+        unsupported=("guide", "top_logps"),
+        per_request_sampling=False,
     )
 
     def __init__(
@@ -135,7 +140,8 @@ class HFEngine(RolloutEngine):
             ConfigError: A setting that this engine cannot follow.
         """
         text = self.model.config.get_text_config()
-        check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
+        most = getattr(text, "max_position_embeddings", None)
+        check_requests(requests, sampling, most, text.vocab_size, pictures=True)
         check_followed(requests, sampling, "rollout_engine='hf'", self.capabilities.unsupported, own=("seed",))
         if sampling.stop_strings and self.tokenizer is None:
             raise ConfigError(
@@ -181,9 +187,11 @@ class HFEngine(RolloutEngine):
         # All that changes the distribution is done by `_Shape`.
         rest: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
         plain = replace(sampling, temperature=float(sampling.temperature > 0), **rest)
+        placed = [list(request.pictures) for _, request in requests for _ in range(request.n)]
         out = self.model.generate(
             input_ids=ids,
             attention_mask=mask,
+            **(prefill_inputs(self.model, ids, placed) if any(placed) else {}),
             generation_config=pinned_config(
                 plain,
                 eos_token_id=list(sampling.stop_token_ids) or None,

@@ -21,6 +21,7 @@ from posttrain.rollouts.base import (
     check_requests,
     check_rope,
     evaluating,
+    refuse_pictures,
     refuse_virtual_tokens,
 )
 from posttrain.rollouts.hf import pinned_config
@@ -70,6 +71,7 @@ def paged_refusal(model: nn.Module) -> str | None:
     try:
         check_paged(None)
         refuse_virtual_tokens(model, "rollout_engine='paged'")
+        refuse_pictures(model, "rollout_engine='paged'")
     except (ConfigError, MissingDependencyError) as error:
         return str(error)
     return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, WeightSyncError
 from posttrain.integrations import require
 from posttrain.models.heads import causal_lm
-from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, refuse_virtual_tokens
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, refuse_pictures, refuse_virtual_tokens
 from posttrain.rollouts.server.replies import check_each, derived_seed
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
@@ -364,6 +364,7 @@ def vllm_refusal(model: nn.Module) -> str | None:
     try:
         vllm = require("vllm", "rollouts by vLLM in this process")
         refuse_virtual_tokens(model, "vLLM")
+        refuse_pictures(model, "vLLM")
         _quantisation(model)
     except (ConfigError, MissingDependencyError) as error:
         return str(error)

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 from posttrain.checks import rules as log_rules
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import collate
-from posttrain.data.formats import is_conversational
+from posttrain.data.formats import is_conversational, refuse_images
+from posttrain.data.pictures import undecoded
 from posttrain.data.samplers import PromptStream, RepeatSampler
-from posttrain.errors import RolloutServerError
+from posttrain.errors import ConfigError, RolloutServerError
 from posttrain.losses.ratio import engine_gap
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
@@ -38,7 +39,14 @@ from posttrain.rollouts.batch import (
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.training.dynamic_sampling import DynamicSampler, groups_without_signal
 from posttrain.training.online_config import OnlineConfig, resolve_auto
-from posttrain.training.prompts import PromptSource, check_stream, describe_schedule, empty_prompts, without_workers
+from posttrain.training.prompts import (
+    PromptSource,
+    check_stream,
+    describe_schedule,
+    empty_prompts,
+    named_sets,
+    without_workers,
+)
 from posttrain.training.scoring import (
     WATCHED_CODES,
     RewardWatch,
@@ -100,6 +108,8 @@ class OnlineTrainer(PostTrainer):
     ) -> None:
         given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
         self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
+        # Episodes read text; what a user's function or environment makes of images is theirs.
+        self.takes_images = self.takes_images and self.driver is None
         # By the names that TRL's trainers have.
         self.tools, self.rollout_func = list(tools or ()), rollout_func
         self.environments = None if self.driver is None else self.driver.pool
@@ -142,7 +152,13 @@ class OnlineTrainer(PostTrainer):
         bare = self.accelerator.unwrap_model(self.model)
         resolve_auto(self.args, bare, self.processing_class)
         far = getattr(self.args, "use_vllm", False)
-        return vllm_engine(bare, self.args, self.accelerator) if far else self.engine_on(bare)
+        engine = vllm_engine(bare, self.args, self.accelerator) if far else self.engine_on(bare)
+        if self.vision.images and not engine.capabilities.pictures:
+            raise ConfigError(
+                f"the rows have images, and the engine {engine.name!r} samples from text alone. Fix: rollout_engine='auto', "
+                "which chooses an engine that takes images."
+            )
+        return engine
 
     def engine_on(self, model: Any) -> Any:
         """The engine in process that the config names, on a model."""
@@ -219,8 +235,18 @@ class OnlineTrainer(PostTrainer):
         """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
         self.prompt_source = self.make_prompt_source()
         if self.driver is not None:
+            for name, dataset in named_sets({} if self.may_read_images else {"train": train, "eval": evaluation}):
+                refuse_images(dataset, name)
             train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation)
-        train, evaluation, head = self.prompt_source.prepared(train, evaluation, images=self.may_read_images)
+        pictured = self.vision.images
+        if pictured:
+            train, evaluation = undecoded(train), undecoded(evaluation)
+        train, evaluation, head = self.prompt_source.prepared(train, evaluation, images=self.may_read_images or pictured)
+        if pictured:
+            self.prompt_source.tokenized = self.tokenize
+            for name, dataset in named_sets({"train_dataset": train, "eval_dataset": evaluation}):
+                self.vision.check_prompts(dataset, name)
+            head = self.vision.opened(head)
         if self.args.check_rewards and self.can_dry_run:
             rows = self.prompt_source.trial_rows(head)
             self.rewards.dry_run(rows, conversational=is_conversational(rows[0]))
@@ -374,6 +400,10 @@ class OnlineTrainer(PostTrainer):
         self._environments, examples = self.local_rollouts.begin(examples, number=number, group_size=size)
         rollouts, completions = self.roll_out(examples, mode)
         self.window.generations += mode == "train"
+        masked = self.vision.mask_placeholders(rollouts, self.pad_token_id)
+        if self.vision.images:
+            examples = self.vision.opened(examples)
+            self.log_metrics_now(self.vision.metrics(rollouts, masked, self.model), mode)
         generation = RolloutBatch(
             examples,
             rollouts,
@@ -381,9 +411,10 @@ class OnlineTrainer(PostTrainer):
             born=self.state.global_step,
             environments=self._environments,
             extra=self._extra,
+            left_out=masked,
         )
-        seconds, masked = time.perf_counter() - begin, self.args.mask_truncated_completions
-        self.log_metrics_now(rollout_metrics(generation, seconds, masks_truncated=masked), mode)
+        seconds, cut = time.perf_counter() - begin, self.args.mask_truncated_completions
+        self.log_metrics_now(rollout_metrics(generation, seconds, masks_truncated=cut), mode)
         if mode == "train":
             tokens = sum(completion_lengths(generation)) + sum(len(r.prompt_ids) for r in rollouts)
             self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
@@ -405,8 +436,10 @@ class OnlineTrainer(PostTrainer):
         chat = is_conversational(examples[0])
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
 
-    def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
+    def tokenize(self, examples: list[dict[str, Any]]) -> list[Any]:
         """Prompts as the engine must see them; what an environment added cannot open or end a turn."""
+        if self.vision.images:
+            return self.vision.prompts(examples)
         if self.driver is not None and self.environments is not None:
             return self.driver.tokenize(examples)
         kwargs = self.args.chat_template_kwargs or {}
@@ -414,16 +447,23 @@ class OnlineTrainer(PostTrainer):
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """One call to the engine, one completion a prompt; equal neighbours are one request and share their prompt."""
-        requests = [Request(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
+        requests = [
+            Request(list(prompt), len(list(equal)), pictures=getattr(prompt, "pictures", ()))
+            for prompt, equal in itertools.groupby(prompts)
+        ]
         self.prompt_source.check_lengths(requests, self.context, sampling.max_new_tokens)
-        return self.weight_sync.ask([(requests, sampling)])[0]
+        rollouts = self.weight_sync.ask([(requests, sampling)])[0]
+        for rollout, prompt in zip(rollouts, prompts, strict=True):
+            rollout.pictures = getattr(prompt, "pictures", ())
+        return rollouts
 
     def sampling(self, mode: str) -> Sampling:
         """Sampling settings of the next call; the seed is a function of the run's seed, the rank and the call's number."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         number = self._generation_number(mode)
         seed = (self.args.seed * 1_000_003 + number * world + rank) % 2**63
-        return configured_sampling(self.args, stop_token_ids=self.stop_ids, seed=seed)
+        settings = configured_sampling(self.args, stop_token_ids=self.stop_ids, seed=seed)
+        return self.vision.sampling(settings, self.model.config.get_text_config().vocab_size)
 
     def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
         """Rewards of all ranks' rows."""

@@ -459,18 +459,20 @@ def longest_rows(trainer: PostTrainer, batch_size: int) -> list[Row]:
     a micro-batch has, each of ``max_completion_length`` random tokens.
     """
     examples = longest_examples(trainer.train_dataset, batch_size)
-    try:
-        rows = trainer.rows(examples)
-    except NotImplementedError:
-        prompts = trainer._rows_of(examples)
-        longest = max((row.prompt_ids for row in prompts), key=len, default=[0]) or [0]
+    rows = trainer._rows_of(examples)
+    if not any(row.completions for row in rows):
+        prompt = max(rows, key=lambda row: len(row.prompt_ids), default=Row([0], [], []))
+        longest = prompt.prompt_ids or [0]
         doubled = int(trainer.args.train_batch_size) // max(int(trainer.args.per_device_train_batch_size), 1)
         total = batch_size * max(doubled // max(trainer.args.n_gpu, 1), 1)
         group = min(int(getattr(trainer.args, "num_generations", 1) or 1), total)
         counts = [group] * (total // group) + ([total % group] if total % group else [])
         length = int(trainer.args.max_completion_length)
-        draw = random.Random(0)  # Of the prompt's own tokens: none stands for an image that is not there.
-        rows = [Row(longest, [draw.choices(longest, k=length) for _ in range(n)], [[1] * length] * n) for n in counts]
+        # Of the prompt's own tokens: none stands for an image that is not there.
+        draw, words = random.Random(0), [int(trainer.pad_token_id)] if any(prompt.pictures) else longest
+        drawn = [[draw.choices(words, k=length) for _ in range(n)] for n in counts]
+        shown = lambda n: [prompt.pictures[0], *([] for _ in range(n))] if any(prompt.pictures) else []  # noqa: E731
+        rows = [Row(longest, d, [[1] * length] * len(d), pictures=shown(len(d))) for d in drawn]
     trainer.checks.longest_of_data = max(
         len(row.prompt_ids) + max(map(len, row.completions), default=0) for row in rows
     )

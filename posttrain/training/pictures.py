@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 from transformers.utils.hub import cached_file
 
+from posttrain.data.chat import RENDERED, template_arguments
+from posttrain.data.formats import is_messages, strip_none
 from posttrain.data.picture_rows import PictureOptions, place_pictures
-from posttrain.data.pictures import shows_pictures
+from posttrain.data.pictures import STREAMED, conversation_pictures, pictures_of, read_picture, shows_pictures
 from posttrain.data.processors import PictureProcessor, load_processor
 from posttrain.errors import ConfigError, DataError
-from posttrain.models.heads import causal_lm, has_tower
+from posttrain.metrics import Metric, mean
+from posttrain.models.heads import causal_lm, has_tower, picture_encoder
 from posttrain.models.vision import LANGUAGE, PictureEncoder, install_pictures, tower_parameters
-from posttrain.types import Row
+from posttrain.types import Prompt, Rollout, Row, Sampling
 
 __all__ = ["PictureConfig", "Vision", "picture_options", "prepare_vision"]
 
 logger = logging.getLogger(__name__)
+
+IMAGES = ("image", "images")
 
 # What a checkpoint of a multimodal model has beside its weights and its tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -126,11 +133,110 @@ class Vision:
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
         # A run on text that read the tokenizer alone keeps the image settings of its checkpoint.
         alone = self.processor is None and bool(model_id)
+        self._counted = (0, 0)
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
         """Rows with the pictures of their examples, one row an example."""
         return place_pictures(rows, examples, self.reader, self.args.image_background) if self.images else rows
+
+    # Prompts that are completed while the run goes on -------------------------------------------------------------
+
+    def prompts(self, examples: Sequence[Mapping[str, Any]]) -> list[Prompt]:
+        """Prompts as the model reads them, with their pictures placed; equal neighbours are read once.
+
+        Raises:
+            DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
+        """
+        made: list[Prompt] = []
+        before: Mapping[str, Any] = {}
+        for example in examples:
+            if not made or any(example.get(name) != before.get(name) for name in (*RENDERED, *IMAGES)):
+                made.append(self._prompt(example))
+            else:
+                made.append(made[-1])
+            before = example
+        return made
+
+    def _prompt(self, example: Mapping[str, Any]) -> Prompt:
+        assert self.reader is not None
+        most, background = self.args.max_images_per_row, self.args.image_background
+        row = strip_none(dict(example))
+        blocks, held = _conversation(row)
+        if most is not None and len(held) > most:
+            raise DataError(f"a prompt has {len(held)} images, and max_images_per_row={most}. Fix: leave this row out.")
+        kwargs = {**(self.args.chat_template_kwargs or {}), **template_arguments(row)}
+        goes_on = blocks[-1].get("role") == "assistant"
+        how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
+        text = self.reader.render(blocks, **how, **kwargs)
+        pictures = [read_picture(value, "column 'images' of a prompt", background).encoded() for value in held]
+        return Prompt(*self.reader.encode(text, pictures, prompt=True))
+
+    def opened(self, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Examples as reward functions see them: PIL images in columns and messages, decoded when they are touched.
+
+        Equal neighbours share their images.
+        """
+        made: list[dict[str, Any]] = []
+        before: Mapping[str, Any] = {}
+        for example in examples:
+            same = bool(made) and all(example.get(name) == before.get(name) for name in ("prompt", *IMAGES))
+            shown = {name: made[-1].get(name) for name in ("prompt", *IMAGES)} if same else _opened(example)
+            made.append({**example, **{name: value for name, value in shown.items() if name in example}})
+            before = example
+        return made
+
+    def prompt_rows(self, examples: Sequence[Mapping[str, Any]]) -> list[Row]:
+        """Rows of prompts alone, with their pictures."""
+        return [Row(list(ids), [], [], pictures=[list(ids.pictures)]) for ids in self.prompts(examples)]
+
+    def check_prompts(self, dataset: Any, name: str) -> None:
+        """Refuse prompts whose text stands for an image, or that have other places than images; no picture is read.
+
+        Raises:
+            DataError: By row.
+        """
+        assert self.reader is not None
+        rows = dataset if hasattr(dataset, "__len__") else islice(dataset, STREAMED)
+        for index, row in enumerate(rows):
+            try:
+                self.reader.refuse_controls(_conversation(strip_none(dict(row)))[0])
+            except DataError as error:
+                raise DataError(f"{name} row {index}: {error}") from error
+
+    def sampling(self, settings: Sampling, vocabulary: int) -> Sampling:
+        """Sampling settings under which no placeholder and no marker of an image is drawn."""
+        if self.reader is None:
+            return settings
+        ids = sorted({*self.reader.controls.values(), self.reader.token_id})
+        never = tuple((token, -math.inf) for token in ids if token < vocabulary)
+        return replace(settings, logit_bias=(*settings.logit_bias, *never))
+
+    def mask_placeholders(self, rollouts: Sequence[Rollout], pad_token_id: int) -> set[int]:
+        """Completions in which an engine drew a placeholder all the same; it is overwritten with padding."""
+        odd: set[int] = set()
+        for i, rollout in enumerate(rollouts):
+            if self.reader is not None and self.reader.token_id in rollout.token_ids:
+                ids = rollout.token_ids
+                rollout.token_ids = [pad_token_id if token == self.reader.token_id else token for token in ids]
+                odd.add(i)
+        return odd
+
+    def metrics(self, rollouts: Sequence[Rollout], odd: set[int], model: Any) -> dict[str, Metric]:
+        """Images a row and their tokens; pictures encoded and reused since the last call; masked completions."""
+        encoder = picture_encoder(model)
+        counts = [[one.count for one in rollout.pictures] for rollout in rollouts]
+        found = {
+            "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),
+            "images/tokens_mean": mean(sum(map(sum, counts)) / max(len(counts), 1), weight=len(counts)),
+            "images/sampled_placeholders": mean(float(len(odd))),
+        }
+        if encoder is not None:
+            now = encoder.encoded, encoder.reused
+            found["images/encoded"] = mean(float(now[0] - self._counted[0]))
+            found["images/reused"] = mean(float(now[1] - self._counted[1]))
+            self._counted = now
+        return found
 
     def prepare(self, model: Any, peft_config: Any) -> Any:
         """See `prepare_vision`."""
@@ -149,6 +255,34 @@ class Vision:
         for path in filter(None, self._settings):
             if Path(path).parent.resolve() != Path(folder).resolve():
                 shutil.copy(path, folder)
+
+
+def _conversation(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages of a prompt with empty image blocks, and what belongs in them."""
+    if not is_messages(row["prompt"]):
+        raise DataError("rows with images need conversational prompts: [{'role': 'user', 'content': ...}].")
+    return conversation_pictures(row["prompt"], pictures_of(row))
+
+
+def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
+    """Prompt and columns of images of one example, with images of PIL."""
+
+    def read(value: Any) -> Any:
+        return read_picture(value, "column 'images' of a prompt").opened()
+
+    images = [read(value) for value in pictures_of(example)]
+    made: dict[str, Any] = {"image": images[0] if example.get("image") is not None else None, "images": images}
+    prompt = example.get("prompt")
+    if is_messages(prompt):
+        blocks, held = conversation_pictures(prompt, range(len(images)))
+        filling = iter(images[one] if isinstance(one, int) else read(one) for one in held)
+        made["prompt"] = [
+            {**m, "content": [{**b, "image": next(filling)} if b["type"] == "image" else b for b in m["content"]]}
+            if isinstance(m.get("content"), list)
+            else m
+            for m in blocks
+        ]
+    return made
 
 
 def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:

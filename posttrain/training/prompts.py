@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -58,6 +58,8 @@ class PromptSource:
         self.args, self.tokenizer, self.length_option = args, tokenizer, length_option
         # Whether columns that are not prompts are left out.
         self.drops_columns = bool(args.remove_unused_columns)
+        # Rows to prompts as the model reads them.
+        self.tokenized: Callable[[list[dict[str, Any]]], list[list[int]]] = self._tokenized
 
     # Before the model loads --------------------------------------------------------------------------------------
 
@@ -205,6 +207,9 @@ class PromptSource:
                 f"{self.tokenizer.decode(longest[:BEGINNING])!r}."
             )
 
+    def _tokenized(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        return tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs or {})
+
     def announce(self, dataset: Any, limit: int | None, *, schedule: str | None) -> None:
         """Log the schedule and the first prompt as the model reads it; refuse prompts that do not fit ``limit`` tokens."""
         if schedule is not None:
@@ -212,7 +217,7 @@ class PromptSource:
         if not hasattr(dataset, "__len__") or "prompt" not in (getattr(dataset, "column_names", None) or ()):
             return
         rows = list(itertools.islice(dataset, TRIED))
-        prompts = tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs or {})
+        prompts = self.tokenized(rows)
         text = self.tokenizer.decode(prompts[0])
         kind = "rendered by the chat template" if is_conversational(rows[0]) else "as text"
         logger.info(

@@ -61,7 +61,7 @@ class PostTrainer(transformers.Trainer):
     # Whether the objective compares the completions of a row, which are then never divided.
     keep_groups_together: ClassVar[bool] = False
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
-    takes_images: ClassVar[bool] = False  # Whether rows may hold pictures.
+    takes_images: bool = False  # Whether rows may hold pictures.
     takes_loss_func: ClassVar[bool] = False  # Whether a user's compute_loss_func says what the loss is.
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
     single_forward_per_microbatch = False  # Whether the objective compares all rows of a micro-batch.
@@ -273,6 +273,8 @@ class PostTrainer(transformers.Trainer):
         try:
             return self.vision.placed(self.rows(examples), examples)
         except NotImplementedError:  # Completions come later: prompts alone.
+            if self.vision.images:
+                return self.vision.prompt_rows(examples)
             return prompt_rows(examples, self.processing_class, self.args)
 
     def dry_step(self, batch_size: int | None = None) -> DryStep:

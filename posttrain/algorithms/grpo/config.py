@@ -11,6 +11,7 @@ from posttrain.errors import ConfigError, check_choice, check_rules
 from posttrain.losses.policy import LOSS_TYPES
 from posttrain.losses.ratio import CORRECTIONS
 from posttrain.training.online_config import EpisodeFields, OnlineConfig, reject_truncated_sampling, truncated_sampling
+from posttrain.training.pictures import PictureConfig
 
 __all__ = [
     "GRPOConfig",
@@ -176,7 +177,7 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
 @dataclass
-class GRPOConfig(EpisodeFields, OnlineConfig):
+class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     """Arguments of `GRPOTrainer`: group-relative policy optimisation and the losses of its family.
 
     Reference: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (2503.14476); Dr. GRPO (2503.20783); GSPO (2507.18071).

@@ -327,6 +327,7 @@ class GRPOTrainer(OnlineTrainer):
     """
 
     config_class: ClassVar[type[GRPOConfig]] = GRPOConfig
+    takes_images: bool = True
     takes_episodes: ClassVar[bool] = True
     _tag_names: ClassVar[list[str]] = ["posttrain", "grpo"]
     _name: ClassVar[str] = "GRPO"

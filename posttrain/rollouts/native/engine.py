@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.attention import coarsest_dtype, disagreement, probe_cases, probe_key
 from posttrain.models.forward import LogitRule, causal_lm, sequence_logps
-from posttrain.models.heads import trunk
+from posttrain.models.heads import picture_encoder, trunk
 from posttrain.rollouts.base import (
     Capabilities,
     RolloutEngine,
@@ -283,6 +283,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}  # Of the spread of the t
 
 def native_is_exact(model: nn.Module) -> str | None:
     """None where the engine's log-probs equal those of the model as it was given, else the reason why it is not used."""
+    if picture_encoder(model) is not None:
+        return "its prefill reads no images"
     key = probe_key(model)
     if key not in VERDICTS:
         try:

@@ -1,0 +1,220 @@
+"""GRPO, RLOO and online DPO on prompts with pictures: sampled and trained log-probs are those of each sequence alone."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+import torch
+
+from posttrain import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from posttrain.errors import ConfigError, DataError
+from posttrain.models.forward import sequence_logps
+from posttrain.models.heads import picture_encoder
+from posttrain.types import Row
+from tests.algorithms.test_vision_trainers import png, user
+from tests.vision_families import build, noise
+
+QUICK = {
+    "max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6, "report_to": "none",
+    "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no",
+    "learning_rate": 1e-3,
+}  # fmt: skip
+METHODS = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}
+
+
+def prompts(pictures=((84, 56, 1), None, (56, 112, 2), (84, 56, 3)), text="which?"):
+    """One question about different pictures; None is a prompt without any."""
+    found = [
+        {"prompt": user(text, int(held is not None)), "images": [] if held is None else [png(noise(*held))]}
+        for held in pictures
+    ]
+    return datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
+
+
+def short(completions, **_):
+    return [-float(len(str(one))) for one in completions]
+
+
+def trainer_of(kind, tmp_path, name="llava", dataset=None, reward=short, **options):
+    model, processor = build(name)
+    config, trainer = METHODS[kind]
+    args = config(str(tmp_path), **QUICK | options)
+    dataset = prompts() if dataset is None else dataset
+    return trainer(model, reward, args, train_dataset=dataset, processing_class=processor)
+
+
+def gaps(trainer, generation):
+    """How far what the engine says of each completion is from a plain forward of that row alone."""
+    rows = [
+        Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)], pictures=[list(r.pictures), []] if r.pictures else [])
+        for r in generation.rollouts
+    ]
+    trainer.model.eval()
+    truth = sequence_logps(trainer.model, rows)
+    return max(float((t - torch.tensor(r.logp)).abs().max()) for t, r in zip(truth, generation.rollouts, strict=True))
+
+
+def generate(trainer, rows=(0, 1, 2, 3), size=2):
+    examples = [dict(trainer.train_dataset[i]) for i in rows for _ in range(size)]
+    return trainer.generate(examples, "train")
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("name", ["qwen2_vl", "smolvlm", "idefics3", "gemma3", "llava"])
+def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, tmp_path):
+    trainer = trainer_of(kind, tmp_path, name, steps_per_generation=2, gradient_accumulation_steps=1, beta=0.1)
+    seen = []
+    original = trainer.attach_logps
+
+    def attach(generation, mode):
+        original(generation, mode)
+        rows = generation.every_row()
+        truth = [one for row in rows for one in sequence_logps(trainer.model.eval(), [row])]
+        for column in ("old_logp", "ref_logp"):
+            found = generation.token_columns.get(column, [[0.0]] * len(truth))
+            if column in generation.token_columns:
+                seen.append(max(float((t - torch.tensor(f)).abs().max()) for t, f in zip(truth, found, strict=True)))
+        seen.append(gaps(trainer, generation))
+
+    trainer.attach_logps = attach
+    # The reference is the policy: nothing has moved.
+    trainer.generate_and_score([dict(trainer.train_dataset[i]) for i in range(4) for _ in range(4)], "train")
+    assert len(seen) >= 2 and max(seen) < 1e-4
+    trainer.attach_logps = original
+    trainer.train()
+
+
+def test_two_prompts_that_differ_in_their_picture_alone_share_nothing(tmp_path):
+    trainer = trainer_of("grpo", tmp_path, dataset=prompts([(84, 56, 1), (84, 56, 2), (84, 56, 1)]))
+    generation = generate(trainer, (0, 1, 2))
+    assert generation.rollouts[0].prompt_ids == generation.rollouts[2].prompt_ids
+    assert [len(group) for group in generation.groups()] == [2, 2, 2]
+    rows = generation.every_row()
+    assert [row.pictures[0][0].picture for row in rows] == [r.pictures[0].picture for r in generation.rollouts[::2]]
+    assert gaps(trainer, generation) < 1e-4
+
+
+def test_a_group_encodes_its_picture_once_in_sampling_and_once_in_the_update(tmp_path):
+    trainer = trainer_of("grpo", tmp_path, dataset=prompts([(84, 56, 1), (84, 56, 2)]), max_steps=1)
+    encoder = picture_encoder(trainer.model)
+    encoder.encoded = 0
+    trainer.train()
+    assert encoder.encoded == 4
+    frozen = trainer_of(
+        "grpo", tmp_path / "b", dataset=prompts([(84, 56, 1), (84, 56, 2)]), freeze_vision=True, max_steps=3, beta=0.1
+    )
+    encoder = picture_encoder(frozen.model)
+    encoder.encoded = 0
+    frozen.train()
+    assert encoder.encoded == 2
+
+
+def test_rewards_see_opened_pictures_that_a_group_shares(tmp_path):
+    seen = []
+
+    def look(prompts, completions, images, **_):
+        seen.append((prompts, images))
+        return [float(len(held)) for held in images]
+
+    trainer = trainer_of("grpo", tmp_path, reward=look, max_steps=1, per_device_train_batch_size=16)
+    trainer.train()
+    shown, images = seen[-1]
+    assert sorted({len(held) for held in images}) == [0, 1]
+    for i in range(0, 16, 4):
+        if not images[i]:
+            continue
+        assert images[i][0] is images[i + 1][0] and images[i][0].size in {(84, 56), (56, 112)}
+        (block,) = [b for b in shown[i][0]["content"] if b["type"] == "image"]
+        assert block["image"] is images[i][0]
+
+
+def test_a_placeholder_is_never_drawn_however_likely(tmp_path):
+    trainer = trainer_of("grpo", tmp_path)
+    token = picture_encoder(trainer.model).processor.token_id
+    with torch.no_grad():
+        trainer.model.lm_head.weight[token] = trainer.model.lm_head.weight.abs().sum(0)
+        trainer.model.lm_head.weight *= 0.1
+    generation = generate(trainer)
+    assert all(token not in r.token_ids for r in generation.rollouts)
+    assert token in dict(trainer.sampling("train").logit_bias)
+
+
+def test_a_placeholder_that_an_engine_draws_is_masked_and_counted(tmp_path):
+    trainer = trainer_of("grpo", tmp_path)
+    token = picture_encoder(trainer.model).processor.token_id
+    ask = trainer.weight_sync.ask
+
+    def drawing(batches):
+        found = ask(batches)
+        found[0][0].token_ids[0] = token
+        return found
+
+    trainer.weight_sync.ask = drawing
+    generation = generate(trainer)
+    assert generation.left_out == {0} and token not in generation.rollouts[0].token_ids
+    assert trainer.buffers["train"].compute(None)["images/sampled_placeholders"] == 1
+
+
+def test_a_checkpoint_keeps_the_pictures_of_rollouts_that_wait(tmp_path):
+    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer_of("grpo", tmp_path / "a", **options, max_steps=3)
+    whole.train()
+    first = trainer_of("grpo", tmp_path / "b", **options, max_steps=3)
+    first.train()
+    again = trainer_of("grpo", tmp_path / "b", **options, max_steps=3)
+    again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-1"))
+    for (name, a), b in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_slices_on_disk_keep_their_pictures(tmp_path):
+    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
+    kept = trainer_of("grpo", tmp_path / "a", **options)
+    spooled = trainer_of("grpo", tmp_path / "b", rollout_buffer_bytes=1, **options)
+    kept.train(), spooled.train()
+    for a, b in zip(kept.model.parameters(), spooled.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_typed_placeholder_is_refused_by_row(tmp_path):
+    dataset = datasets.concatenate_datasets([prompts(), prompts([(84, 56, 9)], text="an <image> here?")])
+    with pytest.raises(DataError, match="row 4: PT-G008"):
+        trainer_of("grpo", tmp_path, dataset=dataset)
+
+
+def test_text_prompts_with_images_are_refused(tmp_path):
+    dataset = datasets.Dataset.from_list([{"prompt": "<image> what?", "images": [png(noise(84, 56))]}] * 4)
+    with pytest.raises(DataError, match="conversation"):
+        trainer_of("grpo", tmp_path, dataset=dataset)
+
+
+@pytest.mark.parametrize("engine", ["paged"])
+def test_an_engine_that_reads_no_images_is_refused(engine, tmp_path):
+    with pytest.raises(ConfigError, match="images"):
+        trainer_of("grpo", tmp_path, rollout_engine=engine)
+
+
+def test_tools_with_images_are_refused(tmp_path):
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+            b: Other.
+        """
+        return a + b
+
+    model, processor = build("llava")
+    with pytest.raises(DataError, match="images"):
+        GRPOTrainer(
+            model, short, GRPOConfig(str(tmp_path), **QUICK), train_dataset=prompts(), processing_class=processor.tokenizer,
+            tools=[add],
+        )  # fmt: skip
+
+
+def test_more_images_than_a_row_may_have_are_refused(tmp_path):
+    with pytest.raises(DataError, match="max_images_per_row=0"):
+        trainer_of("grpo", tmp_path, max_images_per_row=0)
