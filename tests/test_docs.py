@@ -338,9 +338,9 @@ def test_the_tables_of_template_findings_and_response_formats_are_those_of_the_c
 
 def test_the_tables_of_callbacks_are_those_of_the_code():
     import transformers
+    from posttrain.compat.merge import DEFAULTS, METHODS
 
     from posttrain import BEMACallback, LogCompletionsCallback, WeaveCallback
-    from posttrain.compat.merge import DEFAULTS, METHODS
 
     public = {name: getattr(posttrain, name) for name in posttrain.__all__ if name.endswith("Callback")}
     assert names("callbacks.md", "callback") == sorted(public)
