@@ -338,7 +338,6 @@ def test_the_tables_of_template_findings_and_response_formats_are_those_of_the_c
 
 def test_the_tables_of_callbacks_are_those_of_the_code():
     import transformers
-    from posttrain.compat.merge import DEFAULTS, METHODS
 
     from posttrain import BEMACallback, LogCompletionsCallback, WeaveCallback
 
@@ -347,11 +346,6 @@ def test_the_tables_of_callbacks_are_those_of_the_code():
     assert all(issubclass(kind, transformers.TrainerCallback) for kind in public.values())
     for kind in (BEMACallback, LogCompletionsCallback, WeaveCallback):
         assert options("callbacks.md", f"argument of `{kind.__name__}`") == defaults_of(kind), kind
-    assert names("callbacks.md", "`method`") == list(METHODS)
-    text = {ticked(row[0])[0]: row[1] for row in table("callbacks.md", "`method`")}
-    for value in (*DEFAULTS["linear"].values(), *DEFAULTS["slerp"].values()):
-        assert str(value) in text["linear"] + text["slerp"]
-    assert all(str(value) in text["ties"] for value in DEFAULTS["ties"].values())
 
 
 def test_the_tables_of_commands_are_those_of_the_code():
