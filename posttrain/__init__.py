@@ -42,7 +42,6 @@ _PUBLIC = {
     "DataCollatorForLanguageModeling": "compat.collators",
     "DataCollatorForPreference": "compat.collators",
     "DataCollatorForReward": "compat.collators",
-    "DataCollatorForTriplePreference": "compat.collators",
     "DataCollatorForUnpairedPreference": "compat.collators",
     "DataError": "errors",
     "DatasetConfig": "data.mixture",
@@ -69,8 +68,6 @@ _PUBLIC = {
     "KTOTrainer": "algorithms.kto",
     "LogCompletionsCallback": "report.completions",
     "LossTerms": "types",
-    "MergeConfig": "compat.merge",
-    "MergeModelCallback": "compat.merge",
     "Metric": "metrics",
     "MiniLLMConfig": "algorithms.distillation.presets",
     "MiniLLMTrainer": "algorithms.distillation.presets",
@@ -216,7 +213,6 @@ _PUBLIC = {
     "maybe_convert_to_chatml": "data.formats",
     "maybe_extract_prompt": "data.preference",
     "maybe_unpair_preference_dataset": "data.preference",
-    "merge_models": "compat.merge",
     "nanmax": "compat.tensors",
     "nanmin": "compat.tensors",
     "nanstd": "compat.tensors",
@@ -242,7 +238,6 @@ _PUBLIC = {
     "selective_log_softmax": "compat.tensors",
     "selective_log_softmax_and_entropy": "compat.tensors",
     "shuffle_sequence_dict": "compat.sequences",
-    "split_pixel_values_by_grid": "compat.sequences",
     "split_tensor_dict": "compat.sequences",
     "step_environment": "rollouts.episodes.environments",
     "strip_none": "data.formats",
@@ -252,9 +247,7 @@ _PUBLIC = {
     "truncate_dataset": "data.packing",
     "truncate_right": "compat.tensors",
     "unpair_preference_dataset": "data.preference",
-    "unsplit_pixel_values_by_grid": "compat.sequences",
     "unwrap_model_for_generation": "compat.preparing",
-    "upload_model_to_hf": "compat.merge",
     "use_adapter": "models.reference",
 }
 
@@ -263,9 +256,8 @@ __all__ = sorted(_PUBLIC)
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        paths = importlib.import_module("posttrain.compat.paths")
-        if name in paths.INSTEAD:
-            return paths.public_name("posttrain", name)  # Raises: TRL's name, and what does its job here.
+        if not name.startswith("_"):
+            importlib.import_module("posttrain.compat.paths").refuse("posttrain", name)
         raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"posttrain.{_PUBLIC[name]}"), name)
     globals()[name] = value

@@ -340,18 +340,12 @@ def test_the_tables_of_callbacks_are_those_of_the_code():
     import transformers
 
     from posttrain import BEMACallback, LogCompletionsCallback, WeaveCallback
-    from posttrain.compat.merge import DEFAULTS, METHODS
 
     public = {name: getattr(posttrain, name) for name in posttrain.__all__ if name.endswith("Callback")}
     assert names("callbacks.md", "callback") == sorted(public)
     assert all(issubclass(kind, transformers.TrainerCallback) for kind in public.values())
     for kind in (BEMACallback, LogCompletionsCallback, WeaveCallback):
         assert options("callbacks.md", f"argument of `{kind.__name__}`") == defaults_of(kind), kind
-    assert names("callbacks.md", "`method`") == list(METHODS)
-    text = {ticked(row[0])[0]: row[1] for row in table("callbacks.md", "`method`")}
-    for value in (*DEFAULTS["linear"].values(), *DEFAULTS["slerp"].values()):
-        assert str(value) in text["linear"] + text["slerp"]
-    assert all(str(value) in text["ties"] for value in DEFAULTS["ties"].values())
 
 
 def test_the_tables_of_commands_are_those_of_the_code():

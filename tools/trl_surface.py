@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SNAPSHOT = ROOT / "tests" / "snapshots" / "trl_surface.json"
-STABLE = ["SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO"]
+STABLE = ["SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO", "Distillation"]
 EXPERIMENTAL = {
     "a2po": "A2PO",
     "async_grpo": "AsyncGRPO",

@@ -19,7 +19,6 @@ __all__ = [
     "DataCollatorForLanguageModeling",
     "DataCollatorForPreference",
     "DataCollatorForReward",
-    "DataCollatorForTriplePreference",
     "DataCollatorForUnpairedPreference",
     "identity",
 ]
@@ -299,34 +298,6 @@ class DataCollatorForPreference(_PromptCollator):
     def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
         batch = self._stacked(examples, ("chosen_ids", "rejected_ids"))
         return batch | floats(examples, "ref_chosen_logps") | floats(examples, "ref_rejected_logps")
-
-
-@dataclass
-class DataCollatorForTriplePreference(_PromptCollator):
-    """Triples for TPO: B rows with chosen, B with rejected, and B with the reference answer unless it is left out.
-
-    Rows hold ``prompt_ids``, ``chosen_ids``, ``rejected_ids`` and ``reference_ids``; the rest is as in
-    `DataCollatorForPreference`.
-
-    Attributes:
-        pad_token_id: Fills ``input_ids``.
-        max_length: Tokens of prompt and completion that are kept, cut before padding; None keeps all.
-        truncation_mode: ``keep_start`` cuts the end, ``keep_end`` the start.
-        pad_to_multiple_of: Rounds L up.
-        return_tensors: Only ``pt``.
-        include_reference: False leaves the last B rows out and does not read ``reference_ids``.
-    """
-
-    pad_token_id: int
-    max_length: int | None = None
-    truncation_mode: str = "keep_start"
-    pad_to_multiple_of: int | None = None
-    return_tensors: str = "pt"
-    include_reference: bool = True
-
-    def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
-        columns = ("chosen_ids", "rejected_ids", "reference_ids")
-        return self._stacked(examples, columns if self.include_reference else columns[:2])
 
 
 @dataclass

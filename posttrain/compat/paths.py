@@ -78,8 +78,18 @@ INSTEAD = {
     "NashMDTrainer": "posttrain.OnlineDPOTrainer",
     "XPOConfig": "posttrain.OnlineDPOConfig",
     "XPOTrainer": "posttrain.OnlineDPOTrainer",
+    "MergeConfig": "mergekit-yaml, on two checkpoints",
+    "MergeModelCallback": "mergekit-yaml, on two checkpoints",
+    "merge_models": "mergekit-yaml, on two checkpoints",
+    "upload_model_to_hf": "huggingface_hub.upload_folder",
+    "split_pixel_values_by_grid": "nothing: a row keeps its own pictures (posttrain.Row.pictures)",
+    "unsplit_pixel_values_by_grid": "nothing: a row keeps its own pictures (posttrain.Row.pictures)",
+    "DataCollatorForTriplePreference": "posttrain.TPOTrainer, which batches triples itself",
     "HarnessRolloutWorker": "rollout_func or environment_factory (docs/environments.md)",
 }
+
+# Names that TRL has in two modules with two meanings.
+BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "DataCollatorForReward"}
 
 
 def public_name(module: str, name: str) -> Any:
@@ -91,12 +101,25 @@ def public_name(module: str, name: str) -> Any:
     """
     import posttrain
 
+    name = BY_MODULE.get(f"{module}.{name}", name)
     if name in posttrain.__all__:
         return getattr(posttrain, name)
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    fix = f"use {INSTEAD[name]}" if name in INSTEAD else "see docs/migration.md for what does its job"
+    refuse(module, name)
+    fix = "see docs/migration.md for what does its job"
     raise ImportError(f"cannot import {name!r} from {module!r}: posttrain has no such name. Fix: {fix}.", name=name)
+
+
+def refuse(module: str, name: str) -> None:
+    """Raise for a name of TRL's without a twin.
+
+    Raises:
+        ImportError: Names what does its job.
+    """
+    if name in INSTEAD:
+        text = f"cannot import {name!r} from {module!r}: posttrain has no such name. Fix: use {INSTEAD[name]}."
+        raise ImportError(text, name=name)
 
 
 class Finder(importlib.abc.Loader):

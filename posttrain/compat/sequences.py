@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,20 +18,8 @@ __all__ = [
     "CONVERSIONS",
     "convert_dataset",
     "shuffle_sequence_dict",
-    "split_pixel_values_by_grid",
     "split_tensor_dict",
-    "unsplit_pixel_values_by_grid",
 ]
-
-
-PIXEL_KEYS = (
-    "pixel_values",
-    "image_grid_thw",
-    "image_position_ids",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "image_sizes",
-)
 
 
 def _is_sized(value: Any) -> bool:
@@ -52,8 +40,7 @@ def _rows(where: str, batch: Mapping[str, Any]) -> int | None:
         if size is not None and len(value) != size:
             raise DataError(
                 f"{where}: entry {name!r} has {len(value)} rows, and {owner!r} has {size}. They must agree, or rows of one "
-                "would meet rows of another sample. Entries with one row an image are regrouped by "
-                "split_pixel_values_by_grid first."
+                "would meet rows of another sample."
             )
         size, owner = len(value), owner or name
     return size
@@ -113,96 +100,6 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Gener
         return type(value)(value[i] for i in positions)
 
     return {name: shuffled(value) if _is_sized(value) else value for name, value in seq_dict.items()}
-
-
-def _counts(name: str, values: Sequence[int] | Tensor) -> list[int]:
-    return [int(v) for v in (values.tolist() if isinstance(values, Tensor) else values)]
-
-
-def _split(batch: dict[str, Any], names: Sequence[str], counts: list[int], source: str) -> dict[str, Any]:
-    """Cut the named tensors into one piece a sample; ``source`` says what the counts were read from."""
-    out = dict(batch)
-    for name in names:
-        if batch.get(name) is None:
-            continue
-        if batch[name].shape[0] != sum(counts):
-            raise DataError(
-                f"split_pixel_values_by_grid: {name} has {batch[name].shape[0]} rows, and {source} says {sum(counts)}."
-            )
-        out[name] = list(batch[name].split(counts))
-    return out
-
-
-def _by_grid(batch: dict[str, Any], images: list[int]) -> dict[str, Any]:
-    out = _split(batch, ["image_grid_thw"], images, "num_images")
-    patches = [int(grid.prod(-1).sum()) for grid in out["image_grid_thw"]]
-    return _split(out, ["pixel_values"], patches, "image_grid_thw")
-
-
-def _by_image(batch: dict[str, Any], images: list[int]) -> dict[str, Any]:
-    """Layouts without a map: one row an image is cut, one row a sample stays, anything else is refused."""
-    pixels, sizes = batch["pixel_values"], batch.get("image_sizes")
-    rows, samples = pixels.shape[0], len(images)
-    # With as many images as samples the row count alone cannot tell the two layouts apart.
-    told_apart = rows != samples or set(images) <= {1} or sizes is not None or pixels.dim() <= 4
-    if rows == sum(images) and told_apart:
-        flat = [n for n in PIXEL_KEYS if batch.get(n) is not None]
-        return _split(batch, flat, images, "num_images")
-    if rows == samples and rows != sum(images):
-        return batch
-    raise DataError(
-        f"split_pixel_values_by_grid: pixel_values has shape {tuple(pixels.shape)} for {samples} samples with num_images="
-        f"{images} ({sum(images)} images), and the batch has none of image_grid_thw, image_position_ids, spatial_shapes, "
-        "num_tiles, image_sizes that would say which rows belong to which sample. Left as it is, shuffling would give "
-        "images to other prompts."
-    )
-
-
-def split_pixel_values_by_grid(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Regroup image tensors that have a row per patch, tile or image into one tensor a sample.
-
-    After that every entry of the batch has a row per sample and may be shuffled and cut with the others.
-
-    Args:
-        batch: With ``pixel_values`` and ``num_images`` (images of each sample), and what the layout needs:
-            ``image_grid_thw (images, 3)`` when an image has the product of its grid as rows; ``image_position_ids`` when it
-            has one row; ``num_tiles`` (tiles of each sample), perhaps with ``spatial_shapes`` and
-            ``pixel_attention_mask``, when it has one row a tile; nothing or ``image_sizes`` when it has one row.
-
-    Returns:
-        A copy with lists of tensors instead, an empty tensor for a sample without images. Unchanged without images, and
-        for ``pixel_values`` that have one row a sample already.
-
-    Raises:
-        DataError: Counts that contradict the tensors, or a layout that cannot be told.
-    """
-    out = dict(batch)
-    if out.get("pixel_values") is None or out.get("num_images") is None:
-        return out
-    images = _counts("num_images", out["num_images"])
-    if out.get("image_grid_thw") is not None:
-        return _by_grid(out, images)
-    if out.get("image_position_ids") is not None:
-        return _split(out, ["pixel_values", "image_position_ids"], images, "num_images")
-    if out.get("num_tiles") is not None:
-        tiles = _counts("num_tiles", out["num_tiles"])
-        if len(tiles) != len(images):
-            raise DataError(
-                f"split_pixel_values_by_grid: num_tiles has {len(tiles)} entries, and num_images {len(images)}; both need "
-                "one a sample."
-            )
-        return _split(out, ["pixel_values", "pixel_attention_mask", "spatial_shapes"], tiles, "num_tiles")
-    if out.get("spatial_shapes") is not None:
-        raise DataError("split_pixel_values_by_grid: spatial_shapes needs num_tiles, the tiles of each sample.")
-    return _by_image(out, images)
-
-
-def unsplit_pixel_values_by_grid(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `split_pixel_values_by_grid`: concatenate lists of image tensors; tensors stay as they are."""
-    return {
-        name: torch.cat(list(value)) if name in PIXEL_KEYS and isinstance(value, list | tuple) else value
-        for name, value in batch.items()
-    }
 
 
 Row = Mapping[str, Any]

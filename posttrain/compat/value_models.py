@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import cached_file
 
-from posttrain.errors import ArgumentTypeError, ConfigError, ModelError, check_choice
+from posttrain.errors import ArgumentTypeError, ModelError, check_choice
 from posttrain.integrations import require
 from posttrain.models.value_head import ValueHead
 
@@ -29,30 +29,23 @@ logger = logging.getLogger(__name__)
 
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # Each may be an index of shards.
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def checkpoint_tensors(
-    source: str, wanted: set[str] | None = None, *, adapter: bool = False
-) -> Iterable[tuple[str, Tensor]]:
+def checkpoint_tensors(source: str, wanted: set[str]) -> Iterable[tuple[str, Tensor]]:
     """Tensors of a checkpoint, sharded or not, a file at a time.
 
     Args:
         source: Folder or hub id.
-        wanted: Names; None is all.
-        adapter: Of the adapter in it, not of the model.
+        wanted: Names.
     """
-    for name in ADAPTER_WEIGHTS if adapter else WEIGHTS:
+    for name in WEIGHTS:
         files = [_find(source, name)]
         if index := _find(source, f"{name}.index.json"):
             places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            files = [
-                _find(source, shard)
-                for shard in sorted({p for key, p in places.items() if not wanted or key in wanted})
-            ]
+            files = [_find(source, shard) for shard in sorted({p for key, p in places.items() if key in wanted})]
         for file in filter(None, files):
             state = load_state_dict(file, map_location="cpu")
-            yield from ((key, tensor) for key, tensor in state.items() if wanted is None or key in wanted)
+            yield from ((key, tensor) for key, tensor in state.items() if key in wanted)
 
 
 def _find(source: str, name: str) -> str | None:
@@ -73,7 +66,6 @@ class PreTrainedModelWrapper(nn.Module):
 
     Attributes:
         is_peft_model: Whether adapters are on the model; then a checkpoint holds them instead of the model.
-        rm_adapter_name: The adapter that scores, None without ``reward_adapter``.
     """
 
     auto_class: ClassVar[str] = ""
@@ -84,7 +76,6 @@ class PreTrainedModelWrapper(nn.Module):
         self.pretrained_model = pretrained_model
         self.config = pretrained_model.config
         self.is_peft_model = hasattr(pretrained_model, "peft_config") and hasattr(pretrained_model, "disable_adapter")
-        self.rm_adapter_name: str | None = None
         if self.is_peft_model and getattr(pretrained_model.active_peft_config, "is_prompt_learning", False):
             raise ModelError(
                 "the adapter learns prompts (prompt or prefix tuning), which a model with a value head cannot take: virtual "
@@ -107,8 +98,6 @@ class PreTrainedModelWrapper(nn.Module):
         pretrained_model_name_or_path: Any,
         *model_args: Any,
         peft_config: Any = None,
-        reward_adapter: str | None = None,
-        reward_adapter_name: str = "reward_model_adapter",
         is_trainable: bool = False,
         **kwargs: Any,
     ) -> Any:
@@ -118,19 +107,12 @@ class PreTrainedModelWrapper(nn.Module):
             pretrained_model_name_or_path: Hub id, folder (of a model, a wrapper or an adapter) or model.
             *model_args: For the model's ``from_pretrained``.
             peft_config: A new adapter to put on the model.
-            reward_adapter: Folder or hub id of an adapter with a ``score`` layer, for `compute_reward_score`.
-            reward_adapter_name: What to call it.
             is_trainable: Whether a loaded adapter is trained further.
             **kwargs: Those of ``supported_args`` for the wrapper, the others for the model's ``from_pretrained``.
 
         Raises:
-            ConfigError: ``reward_adapter`` without an adapter. ModelError: What the class cannot wrap.
-            ArgumentTypeError: Neither a string nor a model.
+            ModelError: What the class cannot wrap. ArgumentTypeError: Neither a string nor a model.
         """
-        if reward_adapter is not None and not isinstance(reward_adapter, str):
-            raise ConfigError(
-                f"reward_adapter must be a folder or a hub id, and it is {type(reward_adapter).__name__}."
-            )
         own = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
         source = pretrained_model_name_or_path
         if isinstance(source, str):
@@ -141,24 +123,16 @@ class PreTrainedModelWrapper(nn.Module):
             raise ArgumentTypeError(
                 f"from_pretrained takes a string or a model, not {type(source).__name__}: {source!r}."
             )
-        if reward_adapter is not None and not hasattr(model, "peft_config"):
-            raise ConfigError(
-                "reward_adapter is given, but the model has no adapter: the reward adapter would be on all the time. Give "
-                "peft_config too, or a peft model."
-            )
         wrapper = cls(model, **own)
         if isinstance(source, str):
             wrapper._restore(source)
         wrapper.post_init()
-        if reward_adapter is not None:
-            wrapper.add_reward_adapter(reward_adapter, reward_adapter_name)
         return wrapper
 
     @classmethod
     def _load(
         cls, source: str, model_args: tuple[Any, ...], kwargs: dict[str, Any], peft_config: Any, is_trainable: bool
     ) -> Any:
-        kwargs = _with_device_map(kwargs)
         adapter = (Path(source) / "adapter_config.json").is_file()
         base = source
         if adapter:
@@ -196,56 +170,6 @@ class PreTrainedModelWrapper(nn.Module):
                 "accelerator. Take a smaller or quantised model, or another device_map."
             )
         self._place_head()
-
-    # Rewards ---------------------------------------------------------------------------------------------------------
-
-    def add_reward_adapter(self, folder: str, name: str = "reward_model_adapter") -> None:
-        """Load an adapter and its ``score`` layer for `compute_reward_score`; the active adapter stays active.
-
-        Raises:
-            ModelError: The adapter has no score layer.
-        """
-        policy = self.pretrained_model
-        active = policy.active_adapter
-        policy.load_adapter(folder, name, is_trainable=False)
-        policy.set_adapter(active)
-        found = {
-            key.rpartition(".")[2]: t for key, t in checkpoint_tensors(folder, adapter=True) if ".score." in f".{key}"
-        }
-        if "weight" not in found:
-            raise ModelError(
-                f"the reward adapter {folder!r} has no score layer. Save it from a sequence classifier, with "
-                "modules_to_save=['score'] in its config."
-            )
-        labels, width = found["weight"].shape
-        self.score = nn.Linear(width, labels, bias="bias" in found)
-        self.score.load_state_dict(found)
-        self.score.requires_grad_(False).to(next(policy.parameters()).device)
-        self.rm_adapter_name, self.policy_adapter_name = name, active
-
-    @torch.no_grad()
-    def compute_reward_score(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Scores ``(B, L, labels)`` of every position under the reward adapter.
-
-        The policy's adapter and the mode it was in come back, also on an exception.
-
-        Raises:
-            ModelError: The model was loaded without ``reward_adapter``.
-        """
-        if self.rm_adapter_name is None:
-            raise ModelError(
-                "compute_reward_score needs a reward adapter: load the model with reward_adapter=<folder of the adapter>."
-            )
-        training = self.training
-        self.pretrained_model.set_adapter(self.rm_adapter_name)
-        self.eval()
-        try:
-            options = {"output_hidden_states": True, "return_dict": True, **kwargs}
-            output = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **options)
-            return self.score(output.hidden_states[-1].to(self.score.weight.dtype))
-        finally:
-            self.pretrained_model.set_adapter(self.policy_adapter_name)
-            self.train(training)
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
@@ -411,16 +335,3 @@ def _adapted(model: Any, peft_config: Any) -> Any:
     if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
         model = peft.prepare_model_for_kbit_training(model)
     return peft.get_peft_model(model, peft_config)
-
-
-def _with_device_map(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Quantised weights cannot be moved after loading: without a map they go to this process's device."""
-    config = kwargs.get("quantization_config")
-    few_bits = any(kwargs.get(k) or getattr(config, k, False) for k in ("load_in_8bit", "load_in_4bit"))
-    if not few_bits or kwargs.get("device_map") is not None:
-        return kwargs
-    from accelerate import PartialState
-
-    device = PartialState().local_process_index
-    logger.warning("quantised weights need a device_map, and none is given: all go to device %d.", device)
-    return {**kwargs, "device_map": {"": device}}

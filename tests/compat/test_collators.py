@@ -12,7 +12,6 @@ from posttrain.compat.collators import (
     DataCollatorForLanguageModeling,
     DataCollatorForPreference,
     DataCollatorForReward,
-    DataCollatorForTriplePreference,
     DataCollatorForUnpairedPreference,
     identity,
 )
@@ -31,7 +30,6 @@ PAIRS = [
     {"prompt_ids": [21], "chosen_ids": [31, 32, 33], "rejected_ids": [41]},
     {"prompt_ids": [22, 23], "chosen_ids": [34], "rejected_ids": [42, 43]},
 ]
-TRIPLES = [PAIRS[0] | {"reference_ids": [51]}, PAIRS[1] | {"reference_ids": [52, 53]}]
 LABELLED = [
     {"prompt_ids": [21, 22], "completion_ids": [31, 32], "KL_completion_ids": [33], "label": False},
     {"prompt_ids": [23], "completion_ids": [33], "KL_completion_ids": [31, 32], "label": True},
@@ -46,7 +44,6 @@ ALL = [
     (DataCollatorForPreference, PAIRS, "chosen_ids"),
     (DataCollatorForReward, REWARDS, "rejected_ids"),
     (DataCollatorForUnpairedPreference, LABELLED, "completion_ids"),
-    (DataCollatorForTriplePreference, TRIPLES, "reference_ids"),
 ]
 every_collator = pytest.mark.parametrize(("collator", "examples", "column"), ALL, ids=[c[0].__name__ for c in ALL])
 
@@ -237,15 +234,12 @@ def test_preference_truncates_prompt_and_completion_together_before_padding():
     assert end["completion_mask"].tolist() == [[1, 1], [0, 1], [0, 1], [1, 1]]
 
 
-@pytest.mark.parametrize("collator", [DataCollatorForPreference, DataCollatorForTriplePreference])
-def test_unknown_truncation_mode_is_refused_at_construction(collator):
+def test_unknown_truncation_mode_is_refused_at_construction():
     with pytest.raises(ConfigError, match=r"truncation_mode='keep_strat' .*did you mean 'keep_start'"):
-        collator(PAD, truncation_mode="keep_strat")
+        DataCollatorForPreference(PAD, truncation_mode="keep_strat")
 
 
-@pytest.mark.parametrize(
-    "collator", [DataCollatorForPreference, DataCollatorForTriplePreference, DataCollatorForUnpairedPreference]
-)
+@pytest.mark.parametrize("collator", [DataCollatorForPreference, DataCollatorForUnpairedPreference])
 @pytest.mark.parametrize("limit", [0, -1])
 def test_max_length_below_one_is_refused_at_construction(collator, limit):
     with pytest.raises(ConfigError, match=f"max_length={limit} must be at least 1"):
@@ -257,8 +251,6 @@ def test_row_whose_prompt_fills_the_limit_is_refused_instead_of_training_nothing
         DataCollatorForPreference(PAD, max_length=2)(PAIRS)
     with pytest.raises(DataError, match=r"row 0 .*'completion_ids'"):
         DataCollatorForUnpairedPreference(PAD, max_length=2)(LABELLED)
-    with pytest.raises(DataError, match=r"row 1 .*'chosen_ids'"):
-        DataCollatorForTriplePreference(PAD, max_length=2)(TRIPLES)
 
 
 def test_reference_log_probs_are_float_vectors_and_must_be_in_every_row():
@@ -280,17 +272,6 @@ def test_preference_takes_an_empty_prompt():
     batch = DataCollatorForPreference(PAD)([{"prompt_ids": [], "chosen_ids": [1, 2], "rejected_ids": [3]}])
     assert batch["input_ids"].tolist() == [[1, 2], [3, PAD]]
     assert batch["input_ids"].dtype == torch.long
-
-
-def test_triple_preference_appends_the_reference_rows_unless_left_out():
-    batch = DataCollatorForTriplePreference(PAD)(TRIPLES)
-    pairs = DataCollatorForPreference(PAD)(PAIRS)
-    for name in pairs:
-        assert torch.equal(batch[name][:4], pairs[name])
-    assert batch["input_ids"][4:].tolist() == [[21, 51, 9, 9], [22, 23, 52, 53]]
-    assert batch["completion_mask"][4:].tolist() == [[0, 1, 0, 0], [0, 0, 1, 1]]
-    without = DataCollatorForTriplePreference(PAD, include_reference=False)(PAIRS)
-    assert all(torch.equal(without[name], pairs[name]) for name in pairs)
 
 
 # Unpaired preference

@@ -86,7 +86,6 @@ experimental.online_dpo OnlineDPOTrainer
 experimental.ppo PPOTrainer
 experimental.async_grpo AsyncGRPOTrainer
 experimental.utils pad_to_length
-experimental.merge_model_callback MergeModelCallback
 experimental.bema_for_ref_model BEMACallback
 rewards.format_rewards think_format_reward
 rewards.accuracy_rewards accuracy_reward
@@ -114,6 +113,21 @@ def test_a_name_without_a_twin_says_what_to_use(name):
         with pytest.raises(ImportError, match="Fix: use") as caught:
             getattr(importlib.import_module(module), name)
         assert name in str(caught.value) and caught.value.name == name and INSTEAD[name] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["MergeModelCallback", "DataCollatorForCompletionOnlyLM"])
+def test_the_package_itself_says_what_to_use_too(name):
+    with pytest.raises(ImportError, match="Fix: use"):
+        getattr(posttrain, name)
+
+
+def test_a_name_that_trl_has_twice_is_that_of_its_module():
+    from posttrain.trainer.dpo_trainer import DataCollatorForPreference
+    from posttrain.trainer.reward_trainer import DataCollatorForPreference as Reward
+
+    assert (
+        Reward is posttrain.DataCollatorForReward and DataCollatorForPreference is posttrain.DataCollatorForPreference
+    )
 
 
 def test_a_name_with_a_twin_is_not_in_the_table_of_those_without():

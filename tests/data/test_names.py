@@ -45,8 +45,6 @@ NAMES = [
     "nanmax",
     "split_tensor_dict",
     "shuffle_sequence_dict",
-    "split_pixel_values_by_grid",
-    "unsplit_pixel_values_by_grid",
     "create_model_from_path",
     "get_config_model_id",
     "hash_module",
@@ -72,7 +70,6 @@ NAMES = [
     "DataCollatorForPreference",
     "DataCollatorForReward",
     "DataCollatorForUnpairedPreference",
-    "DataCollatorForTriplePreference",
     "get_dataset",
     "DatasetMixtureConfig",
 ]

@@ -339,10 +339,6 @@ def test_what_cannot_be_wrapped_is_refused(tiny_model, tiny_model_dir):
 
     with pytest.raises(ModelError, match="has no language-model head"):
         AutoModelForCausalLMWithValueHead(LlamaModel(tiny_model.config))
-    with pytest.raises(ConfigError, match="the model has no adapter"):
-        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, reward_adapter="somewhere")
-    with pytest.raises(ConfigError, match="reward_adapter must be a folder or a hub id, and it is int"):
-        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, reward_adapter=3)
     with pytest.raises(ArgumentTypeError, match="takes a string or a model, not int"):
         AutoModelForCausalLMWithValueHead.from_pretrained(3)
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
@@ -357,63 +353,6 @@ def test_an_offloaded_model_is_refused(tiny_model, places):
     tiny_model.hf_device_map = places
     with pytest.raises(ModelError, match="off the accelerator"):
         AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model)
-
-
-def test_quantised_weights_without_a_device_map_go_to_this_process_s_device(caplog):
-    from posttrain.compat.value_models import _with_device_map
-
-    with caplog.at_level(logging.WARNING, "posttrain"):
-        assert _with_device_map({"load_in_8bit": True})["device_map"] == {"": 0}
-    assert "need a device_map" in caplog.text
-    assert _with_device_map({"load_in_8bit": True, "device_map": "auto"})["device_map"] == "auto"
-    assert _with_device_map({"dtype": "auto"}) == {"dtype": "auto"}
-
-
-@pytest.fixture
-def reward_adapter(tiny_model, tmp_path):
-    """A classifier's adapter with its score layer, saved; and its scores of one text."""
-    from peft import get_peft_model
-
-    scorer = critic(tiny_model)
-    scorer.model.load_state_dict(tiny_model.model.state_dict())
-    model = get_peft_model(scorer, lora(task_type="SEQ_CLS", modules_to_save=["score"])).eval()
-    folder = tmp_path / "reward-adapter"
-    model.save_pretrained(str(folder))
-    ids = torch.tensor([[3, 4, 5, 6]])
-    with torch.no_grad():
-        return str(folder), ids, float(model(ids).logits)
-
-
-def test_the_reward_adapter_scores_and_the_policy_comes_back(tiny_model_dir, reward_adapter):
-    folder, ids, score = reward_adapter
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, peft_config=lora(), reward_adapter=folder)
-    model.eval()
-    before = model(ids)[0]
-    model.train()
-    scores = model.compute_reward_score(ids, torch.ones_like(ids))
-    assert scores.shape == (1, 4, 1)
-    assert float(scores[0, -1, 0]) == pytest.approx(score, abs=1e-5)
-    assert model.training  # The mode it was in.
-    assert model.pretrained_model.active_adapter == "default"
-    assert torch.equal(model.eval()(ids)[0], before)
-    assert all(
-        p.requires_grad == (".default" in n) for n, p in model.pretrained_model.named_parameters() if "lora" in n
-    )
-
-
-def test_scores_without_a_reward_adapter_are_refused(tiny_model):
-    with pytest.raises(ModelError, match="needs a reward adapter"):
-        AutoModelForCausalLMWithValueHead(tiny_model).compute_reward_score(torch.tensor([[1]]))
-
-
-def test_an_adapter_without_a_score_layer_is_refused(tiny_model, tiny_model_dir, tmp_path):
-    from peft import get_peft_model
-
-    get_peft_model(tiny_model, lora()).save_pretrained(str(tmp_path / "plain"))
-    with pytest.raises(ModelError, match="has no score layer"):
-        AutoModelForCausalLMWithValueHead.from_pretrained(
-            tiny_model_dir, peft_config=lora(), reward_adapter=str(tmp_path / "plain")
-        )
 
 
 def test_an_encoder_decoder_has_values_of_its_decoder(tmp_path, caplog):
