@@ -15,7 +15,6 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "A2POConfig": "algorithms.a2po",
     "A2POTrainer": "algorithms.a2po",
-    "AllTrueJudge": "rewards.judges",
     "AnswerConfig": "algorithms.preference",
     "ArgumentTypeError": "errors",
     "AsyncGRPOConfig": "algorithms.async_grpo",
@@ -61,7 +60,6 @@ _PUBLIC = {
     "GRPOConfig": "algorithms.grpo",
     "GRPOTrainer": "algorithms.grpo",
     "HFEngine": "rollouts.hf",
-    "HfPairwiseJudge": "rewards.judges",
     "IWOPDConfig": "algorithms.distillation.presets",
     "IWOPDTrainer": "algorithms.distillation.presets",
     "JudgeReward": "rewards.judges",
@@ -96,7 +94,6 @@ _PUBLIC = {
     "PPOConfig": "algorithms.ppo",
     "PPOTrainer": "algorithms.ppo",
     "PagedEngine": "rollouts.paged",
-    "PairRMJudge": "rewards.judges",
     "PostTrainer": "training.trainer",
     "PostTrainingConfig": "training.config",
     "PosttrainError": "errors",

@@ -157,7 +157,7 @@ class Checkup:
 
     def _rewards(self) -> str:
         from posttrain.cli.train import reward_functions
-        from posttrain.rewards.runner import reward_name, unique
+        from posttrain.rewards.call import reward_name, unique
 
         script_args = self.parsed[0]
         if not isinstance(script_args, train.GRPOScriptArguments):
