@@ -169,9 +169,8 @@ def run(argv: list[str]) -> int:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least 1.")
     if options.html and not Path(options.html).absolute().parent.is_dir():
         raise ConfigError(f"--html {options.html}: the folder {str(Path(options.html).parent)!r} does not exist.")
-    rest, _ = train._accelerate_shortcut(rest)  # Which accelerator would train does not change the rows.
-    *parsed, unknown = train.parser_for(options.command).parse_args_and_config(rest, return_remaining_strings=True)
-    train._launch_flags(unknown, options.command)
+    # Which accelerator would train does not change the rows.
+    parsed, _, _ = train.parse(options.command, rest)
     summary = inspect_rows(options.command, parsed, show=options.rows, examples=options.examples)
 
     from posttrain.report.inspect import to_console, to_html

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, DataError
-from posttrain.report.lock import NAME, FolderLock
-from posttrain.report.record import read_rows
+from posttrain.report.record import LOCK, FolderLock, read_rows
 from posttrain.types import Finding
 
 __all__ = ["Mark", "Run", "Sample", "Series", "flat", "read_run", "read_runs", "version"]
@@ -281,7 +280,7 @@ def read_run(folder: str | Path) -> Run:
 def version(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Names, sizes and times of the files that a page is made of: equal as long as nothing new was written."""
     found = []
-    for name in (*FILES, "completions", NAME):
+    for name in (*FILES, "completions", LOCK):
         try:
             stat = os.stat(folder / name)
         except OSError:
@@ -388,7 +387,7 @@ def _state(run: Run) -> str:
     except ConfigError:
         return "running"
     except OSError:  # A reader who may not write there cannot ask for the lock.
-        return "running" if (run.folder / NAME).exists() else "finished" if run.summary else "stopped"
+        return "running" if (run.folder / LOCK).exists() else "finished" if run.summary else "stopped"
     return "finished" if run.summary else "stopped"
 
 
