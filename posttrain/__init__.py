@@ -237,7 +237,7 @@ _PUBLIC = {
     "profiling_context": "compat.names",
     "profiling_decorator": "compat.names",
     "reasoning_accuracy_reward": "rewards.math",
-    "reasoning_gym_task": "integrations.reasoning_gym",
+    "reasoning_gym_task": "rewards.reasoning_gym",
     "reasoning_policy": "data.responses",
     "remove_none_values": "data.formats",
     "repeat_iterable_dataset": "data.samplers",

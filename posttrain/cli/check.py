@@ -201,8 +201,7 @@ class Checkup:
         with inspect._no_progress_bars():
             drawn, _, _ = inspect._drawn(usable, self.examples, config.seed)
             made = inspect.ROWS[self.command](drawn, tokenizer, config)
-        made = made if isinstance(made, inspect.Prepared) else inspect.Prepared(made, [])
-        self.known |= {"rows": made.rows, "ignored_codes": made.ignored_codes}
+        self.known["rows"] = made.rows
         limit = None if made.cut == 0 else getattr(config, "max_length", None)
         templates = [_milder(finding) for finding in template_findings(drawn, tokenizer)]
         self._tell([*made.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])

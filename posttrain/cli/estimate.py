@@ -221,7 +221,7 @@ def _longest_rows(trainer: str, parsed: Sequence[Any]) -> list[Any]:
         drawn, _, _ = inspect._drawn(examples, EXAMPLES, config.seed)
         tokenizer = inspect._tokenizer(model_args, config, generative=trainer != "reward")
         made = inspect.ROWS["grpo" if trainer == "ppo" else trainer](drawn, tokenizer, config)
-    return made.rows if isinstance(made, inspect.Prepared) else made
+    return made.rows
 
 
 def _changes(work: Workload) -> dict[str, Workload]:

@@ -149,7 +149,7 @@ def reasoning_gym_data(script_args: Any, seed: int) -> tuple[dict[str, Any], Any
     ``dataset_config`` may hold a JSON object: ``size`` (1000) and ``test_size`` (100) rows, ``seed`` (the run's),
     ``system_prompt``, ``extract``, and settings of the task.
     """
-    from posttrain.integrations.reasoning_gym import reasoning_gym_task
+    from posttrain.rewards.reasoning_gym import reasoning_gym_task
 
     try:
         options = json.loads(script_args.dataset_config or "{}")
