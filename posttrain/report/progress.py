@@ -53,12 +53,12 @@ MAIN: dict[str, str] = {
     "rewards/margins": "margin",
     "num_tokens": "tokens seen",
 }
-# Metrics and logs of the live table.
-COLUMNS = ROWS = 8
+# Metrics of a line.
+COLUMNS = 8
 
 
 class RichProgressCallback(transformers.TrainerCallback):
-    """Shows step, time left and the numbers that matter, live on a terminal and as plain lines elsewhere.
+    """Writes a line of the numbers that matter at each log; a terminal has a bar with the time left below them.
 
     Args:
         headline: Metric names to show with their labels; None shows the first eight of `MAIN` that the run logs.
@@ -68,9 +68,7 @@ class RichProgressCallback(transformers.TrainerCallback):
     def __init__(self, headline: dict[str, str] | None = None, console: Console | None = None) -> None:
         self.headline = headline or MAIN
         self.console = console or Console(file=sys.stdout)
-        self.live: Live | None = None
-        self.history: list[dict[str, Any]] = []
-        self._started = 0.0
+        self.progress: Progress | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the display."""
@@ -78,35 +76,30 @@ class RichProgressCallback(transformers.TrainerCallback):
             return
         self._started, self._first = time.perf_counter(), state.global_step
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
-        self.progress = Progress(*columns, TimeRemainingColumn(elapsed_when_finished=False), console=self.console)
+        left = TimeRemainingColumn(elapsed_when_finished=False)
+        self.progress = Progress(*columns, left, console=self.console, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("train", total=state.max_steps, completed=state.global_step)
-        if self.console.is_terminal:
-            self.live = Live(self._view(), console=self.console, refresh_per_second=4)
-            self.live.start()
+        self.progress.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Advance."""
-        if self._started:
+        if self.progress is not None:
             self.progress.update(self.task, completed=state.global_step)
-            self._refresh()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **_: Any
     ) -> None:
-        """Show the newest numbers."""
+        """Write the newest numbers."""
         logs = logs or {}
-        if not self._started or not state.is_world_process_zero or "train_runtime" in logs:
+        if self.progress is None or "train_runtime" in logs:
             return
-        if any(key in logs for key in self.headline):
-            self.history.append({"step": state.global_step, **logs})
-        if self.live is None:
-            done, total = state.global_step - self._first, state.max_steps - self._first
-            spent = time.perf_counter() - self._started
-            left = spent / max(done, 1) * (total - done)
-            step = f"step {state.global_step}/{state.max_steps}"
-            # One line a step, however narrow the console is.
-            self.console.print(f"{step}  {self._numbers(logs)}  left {left:.0f} s", highlight=False, soft_wrap=True)
-        self._refresh()
+        found = [f"{label} {float(logs[key]):.4g}" for key, label in self.headline.items() if key in logs]
+        done, total = state.global_step - self._first, state.max_steps - self._first
+        left = (time.perf_counter() - self._started) / max(done, 1) * (total - done)
+        step = f"step {state.global_step}/{state.max_steps}"
+        # One line a step, however narrow the console is.
+        line = f"{step}  {'  '.join(found[:COLUMNS])}  left {left:.0f} s"
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the last view on the screen."""
@@ -114,31 +107,9 @@ class RichProgressCallback(transformers.TrainerCallback):
 
     def stop(self) -> None:
         """End the display; safe to call twice, and called also when training raises."""
-        if self.live is not None:
-            self.live.update(self._view())
-            self.live.stop()
-        self.live, self._started = None, 0.0
-
-    def _numbers(self, logs: dict[str, Any]) -> str:
-        found = [f"{label} {float(logs[key]):.4g}" for key, label in self.headline.items() if key in logs]
-        return "  ".join(found[:COLUMNS])
-
-    def _refresh(self) -> None:
-        if self.live is not None:
-            self.live.update(self._view())
-
-    def _view(self) -> Group:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        logged = [(k, label) for k, label in self.headline.items() if any(k in row for row in self.history)]
-        shown = dict(logged[:COLUMNS])
-        if not shown:
-            return Group(self.progress, Text("generating the first completions ...", style="dim"))
-        table.add_column("step", justify="right")
-        for label in shown.values():
-            table.add_column(label, justify="right")
-        for row in self.history[-ROWS:]:
-            table.add_row(str(row["step"]), *(f"{float(row[k]):.4g}" if k in row else "" for k in shown))
-        return Group(self.progress, table)
+        if self.progress is not None:
+            self.progress.stop()
+        self.progress = None
 
 
 def use_rich_progress(trainer: Any, headline: dict[str, str] | None = None) -> RichProgressCallback:

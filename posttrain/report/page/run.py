@@ -22,7 +22,6 @@ SUMMARY = "train_runtime"  # The line that a trainer logs last.
 FILES = ("manifest.json", "metrics.jsonl", "findings.jsonl", "preflight.json", "data.json", "completions.parquet")
 
 SEVERITIES = ("error", "warning", "info")
-SEQUENCES = 8  # Of the first batch.
 SHADED = 4000  # Tokens of a completion.
 STEPS = 16  # Moments shown, evenly spread, the first and the last among them.
 GROUPS = 2  # Prompts of a moment.
@@ -150,11 +149,6 @@ class Run:
         return steps if isinstance(steps, int) and steps > 0 else None
 
     @property
-    def config(self) -> dict[str, Any]:
-        """Settings of the trainer."""
-        return self.manifest.get("config", {})
-
-    @property
     def end(self) -> str:
         """The state; a run without its last line that took all steps is finished."""
         whole = self.max_steps is not None and self.step >= self.max_steps
@@ -184,36 +178,6 @@ class Run:
     def shaded(self) -> bool:
         """Whether any completion has log-probs."""
         return any(sample.logps for _, groups in self.samples for group in groups for sample in group)
-
-    @property
-    def command(self) -> str:
-        """The command line; "" where it was not recorded."""
-        return " ".join(self.manifest.get("command", []))
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The trainer's settings with dotted names."""
-        return flat(self.config)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The rest of the manifest with dotted names."""
-        return flat({key: value for key, value in self.manifest.items() if key not in ("config", "command")})
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Counts of the first batch."""
-        return self.seen.get("facts", {})
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of the sequences of the first batch."""
-        return self.seen.get("lengths", [])
-
-    @property
-    def sequences(self) -> list[tuple[str, list[tuple[str, bool]]]]:
-        """Title and pieces ``(text, whether it is trained)`` of some sequences of the first batch."""
-        return [(item["title"], item["pieces"]) for item in self.seen.get("sequences", [])[:SEQUENCES]]
 
     def last(self, name: str) -> float | None:
         """The latest value of a metric; NaN where that is what was logged."""
