@@ -24,8 +24,7 @@ from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model
-from posttrain.rewards.runner import RewardTable
-from posttrain.rewards.transform import transform_names
+from posttrain.rewards.runner import RewardTable, transform_names
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.checkpoint import STATE_FILE, last_complete_checkpoint
 from posttrain.training.construct import takes

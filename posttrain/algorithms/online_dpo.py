@@ -18,9 +18,9 @@ from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, tell_own_checkpoint
-from posttrain.rewards.judges import BaseJudge, JudgeReward
+from posttrain.rewards.judges import BaseJudge, JudgeReward, PairRewards
 from posttrain.rewards.model import WholeTextReward
-from posttrain.rewards.runner import PairRewards, RewardTable
+from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.construct import takes
 from posttrain.training.online import OnlineTrainer

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -115,11 +116,7 @@ class Checkup:
     def _config(self) -> str:
         from posttrain.checks.registry import Preflight
 
-        rest, _ = train._accelerate_shortcut(list(self.tokens))
-        *self.parsed, unknown = train.parser_for(self.command).parse_args_and_config(
-            rest, return_remaining_strings=True
-        )
-        train._launch_flags(unknown, self.command)
+        self.parsed, _, _ = train.parse(self.command, self.tokens)
         config = self.parsed[1]
         self.preflight = Preflight("warn" if config.preflight == "warn" else "error", config.silence_findings)
         device = str(config.device)
@@ -157,7 +154,7 @@ class Checkup:
 
     def _rewards(self) -> str:
         from posttrain.cli.train import reward_functions
-        from posttrain.rewards.runner import reward_name, unique
+        from posttrain.rewards.call import reward_name, unique
 
         script_args = self.parsed[0]
         if not isinstance(script_args, train.GRPOScriptArguments):
@@ -204,8 +201,7 @@ class Checkup:
         with inspect._no_progress_bars():
             drawn, _, _ = inspect._drawn(usable, self.examples, config.seed)
             made = inspect.ROWS[self.command](drawn, tokenizer, config)
-        made = made if isinstance(made, inspect.Prepared) else inspect.Prepared(made, [])
-        self.known |= {"rows": made.rows, "ignored_codes": made.ignored_codes}
+        self.known["rows"] = made.rows
         limit = None if made.cut == 0 else getattr(config, "max_length", None)
         templates = [_milder(finding) for finding in template_findings(drawn, tokenizer)]
         self._tell([*made.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])
@@ -319,48 +315,33 @@ def show(checkup: Checkup) -> None:
     console.print(Text.assemble("\n", (f"{checkup.command}: {verdict}", style), f" ({said}; {seconds:.1f} s)"))
 
 
+# What `posttrain env` shows ------------------------------------------------------------------------------------------------
+
+CORE = ("transformers", "accelerate", "datasets", "peft", "huggingface_hub")
 OPTIONAL = (
-    "bitsandbytes",
-    "deepspeed",
-    "liger-kernel",
-    "vllm",
-    "flash-attn",
-    "kernels",
-    "math-verify",
-    "fastapi",
-    "uvicorn",
-    "aiohttp",
-    "tensorboard",
-    "wandb",
-    "trackio",
-)
-CORE = {
-    "Transformers": "transformers",
-    "Accelerate": "accelerate",
-    "Datasets": "datasets",
-    "PEFT": "peft",
-    "HF Hub": "huggingface_hub",
-}
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "flash-attn", "kernels", "math-verify", "fastapi", "uvicorn",
+    "tensorboard", "wandb", "trackio",
+)  # fmt: skip
 PORTS = {8000: "rollout server", 51216: "weight updates"}
 
 
-def _version(name: str) -> str:
-    return installed_version(name) or "not installed"
-
-
-def _accelerator() -> list[str]:
+def _accelerators() -> str:
     import torch
 
-    if torch.cuda.is_available():
-        lines = []
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            lines.append(f"{torch.cuda.get_device_name(index)} ({free / 2**30:.1f} of {total / 2**30:.1f} GiB free)")
-        return lines
-    if getattr(torch, "xpu", None) is not None and torch.xpu.is_available():
-        return [torch.xpu.get_device_name(index) for index in range(torch.xpu.device_count())]
-    return ["MPS" if torch.backends.mps.is_available() else "cpu"]
+    if not torch.cuda.is_available():
+        return "MPS" if torch.backends.mps.is_available() else "cpu"
+    gpus = [(torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i)) for i in range(torch.cuda.device_count())]
+    return "; ".join(f"{name} ({free / 2**30:.1f} of {total / 2**30:.1f} GiB free)" for name, free, total in gpus)
+
+
+def _commit() -> str:
+    """Seven digits of the checkout that this package is imported from; nothing where it was installed."""
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists():
+        return ""
+    command = ["git", "-C", str(folder), "rev-parse", "--short=7", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f" ({done.stdout.strip()})" if done.returncode == 0 else ""
 
 
 def _accelerate_config() -> str:
@@ -372,47 +353,6 @@ def _accelerate_config() -> str:
     return "".join(f"\n  - {line}" for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
 
 
-def _commit() -> str:
-    """Seven digits of the checkout that this package is imported from; nothing where it was installed."""
-    git = Path(__file__).parents[2] / ".git"
-    try:
-        head = (git / "HEAD").read_text(encoding="utf-8").strip()
-        if not head.startswith("ref: "):
-            return f" ({head[:7]})"
-        return f" ({_reference(git, head[5:])[:7]})"
-    except (OSError, LookupError):
-        return ""
-
-
-def _reference(git: Path, name: str) -> str:
-    loose = git / name
-    if loose.is_file():
-        return loose.read_text(encoding="utf-8").strip()
-    lines = (git / "packed-refs").read_text(encoding="utf-8").splitlines()
-    return next((line.split()[0] for line in lines if line.endswith(f" {name}")), "") or "unknown"
-
-
-def _cuda() -> dict[str, str]:
-    """Versions that a GPU run depends on; where there is none, only what torch was built for."""
-    import torch
-
-    rows = {"CUDA version": torch.version.cuda or "none"}
-    if torch.cuda.is_available():
-        rows["Driver"] = _driver()
-        rows["NCCL version"] = (
-            ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
-        )
-    return rows
-
-
-def _driver() -> str:
-    try:
-        first = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
-    except (OSError, IndexError):
-        return "unknown"
-    return next((word for word in first.split() if word[:1].isdigit() and "." in word), "unknown")
-
-
 def _compatibility() -> str:
     from posttrain.checks.machine import verdict
 
@@ -420,30 +360,28 @@ def _compatibility() -> str:
     return "all installed packages fit" if not lines else "".join(f"\n  - {line}" for line in lines)
 
 
-def _ports(is_free: Callable[[int], bool] = port_is_free) -> str:
-    return ", ".join(f"{port} ({use}) {'free' if is_free(port) else 'in use'}" for port, use in PORTS.items())
+def _ports() -> str:
+    return ", ".join(f"{port} ({use}) {'free' if port_is_free(port) else 'in use'}" for port, use in PORTS.items())
 
 
 def report() -> str:
-    """The whole report as text."""
+    """Versions, hardware and settings as text, one key a line."""
     import torch
 
     from posttrain.models.parallel import bf16_is_faster
 
-    visible = [f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ]
     rows = {
         "Platform": platform.platform(),
         "Python version": platform.python_version(),
         "posttrain version": f"{__version__}{_commit()}",
-        "PyTorch version": torch.__version__,
-        **_cuda(),
-        "Accelerator": "; ".join(_accelerator()),
+        "torch version": torch.__version__,
+        "CUDA version": torch.version.cuda or "none",
+        "Accelerator": _accelerators(),
+        "Visible devices": os.environ.get("CUDA_VISIBLE_DEVICES", "all"),
         "CPU cores / torch threads": f"{os.cpu_count()} / {torch.get_num_threads()}",
         "bf16 used by default": "yes" if bf16_is_faster() else "no",
-        "Visible devices": ", ".join(visible) or "all",
-        **{f"{label} version": _version(name) for label, name in CORE.items()},
+        **{f"{name} version": installed_version(name) or "not installed" for name in (*CORE, *OPTIONAL)},
         "Accelerate config": _accelerate_config(),
-        **{f"{name} version": _version(name) for name in OPTIONAL},
         "Ports": _ports(),
         "Free disk here": f"{free_disk('.') / 2**30:.1f} GiB",
         "Compatibility": _compatibility(),

@@ -92,9 +92,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--completion_tokens", type=int, metavar="N", help="tokens of the longest completion")
     options, rest = parser.parse_known_args(argv)
     check_choice("trainer", options.trainer, sorted(train.COMMANDS))
-    rest, _ = train._accelerate_shortcut(rest)
-    *parsed, unknown = train.parser_for(options.trainer).parse_args_and_config(rest, return_remaining_strings=True)
-    train._launch_flags(unknown, options.trainer)
+    parsed, _, _ = train.parse(options.trainer, rest)
     found = estimate(options.trainer, parsed, given=(options.prompt_tokens, options.completion_tokens))
     sys.stdout.write(json.dumps(found.to_dict(), indent=1) + "\n" if options.json else screen(found))
     return 0 if found.fits else DOES_NOT_FIT
@@ -223,7 +221,7 @@ def _longest_rows(trainer: str, parsed: Sequence[Any]) -> list[Any]:
         drawn, _, _ = inspect._drawn(examples, EXAMPLES, config.seed)
         tokenizer = inspect._tokenizer(model_args, config, generative=trainer != "reward")
         made = inspect.ROWS["grpo" if trainer == "ppo" else trainer](drawn, tokenizer, config)
-    return made.rows if isinstance(made, inspect.Prepared) else made
+    return made.rows
 
 
 def _changes(work: Workload) -> dict[str, Workload]:
@@ -258,36 +256,31 @@ def screen(found: Answer) -> str:
     from posttrain.checks.memory import gib
 
     memory, peak, lengths = found.memory, found.memory.peak, found.lengths
-    bars = [
-        f"  {name:22}{gib(size):>10}  {'#' * max(1, round(34 * size / peak))}"
-        for name, size in sorted(memory.components.items(), key=lambda item: -item[1])
-    ]
+    sizes = sorted(memory.components.items(), key=lambda item: -item[1])
     standing = sum(memory.standing.values())
     others = {n: standing + sum(parts.values()) for n, parts in memory.moments.items() if n != memory.fullest}
+    fits = "fits" if found.fits else "does not fit"
     lines = [
         f"{found.trainer} on {found.model}: {memory.parameters / 1e6:.0f} M weights, {memory.trainable / 1e6:.1f} M trained",
         f"longest: prompt {lengths.prompt}, completion {lengths.completion} tokens ({lengths.source})",
         f"batch: {found.batch} x {found.accumulation} accumulated; the largest pass computes {found.row_tokens} tokens",
-        "", f"memory at the fullest moment ({memory.fullest})", *bars,
-        f"  {'together':22}{gib(peak):>10}  {'fits' if found.fits else 'does not fit'}: {gib(found.available.free)} free for it "
-        f"on {found.available.where}, {gib(found.limit)} planned with", "",
-        *[f"  {name + ':':24}{gib(size):>8}" for name, size in others.items()], "", _batch_line(found),
-    ]  # fmt: skip
-    if not found.fits:
-        changes = [
-            f"  {c:44}{gib(size):>10}{'  fits' if size <= found.limit else ''}" for c, size in found.help.items()
-        ]
-        lines += ["", "to fit:", *changes]
-        lines += [f"  max_row_tokens below {found.row_tokens}, shorter rows, or more processes with FSDP or ZeRO"]
-    return "\n".join([*lines, *[f"note: {note}" for note in found.notes]]) + "\n"
-
-
-def _batch_line(found: Answer) -> str:
+        f"\nmemory at the fullest moment ({memory.fullest})",
+        *[f"  {name:22}{gib(size):>10}  {'#' * max(1, round(34 * size / peak))}" for name, size in sizes],
+        f"  {'together':22}{gib(peak):>10}  {fits}: {gib(found.available.free)} free for it on {found.available.where}, "
+        f"{gib(found.limit)} planned with\n",
+        *[f"  {name + ':':24}{gib(size):>8}" for name, size in others.items()],
+    ]
     best, whole = found.largest_batch, found.batch * found.accumulation
     if not best:
-        return "no batch size that keeps the effective batch fits"
-    if len(set(found.batches.values())) == 1:
-        return (
-            f"largest batch that fits: {best} (any: passes are bounded by tokens, not by rows; effective batch {whole})"
-        )
-    return f"largest batch that fits: {best} x {whole // best} accumulated keeps the effective batch of {whole}"
+        lines.append("\nno batch size that keeps the effective batch fits")
+    elif len(set(found.batches.values())) == 1:
+        bounded = "any: passes are bounded by tokens, not by rows"
+        lines.append(f"\nlargest batch that fits: {best} ({bounded}; effective batch {whole})")
+    else:
+        lines.append(f"\nlargest batch that fits: {best} x {whole // best} accumulated, effective batch {whole}")
+    if not found.fits:
+        changes = found.help.items()
+        lines += ["\nto fit:"]
+        lines += [f"  {c:44}{gib(size):>10}{'  fits' if size <= found.limit else ''}" for c, size in changes]
+        lines += [f"  max_row_tokens below {found.row_tokens}, shorter rows, or more processes with FSDP or ZeRO"]
+    return "\n".join([*lines, *[f"note: {note}" for note in found.notes]]) + "\n"

@@ -21,38 +21,31 @@ from posttrain.types import Finding, Row
 if TYPE_CHECKING:
     from posttrain.report.inspect import Summary
 
-__all__ = ["ROWS", "Prepared", "RowsFunction", "inspect_rows", "prompt_rows", "register", "run", "sft_rows"]
+__all__ = ["ROWS", "Prepared", "RowsFunction", "inspect_rows", "prompt_rows", "run", "sft_rows"]
 
 EXAMPLES = 1000
 
 
 class Prepared(NamedTuple):
-    """Rows, what their preparation itself found, how many it cut (None: unknown, a row of the limit's length counts), and
-    codes of findings that do not concern such rows.
+    """Rows as a training command makes them of examples.
+
+    Attributes:
+        rows: In the order of the examples.
+        findings: What their preparation itself found.
+        cut: How many were cut; None: unknown, a row of the limit's length counts.
+        numbers: Row numbers in the dataset; None: those of the examples, or not known.
+        reasons: Why rows were left out.
     """
 
     rows: list[Row]
-    findings: list[Finding]
+    findings: Sequence[Finding] = ()
     cut: int | None = None
-    ignored_codes: frozenset[str] = frozenset()
-    numbers: list[int] | None = None  # Row numbers in the dataset; None: those of the examples, or not known.
-    reasons: str = ""  # Why rows were left out.
+    numbers: list[int] | None = None
+    reasons: str = ""
 
 
 # Examples (a datasets.Dataset of the sampled ones), tokenizer and config of the command to rows.
-RowsFunction = Callable[[Any, Any, Any], list[Row] | Prepared]
-
-ROWS: dict[str, RowsFunction] = {}
-
-
-def register(name: str, function: RowsFunction) -> None:
-    """Say how the examples of a training command become rows; a later call replaces an earlier one.
-
-    >>> register("dpo", lambda examples, tokenizer, config: [])
-    >>> ROWS.pop("dpo")(None, None, None)
-    []
-    """
-    ROWS[name] = function
+RowsFunction = Callable[[Any, Any, Any], Prepared]
 
 
 def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
@@ -65,7 +58,7 @@ def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
 
     if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
         check_prepared(examples, "train", len(tokenizer))
-        return Prepared(document_rows(examples), [])
+        return Prepared(document_rows(examples))
     options = with_training_template(config.supervised_options(training=True), tokenizer)
     if options.packing == "bfd":  # It keeps documents whole: they are looked at one by one.
         options = replace(options, packing=None)
@@ -85,14 +78,15 @@ def _numbers(prepared: Any) -> list[int] | None:
     return list(prepared[ROW]) if ROW in prepared.column_names else None
 
 
-def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> list[Row]:
+def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     """Rows of a method that samples its completions: prompts alone, as the engine will see them."""
     from posttrain.data.chat import tokenize_prompts
     from posttrain.data.samplers import check_prompts
 
     check_prompts(examples, "train_dataset", tokenizer)
     kwargs = config.chat_template_kwargs or {}
-    return [Row(ids, [], []) for ids in tokenize_prompts(list(examples), tokenizer, chat_template_kwargs=kwargs)]
+    tokens = tokenize_prompts(list(examples), tokenizer, chat_template_kwargs=kwargs)
+    return Prepared([Row(ids, [], []) for ids in tokens])
 
 
 def reward_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
@@ -100,7 +94,7 @@ def reward_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     from posttrain.data.preference import pair_rows, prepare_reward_dataset
 
     prepared = prepare_reward_dataset(examples, tokenizer, max_length=config.max_length)
-    return Prepared(pair_rows(prepared), [], numbers=_numbers(prepared))
+    return Prepared(pair_rows(prepared), numbers=_numbers(prepared))
 
 
 def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
@@ -124,19 +118,15 @@ def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
     return rows
 
 
-for _name, _branches in {
-    "dpo": ("chosen", "rejected"),
-    "cpo": ("chosen", "rejected"),
-    "orpo": ("chosen", "rejected"),
-    "tpo": ("chosen", "rejected", "reference"),
-    "kto": ("completion",),
-    "bco": ("completion",),
-}.items():
-    register(_name, answer_rows_of(_branches))
-register("sft", sft_rows)
-register("reward", reward_rows)
-for _name in ("grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo"):
-    register(_name, prompt_rows)
+_PAIRS, _ANSWER = answer_rows_of(("chosen", "rejected")), answer_rows_of(("completion",))
+ROWS: dict[str, RowsFunction] = {
+    "sft": sft_rows,
+    "reward": reward_rows,
+    "tpo": answer_rows_of(("chosen", "rejected", "reference")),
+    **dict.fromkeys(("dpo", "cpo", "orpo"), _PAIRS),
+    **dict.fromkeys(("kto", "bco"), _ANSWER),
+    **dict.fromkeys(("grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo"), prompt_rows),
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -169,9 +159,8 @@ def run(argv: list[str]) -> int:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least 1.")
     if options.html and not Path(options.html).absolute().parent.is_dir():
         raise ConfigError(f"--html {options.html}: the folder {str(Path(options.html).parent)!r} does not exist.")
-    rest, _ = train._accelerate_shortcut(rest)  # Which accelerator would train does not change the rows.
-    *parsed, unknown = train.parser_for(options.command).parse_args_and_config(rest, return_remaining_strings=True)
-    train._launch_flags(unknown, options.command)
+    # Which accelerator would train does not change the rows.
+    parsed, _, _ = train.parse(options.command, rest)
     summary = inspect_rows(options.command, parsed, show=options.rows, examples=options.examples)
 
     from posttrain.report.inspect import to_console, to_html
@@ -206,7 +195,6 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
             raise DataError("there is no dataset to inspect: the environment makes the prompts while it trains.")
         drawn, total, places = _drawn(data[split], examples, config.seed)
         made = ROWS[name](drawn, tokenizer, config)
-    made = made if isinstance(made, Prepared) else Prepared(made, [])
     rows, cut = made.rows, made.cut
     numbers = made.numbers if made.numbers is not None else places if len(rows) == len(places) else None
     limit = getattr(config, "max_length", None)
@@ -214,11 +202,7 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
     dropped = dropped_rows(len(drawn), len(rows), reasons=made.reasons, missing=missing)
     telling: dict[str, int] = {}
     checked = check_rows(rows, tokenizer, limit=None if cut == 0 else limit, numbers=numbers, examples=telling)
-    findings = [
-        *([dropped] if dropped else []),
-        *made.findings,
-        *(f for f in checked if f.code not in made.ignored_codes),
-    ]
+    findings = [*([dropped] if dropped else []), *made.findings, *checked]
     telling = {code: row for code, row in telling.items() if code in {finding.code for finding in findings}}
     seen = f"{len(drawn):,}"
     part = f"the first {seen}" if total is None else f"all {seen}" if total == len(drawn) else f"{seen} of {total:,}"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal
 
-from posttrain.cli.parser import PosttrainArgumentParser, _split_config, load_config
+from posttrain.cli.parser import PosttrainArgumentParser, load_config, split_config
 from posttrain.errors import ConfigError, RolloutServerError, check_choice, did_you_mean
 from posttrain.integrations import is_available, require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
@@ -101,7 +101,7 @@ class _Trained:
 
 def is_wanted(argv: Sequence[str]) -> bool:
     """Whether the command line or its config file names a launcher, and this is not the trainer that it started."""
-    rest, path = _split_config(list(argv))
+    rest, path = split_config(argv)
     named = any(token.split("=")[0] == "--launcher" for token in rest)
     return STARTED not in os.environ and (named or (path is not None and "launcher" in load_config(path)))
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import typing
-from argparse import SUPPRESS, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class PosttrainArgumentParser(HfArgumentParser):
             ConfigError: A file that is missing or not a mapping, unknown keys, or values that a dataclass refuses.
             SystemExit: 2, as argparse does, for flags that cannot be converted.
         """
-        tokens, path = _split_config(list(sys.argv[1:] if args is None else args))
+        tokens, path = split_config(sys.argv[1:] if args is None else args)
         config = load_config(path) if path is not None else {}
         _apply_env(config.pop("env", None))
         known = {key: value for key, value in config.items() if key in self.fields}
@@ -128,21 +128,14 @@ def _number_or_word(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
-def _split_config(tokens: list[str]) -> tuple[list[str], str | None]:
-    """Take ``--config path`` and ``--config=path`` out; the last one wins."""
-    path, rest, index = None, [], 0
-    while index < len(tokens):
-        token = tokens[index]
-        if token == "--config":
-            if index + 1 == len(tokens):
-                raise ConfigError("--config needs the path of a YAML file after it.")
-            path, index = tokens[index + 1], index + 2
-        elif token.startswith("--config="):
-            path, index = token.partition("=")[2], index + 1
-        else:
-            rest.append(token)
-            index += 1
-    return rest, path
+def split_config(tokens: Sequence[str]) -> tuple[list[str], str | None]:
+    """All tokens but ``--config path`` or ``--config=path``, and the path; the last one wins."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    parser.add_argument("--config", nargs="?")
+    found, rest = parser.parse_known_args(list(tokens))
+    if "config" in found and found.config is None:
+        raise ConfigError("--config needs the path of a YAML file after it.")
+    return rest, getattr(found, "config", None)
 
 
 def load_config(path: str) -> dict[str, Any]:

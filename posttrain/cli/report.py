@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from posttrain.errors import ConfigError
 from posttrain.report.page.build import content, render, write_page
 from posttrain.report.page.run import read_runs, version
-from posttrain.report.watch import watch as watch_run
+from posttrain.report.progress import watch as watch_run
 
 __all__ = ["LivePage", "run", "serve", "watch"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def reasoning_gym_data(script_args: Any, seed: int) -> tuple[dict[str, Any], Any
     ``dataset_config`` may hold a JSON object: ``size`` (1000) and ``test_size`` (100) rows, ``seed`` (the run's),
     ``system_prompt``, ``extract``, and settings of the task.
     """
-    from posttrain.integrations.reasoning_gym import reasoning_gym_task
+    from posttrain.rewards.reasoning_gym import reasoning_gym_task
 
     try:
         options = json.loads(script_args.dataset_config or "{}")
@@ -301,6 +302,17 @@ def parser_for(name: str) -> Any:
     return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)
 
 
+def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str], list[str]]:
+    """What a training command's parser returns, its arguments without ``--accelerate_config``, and flags for accelerate.
+
+    Raises:
+        ConfigError: Unknown options.
+    """
+    argv, launch = _accelerate_shortcut(list(argv))
+    *parsed, rest = parser_for(name).parse_args_and_config(argv, return_remaining_strings=True)
+    return parsed, argv, launch + _launch_flags(rest, name)
+
+
 def run(name: str, argv: list[str]) -> int:
     """Train as ``argv`` says.
 
@@ -309,9 +321,7 @@ def run(name: str, argv: list[str]) -> int:
     """
     if launch_ray.is_wanted(argv):
         return launch_ray.run(name, argv)
-    argv, launch = _accelerate_shortcut(argv)
-    *parsed, rest = parser_for(name).parse_args_and_config(argv, return_remaining_strings=True)
-    launch += _launch_flags(rest, name)
+    parsed, argv, launch = parse(name, argv)
     if launch and "LOCAL_RANK" not in os.environ and ranks.EXIT_CODES not in os.environ:
         return _launch(name, argv, launch)
     for shown in SHOWN:
@@ -401,30 +411,23 @@ def _datasets(script_args: Any, mixture: Any, config: Any) -> tuple[Any, Any]:
 
 def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:
     """``--accelerate_config name`` to ``--config_file path`` of ``accelerate launch``."""
-    for index, token in enumerate(argv):
-        flag, _, value = token.partition("=")
-        if flag not in ("--accelerate_config", "--accelerate-config"):
-            continue
-        used = 1 if value else 2
-        value = value or (argv[index + 1] if index + 1 < len(argv) else "")
-        packaged = CONFIGS / f"{value}.yaml"
-        path = Path(value) if Path(value).is_file() else packaged
-        if not value or not path.is_file():
-            names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
-            raise ConfigError(
-                f"--accelerate_config {value}: neither a file nor one of {names}{did_you_mean(value, names)}."
-            )
-        flags = ["--config_file", str(path)]
-        if path == packaged and not any(t.startswith(("--num_processes", "--num-processes")) for t in argv):
-            flags += ["--num_processes", str(_visible_devices() if value != "single_gpu" else 1)]
-        return argv[:index] + argv[index + used :], flags
-    return argv, []
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--accelerate_config", "--accelerate-config")
+    found, rest = parser.parse_known_args(argv)
+    name = found.accelerate_config
+    if name is None:
+        return argv, []
+    packaged = CONFIGS / f"{name}.yaml"
+    path = Path(name) if Path(name).is_file() else packaged
+    if not path.is_file():
+        names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
+        raise ConfigError(f"--accelerate_config {name}: neither a file nor one of {names}{did_you_mean(name, names)}.")
+    flags = ["--config_file", str(path)]
+    if path == packaged and not any(t.startswith(("--num_processes", "--num-processes")) for t in argv):
+        import torch
 
-
-def _visible_devices() -> int:
-    import torch
-
-    return max(1, torch.cuda.device_count())
+        flags += ["--num_processes", str(max(1, torch.cuda.device_count()) if name != "single_gpu" else 1)]
+    return rest, flags
 
 
 def _launch_flags(rest: list[str], name: str) -> list[str]:

@@ -53,6 +53,9 @@ MODULES = frozenset(
 
 # Names of TRL without a twin here, and what does their job.
 INSTEAD = {
+    "AllTrueJudge": "posttrain.BaseBinaryJudge with a method that asks each of your judges",
+    "HfPairwiseJudge": "posttrain.OpenAIPairwiseJudge(model, base_url='https://router.huggingface.co/v1')",
+    "PairRMJudge": "posttrain.OpenAIPairwiseJudge, or a reward model in reward_funcs (llm-blender needs transformers 4)",
     "add_fused_lm_head": "nothing: log-probs are computed a chunk at a time without it (posttrain.token_logprobs)",
     "maybe_gather_lm_head_ctx": "nothing: sharded heads are gathered by posttrain.token_logprobs",
     "FusedCausalLMOutput": "posttrain.ModelOutputs",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,38 +26,11 @@ def offline_variables(kind: str) -> str:
     return ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in SWITCHES[kind])
 
 
-def _folders(name: str) -> list[str]:
-    """Folders and data files beside what was asked for, and here."""
-    asked = Path(name).expanduser()
-    found = []
-    for parent in dict.fromkeys((asked.parent, Path())):
-        if not parent.is_dir():
-            continue
-        for entry in parent.iterdir():
-            if not entry.name.startswith(".") and (entry.is_dir() or entry.suffix in FILES):
-                found.append(str(entry))
-    return found
-
-
-def _cached(kind: str) -> list[str]:
-    """Ids in the hub's cache on this machine."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    prefix = "datasets--" if kind == "dataset" else "models--"
-    root = Path(HF_HUB_CACHE)
-    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    return [name.removeprefix(prefix).replace("--", "/") for name in names if name.startswith(prefix)]
-
-
-def _nearest(name: str, kind: str) -> str:
-    folders = _folders(name)
-    near = did_you_mean(name, [*folders, *_cached(kind)])
-    if near:
-        return near
-    # The same folder under another parent: "org/name" beside "name".
-    by_name = {Path(folder).name: folder for folder in folders}
-    close = difflib.get_close_matches(Path(name).name, by_name, n=1)
-    return f" (did you mean {by_name[close[0]]!r}?)" if close else ""
+def _nearest(name: str) -> str:
+    """The folder or data file here, or where the name points, that is spelled most like it."""
+    parents = [path for path in dict.fromkeys((Path(name).expanduser().parent, Path())) if path.is_dir()]
+    entries = [entry for path in parents for entry in path.iterdir() if entry.is_dir() or entry.suffix in FILES]
+    return did_you_mean(Path(name).name, [entry.name for entry in entries if not entry.name.startswith(".")])
 
 
 def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
@@ -91,7 +63,7 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
         else "Check the spelling, the network and your access to it, or give a folder."
     )
     return (
-        f"{kind} {name!r} was not found{_nearest(name, kind)}: there is no folder {str(asked.absolute())!r}, {hub} "
+        f"{kind} {name!r} was not found{_nearest(name)}: there is no folder {str(asked.absolute())!r}, {hub} "
         f"({offline_variables(kind)}).{said} {fix}"
     )
 

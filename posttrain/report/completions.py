@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -66,32 +67,25 @@ def to_sampling(config: GenerationConfig | None, tokenizer: Any, model: Any, *, 
         ConfigError: The config was given and asks for something an engine cannot do (beams, stop strings, ...).
     """
     own = getattr(model, "generation_config", None)
-    if config is not None:
-        asked = config.to_diff_dict()
-        if unknown := [name for name in asked if name not in KNOWN and not name.startswith("_")]:
-            raise ConfigError(
-                f"generation_config.{unknown[0]}={asked[unknown[0]]!r} is not supported here. Fix: leave it out"
-                f"{', and set max_new_tokens' if unknown[0] == 'max_length' else ''}."
-            )
+    asked = {} if config is None else config.to_diff_dict()
+    for name in [name for name in asked if name not in KNOWN and not name.startswith("_")]:
+        raise ConfigError(
+            f"generation_config.{name}={asked[name]!r} is not supported here. Fix: leave it out"
+            f"{', and set max_new_tokens' if name == 'max_length' else ''}."
+        )
     used = config if config is not None else own
-    sampled = bool(getattr(used, "do_sample", None))
 
     def setting(name: str, default: Any) -> Any:
         value = getattr(used, name, None)
         return default if value is None else value
 
-    return Sampling(
-        max_new_tokens=setting("max_new_tokens", MAX_NEW_TOKENS),
-        temperature=setting("temperature", 1.0) if sampled else 0.0,
-        top_k=setting("top_k", TOP_K) if sampled else 0,
-        top_p=setting("top_p", 1.0) if sampled else 1.0,
-        min_p=setting("min_p", None) if sampled else None,
-        repetition_penalty=setting("repetition_penalty", 1.0),
-        stop_token_ids=tuple(
-            dict.fromkeys([*terminal_token_ids(tokenizer, used), *terminal_token_ids(tokenizer, own)])
-        ),
-        seed=seed,
-    )
+    settings = {"max_new_tokens": MAX_NEW_TOKENS, "repetition_penalty": 1.0}
+    if setting("do_sample", False):
+        settings |= {"temperature": 1.0, "top_k": TOP_K, "top_p": 1.0, "min_p": None}
+    stops = dict.fromkeys([*terminal_token_ids(tokenizer, used), *terminal_token_ids(tokenizer, own)])
+    greedy = {} if "temperature" in settings else {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    found = {name: setting(name, default) for name, default in settings.items()}
+    return Sampling(**found, **greedy, stop_token_ids=tuple(stops), seed=seed)
 
 
 class EvalPrompts:
@@ -235,7 +229,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
         self.freq = freq
         self.table: list[dict[str, Any]] = []
         self._last_step = -1
-        self._failed: set[str] = set()
+        self._attempts = _Attempts()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Take up the table of a resumed run; move the one of an earlier run aside."""
@@ -268,35 +262,25 @@ class LogCompletionsCallback(transformers.TrainerCallback):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.writelines(map(_line, rows))
-        for name in args.report_to or ():
-            if name in TRACKERS and name not in self._failed:
-                self._track(name)
-
-    def _track(self, name: str) -> None:
-        data = [[row["step"], _text(row["prompt"]), row["completion"]] for row in self.table]
-        try:
-            TRACKERS[name]("completions", COLUMNS, data)
-        except Exception as error:  # A table must never stop training; the local file has every row.
-            self._failed.add(name)
-            logger.warning("completions could not be logged to %s: %s: %s", name, type(error).__name__, error)
+        texts = [
+            row["prompt"] if isinstance(row["prompt"], str) else _line(row["prompt"]).strip() for row in self.table
+        ]
+        data = [[row["step"], text, row["completion"]] for row, text in zip(self.table, texts, strict=True)]
+        self._attempts.track(args, "completions", COLUMNS, data)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for line in path.read_text(encoding="utf-8").split("\n"):  # Not splitlines: a completion may hold other line ends.
-        try:
+    # Not splitlines: a completion may hold other line ends.
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        # The empty end, or a line cut off by a crash.
+        with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
-        except ValueError:  # The empty end, or a line cut off by a crash.
-            continue
     return rows
 
 
 def _line(row: dict[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False, default=str) + "\n"
-
-
-def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
 
 
 def _to_wandb(name: str, columns: list[str], data: list[list[Any]]) -> None:
@@ -319,7 +303,8 @@ def _to_trackio(name: str, columns: list[str], data: list[list[Any]]) -> None:
 def _to_mlflow(name: str, columns: list[str], data: list[list[Any]]) -> None:
     mlflow: Any = require("mlflow", "report_to='mlflow'")
     if mlflow.active_run() is not None:
-        latest = [row for row in data if row[0] == data[-1][0]]  # mlflow appends to the table it has.
+        # mlflow appends to the table it has.
+        latest = [row for row in data if row[0] == data[-1][0]]
         mlflow.log_table(dict(zip(columns, map(list, zip(*latest, strict=True)), strict=True)), f"{name}.json")
 
 
@@ -329,6 +314,29 @@ TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {
     "trackio": _to_trackio,
     "mlflow": _to_mlflow,
 }
+
+
+class _Attempts:
+    """Runs actions that must never stop training; what failed once is warned of and left out from then on."""
+
+    def __init__(self) -> None:
+        self.failed: set[str] = set()
+
+    def run(self, where: str, action: Callable[[], None]) -> None:
+        """Run ``action``, which shows completions on ``where``."""
+        if where in self.failed:
+            return
+        try:
+            action()
+        except Exception as error:
+            self.failed.add(where)
+            logger.warning("completions could not be shown on %s: %s: %s", where, type(error).__name__, error)
+
+    def track(self, args: TrainingArguments, name: str, columns: list[str], data: list[list[Any]]) -> None:
+        """Send a table to the trackers of ``report_to`` that hold tables."""
+        for tracker in args.report_to or ():
+            if tracker in TRACKERS:
+                self.run(tracker, functools.partial(TRACKERS[tracker], name, columns, data))
 
 
 MINUTES = 2  # Between two pushes to the hub.
@@ -399,7 +407,7 @@ class RolloutTableCallback(transformers.TrainerCallback):
     ) -> None:
         self.names, self.shown, self.unique = names, shown, unique
         self.rings: dict[str, deque[dict[str, Any]]] = {"": deque(maxlen=rows), "eval_": deque(maxlen=rows)}
-        self._failed: set[str] = set()
+        self._attempts = _Attempts()
         record.listeners.append(self.add)
 
     def add(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
@@ -413,11 +421,8 @@ class RolloutTableCallback(transformers.TrainerCallback):
             ring.clear()
             if not rows:
                 continue
-            self._try("the terminal", functools.partial(self._print, rows, state.global_step))
-            for tracker in args.report_to or ():
-                if tracker in TRACKERS:
-                    send = functools.partial(TRACKERS[tracker], f"{prefix}completions", *self.table(rows))
-                    self._try(tracker, send)
+            self._attempts.run("the terminal", functools.partial(self._print, rows, state.global_step))
+            self._attempts.track(args, f"{prefix}completions", *self.table(rows))
 
     def _print(self, rows: list[dict[str, Any]], step: int) -> None:
         rewards = {name: [row.get(name) for row in rows] for name in self.names}
@@ -430,15 +435,6 @@ class RolloutTableCallback(transformers.TrainerCallback):
             rows = list({row.get("prompt"): row for row in reversed(rows)}.values())[::-1]
         columns = list(dict.fromkeys(key for row in rows for key in row if key not in PER_TOKEN))
         return columns, [[_plain(row.get(key)) for key in columns] for row in rows]
-
-    def _try(self, where: str, action: Callable[[], None]) -> None:
-        if where in self._failed:
-            return
-        try:
-            action()
-        except Exception as error:
-            self._failed.add(where)
-            logger.warning("completions could not be shown on %s: %s: %s", where, type(error).__name__, error)
 
 
 def _plain(value: Any) -> Any:

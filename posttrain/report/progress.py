@@ -1,25 +1,31 @@
-"""A live view of a run: how far, how well, how long still."""
+"""A run on a terminal: a live view in the process that trains, and any run watched from its record."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from posttrain.report.record import LOCK
+from posttrain.report.templates import visible
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-__all__ = [
-    "RichProgressCallback",
-    "use_rich_progress",
-]
+    from posttrain.report.page.run import Run
+
+__all__ = ["RichProgressCallback", "sparkline", "use_rich_progress", "view", "watch"]
 
 
 # Shown in this order where the run logs them; what else it logs is in the page of `posttrain report`.
@@ -47,11 +53,12 @@ MAIN: dict[str, str] = {
     "rewards/margins": "margin",
     "num_tokens": "tokens seen",
 }
-COLUMNS = 8  # Of the live table.
+# Metrics of a line.
+COLUMNS = 8
 
 
 class RichProgressCallback(transformers.TrainerCallback):
-    """Shows step, time left and the numbers that matter, live on a terminal and as plain lines elsewhere.
+    """Writes a line of the numbers that matter at each log; a terminal has a bar with the time left below them.
 
     Args:
         headline: Metric names to show with their labels; None shows the first eight of `MAIN` that the run logs.
@@ -61,9 +68,7 @@ class RichProgressCallback(transformers.TrainerCallback):
     def __init__(self, headline: dict[str, str] | None = None, console: Console | None = None) -> None:
         self.headline = headline or MAIN
         self.console = console or Console(file=sys.stdout)
-        self.live: Live | None = None
-        self.history: list[dict[str, Any]] = []
-        self._started = 0.0
+        self.progress: Progress | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the display."""
@@ -71,35 +76,30 @@ class RichProgressCallback(transformers.TrainerCallback):
             return
         self._started, self._first = time.perf_counter(), state.global_step
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
-        self.progress = Progress(*columns, TimeRemainingColumn(elapsed_when_finished=False), console=self.console)
+        left = TimeRemainingColumn(elapsed_when_finished=False)
+        self.progress = Progress(*columns, left, console=self.console, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("train", total=state.max_steps, completed=state.global_step)
-        if self.console.is_terminal:
-            self.live = Live(self._view(), console=self.console, refresh_per_second=4)
-            self.live.start()
+        self.progress.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Advance."""
-        if self._started:
+        if self.progress is not None:
             self.progress.update(self.task, completed=state.global_step)
-            self._refresh()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **_: Any
     ) -> None:
-        """Show the newest numbers."""
+        """Write the newest numbers."""
         logs = logs or {}
-        if not self._started or not state.is_world_process_zero or "train_runtime" in logs:
+        if self.progress is None or "train_runtime" in logs:
             return
-        if any(key in logs for key in self.headline):
-            self.history.append({"step": state.global_step, **logs})
-        if self.live is None:
-            done, total = state.global_step - self._first, state.max_steps - self._first
-            spent = time.perf_counter() - self._started
-            left = spent / max(done, 1) * (total - done)
-            step = f"step {state.global_step}/{state.max_steps}"
-            # One line a step, however narrow the console is.
-            self.console.print(f"{step}  {self._numbers(logs)}  left {left:.0f} s", highlight=False, soft_wrap=True)
-        self._refresh()
+        found = [f"{label} {float(logs[key]):.4g}" for key, label in self.headline.items() if key in logs]
+        done, total = state.global_step - self._first, state.max_steps - self._first
+        left = (time.perf_counter() - self._started) / max(done, 1) * (total - done)
+        step = f"step {state.global_step}/{state.max_steps}"
+        # One line a step, however narrow the console is.
+        line = f"{step}  {'  '.join(found[:COLUMNS])}  left {left:.0f} s"
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the last view on the screen."""
@@ -107,31 +107,9 @@ class RichProgressCallback(transformers.TrainerCallback):
 
     def stop(self) -> None:
         """End the display; safe to call twice, and called also when training raises."""
-        if self.live is not None:
-            self.live.update(self._view())
-            self.live.stop()
-        self.live, self._started = None, 0.0
-
-    def _numbers(self, logs: dict[str, Any]) -> str:
-        found = [f"{label} {float(logs[key]):.4g}" for key, label in self.headline.items() if key in logs]
-        return "  ".join(found[:COLUMNS])
-
-    def _refresh(self) -> None:
-        if self.live is not None:
-            self.live.update(self._view())
-
-    def _view(self) -> Group:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        logged = [(k, label) for k, label in self.headline.items() if any(k in row for row in self.history)]
-        shown = dict(logged[:COLUMNS])
-        if not shown:
-            return Group(self.progress, Text("generating the first completions ...", style="dim"))
-        table.add_column("step", justify="right")
-        for label in shown.values():
-            table.add_column(label, justify="right")
-        for row in self.history[-8:]:
-            table.add_row(str(row["step"]), *(f"{float(row[k]):.4g}" if k in row else "" for k in shown))
-        return Group(self.progress, table)
+        if self.progress is not None:
+            self.progress.stop()
+        self.progress = None
 
 
 def use_rich_progress(trainer: Any, headline: dict[str, str] | None = None) -> RichProgressCallback:
@@ -143,3 +121,151 @@ def use_rich_progress(trainer: Any, headline: dict[str, str] | None = None) -> R
     callback = RichProgressCallback(headline)
     trainer.add_callback(callback)
     return callback
+
+
+# A run watched from its record ---------------------------------------------------------------------------------------------
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+# Columns of a sparkline, findings, and lines of the latest completion.
+WIDTH, FINDINGS, LINES = 28, 3, 8
+COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
+
+
+def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
+    """A curve in one line; what is not finite is a gap, marked by ``×``.
+
+    >>> sparkline([0.0, 1.0, 2.0, 3.0], 4), sparkline([1.0, float("nan"), 1.0], 4)
+    ('▁▃▆█', '▄×▄')
+    """
+    stretch = max(1, math.ceil(len(values) / width))
+    parts = [values[at : at + stretch] for at in range(0, len(values), stretch)]
+    means = [sum(part) / len(part) for part in parts]  # A stretch with one NaN is NaN: it must show.
+    finite = [value for value in means if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+
+    def block(value: float) -> str:
+        if not math.isfinite(value):
+            return "×"
+        return BLOCKS[round((value - low) / (high - low) * (len(BLOCKS) - 1))] if high > low else BLOCKS[3]
+
+    return "".join(map(block, means))
+
+
+def view(run: Run, now: float | None = None) -> RenderableType:
+    """What the terminal shows of a run.
+
+    Args:
+        run: As read.
+        now: Unix time that ages are counted from; None is the present.
+    """
+    parts: list[RenderableType] = [_head(run, time.time() if now is None else now)]
+    if run.max_steps:
+        parts.append(ProgressBar(total=run.max_steps, completed=min(run.step, run.max_steps), width=60))
+    parts += [_metrics(run), *_findings(run), *_completion(run)]
+    parts += [Text(note, style="yellow") for note in run.notes]
+    return Group(*parts)
+
+
+def _head(run: Run, now: float) -> Text:
+    colour = {"running": "green", "finished": "green", "stopped": "yellow"}[run.state]
+    head = Text.assemble((visible(run.name), "bold"), "  ", (run.state, colour), f"  step {run.step}")
+    if run.max_steps:
+        head.append(f"/{run.max_steps}")
+    times = sorted({(s, t) for series in run.series.values() for s, t in zip(series.steps, series.times, strict=True)})
+    times = [(step, moment) for step, moment in times if math.isfinite(moment)]
+    if not times:
+        return head.append("  nothing logged yet", style="dim")
+    (first, begin), (last, end) = times[0], times[-1]
+    if run.state == "running":
+        if run.max_steps and last > first:
+            head.append(f"  left {_duration((end - begin) / (last - first) * (run.max_steps - last))}")
+        head.append(f"  last log {_duration(now - end)} ago", style="dim")
+    else:
+        head.append(f"  took {_duration(run.summary.get('train_runtime', end - begin))}", style="dim")
+    return head
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as one would say them.
+
+    >>> _duration(42), _duration(600), _duration(9000)
+    ('42 s', '10 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{max(seconds, 0):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _metrics(run: Run) -> RenderableType:
+    shown = [name for name in MAIN if name in run.series]
+    shown += [name for name in run.series if name.startswith("rewards/") and name.endswith("/mean")]
+    if not shown:
+        return Text("waiting for the first log ...", style="dim")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for name in ("last", "least", "most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in shown:
+        values, finite = run.series[name].values, [v for _, v in run.series[name].finite]
+        ends = (min(finite), max(finite)) if finite else (math.nan, math.nan)
+        last = Text(f"{values[-1]:.4g}", style="bold" if math.isfinite(values[-1]) else "bold red")
+        label = Text(MAIN.get(name, visible(name.removesuffix("/mean"))))
+        table.add_row(label, Text(sparkline(values), style="cyan"), last, *(f"{v:.4g}" for v in ends))
+    return table
+
+
+def _findings(run: Run) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for mark in run.marks[-FINDINGS:]:
+        finding = mark.finding
+        lines.append(
+            Text.assemble(
+                (f"step {mark.step} {finding.severity} {visible(finding.code)}: ", COLOURS[finding.severity]),
+                visible(finding.what),
+                ("  do: " + visible(finding.fix) if finding.fix else "", "dim"),
+            )
+        )
+    return lines
+
+
+def _completion(run: Run) -> list[RenderableType]:
+    sample = run.latest
+    if sample is None:
+        return []
+    lines = visible(sample.completion).splitlines() or ["(empty)"]
+    more = [f"... {len(lines) - LINES} more lines"] if len(lines) > LINES else []
+    advantage = "" if sample.advantage is None else f", advantage {sample.advantage:+.3g}"
+    title = Text(f"best completion of step {run.samples[-1][0]}{advantage}")
+    text = "\n".join([*lines[:LINES], *more])
+    return [Panel(Text(text[:2000]), title=title, title_align="left", border_style="dim")]
+
+
+def watch(folder: str, *, once: bool = False, every: float = 2.0, console: Console | None = None) -> Run:
+    """Show a run until it ends or Ctrl-C is pressed; one that does not run, or no terminal, is shown once.
+
+    Args:
+        folder: ``output_dir`` of the run.
+        once: Show it once even while it runs.
+        every: Seconds between two looks at the folder; it is read again only where it changed.
+        console: Where to show it; None is the standard output.
+
+    Returns:
+        The run as it was shown last.
+    """
+    from posttrain.report.page.run import read_run, version
+
+    console = console or Console()
+    run = read_run(folder)
+    if once or run.state != "running" or not console.is_terminal:
+        console.print(view(run))
+        return run
+    with Live(view(run), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        seen = version(run.folder)
+        while run.state == "running":
+            time.sleep(every)
+            latest = version(run.folder)
+            if latest != seen or LOCK not in {name for name, *_ in latest}:
+                run, seen = read_run(folder), latest
+            live.update(view(run), refresh=True)
+    return run

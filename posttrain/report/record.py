@@ -1,4 +1,4 @@
-"""The run record: what a run did, on disk, readable while it runs and after a crash."""
+"""The run record: what a run did, on disk, readable while it runs and after a crash; and the lock of its folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import math
 import os
 import platform
 import re
+import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -19,9 +21,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import filelock
 import transformers
 
-from posttrain.report.lock import FolderLock, check_writable
+from posttrain.errors import CheckpointError, ConfigError
+from posttrain.given import scalar
 from posttrain.types import Finding
 
 if TYPE_CHECKING:
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 __all__ = [
+    "LOCK",
+    "FolderLock",
     "RunRecord",
     "RunRecordCallback",
     "check_writable",
@@ -36,7 +42,6 @@ __all__ = [
     "hide_secrets",
     "merge_parquet",
     "read_rows",
-    "template_hash",
     "write_rows",
 ]
 
@@ -78,12 +83,6 @@ def describe_run() -> dict[str, Any]:
     }
 
 
-def template_hash(tokenizer: Any) -> str | None:
-    """SHA-256 of a tokenizer's chat template; None without one."""
-    template = getattr(tokenizer, "chat_template", None)
-    return hashlib.sha256(str(template).encode()).hexdigest() if template else None
-
-
 def _command(arguments: list[str]) -> list[str]:
     """The command line, the values of secret flags blanked."""
     shown = [Path(arguments[0]).name] if arguments else []
@@ -103,43 +102,30 @@ def _command(arguments: list[str]) -> list[str]:
 def _hardware() -> dict[str, Any]:
     import torch
 
-    gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
-    try:
-        usable = len(os.sched_getaffinity(0))
-    except AttributeError:  # Not on every system.
-        usable = os.cpu_count() or 1
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     return {
         "machine": platform.machine(),
-        "processor": _processor(),
-        "cpus": usable,
+        "processor": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in gpus],
         "cuda": torch.version.cuda,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
 
 
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def _version(name: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return getattr(sys.modules.get(name), "__version__", None)
+    return None
 
 
 def _git_commit() -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        out = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
-        return out.stdout.strip() or None
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip() or None
     return None
 
 
@@ -163,74 +149,169 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def merge_parquet(parts: Sequence[Path], target: Path) -> None:
-    """One file of many, a row group each, without holding them all in memory.
-
-    Columns that only some parts have are padded with None; a column whose type changed becomes text.
-    """
+    """One file of many: columns that only some parts have are padded with None; one whose type changed becomes text."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not parts:
         return
-    schema = _common([pq.read_schema(path) for path in parts])
+    try:
+        whole = pa.concat_tables([pq.read_table(path) for path in parts], promote_options="permissive")
+    except pa.ArrowTypeError:
+        write_rows(target, [row for path in parts for row in read_rows(path)])
+        return
     temporary = target.with_name(target.name + ".part")
-    with pq.ParquetWriter(temporary, schema) as writer:
-        for path in parts:
-            writer.write_table(_cast(pq.read_table(path), schema))
+    pq.write_table(whole, temporary)
     os.replace(temporary, target)
 
 
 def _column(values: list[Any]) -> pa.Array:
     import pyarrow as pa
 
-    plain = [
-        None if isinstance(v, float) and math.isnan(v) else v.item() if getattr(v, "shape", None) == () else v
-        for v in values
-    ]
+    numbers = [scalar(v) for v in values]
+    plain = [None if isinstance(v, float) and math.isnan(v) else v for v in numbers]
     try:
         return pa.array(plain)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeEncodeError):
-        return pa.array([_text(v) for v in plain], pa.string())
+        # Half a character of a pair (a surrogate), which UTF-8 cannot hold, is written as its code.
+        texts = [None if v is None else str(v).encode("utf-8", "backslashreplace").decode() for v in plain]
+        return pa.array(texts, pa.string())
 
 
-def _text(value: Any) -> str | None:
-    """A text that UTF-8 can hold: half a character of a pair (a surrogate) is written as its code."""
-    return None if value is None else str(value).encode("utf-8", "backslashreplace").decode()
+# The lock of the folder ----------------------------------------------------------------------------------------------------
+
+# Names the process for error texts.
+LOCK = ".posttrain.lock"
+# What the system locks; it lets go when the process dies.
+GUARD = f"{LOCK}.guard"
+# Seconds: another process that only asks whether the folder is free holds it for an instant.
+PATIENCE = 1.0
 
 
-def _common(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    import pyarrow as pa
+def check_writable(output_dir: str | None) -> None:
+    """Refuse an ``output_dir`` that cannot be written or is in use by another run, before anything is computed.
 
-    kinds: dict[str, pa.DataType] = {}
-    for schema in schemas:
-        for item in schema:
-            kinds[item.name] = _wider(kinds.get(item.name, pa.null()), item.type)
-    return pa.schema(list(kinds.items()))
+    Raises:
+        ConfigError: It is a file, or the system refuses to write there (its reason is given), or a live process
+            trains into it.
+    """
+    if not output_dir:
+        raise ConfigError("output_dir is empty. Give a folder for checkpoints and the run record.")
+    folder = Path(output_dir).expanduser()
+    probe = folder / f".posttrain-write-test-{os.getpid()}"  # One a process: ranks check at the same time.
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("", encoding="utf-8")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={output_dir!r} cannot be written: {error.strerror or error}. Choose another folder, or change "
+            "its permissions."
+        ) from error
+    FolderLock(folder).check()
 
 
-def _wider(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    import pyarrow as pa
+class FolderLock:
+    """The lock of a run's folder; trainers of one process, and ranks of one distributed run, share it.
 
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    numeric = [pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in (one, other)]
-    return pa.float64() if all(numeric) else pa.string()
+    Args:
+        folder: The run's folder.
+
+    Attributes:
+        path: The file that names the owner.
+        run: Id of the run, eight hexadecimal digits; a resumed run takes that of its checkpoint.
+        held: Whether this object has the folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder).expanduser() / LOCK
+        self.run = secrets.token_hex(4)
+        self.held = False
+        self._me = (os.getpid(), socket.gethostname())
+        # Where a file system has no locks, filelock falls back to a file that is removed once its process is gone.
+        self._lock = filelock.FileLock(self.path.with_name(GUARD), thread_local=False, is_singleton=True)
+
+    def check(self) -> None:
+        """Refuse a folder that a live process of another run holds.
+
+        Raises:
+            ConfigError: Names the process, its machine, and since when.
+        """
+        owner = self._owner()
+        # Ranks of one run share the folder.
+        if owner is not None and (_launcher() is None or owner.get("launcher") != _launcher()):
+            self._lock_system(timeout=0)
+            self._lock.release()
+
+    def acquire(self) -> None:
+        """Take the folder; of several processes that try at the same moment, one gets it.
+
+        Raises:
+            ConfigError: Another live run holds it.
+        """
+        self._lock_system(timeout=PATIENCE)
+        owner = self._owner()
+        if owner is not None and (owner["pid"], owner["host"]) != self._me:
+            logger.warning(
+                "%s was held by process %s on %s, which is gone: taking it over.",
+                self.path.parent, owner["pid"], owner["host"],
+            )  # fmt: skip
+        part = self.path.with_name(f"{LOCK}.{os.getpid()}")
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        owner = dict(zip(("pid", "host"), self._me, strict=True)) | {"since": since, "run": self.run}
+        part.write_text(json.dumps(owner | {"launcher": _launcher()}), encoding="utf-8")
+        os.replace(part, self.path)
+        if self.held:
+            self._lock.release()  # Counted once.
+        self.held = True
+
+    def assert_held(self) -> None:
+        """Refuse to go on in a folder whose lock was removed by hand and taken by another run.
+
+        Raises:
+            CheckpointError: Names the run that has it now.
+        """
+        owner = self._owner() if self.held else None
+        if owner is not None and (owner["pid"], owner["host"]) != self._me:
+            raise CheckpointError(
+                f"this run lost {str(self.path.parent)!r} to process {owner['pid']} on {owner['host']}, which took it over at "
+                f"{owner['since']}: the lock of this run was removed. It stops before anything is overwritten; its "
+                "checkpoints are intact. Fix: resume in another output_dir."
+            )
+
+    def release(self) -> None:
+        """Give the folder back, if it is still ours; safe to call twice."""
+        if not self.held:
+            return
+        owner = self._owner()
+        if owner is not None and (owner["pid"], owner["host"]) == self._me:
+            self.path.unlink(missing_ok=True)
+        self._lock.release()
+        self.held = False
+
+    def _lock_system(self, timeout: float) -> None:
+        try:
+            self._lock.acquire(timeout=timeout)
+        except filelock.Timeout as error:
+            owner = self._owner() or {"pid": "unknown", "host": "an unknown machine", "since": "an unknown time"}
+            run = f" (run {owner['run']})" if owner.get("run") else ""
+            raise ConfigError(
+                f"output_dir={str(self.path.parent)!r} is in use by process {owner['pid']} on {owner['host']} since "
+                f"{owner['since']}{run}. Two runs in one folder would overwrite each other. Choose another output_dir, or "
+                "stop it."
+            ) from error
+
+    def _owner(self) -> dict[str, Any] | None:
+        """What the file says; None when there is none, or it was cut off by a crash."""
+        owner = _read_json(self.path)
+        return owner if {"pid", "host", "since"} <= set(owner) else None
 
 
-def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    import pyarrow as pa
-
-    columns = []
-    for item in schema:
-        if item.name not in table.column_names:
-            columns.append(pa.nulls(len(table), item.type))
-            continue
-        column = table.column(item.name)
-        if pa.types.is_string(item.type) and not pa.types.is_string(column.type):
-            column = pa.array([_text(value) for value in column.to_pylist()], item.type)
-        columns.append(column.cast(item.type))
-    return pa.table(columns, schema=schema)
+def _launcher() -> list[Any] | None:
+    """What the processes of one distributed run have in common; None for a run of one process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return None
+    return [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
 
 
 FILES = (
@@ -257,6 +338,9 @@ class RunRecord:
         self._unmerged = False
         self._warned = False
         # What an older run left here: an evaluation before training may add lines that are ours.
+        self._remember_old()
+
+    def _remember_old(self) -> None:
         self._old_bytes = self.metrics_path.stat().st_size if self.metrics_path.is_file() else 0
         self._old_parts = set(self._parts(*PREFIXES))
 
@@ -289,8 +373,7 @@ class RunRecord:
             self.rewind(step)
         else:
             self._set_aside()
-        self._old_bytes = self.metrics_path.stat().st_size if self.metrics_path.is_file() else 0
-        self._old_parts = set(self._parts(*PREFIXES))
+        self._remember_old()
 
     def rewind(self, step: int) -> None:
         """Drop lines and completions of later steps, which a resumed run takes again."""
@@ -405,8 +488,7 @@ def _plain(value: Any) -> Any:
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        value = value.item()
+    value = scalar(value)
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -470,23 +552,15 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.record.begin(state.global_step)
         early, self._findings = self._findings or [], None
         self.add_findings(early)
+        manifest = {"run_id": self.lock.run, "seed": args.seed, "max_steps": state.max_steps, "config": args.to_dict()}
         previous = _read_json(self.record.folder / "manifest.json") if state.global_step else {}
-        resumed = [
-            *previous.get("resumed", []),
-            {"step": state.global_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
-        ]
-        self.record.manifest(
-            **(
-                {"first_started": previous.get("first_started", previous.get("started")), "resumed": resumed}
-                if previous
-                else {}
-            ),
-            run_id=self.lock.run,
-            seed=args.seed,
-            chat_template_sha256=template_hash(self.tokenizer),
-            max_steps=state.max_steps,
-            config=args.to_dict(),
-        )
+        if previous:
+            resumed = {"step": state.global_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            manifest["first_started"] = previous.get("first_started", previous.get("started"))
+            manifest["resumed"] = [*previous.get("resumed", []), resumed]
+        template = getattr(self.tokenizer, "chat_template", None)
+        digest = hashlib.sha256(str(template).encode()).hexdigest() if template else None
+        self.record.manifest(chat_template_sha256=digest, **manifest)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Remember where the run stands."""
@@ -521,6 +595,7 @@ class RunRecordCallback(transformers.TrainerCallback):
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
     except (OSError, ValueError):
         return {}

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from posttrain.errors import MissingDependencyError, RewardError, did_you_mean
+from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
 from posttrain.given import scalar
 from posttrain.metrics import Metric, mean, total
 
@@ -27,26 +27,147 @@ __all__ = [
     "RESERVED",
     "EnvironmentReward",
     "RewardCall",
+    "as_callable",
     "awaited",
+    "columns_read",
     "environment_rewards",
     "head",
     "is_concurrent",
+    "one_each",
     "parallel",
-    "run_all",
-    "scores_tensor",
+    "reward_name",
+    "run_concurrently",
+    "unique",
 ]
 
-
 RESERVED = ("prompt", "completion", "completion_ids")
+# Arguments of the trainer, beside prompts, completions and dataset columns.
 OURS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
 LARGEST = torch.finfo(torch.float32).max
+# Seconds after its limit in which an asynchronous function must have ended, or it blocks the event loop.
+GRACE = 5.0
+
+F = TypeVar("F", bound=Callable)
 
 
-def head(text: Any, limit: int = 120) -> str:
+def parallel(function: F) -> F:
+    """Mark a plain function that waits (for a judge, a sandbox): it runs on a thread, at the same time as asynchronous ones.
+
+    >>> @parallel
+    ... def judged(completions, **kwargs):
+    ...     return [1.0 for _ in completions]
+    """
+    marked: Any = function
+    marked.runs_in_thread = True
+    return function
+
+
+def reward_name(function: Any) -> str:
+    """``__name__``, through partials; the last part of a model's id; the class name of an instance."""
+    function = _bare(function)
+    if isinstance(function, torch.nn.Module):
+        config = getattr(function, "config", None)
+        function = str(getattr(config, "_name_or_path", "") or type(function).__name__)
+    if isinstance(function, str):
+        return function.rstrip("/").split("/")[-1]
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _bare(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def unique(names: list[str]) -> list[str]:
+    """Equal names get ``_1``, ``_2``: their metrics must not merge."""
+    result: list[str] = []
+    for name in names:
+        count, candidate = 0, name
+        while candidate in result:
+            count += 1
+            candidate = f"{name}_{count}"
+        result.append(candidate)
+    return result
+
+
+def one_each(name: str, given: Any, count: int) -> list[Any]:
+    """A list with one entry a function; None stands for a list of None."""
+    entries = [None] * count if given is None else list(given) if isinstance(given, list | tuple | Tensor) else [given]
+    if len(entries) != count:
+        raise ConfigError(f"{name} has {len(entries)} entries for {count} reward functions. Fix: give one each.")
+    return entries
+
+
+def as_callable(function: Any, tokenizer: Any, options: dict[str, Any]) -> Callable:
+    """The function itself, or a model wrapped as one."""
+    if isinstance(function, str | torch.nn.Module):
+        from posttrain.rewards.model import ModelReward
+
+        return ModelReward(function, tokenizer, **options)
+    if not callable(function):
+        raise ConfigError(
+            f"reward_funcs holds {function!r} ({type(function).__name__}), which is neither callable nor a model."
+        )
+    return function
+
+
+def head(value: Any, limit: int = 120) -> str:
     """The beginning of a prompt, for a message."""
-    shown = str(text)
-    return repr(shown if len(shown) <= limit else shown[:limit] + "...")
+    text = str(value)
+    return repr(text if len(text) <= limit else text[:limit] + "...")
+
+
+class EnvironmentReward:
+    """The rewards of ``get_reward()`` of all environments of one class; None on the rows of other classes.
+
+    Args:
+        kind: The class; its subclasses have a column of their own.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.__name__ = kind.__name__
+
+    async def __call__(self, environments: Sequence[Any], **_: Any) -> list[float | None]:
+        """One number (or None) a row; ``get_reward`` may be asynchronous.
+
+        Raises:
+            RewardError: It raised; names the class and the row.
+        """
+        rewards: list[float | None] = [None] * len(environments)
+        for row, environment in enumerate(environments):
+            if type(environment) is not self.kind:
+                continue
+            try:
+                reward = environment.get_reward()
+                rewards[row] = await reward if inspect.isawaitable(reward) else reward
+            except Exception as error:
+                raise RewardError(
+                    f"{self.__name__}.get_reward() raised {type(error).__name__}: {error} (row {row}). Fix: return a "
+                    "number, or None for 'does not apply', however the episode went."
+                ) from error
+        return rewards
+
+
+def environment_rewards(probes: Sequence[Any]) -> list[EnvironmentReward]:
+    """One reward function for each class (exact type, once) of the environments that have ``get_reward``.
+
+    Args:
+        probes: One instance of each environment.
+
+    >>> class Game:
+    ...     def get_reward(self):
+    ...         return 1.0
+    >>> [reward.__name__ for reward in environment_rewards([Game(), Game(), object()])]
+    ['Game']
+    """
+    kinds = dict.fromkeys(type(probe) for probe in probes if callable(getattr(probe, "get_reward", None)))
+    return [EnvironmentReward(kind) for kind in kinds]
+
+
+# One call -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -81,16 +202,26 @@ class RewardCall:
         rows = {"completions": self.completions, "completion_ids": self.completion_ids, **self.columns}
         for name, values in rows.items():
             if len(values) != n:
+                raise RewardError(f"{name!r} has {len(values)} values for {n} prompts; there must be one a row.")
+            if name in self.columns and name in ("prompts", "completions"):
                 raise RewardError(
-                    f"{name!r} has {len(values)} values for {n} prompts; reward functions need one a row."
+                    f"the dataset column {name!r} has the name of an argument that every reward function gets. Fix: "
+                    "rename the column."
                 )
-        for name in sorted({"prompts", "completions"} & set(self.columns)):
-            raise RewardError(
-                f"the dataset column {name!r} has the name of an argument that every reward function gets. Rename the "
-                "column."
-            )
 
-    def arguments(self, name: str) -> dict[str, Any]:
+    def run(self, name: str, function: Callable, timeout: float | None = None) -> Any:
+        """Call one function; its result may be an awaitable."""
+        call = functools.partial(function, **self._accepted(name, function, self._arguments(name)))
+        try:
+            return call() if timeout is None else _on_thread(call).result(timeout)
+        except (MissingDependencyError, KeyboardInterrupt, SystemExit):
+            # A missing dependency names already what to install.
+            raise
+        # CancelledError and GeneratorExit are no Exception, and end this call alone.
+        except BaseException as error:
+            raise self.failure(name, error, timeout) from error
+
+    def _arguments(self, name: str) -> dict[str, Any]:
         """Fresh containers for one function: the next function does not see its edits."""
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
@@ -100,9 +231,6 @@ class RewardCall:
                 )
             self.extra.setdefault(name, {})[column] = list(values)
 
-        def log_metric(key: str, value: float) -> None:
-            self.logged.setdefault(key, []).append(float(value))
-
         return {
             "prompts": [_copy(prompt) for prompt in self.prompts],
             "completions": [_copy(completion) for completion in self.completions],
@@ -110,15 +238,11 @@ class RewardCall:
             **{key: list(values) for key, values in self.columns.items()},
             **self.always,
             "log_extra": log_extra,
-            "log_metric": log_metric,
+            "log_metric": lambda key, value: self.logged.setdefault(key, []).append(float(value)),
         }
 
-    def accepted(self, name: str, function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments ``function`` names (all of them when it has ``**kwargs``).
-
-        Raises:
-            RewardError: It requires an argument that is neither ours nor a dataset column.
-        """
+    def _accepted(self, name: str, function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that ``function`` names (all of them when it has ``**kwargs``)."""
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):
@@ -137,33 +261,20 @@ class RewardCall:
             return arguments
         return {p.name: arguments[p.name] for p in named if p.name in arguments}
 
-    def run(self, name: str, function: Callable, timeout: float | None = None) -> Any:
-        """Call one function; its result may be an awaitable."""
-        call = functools.partial(function, **self.accepted(name, function, self.arguments(name)))
-        try:
-            # A thread, as a signal works on the main thread only.
-            return call() if timeout is None else _on_thread(call).result(timeout)
-        except (MissingDependencyError, KeyboardInterrupt, SystemExit):
-            raise  # The first names already what to install.
-        except BaseException as error:  # CancelledError and its kin are no Exception, and end this call alone.
-            raise self.failure(name, error, timeout) from error
-
     def failure(self, name: str, error: BaseException, timeout: float | None = None) -> RewardError:
         """The error that names the function, and why it failed."""
+        first = f"(first prompt: {head(self.prompts[0]) if self.prompts else 'none'})"
         if timeout is not None and isinstance(error, TimeoutError) and not str(error):
             return RewardError(
                 f"reward function {name!r} did not answer within reward_timeout={timeout} s for {len(self.prompts)} "
-                f"completions (first prompt: {head(self.prompts[0])}). Fix: limit its own waits, or raise reward_timeout."
+                f"completions {first}. Fix: limit its own waits, or raise reward_timeout."
             )
         if isinstance(error, RewardError):
-            return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} (first prompt: {self._first()}).")
+            return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} {first}.")
         return RewardError(
-            f"reward function {name!r} raised {type(error).__name__}: {error} (first prompt: {self._first()}). Fix: return a "
-            "number, or None for 'does not apply', whatever the model writes."
+            f"reward function {name!r} raised {type(error).__name__}: {error} {first}. Fix: return a number, or None for "
+            "'does not apply', whatever the model writes."
         )
-
-    def _first(self) -> str:
-        return head(self.prompts[0]) if self.prompts else "none"
 
     def check(self, name: str, result: Any) -> list[float]:
         """As many numbers as rows, NaN for None.
@@ -223,12 +334,8 @@ class RewardCall:
 
     def all_metrics(self) -> dict[str, Metric]:
         """The runner's metrics, and the mean over calls of those that functions logged."""
-        means = {}
-        for key, values in self.logged.items():
-            finite = [value for value in values if math.isfinite(value)]
-            if finite:
-                means[key] = mean(sum(finite) / len(finite))
-        return self.metrics | means
+        finite = {key: [value for value in values if math.isfinite(value)] for key, values in self.logged.items()}
+        return self.metrics | {key: mean(sum(values) / len(values)) for key, values in finite.items() if values}
 
 
 def _copy(value: Any) -> Any:
@@ -236,6 +343,22 @@ def _copy(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     return [copy.copy(item) if isinstance(item, Mapping) else item for item in value]
+
+
+def columns_read(function: Callable) -> str:
+    """Dataset columns that a function names; "any" where it takes all of them."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return "any"
+    given = ("prompts", "completions", "completion_ids", *OURS)
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) and not named:
+        return "any"
+    return ", ".join(named) or "no column"
+
+
+# Functions that run at the same time ------------------------------------------------------------------------------------
 
 
 def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
@@ -246,56 +369,33 @@ def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # Carried over to the waiting thread.
+        # Carried over to the waiting thread.
+        except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="reward").start()
     return future
 
 
-def scores_tensor(columns: list[list[float]], n: int) -> Tensor:
-    """K lists of n numbers as ``(n, K)`` float32."""
-    return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), n).T.contiguous()
-
-
-F = TypeVar("F", bound=Callable)
-GRACE = 5.0  # Seconds after its limit in which a task must have noticed it, or a task blocks the loop.
-
-
-def parallel(function: F) -> F:
-    """Mark a plain function that waits (for a judge, a sandbox): it runs on a thread, concurrently with asynchronous ones.
-
-    >>> @parallel
-    ... def judged(completions, **kwargs):
-    ...     return [1.0 for _ in completions]
-    """
-    marked: Any = function
-    marked.runs_in_thread = True
-    return function
-
-
 def is_concurrent(function: Any) -> bool:
     """Whether a function is asynchronous (or its ``__call__`` is), or marked to run on a thread."""
-    bare = function
-    while isinstance(bare, functools.partial):
-        bare = bare.func
+    bare = _bare(function)
     called = getattr(type(bare), "__call__", None)  # noqa: B004
     return getattr(bare, "runs_in_thread", False) or any(inspect.iscoroutinefunction(f) for f in (bare, called))
 
 
 async def awaited(call: RewardCall, name: str, function: Callable) -> Any:
     """The result of one concurrent function."""
-    bare = function.func if isinstance(function, functools.partial) else function
-    if getattr(bare, "runs_in_thread", False):
+    if getattr(_bare(function), "runs_in_thread", False):
         return await asyncio.wrap_future(_on_thread(lambda: call.run(name, function)))
     return await call.run(name, function)
 
 
-def run_all(tasks: Mapping[str, Callable[[], Awaitable]], timeout: float | None) -> dict[str, tuple[Any, float]]:
-    """Result (or exception) and seconds of each task, all running at once on one lasting event loop of a daemon thread.
-
-    One loop works in a notebook, and clients keep their connections. A task that blocks the loop is left behind with it, and
-    later calls get another loop.
+def run_concurrently(
+    tasks: Mapping[str, Callable[[], Awaitable]], timeout: float | None
+) -> dict[str, tuple[Any, float]]:
+    """Result (or exception) and seconds of each task, all at once on one event loop, which lasts so that clients keep
+    their connections. A task that blocks the loop is left behind with it, and later calls get another loop.
 
     Args:
         tasks: By name, functions that make what is awaited.
@@ -331,7 +431,8 @@ def run_all(tasks: Mapping[str, Callable[[], Awaitable]], timeout: float | None)
     return found
 
 
-_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # By process: a forked child has no thread to run its parent's.
+# By process: a forked child has no thread to run its parent's loop.
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 def _loop() -> asyncio.AbstractEventLoop:
@@ -340,52 +441,3 @@ def _loop() -> asyncio.AbstractEventLoop:
         loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True, name="async-rewards").start()
     return loop
-
-
-class EnvironmentReward:
-    """The rewards of ``get_reward()`` of all environments of one class; None on the rows of other classes.
-
-    Args:
-        kind: The class; its subclasses have a column of their own.
-    """
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-        self.__name__ = kind.__name__
-
-    async def __call__(self, environments: Sequence[Any], **_: Any) -> list[float | None]:
-        """One number (or None) a row; ``get_reward`` may be asynchronous.
-
-        Raises:
-            RewardError: It raised; names the class and the row.
-        """
-        rewards: list[float | None] = []
-        for row, environment in enumerate(environments):
-            if type(environment) is not self.kind:
-                rewards.append(None)
-                continue
-            try:
-                reward = environment.get_reward()
-                rewards.append(await reward if inspect.isawaitable(reward) else reward)
-            except Exception as error:
-                raise RewardError(
-                    f"{self.__name__}.get_reward() raised {type(error).__name__}: {error} (row {row}). It must give a "
-                    "number, or None for 'does not apply', however the episode went."
-                ) from error
-        return rewards
-
-
-def environment_rewards(probes: Sequence[Any]) -> list[EnvironmentReward]:
-    """One reward function for each class (exact type, once) of the environments that have ``get_reward``.
-
-    Args:
-        probes: One instance of each environment.
-
-    >>> class Game:
-    ...     def get_reward(self):
-    ...         return 1.0
-    >>> [reward.__name__ for reward in environment_rewards([Game(), Game(), object()])]
-    ['Game']
-    """
-    kinds = dict.fromkeys(type(probe) for probe in probes if callable(getattr(probe, "get_reward", None)))
-    return [EnvironmentReward(kind) for kind in kinds]

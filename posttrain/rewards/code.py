@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -117,22 +118,9 @@ class Sandbox(ABC):
             limits: See `Limits`.
 
         Raises:
+            MissingDependencyError: The sandbox's program is not installed.
             RewardError: The sandbox itself failed.
         """
-
-    def check(self) -> None:
-        """Run a program of one line.
-
-        Raises:
-            MissingDependencyError: The sandbox's program is not installed.
-            RewardError: The program did not run.
-        """
-        outcome = self.run("print(input())", "ready", Limits(timeout=START_SECONDS / 2))
-        if outcome != Outcome(0, "ready\n", outcome.errors):
-            raise RewardError(
-                f"{type(self).__name__} cannot run Python here: exit status {outcome.status}, stdout {outcome.output[-200:]!r}, "
-                f"stderr {outcome.errors.strip()[-400:]!r}. Fix: {self.hint}"
-            )
 
 
 class Bubblewrap(Sandbox):
@@ -168,7 +156,7 @@ class Container(Sandbox):
 
     @property
     def hint(self) -> str:
-        """How to repair a container that fails its check."""
+        """How to repair a container that does not run Python."""
         return f"let {self.command!r} start a container with `python3` and `timeout` and pass stdin on (-i), or {Sandbox.hint}"
 
     def run(self, program: str, stdin: str, limits: Limits) -> Outcome:
@@ -176,8 +164,7 @@ class Container(Sandbox):
         words = shlex.split(self.command)
         words[0] = _program(words[0], f"install {words[0]}")
         bound = ["timeout", "-s", "KILL", f"{2 * limits.timeout:g}", "python3", *PYTHON_FLAGS]
-        patience = 2 * limits.timeout + START_SECONDS
-        outcome = _execute([*words, *bound], program, stdin, limits, patience, None)
+        outcome = _execute([*words, *bound], program, stdin, limits, 2 * limits.timeout + START_SECONDS, None)
         # 125 to 127: the container engine, or `timeout` in it, could not start the program.
         if outcome.status in (125, 126, 127):
             raise RewardError(
@@ -250,7 +237,12 @@ def open_sandbox(name: str) -> Sandbox:
         RewardError: It cannot run Python here.
     """
     sandbox = check_sandbox(name)
-    sandbox.check()
+    outcome = sandbox.run("print(input())", "ready", Limits(timeout=START_SECONDS / 2))
+    if outcome != Outcome(0, "ready\n", outcome.errors):
+        raise RewardError(
+            f"{type(sandbox).__name__} cannot run Python here: exit status {outcome.status}, stdout {outcome.output[-200:]!r}, "
+            f"stderr {outcome.errors.strip()[-400:]!r}. Fix: {sandbox.hint}"
+        )
     return sandbox
 
 
@@ -291,7 +283,8 @@ def _execute(
     return Outcome(status if status is None or status >= 0 else 128 - status, *texts)
 
 
-PYTHON = ("python", "python3", "py")
+# A fence, its language, and the text up to the same fence.
+BLOCK = re.compile(r"^[ \t]*(`{3,})[ \t]*([^\n`]*?)[ \t]*\n(.*?)^[ \t]*\1[ \t]*$", re.M | re.S)
 
 
 def code_block(text: str) -> str | None:
@@ -300,23 +293,10 @@ def code_block(text: str) -> str | None:
     >>> code_block("```python\nx = 1\n```\nIt prints:\n```\n1\n```")
     'x = 1'
     """
-    blocks: dict[bool, str] = {}
-    fence, marked, wanted = "", False, False
-    lines: list[str] = []
-    for line in text.rpartition("</think>")[2].splitlines():
-        bare = line.strip()
-        if not fence and bare.startswith("```"):
-            fence = bare[: len(bare) - len(bare.lstrip("`"))]
-            language = bare[len(fence) :].strip().lower()
-            marked, lines = language in PYTHON, []
-            wanted = marked or not language
-        elif fence and bare == fence:
-            if wanted:
-                blocks[marked] = "\n".join(lines)
-            fence = ""
-        else:
-            lines.append(line)
-    return blocks.get(True, blocks.get(False))
+    found = BLOCK.findall(text.rpartition("</think>")[2])
+    marked = [body for _, language, body in found if language.lower() in ("python", "python3", "py")]
+    blocks = marked or [body for _, language, body in found if not language]
+    return blocks[-1].removesuffix("\n") if blocks else None
 
 
 def read_tests(value: Any) -> list[dict[str, str]]:
@@ -510,7 +490,8 @@ class CodeTestsReward:
         keys = [json.dumps((s, t)) for s, t in zip(sources, tests, strict=True)]
         jobs = {k: (s, t) for k, s, t in zip(keys, sources, tests, strict=True) if s is not None and t}
         with ThreadPoolExecutor(self.workers) as pool:
-            futures = {key: pool.submit(self._judge, *job) for key, job in jobs.items()}
+            run = functools.partial(run_tests, limits=self.limits, sandbox=self.sandbox, stop=not self.partial)
+            futures = {key: pool.submit(run, *job) for key, job in jobs.items()}
             done = {key: future.result() for key, future in futures.items()}
         results = [done.get(key, [CaseResult(False, "no code block")]) for key in keys]
         if log_extra is not None:
@@ -524,9 +505,6 @@ class CodeTestsReward:
             return read_tests(value)
         except RewardError as error:
             raise RewardError(f"column {self.column!r}, row {row}: {error}") from error
-
-    def _judge(self, source: str, tests: list[dict[str, str]]) -> list[CaseResult]:
-        return run_tests(source, tests, self.limits, sandbox=self.sandbox, stop=not self.partial)
 
     def _score(self, results: list[CaseResult], count: int) -> float:
         share = sum(result.passed for result in results) / count

@@ -10,105 +10,24 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.errors import ArgumentTypeError, ConfigError, MissingDependencyError, RewardError
+from posttrain.errors import ArgumentTypeError, ConfigError, RewardError
 from posttrain.rewards.remote import post_json
+from posttrain.rewards.runner import RewardRunner, RewardTable
 
 __all__ = [
-    "AllTrueJudge",
     "BaseBinaryJudge",
     "BaseJudge",
     "BasePairwiseJudge",
     "BaseRankJudge",
-    "ChatClient",
-    "HfPairwiseJudge",
     "JudgeReward",
     "OpenAIPairwiseJudge",
-    "PairRMJudge",
+    "PairRewards",
     "as_text",
 ]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class ChatClient:
-    """Asks ``<base_url>/chat/completions``.
-
-    Attributes:
-        base_url: Up to and with the version: ``http://localhost:8000/v1``.
-        model: The name the server knows it by.
-        api_key: Sent as a bearer token; None sends none.
-        timeout: Seconds one answer may take.
-        retries: Attempts after the first.
-        backoff: Seconds before the first retry; doubled each time, and drawn from its upper half.
-        concurrency: Requests under way at once.
-    """
-
-    base_url: str
-    model: str
-    api_key: str | None = field(default=None, repr=False)
-    timeout: float = 60.0
-    retries: int = 4
-    backoff: float = 0.5
-    concurrency: int = 16
-
-    def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url={self.base_url!r} must begin with http:// or https://.")
-        for name in ("timeout", "concurrency"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")
-        if self.retries < 0:
-            raise ConfigError(f"retries={self.retries} must be 0 or more.")
-
-    @property
-    def url(self) -> str:
-        """Where requests go."""
-        return f"{self.base_url.rstrip('/')}/chat/completions"
-
-    def ask_all(self, conversations: Sequence[list[dict[str, str]]], **options: Any) -> list[dict[str, Any]]:
-        """The first choice of each answer, in order.
-
-        Args:
-            conversations: One list of messages a request.
-            options: Further fields of the request (``max_tokens``, ``temperature``); None leaves one out.
-
-        Raises:
-            RewardError: The server is down, refuses, or answers something else; names the URL and how often it was tried.
-        """
-        if not conversations:
-            return []
-        with ThreadPoolExecutor(min(self.concurrency, len(conversations)), "judge") as pool:
-            futures = [pool.submit(self.ask, messages, **options) for messages in conversations]
-            wait(futures, return_when=FIRST_EXCEPTION)
-            pool.shutdown(wait=False, cancel_futures=True)  # One failure is enough for a broken server.
-            failed = next((f for f in futures if f.done() and not f.cancelled() and f.exception()), None)
-            return [(failed or future).result() for future in futures]
-
-    def ask(self, messages: list[dict[str, str]], **options: Any) -> dict[str, Any]:
-        """The first choice of one answer; see `ask_all`."""
-        body = {"model": self.model, "messages": messages, **options}
-        response = post_json(
-            self.url,
-            {key: value for key, value in body.items() if value is not None},
-            who=f"judge ({self.model})",
-            timeout=self.timeout,
-            retries=self.retries,
-            backoff=self.backoff,
-            api_key=self.api_key,
-        )
-        try:
-            choice = response.json()["choices"][0]
-            return choice | {"message": dict(choice["message"])}
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise RewardError(
-                f"the judge at {self.url} answered {response.content[:200]!r}, which is no chat completion. Fix: let base_url be "
-                "that of an OpenAI-compatible server, with its version (.../v1)."
-            ) from error
-
 
 NO_VERDICT = -1
 PAIRWISE_PROMPT = """\
@@ -183,46 +102,8 @@ class BaseBinaryJudge(BaseJudge):
         """For each completion 1 where it satisfies, 0 where it does not, -1 where the judge failed."""
 
 
-class AllTrueJudge(BaseBinaryJudge):
-    """Satisfied where all of several binary judges are.
-
-    Args:
-        judges: `BaseBinaryJudge` objects.
-
-    Reference: The perfect blend (mixture of judges), arXiv:2409.20370.
-    """
-
-    def __init__(self, judges: Sequence[BaseBinaryJudge]) -> None:
-        self.judges = list(judges)
-        if not self.judges:
-            raise ConfigError("AllTrueJudge got no judge: it would be satisfied with everything.")
-
-    def judge(
-        self,
-        prompts: list[str],
-        completions: list[str],
-        gold_completions: list[str] | None = None,
-        shuffle_order: bool = True,
-    ) -> list[int]:
-        """-1 where any judge failed, else 1 where all return 1, else 0.
-
-        Raises:
-            RewardError: A judge returned something other than -1, 0 or 1 (also a `ValueError`).
-        """
-        verdicts = [judge.judge(prompts, completions, gold_completions, shuffle_order) for judge in self.judges]
-        for judge, given in zip(self.judges, verdicts, strict=True):
-            for row, verdict in enumerate(given):
-                if verdict not in (NO_VERDICT, 0, 1):
-                    raise RewardError(
-                        f"{type(judge).__name__} returned {verdict!r} for row {row}; a binary judge returns 1, 0 or -1 (failed)."
-                    )
-        return [NO_VERDICT if NO_VERDICT in row else int(all(row)) for row in zip(*verdicts, strict=True)]
-
-
 class OpenAIPairwiseJudge(BasePairwiseJudge):
     """Asks a chat server with OpenAI's protocol (vLLM, llama.cpp, SGLang, a hosted one) for one character, "0" or "1".
-
-    Requests for different pairs run concurrently.
 
     Args:
         model: The name the server knows the model by.
@@ -232,7 +113,10 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         api_key: None is ``OPENAI_API_KEY``.
         options: Further fields of each request; None removes one (``{"max_tokens": None, "max_completion_tokens": 1}``).
         seed: Of the order in which pairs are shown.
-        client: Settings of `ChatClient`: ``timeout``, ``retries``, ``backoff``, ``concurrency``.
+        concurrency: Requests at a time.
+        timeout: Seconds one answer may take.
+        retries: Attempts after the first.
+        backoff: Seconds before the first retry; doubled each time, and drawn from its upper half.
 
     >>> judge = OpenAIPairwiseJudge("my-judge", base_url="http://localhost:8000/v1")
     >>> judge.judge(["2 + 2?"], [["4", "5"]])  # doctest: +SKIP
@@ -249,10 +133,20 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         api_key: str | None = None,
         options: dict[str, Any] | None = None,
         seed: int = 0,
-        **client: Any,
+        concurrency: int = 16,
+        timeout: float = 60.0,
+        retries: int = 4,
+        backoff: float = 0.5,
     ) -> None:
-        url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
-        self.client = ChatClient(url, model, api_key or os.environ.get("OPENAI_API_KEY"), **client)
+        base = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+        if not base.startswith(("http://", "https://")):
+            raise ConfigError(f"base_url={base!r} must begin with http:// or https://.")
+        self.request = {"timeout": timeout, "retries": retries, "backoff": backoff}
+        for name, value in {"concurrency": concurrency, **self.request}.items():
+            if value < 0 or (value == 0 and name != "retries"):
+                raise ConfigError(f"{name}={value} of the judge must be above 0 (retries: 0 or more).")
+        self.url, self.model, self.concurrency = f"{base.rstrip('/')}/chat/completions", model, concurrency
+        self._api_key = api_key or os.environ.get("OPENAI_API_KEY")
         self.system_prompt = PAIRWISE_PROMPT if system_prompt is None else system_prompt
         self.max_requests, self.num_requests = max_requests, 0
         self.options = {"max_tokens": 1, "temperature": 0.0, **(options or {})}
@@ -293,20 +187,43 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             self.system_prompt.format(prompt=prompt, response0=first, response1=second)
             for prompt, (first, second) in zip(prompts, shown, strict=True)
         ]
-        wanted = {"logprobs": True, "top_logprobs": 5} if return_scores else {}
-        conversations = [[{"role": "user", "content": text}] for text in texts]
-        choices = self.client.ask_all(conversations, **(wanted | self.options))
+        choices = self._ask_all(texts, {"logprobs": True, "top_logprobs": 5} if return_scores else {})
         if return_scores:
             scores = [self._score(choice, temperature) for choice in choices]
             return [1.0 - p if turn else p for p, turn in zip(scores, turned, strict=True)]
         verdicts = [self._verdict(choice) for choice in choices]
         return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]
 
+    def _ask_all(self, texts: list[str], options: dict[str, Any]) -> list[dict[str, Any]]:
+        """The first choice of each answer, in order; one failure ends the other requests."""
+        if not texts:
+            return []
+        with ThreadPoolExecutor(min(self.concurrency, len(texts)), "judge") as pool:
+            futures = [pool.submit(self._ask, text, options | self.options) for text in texts]
+            wait(futures, return_when=FIRST_EXCEPTION)
+            pool.shutdown(wait=False, cancel_futures=True)
+            failed = next((f for f in futures if f.done() and not f.cancelled() and f.exception()), None)
+            return [(failed or future).result() for future in futures]
+
+    def _ask(self, text: str, options: dict[str, Any]) -> dict[str, Any]:
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], **options}
+        body = {key: value for key, value in body.items() if value is not None}
+        settings: dict[str, Any] = {"who": f"judge ({self.model})", "api_key": self._api_key, **self.request}
+        response = post_json(self.url, body, **settings)
+        try:
+            choice = response.json()["choices"][0]
+            return choice | {"message": dict(choice["message"])}
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise RewardError(
+                f"the judge at {self.url} answered {response.content[:200]!r}, which is no chat completion. Fix: let base_url be "
+                "that of an OpenAI-compatible server, with its version (.../v1)."
+            ) from error
+
     def _verdict(self, choice: dict[str, Any]) -> int:
-        said = str(choice["message"].get("content") or "").strip().strip(".\"'`*")
-        if said in ("0", "1"):
-            return int(said)
-        self._warn("verdict", "the judge answered %r instead of 0 or 1; such pairs are ties.", said[:80])
+        answer = str(choice["message"].get("content") or "").strip().strip(".\"'`*")
+        if answer in ("0", "1"):
+            return int(answer)
+        self._warn("verdict", "the judge answered %r instead of 0 or 1; such pairs are ties.", answer[:80])
         return NO_VERDICT
 
     def _score(self, choice: dict[str, Any], temperature: float) -> float:
@@ -322,45 +239,6 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         if key not in self._warned:
             self._warned.add(key)
             logger.warning(message, *values)
-
-
-class HfPairwiseJudge(OpenAIPairwiseJudge):
-    """`OpenAIPairwiseJudge` on Hugging Face's inference providers.
-
-    Args:
-        model: Hub id.
-        token: None is ``HF_TOKEN``.
-        system_prompt: As there.
-        kwargs: As there; ``base_url`` for an endpoint of one's own.
-    """
-
-    def __init__(
-        self,
-        model: str = "meta-llama/Meta-Llama-3-70B-Instruct",
-        token: str | None = None,
-        system_prompt: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        settings = {"base_url": "https://router.huggingface.co/v1", "max_requests": None, **kwargs}
-        super().__init__(model, system_prompt, api_key=token or os.environ.get("HF_TOKEN"), **settings)
-
-
-class PairRMJudge(BasePairwiseJudge):
-    """The PairRM ranker of llm-blender, whose last release needs transformers 4: it says so when it is made.
-
-    Raises:
-        MissingDependencyError: Always.
-    """
-
-    def __init__(self) -> None:
-        raise MissingDependencyError(
-            "PairRMJudge needs the package 'llm_blender', which needs transformers below 5, and this package needs 5. Use "
-            "OpenAIPairwiseJudge with a server of your own, or a reward model in reward_funcs."
-        )
-
-    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
-        """Never reached: no instance exists."""
-        raise AssertionError("unreachable")
 
 
 class JudgeReward:
@@ -453,3 +331,36 @@ class JudgeReward:
                 f"{self.__name__} ranked {size} completions as {list(order)!r}: each index must occur once."
             )
         return [1.0 - list(order).index(i) / max(size - 1, 1) for i in range(size)]
+
+
+class PairRewards(RewardRunner):
+    """Shows reward functions all first completions and then all second ones, columns repeated; rows come back as they were.
+
+    Attributes:
+        pairs: Whether rows are pairs, next to each other; otherwise they are shown as they stand.
+    """
+
+    pairs = True
+
+    def rows_again(self, count: int) -> list[int]:
+        """Both completions of the first two prompts: a judge compares them with each other."""
+        half = count // 2
+        return [0, 1, half, half + 1] if self.pairs and half > 1 else super().rows_again(count)
+
+    def __call__(self, *, prompts: list[Any], **rows: Any) -> RewardTable:
+        """As `RewardRunner`, whose rows ``0, 1, 2, 3`` become ``0, 2, 1, 3`` on the way."""
+        count = len(prompts)
+        if not self.pairs or count % 2:
+            return super().__call__(prompts=prompts, **rows)
+        order = [*range(0, count, 2), *range(1, count, 2)]
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: moved(column) for name, column in value.items()}
+            return [value[i] for i in order] if isinstance(value, list) and len(value) == count else value
+
+        table = super().__call__(prompts=moved(prompts), **{name: moved(value) for name, value in rows.items()})
+        back = sorted(range(count), key=order.__getitem__)
+        table.values = table.values[back]
+        table.extra_columns = {name: [column[i] for i in back] for name, column in table.extra_columns.items()}
+        return table

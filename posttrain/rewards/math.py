@@ -7,12 +7,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from posttrain.errors import ConfigError, RewardError, check_choice
 from posttrain.integrations import is_available, math_verify, require
@@ -287,14 +285,23 @@ def string_match_reward(
     return StringMatchReward(column, extract, mode)
 
 
-UNPARSEABLE, SKIPPED, INCOMPLETE = "[unparseable]", "[skipped]", "[incomplete reasoning]"
-TIMED_OUT = "[timed out]"
-SECONDS = 5.0  # For one formula.
+UNPARSEABLE, SKIPPED, INCOMPLETE, TIMED_OUT = "[unparseable]", "[skipped]", "[incomplete reasoning]", "[timed out]"
+# For one formula.
+SECONDS = 5.0
 # Words are no formulas: read as one, "yes" is the product y e s and equals "sey".
 WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*", re.S)
-PATIENCE = 3  # Batches without one readable answer before the expected form is explained.
+# Batches without one readable answer before the expected form is explained.
+PATIENCE = 3
 _silent_batches = 0
 _warned: set[str] = set()
+
+
+class Verdict(NamedTuple):
+    """The reward of one completion (None: the reference cannot be read), and how reference and answer were parsed."""
+
+    reward: float | None
+    gold: str
+    answer: str
 
 
 def accuracy_reward(
@@ -324,9 +331,8 @@ def accuracy_reward(
     >>> accuracy_reward([r"\boxed{0.5}", "0.5"], [r"\frac{1}{2}", "1/2"])  # doctest: +SKIP
     [1.0, 0.0]
     """
-    _check(completions, solution, "accuracy_reward")
     texts = [completion_text(completion) for completion in completions]
-    verdicts = _judge(texts, solution, lenient)
+    verdicts = _judge(texts, solution, lenient, "accuracy_reward")
     _explain_silence(texts, verdicts)
     return _logged(verdicts, solution, log_extra)
 
@@ -356,40 +362,23 @@ def reasoning_accuracy_reward(
     >>> reasoning_accuracy_reward([r"<think>\boxed{1}</think>\boxed{2}", r"\boxed{2}"], ["2", "2"])  # doctest: +SKIP
     [1.0, 0.0]
     """
-    _check(completions, solution, "reasoning_accuracy_reward")
-    delimiters = ["</think>"] if reasoning_delimiters is None else list(reasoning_delimiters)
-    ends = [_after(text_with_reasoning(completion), delimiters) for completion in completions]
-    done = [i for i, end in enumerate(ends) if end is not None]
-    judged = _judge([str(ends[i]) for i in done], [solution[i] for i in done], lenient=False)
-    verdicts = [Verdict(0.0, INCOMPLETE, INCOMPLETE)] * len(ends)
-    for i, verdict in zip(done, judged, strict=True):
-        verdicts[i] = verdict
+    texts = [text_with_reasoning(completion) for completion in completions]
+    delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
+    # Where the answer begins; -1 without a delimiter.
+    starts = [max((t.rfind(d) + len(d) for d in delimiters if d in t), default=-1) for t in texts]
+    answers = [text[max(start, 0) :] for text, start in zip(texts, starts, strict=True)]
+    verdicts = _judge(answers, solution, False, "reasoning_accuracy_reward")
+    incomplete = Verdict(0.0, INCOMPLETE, INCOMPLETE)
+    verdicts = [incomplete if start < 0 else v for v, start in zip(verdicts, starts, strict=True)]
     return _logged(verdicts, solution, log_extra)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The reward of one completion (None: the reference cannot be read), and how reference and answer were parsed."""
-
-    reward: float | None
-    gold: str
-    answer: str
-
-
-def _check(completions: Sequence[Any], solution: Sequence[Any], name: str) -> None:
+def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: str) -> list[Verdict]:
     for package in ("math_verify", "pebble"):
         if not is_available(package):
             require(package, name)
-    if len(completions) != len(solution):
-        raise RewardError(f"{len(completions)} completions and {len(solution)} solutions; there must be one each.")
-
-
-def _after(text: str, delimiters: Sequence[str]) -> str | None:
-    ends = [text.rfind(delimiter) + len(delimiter) for delimiter in delimiters if delimiter in text]
-    return text[max(ends) :] if ends else None
-
-
-def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool) -> list[Verdict]:
+    if len(texts) != len(solution):
+        raise RewardError(f"{len(texts)} completions and {len(solution)} solutions; there must be one each.")
     golds = ["" if gold is None else str(gold).strip() for gold in solution]
     formulas = list(dict.fromkeys(gold for gold in golds if gold and not WORDS.fullmatch(bare(gold))))
     # A reference that takes too long to parse is compared as text.
@@ -422,21 +411,21 @@ def _judge_words(text: str, gold: str, lenient: bool) -> Verdict:
 
 def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
     """``function(*call)`` for each call, in a process; `TIMED_OUT` where it was killed, None where it raised."""
-    return [_outcome(future) for future in _processes.submit(function, calls, SECONDS)]
-
-
-def _outcome(future: Future) -> Any:
-    try:
-        return future.result()
-    except (TimeoutError, require("pebble", "math-verify").ProcessExpired):
-        return TIMED_OUT
-    except BrokenProcessPool as error:
-        raise RewardError(
-            f"the processes that compare formulas ended ({error}). Fix: free memory, or try `{sys.executable} -c 'import "
-            "math_verify'`."
-        ) from error
-    except Exception:
-        return None
+    expired = require("pebble", "math-verify").ProcessExpired
+    results: list[Any] = []
+    for future in _processes.submit(function, calls, SECONDS):
+        try:
+            results.append(future.result())
+        except (TimeoutError, expired):
+            results.append(TIMED_OUT)
+        except BrokenProcessPool as error:
+            raise RewardError(
+                f"the processes that compare formulas ended ({error}). Fix: free memory, or try `{sys.executable} -c 'import "
+                "math_verify'`."
+            ) from error
+        except Exception:
+            results.append(None)
+    return results
 
 
 _processes = BoundedProcesses(
@@ -451,8 +440,7 @@ def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
     silent = judged and all(verdict.answer in (UNPARSEABLE, SKIPPED) for verdict in verdicts)
     _silent_batches = _silent_batches + 1 if silent else 0
     if _silent_batches == PATIENCE:
-        thinks = "<think>" in judged[0]
-        hint = " Its reasoning is in <think>: use reasoning_accuracy_reward." if thinks else ""
+        hint = " Its reasoning is in <think>: use reasoning_accuracy_reward." if "<think>" in judged[0] else ""
         logger.warning(
             "accuracy_reward found no answer in any completion of %d batches. It reads \\boxed{42} or 'The final "
             "answer is $42$'; the model writes: %r.%s Fix: ask for that form in the prompt, or pass lenient=True.",
@@ -463,22 +451,25 @@ def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
 def _logged(
     verdicts: Sequence[Verdict], solution: Sequence[Any], log_extra: Callable[[str, list], None] | None
 ) -> list[float | None]:
-    """The rewards. Warns once of references that cannot be read, and once of comparisons that took too long."""
-    count = len(verdicts)
-    late = sum(verdict.answer == TIMED_OUT for verdict in verdicts)
-    if late and "late" not in _warned:
-        _warned.add("late")
-        logger.warning(
+    """The rewards. Warns once of comparisons that took too long, and once of references that cannot be read."""
+    late, unread = (sum(verdict.answer == mark for verdict in verdicts) for mark in (TIMED_OUT, SKIPPED))
+    if late:
+        _warn_once(
             "%d of %d answers of this batch were not compared within %g s and count as wrong (answer_parsed is %r): either "
-            "formulas that explode, or a machine too busy to compare them.", late, count, SECONDS, TIMED_OUT,
+            "formulas that explode, or a machine too busy to compare them.", late, len(verdicts), SECONDS, TIMED_OUT,
         )  # fmt: skip
-    missing = sum(verdict.answer == SKIPPED for verdict in verdicts)
-    read = sum(verdict.answer != INCOMPLETE for verdict in verdicts)
-    if missing > 0.05 * read and "gold" not in _warned:
-        _warned.add("gold")
-        logger.warning("%d of %d references of this batch cannot be read; their rows are not scored.", missing, read)
+    if unread > 0.05 * len(verdicts):
+        _warn_once(
+            "%d of %d references of this batch cannot be read; their rows are not scored.", unread, len(verdicts)
+        )
     if log_extra is not None:
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
         log_extra("answer_parsed", [verdict.answer for verdict in verdicts])
     return [verdict.reward for verdict in verdicts]
+
+
+def _warn_once(message: str, *values: Any) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message, *values)

@@ -21,61 +21,56 @@ __all__ = [
     "ModelReward",
     "TokenReward",
     "WholeTextReward",
-    "refuse_alike",
 ]
 
 logger = logging.getLogger(__name__)
 
 
 PROBES = ("Yes.", "No.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
-FEW = 3  # Different texts of a batch that may share one score by chance (or by rounding); more do not.
+# Different texts of a batch that may share one score by chance (or by rounding); more do not.
+FEW = 3
 TOKENIZER = (
     "its texts cut to nothing; pass its own tokenizer in reward_processing_classes and check the folder's weights."
 )
 
 
-def refuse_alike(name: str, scores: list[float], texts: Iterable[str], fix: str) -> bool:
-    """Whether a batch has enough different texts to judge whether a reward model tells them apart.
+class _RewardModel:
+    """A frozen classifier: its name, its context, and whether it tells texts apart."""
 
-    Args:
-        name: Of the model.
-        scores: One a text.
-        texts: The scored texts.
-        fix: The end of the message: what else may be wrong, and what to do.
-
-    Raises:
-        RewardError: All of them got one score.
-    """
-    different = len(set(texts))
-    if different > FEW and len(set(scores)) == 1:
-        raise RewardError(
-            f"the reward model {name} gives {scores[0]:g} to {different} different texts: nothing can be learned from it. Its "
-            f"head may be newly initialised, its tokenizer another model's, or {fix}"
-        )
-    return different > FEW
-
-
-class _Context:
-    """Cuts rows from the left at a reward model's context, with a warning at the 1st, 101st, ... cut."""
-
-    def __init__(self, model: Any, name: str) -> None:
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
         self.limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.name, self.cuts = name, 0
+        self._cuts, self._alike_checked = 0, False
 
-    def excess(self, length: int) -> int:
-        """Tokens to remove from the beginning of a row of ``length`` tokens."""
+    def _excess(self, length: int) -> int:
+        """Tokens to remove from the beginning of a row of ``length`` tokens, with a warning at the 1st, 101st, ... cut."""
         if self.limit is None or length <= self.limit:
             return 0
-        self.cuts += 1
-        if self.cuts % 100 == 1:
+        self._cuts += 1
+        if self._cuts % 100 == 1:
             logger.warning(
                 "the reward model %s reads %d tokens: longer texts lose their beginning (%d so far).",
-                self.name, self.limit, self.cuts,
+                self.__name__, self.limit, self._cuts,
             )  # fmt: skip
         return length - self.limit
 
+    def _refuse_alike(self, scores: list[float], texts: Iterable[str], fix: str) -> None:
+        """Refuse the first batch of several different texts (and the probes) where all have one score.
 
-class ModelReward:
+        Raises:
+            RewardError: ``fix`` is the end of its message: what else may be wrong, and what to do.
+        """
+        different = len(set(texts))
+        if different > FEW and len(set(scores)) == 1:
+            raise RewardError(
+                f"the reward model {self.__name__} gives {scores[0]:g} to {different} different texts: nothing can be learned "
+                f"from it. Its head may be newly initialised, its tokenizer another model's, or {fix}"
+            )
+        self._alike_checked = self._alike_checked or different > FEW
+
+
+class ModelReward(_RewardModel):
     """Scores prompt and completion with a reward model, in sub-batches, cut from the left at the model's context.
 
     Plain text is prompt and completion in a row, without added special tokens; a conversation is rendered with the
@@ -115,7 +110,7 @@ class ModelReward:
                 f"a reward model needs num_labels=1, and {type(model).__name__} has {labels}. A module of another kind "
                 "goes into a function f(prompts, completions, **columns) that calls it."
             )
-        self.model = model.eval().requires_grad_(False)
+        super().__init__(model)
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(
             model.config._name_or_path,
             trust_remote_code=init["trust_remote_code"],
@@ -126,9 +121,6 @@ class ModelReward:
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
         self.batch_size = batch_size
         self.template_kwargs = dict(chat_template_kwargs or {})
-        self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
-        self._context = _Context(model, self.__name__)
-        self._alike_checked = False
         self._calls_tools: bool | None = None
 
     def to(self, device: torch.device | str) -> ModelReward:
@@ -152,7 +144,8 @@ class ModelReward:
         scores = self._scores(prompts, completions)
         shown = ", ".join(f"{text!r} {score:.4g}" for text, score in zip(PROBES, scores, strict=True))
         logger.info("reward model %s, answers to %r: %s", self.__name__, question, shown)
-        refuse_alike(self.__name__, scores, PROBES, TOKENIZER)
+        self._refuse_alike(scores, PROBES, TOKENIZER)
+        self._alike_checked = False
         return scores
 
     @torch.inference_mode()
@@ -164,8 +157,7 @@ class ModelReward:
         """
         scores = self._scores(prompts, completions)
         if not self._alike_checked:
-            pairs = zip(prompts, completions, strict=True)
-            self._alike_checked = refuse_alike(self.__name__, scores, map(str, pairs), TOKENIZER)
+            self._refuse_alike(scores, map(str, zip(prompts, completions, strict=True)), TOKENIZER)
         return scores
 
     @torch.inference_mode()
@@ -188,7 +180,7 @@ class ModelReward:
 
     def _fitting(self, ids: list[int]) -> list[int]:
         """As many of the last tokens as the model reads."""
-        return ids[self._context.excess(len(ids)) :] or [self.tokenizer.pad_token_id]
+        return ids[self._excess(len(ids)) :] or [self.tokenizer.pad_token_id]
 
     def _check_tools(self, completion: list[dict[str, Any]]) -> None:
         """A template without words for tools leaves calls and results out: the score would be of another text."""
@@ -236,7 +228,7 @@ class WholeTextReward(ModelReward):
         return self._fitting(one_bos(ids, self.tokenizer.bos_token_id))
 
 
-class TokenReward:
+class TokenReward(_RewardModel):
     """Scores prompt and response ids at the response's last token, found by position.
 
     Args:
@@ -246,11 +238,8 @@ class TokenReward:
     """
 
     def __init__(self, model: Any, *, pad_token_id: int = 0, batch_size: int = 64) -> None:
-        self.model = model.eval().requires_grad_(False)
+        super().__init__(model)
         self.pad_token_id, self.batch_size = pad_token_id, batch_size
-        self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
-        self._context = _Context(model, self.__name__)
-        self._alike_checked = False
         install_token_head(model)
 
     @torch.no_grad()
@@ -275,12 +264,12 @@ class TokenReward:
         if not self._alike_checked:
             texts = map(str, zip(prompt_ids, completion_ids, strict=True))
             fix = "its weights another folder's: check that the classifier's head was trained and saved with it."
-            self._alike_checked = refuse_alike(self.__name__, scores, texts, fix)
+            self._refuse_alike(scores, texts, fix)
         return scores
 
     def _row(self, prompt: list[int], ids: list[int]) -> Row:
         """An empty response is scored at the prompt's end; what the model cannot read is cut from the left."""
         prompt, ids = (list(prompt), list(ids)) if ids else (list(prompt[:-1]), list(prompt[-1:]))
-        excess = self._context.excess(len(prompt) + len(ids))
+        excess = self._excess(len(prompt) + len(ids))
         prompt, ids = prompt[excess:], ids[max(0, excess - len(prompt)) :]
         return Row(prompt, [ids], [[1] * len(ids)])

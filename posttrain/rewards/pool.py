@@ -6,10 +6,11 @@ inside native code. A killed process is always gone.
 
 from __future__ import annotations
 
-import importlib
+import functools
 import inspect
 import multiprocessing
 import os
+import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -22,11 +23,6 @@ from posttrain.errors import ConfigError, RewardError
 from posttrain.integrations import require
 
 __all__ = ["BoundedProcesses", "PooledReward", "WithoutMain", "pooled"]
-
-GUARD = (
-    "its processes ended before they called the function. Fix: put the function at the top level of a module, and the code that "
-    "trains under `if __name__ == '__main__':`, so that importing the file starts nothing"
-)
 
 
 class BoundedProcesses:
@@ -123,41 +119,31 @@ def pooled(
         raise ConfigError(
             f"pooled(timeout={timeout}, workers={workers}, memory_mb={memory_mb}): each must be above 0, or None."
         )
-
-    def wrap(inner: Callable) -> PooledReward:
-        return PooledReward(inner, timeout, workers, on_timeout=on_timeout, memory_mb=memory_mb)
-
-    return wrap if function is None else wrap(function)
+    settings = {"timeout": timeout, "workers": workers, "on_timeout": on_timeout, "memory_mb": memory_mb}
+    return functools.partial(PooledReward, **settings) if function is None else PooledReward(function, **settings)
 
 
 class PooledReward:
     """A reward function in processes with a time limit; see `pooled`."""
 
-    runs_in_thread = True  # It waits; other functions go on meanwhile.
+    # It waits; other functions go on meanwhile.
+    runs_in_thread = True
 
-    def __init__(
-        self,
-        function: Callable,
-        timeout: float,
-        workers: int | None,
-        *,
-        on_timeout: float | None,
-        memory_mb: int | None,
-    ) -> None:
+    def __init__(self, function: Callable, **settings: Any) -> None:
         if inspect.iscoroutinefunction(function):
             raise ConfigError(f"pooled is for functions that compute; {function.__name__!r} is asynchronous and waits.")
         self._pebble: Any = require("pebble", "a pooled reward")
-        self.function, self.timeout, self.on_timeout, self.memory_mb = function, timeout, on_timeout, memory_mb
-        self.workers = workers or max(1, min(8, os.cpu_count() or 1))
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self.__doc__, self.__wrapped__ = function.__doc__, function
-        self.__signature__ = _signature(function)
-        self.timed_out = 0
+        functools.update_wrapper(self, function)
+        self.function, self.settings = function, settings
+        # The function's parameters, and those that `__call__` needs itself.
+        found = dict(inspect.signature(function).parameters)
+        for name in ("completions", "log_extra", "log_metric"):
+            found.setdefault(name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
+        self.__signature__ = inspect.Signature(sorted(found.values(), key=lambda parameter: parameter.kind))
         self._processes: BoundedProcesses | None = None
 
     def __reduce__(self) -> Any:
-        settings = {"on_timeout": self.on_timeout, "memory_mb": self.memory_mb}
-        return _rebuild, (_address(self.function), self.timeout, self.workers, settings)
+        return _rebuild, (_address(self.function), self.settings)
 
     def __call__(
         self,
@@ -170,48 +156,47 @@ class PooledReward:
         Raises:
             RewardError: The function raised, or its process died (memory, a crash).
         """
-        columns.pop("environments", None)  # Live objects stay in the process that made them.
+        # Live objects stay in the process that made them.
+        columns.pop("environments", None)
         n = len(next(columns[name] for name in ("completions", "completion_ids", "prompts") if name in columns))
         rows = [{k: [v[i]] if isinstance(v, list | tuple) and len(v) == n else v for k, v in columns.items()}
                 for i in range(n)]  # fmt: skip
         if self._processes is None:
-            self._processes = BoundedProcesses(self.workers, _start, (_address(self.function), self.memory_mb))
-        futures = self._processes.submit(_answer, [(row,) for row in rows], self.timeout)
+            workers = self.settings["workers"] or max(1, min(8, os.cpu_count() or 1))
+            start = (_address(self.function), self.settings["memory_mb"])
+            self._processes = BoundedProcesses(workers, _start, start)
+        futures = self._processes.submit(_score_row, [(row,) for row in rows], self.settings["timeout"])
         try:
             replies = [self._reply(future, row) for row, future in enumerate(futures)]
         finally:
             for future in futures:
                 future.cancel()
-        late = replies.count(None)
-        self.timed_out += late
-        names = dict.fromkeys(name for reply in replies if reply for name in reply["extra"])
-        for name in names if log_extra is not None else ():
-            log_extra(name, [reply["extra"].get(name) if reply else None for reply in replies])
+        extra = [reply[1] if reply else {} for reply in replies]
+        for name in dict.fromkeys(name for row in extra for name in row) if log_extra is not None else ():
+            log_extra(name, [row.get(name) for row in extra])
         if log_metric is not None:
-            log_metric(f"rewards/{self.__name__}/timed_out", late / max(n, 1))
-            for key, value in (pair for reply in replies if reply for pair in reply["metrics"]):
+            log_metric(f"rewards/{self.__name__}/timed_out", replies.count(None) / max(n, 1))
+            for key, value in (pair for reply in replies if reply for pair in reply[2]):
                 log_metric(key, value)
-        return [reply["result"][0] if reply else self.on_timeout for reply in replies]
+        return [reply[0] if reply else self.settings["on_timeout"] for reply in replies]
 
-    def _reply(self, future: Any, row: int) -> dict[str, Any] | None:
-        """What the process returned for one row; None where it took too long."""
+    def _reply(self, future: Any, row: int) -> tuple[Any, dict[str, Any], list[tuple[str, float]]] | None:
+        """Reward, logged columns and logged metrics of one row; None where it took too long."""
         try:
-            reply = future.result()
+            return future.result()
         except TimeoutError:
             return None
         except BrokenProcessPool as error:
-            raise RewardError(f"pooled reward {self.__name__!r}: {GUARD}.") from error
+            raise RewardError(
+                f"pooled reward {self.__name__!r}: its processes ended before they called the function. Fix: put the function "
+                "at the top level of a module, and the code that trains under `if __name__ == '__main__':`, so that importing "
+                "the file starts nothing."
+            ) from error
         except self._pebble.ProcessExpired as error:
             why = f"its process died (exit status {error.exitcode}): out of memory, or a crash in native code"
             raise RewardError(f"{self.__name__}, row {row}: {why}.") from error
         except Exception as error:
             raise RewardError(f"{self.__name__}, row {row}: {type(error).__name__}: {error}.") from error
-        if not isinstance(reply["result"], list | tuple) or len(reply["result"]) != 1:
-            raise RewardError(
-                f"{self.__name__}, row {row}: a pooled function is called with one row at a time and must return a list of "
-                f"one reward; it returned {reply['result']!r:.200}."
-            )
-        return reply
 
     def close(self) -> None:
         """Kill all processes; the next call starts new ones."""
@@ -219,45 +204,35 @@ class PooledReward:
             self._processes.close()
 
 
-def _signature(function: Callable) -> inspect.Signature:
-    """The function's parameters and those that `PooledReward` needs itself."""
-    found = dict(inspect.signature(function).parameters)
-    for name in ("completions", "log_extra", "log_metric"):
-        found.setdefault(name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
-    return inspect.Signature(sorted(found.values(), key=lambda parameter: parameter.kind))
-
-
-def _address(function: Callable) -> tuple[str, str]:
-    """Module and name of a function; it is not pickled, as its name now means the `PooledReward` around it."""
-    address = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+def _address(function: Callable) -> str:
+    """``module:name`` of a function; it is not pickled, as its name now means the `PooledReward` around it."""
+    address = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
     try:
         if _find(address) is function:
             return address
     except (ImportError, AttributeError, ValueError):
         pass
     raise ConfigError(
-        f"pooled reward {address[1] or function!r} cannot be sent to another process. Define it at the top level of a module "
-        "(not in a notebook cell, a lambda or inside a function)."
+        f"pooled reward {address.partition(':')[2] or function!r} cannot be sent to another process. Define it at the top level "
+        "of a module (not in a notebook cell, a lambda or inside a function)."
     )
 
 
-def _find(address: tuple[str, str]) -> Callable:
+def _find(address: str) -> Callable:
     """The function at an address."""
-    found: Any = importlib.import_module(address[0])
-    for part in address[1].split("."):
-        found = getattr(found, part)
+    found: Any = pkgutil.resolve_name(address)
     return found.function if isinstance(found, PooledReward) else found
 
 
-def _rebuild(address: tuple[str, str], timeout: float, workers: int, settings: dict[str, Any]) -> PooledReward:
-    return PooledReward(_find(address), timeout, workers, **settings)
+def _rebuild(address: str, settings: dict[str, Any]) -> PooledReward:
+    return PooledReward(_find(address), **settings)
 
 
 # In a worker process: the function that it runs.
 _functions: list[Callable] = []
 
 
-def _start(address: tuple[str, str], memory_mb: int | None) -> None:
+def _start(address: str, memory_mb: int | None) -> None:
     """In each process, before the clock of its first row runs."""
     _functions.append(_find(address))
     if memory_mb is not None:
@@ -266,8 +241,8 @@ def _start(address: tuple[str, str], memory_mb: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 2**20, memory_mb * 2**20))
 
 
-def _answer(row: dict[str, Any]) -> dict[str, Any]:
-    """One row's result, and what the function logged."""
+def _score_row(row: dict[str, Any]) -> tuple[Any, dict[str, Any], list[tuple[str, float]]]:
+    """One row's reward, and the columns and metrics that the function logged."""
     function = _functions[-1]
     extra: dict[str, Any] = {}
     metrics: list[tuple[str, float]] = []
@@ -278,6 +253,12 @@ def _answer(row: dict[str, Any]) -> dict[str, Any]:
         row = {p.name: row[p.name] for p in parameters if p.name in row}
     try:
         result = function(**row)
-    except TimeoutError as error:  # Raised by the function itself: not the time limit of the pool.
+    # Raised by the function itself: not the time limit of the pool.
+    except TimeoutError as error:
         raise RewardError(f"TimeoutError: {error}") from error
-    return {"result": result.tolist() if hasattr(result, "tolist") else result, "extra": extra, "metrics": metrics}
+    result = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(result, list | tuple) or len(result) != 1:
+        raise RewardError(
+            f"a pooled function is called with one row at a time and must return a list of one reward; not {result!r:.200}"
+        )
+    return result[0], extra, metrics

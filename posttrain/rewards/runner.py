@@ -1,11 +1,13 @@
-"""The calling contract of reward functions: their arguments, their results, and the error of each broken rule."""
+"""The reward functions of a run: called on each batch, transformed, and judged whether they can train anything."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
+import itertools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,96 +17,226 @@ import torch
 import transformers
 from torch import Tensor
 
-from posttrain.errors import ConfigError, MissingDependencyError, RewardError
+from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
 from posttrain.metrics import Metric, mean
 from posttrain.rewards.call import (
     OURS,
     RESERVED,
     RewardCall,
+    as_callable,
     awaited,
+    columns_read,
     environment_rewards,
     head,
     is_concurrent,
-    parallel,
-    run_all,
-    scores_tensor,
-)
-from posttrain.rewards.transform import (
-    REPORTED,
-    count_rewards,
-    describe_shares,
-    describe_weights,
-    parse_transform,
-    variance_shares,
+    one_each,
+    reward_name,
+    run_concurrently,
+    unique,
 )
 
 __all__ = [
-    "PairRewards",
+    "TRANSFORMS",
     "RewardRunner",
     "RewardTable",
-    "as_callable",
-    "one_each",
-    "parallel",
-    "reward_name",
-    "unique",
+    "RunningScale",
+    "correlation",
+    "describe_shares",
+    "parse_transform",
+    "transform_names",
+    "variance_shares",
 ]
 
 logger = logging.getLogger(__name__)
 
-
-def reward_name(function: Any) -> str:
-    """``__name__``, through partials; the last part of a model's id; the class name of an instance."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, str):
-        return function.rstrip("/").split("/")[-1]
-    if isinstance(function, torch.nn.Module):
-        config = getattr(function, "config", None)
-        return str(getattr(config, "_name_or_path", "") or type(function).__name__).split("/")[-1]
-    return getattr(function, "__name__", None) or type(function).__name__
+# Rollout batches after which the shares of the variance are shown.
+REPORTED = (1, 10, 100)
+# Correlation below which two rewards take back from each other what they give.
+OPPOSED = -0.5
+# Share of unscored rows, and batches in a row, after which a run has no usable reward.
+MANY, PATIENCE = 0.5, 5
+# Rows that are scored a second time.
+TWICE = 4
 
 
-def unique(names: list[str]) -> list[str]:
-    """Equal names get ``_1``, ``_2``: their metrics must not merge."""
-    result: list[str] = []
-    for name in names:
-        count, candidate = 0, name
-        while candidate in result:
-            count += 1
-            candidate = f"{name}_{count}"
-        result.append(candidate)
-    return result
+# Transforms of one reward column ------------------------------------------------------------------------------------------
+
+Transform = Callable[[Tensor, Tensor], Tensor]
+# Name -> how it is written with its numbers.
+TRANSFORMS = {
+    spec.partition(":")[0]: spec for spec in ("none", "clip:a:b", "log1p", "rank", "tanh:s", "zscore", "running")
+}
 
 
-def one_each(name: str, given: Any, count: int) -> list[Any]:
-    """A list with one entry a function; None stands for all."""
-    if given is None:
-        return [None] * count
-    entries = list(given) if isinstance(given, list | tuple | Tensor) else [given]
-    if len(entries) != count:
-        raise ConfigError(f"{name} has {len(entries)} entries for {count} reward functions. Give one each.")
-    return entries
+def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
+    """The names in what a config's ``reward_transform`` holds: one for all functions, or one each.
+
+    >>> sorted(transform_names(["clip:0:1", None])), sorted(transform_names("rank"))
+    (['clip', 'none'], ['rank'])
+    """
+    return {str(spec or "none").split(":")[0] for spec in ([specs] if isinstance(specs, str) else specs or ())}
 
 
-def as_callable(function: Any, tokenizer: Any, options: dict[str, Any]) -> Callable:
-    """The function itself, or a model wrapped as one.
+def parse_transform(spec: str | None) -> Transform | None:
+    """The function behind a name; it takes ``(n,)`` rewards (NaN: not scored) and ``(n,)`` group numbers.
+
+    ``clip:a:b`` bounds to [a, b]; ``log1p`` is ``sign(r) log(1 + |r|)``; ``tanh:s`` is ``tanh(r / s)``; ``rank`` is the
+    share of the group's other rewards that are smaller (ties count half), in [0, 1]; ``zscore`` is
+    ``(r - mean) / (std + 1e-4)`` over all rows; ``running`` is `RunningScale`. NaN stays NaN.
 
     Raises:
-        ConfigError: Neither.
+        ConfigError: An unknown name, or numbers that are missing or make no sense.
+
+    >>> parse_transform("clip:0:1")(torch.tensor([-3.0, 0.5, 9.0]), torch.zeros(3)).tolist()
+    [0.0, 0.5, 1.0]
     """
-    if isinstance(function, str | torch.nn.Module):
-        from posttrain.rewards.model import ModelReward
-
-        return ModelReward(function, tokenizer, **options)
-    if not callable(function):
+    name, *given = str(spec or "none").split(":")
+    if name not in TRANSFORMS:
+        known = ", ".join(TRANSFORMS.values())
         raise ConfigError(
-            f"reward_funcs holds {function!r} ({type(function).__name__}), which is neither callable nor a model."
+            f"reward_transform={spec!r} is not known{did_you_mean(name, TRANSFORMS)}. Fix: choose one of {known}."
         )
-    return function
+    try:
+        numbers = [float(text) for text in given]
+    except ValueError:
+        numbers = [math.nan]
+    wanted = TRANSFORMS[name].count(":")
+    if len(given) != wanted or not all(map(math.isfinite, numbers)):
+        raise ConfigError(
+            f"reward_transform={spec!r} must be written as {TRANSFORMS[name]!r} with {wanted} finite numbers."
+        )
+    if numbers != sorted(set(numbers)) or (name == "tanh" and numbers[0] <= 0):
+        raise ConfigError(f"reward_transform={spec!r} is out of range: clip needs a < b, tanh needs s > 0.")
+    makers: dict[str, Callable[[], Transform | None]] = {
+        "none": lambda: None,
+        "clip": lambda: lambda r, groups: r.clamp(*numbers),
+        "log1p": lambda: lambda r, groups: r.sign() * r.abs().log1p(),
+        "rank": lambda: _rank,
+        "tanh": lambda: lambda r, groups: torch.tanh(r / numbers[0]),
+        "zscore": lambda: _zscore,
+        "running": RunningScale,
+    }
+    return makers[name]()
 
 
-MANY, PATIENCE = 0.5, 5  # Share of unscored rows, and generations in a row, after which a run has no usable reward.
-TWICE = 4  # Rows scored a second time.
+def _rank(rewards: Tensor, groups: Tensor) -> Tensor:
+    pair = (groups[:, None] == groups[None, :]) & ~rewards.isnan()[None, :]  # (n, n)
+    pair.fill_diagonal_(False)
+    below = (rewards[:, None] > rewards[None, :]).float() + 0.5 * (rewards[:, None] == rewards[None, :]).float()
+    others = pair.sum(1)  # (n,)
+    share = torch.where(others > 0, (below * pair).sum(1) / others.clamp(min=1), torch.full_like(rewards, 0.5))
+    return share.masked_fill(rewards.isnan(), math.nan)
+
+
+def _zscore(rewards: Tensor, groups: Tensor) -> Tensor:
+    scored = rewards[~rewards.isnan()]
+    if scored.numel() < 2:
+        return rewards - rewards
+    return (rewards - scored.mean()) / (scored.std() + 1e-4)
+
+
+class RunningScale:
+    """``r / std`` with the standard deviation of all rewards since the run began: steps have one size, whatever r is measured in.
+
+    The mean stays (a baseline or a value takes it), so that the sign of a reward keeps its meaning. `add` takes the rewards of a
+    training generation in, before they are divided; evaluation only divides. While no two rewards differ they stay as they are.
+
+    Attributes:
+        count, mean, squares: Of the rewards; sum of squared distances to the mean (Welford's sums).
+
+    Reference: Implementation matters in deep policy gradients, arXiv:2005.12729, section 3, reward scaling.
+
+    >>> scale = RunningScale()
+    >>> scale.add(torch.tensor([0.0, 200.0]))
+    >>> scale(torch.tensor([100.0, 300.0]), torch.zeros(2)).tolist()
+    [1.0, 3.0]
+    """
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+
+    def add(self, rewards: Tensor) -> None:
+        """Count ``(n,)`` rewards; NaN stands for none."""
+        scored = rewards[~rewards.isnan()].double()
+        if not len(scored):
+            return
+        count, gap = self.count + len(scored), float(scored.mean()) - self.mean
+        self.squares += float((scored - scored.mean()).square().sum()) + gap**2 * self.count * len(scored) / count
+        self.mean += gap * len(scored) / count
+        self.count = count
+
+    def __call__(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        """``(n,)`` rewards over the standard deviation so far."""
+        std = math.sqrt(self.squares / self.count) if self.count else 0.0
+        # Rewards that differ by rounding alone are not divided by it.
+        return rewards / std if std > 1e-6 * abs(self.mean) else rewards
+
+    def state(self) -> list[float]:
+        """For JSON."""
+        return [self.count, self.mean, self.squares]
+
+    def load(self, state: Sequence[float]) -> None:
+        """Undo `state`."""
+        self.count, self.mean, self.squares = int(state[0]), *map(float, state[1:])
+
+
+# What each function contributes -------------------------------------------------------------------------------------------
+
+
+def variance_shares(values: Tensor, weights: Tensor) -> Tensor:
+    """``w_k^2 var(r_k) / sum_j w_j^2 var(r_j)``, ``(K,)``; all 0 where nothing varies.
+
+    Args:
+        values: ``(n, K)`` rewards, NaN where a function did not apply.
+        weights: ``(K,)``.
+
+    >>> variance_shares(torch.tensor([[0.0, 0.0], [3.0, 1.0]]), torch.tensor([1.0, 1.0])).tolist()
+    [0.8999999761581421, 0.10000000149011612]
+    """
+    known = ~values.isnan()
+    count = known.sum(0).clamp_min(1)
+    centred = (values - values.nansum(0) / count).nan_to_num(0.0)
+    weighted = weights.square() * centred.square().sum(0) / count  # (K,)
+    total = weighted.sum()
+    return weighted / total if float(total) > 0 else torch.zeros_like(weighted)
+
+
+def correlation(one: Tensor, other: Tensor) -> float | None:
+    """Pearson's correlation over the rows where both are known; None where there are fewer than two or one is constant.
+
+    Args:
+        one: ``(n,)``, NaN where unknown.
+        other: ``(n,)``, likewise.
+
+    >>> correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0]))
+    1.0
+    """
+    known = ~(one.isnan() | other.isnan())
+    a, b = one[known].double(), other[known].double()
+    if a.numel() < 2:
+        return None
+    a, b = a - a.mean(), b - b.mean()
+    scale = float(a.norm() * b.norm())
+    return None if scale < 1e-12 else round(max(-1.0, min(1.0, float(a @ b) / scale)), 9)
+
+
+def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> str:
+    """One line for people: the share of each function, and pairs that work against each other."""
+    shares = variance_shares(values, weights)
+    text = ", ".join(f"{name} {100 * float(share):.1f} %" for name, share in zip(names, shares, strict=True))
+    against = []
+    for i, j in itertools.combinations(range(len(names)), 2):
+        found = correlation(values[:, i] * weights[i], values[:, j] * weights[j])
+        if found is not None and found < OPPOSED:
+            against.append(f"{names[i]} and {names[j]} (correlation {found:.2f})")
+    if against:
+        text += (
+            f"; {', '.join(against)} cancel in their sum: multi_objective_aggregation='normalize_then_sum' keeps both"
+        )
+    return text
+
+
+# All functions of a run -------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -118,7 +250,7 @@ class RewardTable:
         extra_columns: What functions logged with ``log_extra``, one value a row.
         metrics: Seconds per function, what they logged with ``log_metric``, counts of odd values.
         seconds: Wall-clock seconds of each function, by name.
-        raw: ``values`` before any transform.
+        raw: ``(n, K)`` ``values`` before any transform.
         start: Index in ``values`` of this process's first row.
     """
 
@@ -180,25 +312,22 @@ class RewardRunner:
                 "reward_funcs is empty: online training needs at least one reward function, or an environment with "
                 "get_reward."
             )
-        count = len(functions)
-        tokenizers = one_each("reward_processing_classes", processing_classes, count)
-        transforms = [transforms] * count if isinstance(transforms, str) else transforms
-        weights = one_each("reward_weights", reward_weights, count)
         if timeout is not None and timeout <= 0:
             raise ConfigError(f"reward_timeout={timeout} must be above 0 seconds, or None to wait for ever.")
+        count, none = len(functions), [None] * len(own)
+        transforms = [transforms] * count if isinstance(transforms, str) else transforms
+        tokenizers = [*one_each("reward_processing_classes", processing_classes, count), *none]
+        weights = [*one_each("reward_weights", reward_weights, count), *none]
+        self._specs = [*one_each("reward_transform", transforms, count), *none]
+        functions += own
+        self.names = unique([reward_name(f) for f in functions])
         options = dict(model_options or {})
-        specs = [*one_each("reward_transform", transforms, count), *[None] * len(own)]
-        self.functions = [as_callable(f, t, options) for f, t in zip(functions, tokenizers, strict=True)] + own
-        self.names = unique([reward_name(f) for f in [*functions, *own]])
-        self.processing_classes = [
-            getattr(f, "tokenizer", t) for f, t in zip(self.functions, [*tokenizers, *[None] * len(own)], strict=True)
-        ]
-        self._weights = torch.tensor([1.0 if w is None else float(w) for w in [*weights, *[None] * len(own)]])
-        self.transforms = [parse_transform(spec) for spec in specs]
+        self.functions = [as_callable(f, t, options) for f, t in zip(functions, tokenizers, strict=True)]
+        self.processing_classes = [getattr(f, "tokenizer", t) for f, t in zip(self.functions, tokenizers, strict=True)]
+        self._weights = torch.tensor([1.0 if w is None else float(w) for w in weights])  # (K,)
+        self.transforms = [parse_transform(spec) for spec in self._specs]
         self.timeout, self.score_twice = timeout, score_twice
-        self.described = describe_weights(self.names, self.functions, self.weights.tolist(), specs)
-        self._tables = self._calls = self._reports = 0
-        self._mostly_unscored = 0
+        self._tables = self._calls = self._reports = self._mostly_unscored = 0
         self._warnings: dict[str, int] = {}
 
     @property
@@ -211,12 +340,12 @@ class RewardRunner:
         weights = torch.as_tensor(weights, dtype=torch.float32)
         if weights.shape != self._weights.shape:
             raise ConfigError(
-                f"reward_weights has shape {tuple(weights.shape)} for {len(self.names)} reward functions. Give one each."
+                f"reward_weights has shape {tuple(weights.shape)} for {len(self.names)} reward functions. Fix: give one each."
             )
         self._weights = weights
 
     def start(self, device: torch.device | str) -> None:
-        """Place reward models on the trainer's device, log their scores of four texts, and all weights.
+        """Place reward models on the trainer's device, log their scores of four texts, and weights where there are several.
 
         Raises:
             RewardError: A reward model gives four different texts one score.
@@ -224,8 +353,10 @@ class RewardRunner:
         for function in self.functions:
             if hasattr(function, "probe"):
                 function.to(device).probe()
-        if len(self.names) > 1:
-            logger.info("rewards are summed with these weights:\n%s", self.described)
+        rows = zip(self.names, self.functions, self.weights.tolist(), self._specs, strict=True)
+        for name, function, weight, spec in rows if len(self.names) > 1 else ():
+            reads = columns_read(function)
+            logger.info("reward %s: weight %g, transform %s, reads %s", name, weight, spec or "none", reads)
 
     def __call__(
         self,
@@ -238,9 +369,8 @@ class RewardRunner:
         prompt_suffixes: list[str] | None = None,
         environments: list[Any] | None = None,
         strict: bool = False,
-        judge: bool = True,
     ) -> RewardTable:
-        """Score n completions.
+        """Score n completions of this process; `finish` transforms and judges the rewards of all processes.
 
         Args:
             prompts: n strings, or lists of messages.
@@ -251,10 +381,9 @@ class RewardRunner:
             prompt_suffixes: The text each completion continues (the end of the rendered prompt), for format rewards.
             environments: Passed through when given.
             strict: NaN is an error too (a dry run); otherwise it counts as None and is reported.
-            judge: Transform and judge these rows. With several processes: False, gather ``values``, then `finish`.
 
         Raises:
-            RewardError: Names the function and, where there is one, the row;
+            RewardError: Names the function and, where there is one, the row.
         """
         kept = {name: values for name, values in (columns or {}).items() if name not in RESERVED}
         always = {"trainer_state": trainer_state, "prompt_suffixes": prompt_suffixes, "environments": environments}
@@ -276,9 +405,10 @@ class RewardRunner:
         if not strict and self.score_twice and self._calls == 0 and "environments" not in always:
             self._score_again(call, values)
         self._calls += not strict
-        table = RewardTable(scores_tensor(values, len(prompts)), list(self.names), self.weights)
-        table.extra_columns, table.metrics, table.seconds = call.extra_columns(self.names), call.all_metrics(), seconds
-        return self.finish(table, groups=_neighbours(prompts), prompts=prompts, columns=kept) if judge else table
+        scores = torch.tensor(values, dtype=torch.float32).reshape(len(values), -1).T.contiguous()  # (n, K)
+        return RewardTable(
+            scores, list(self.names), self.weights, call.extra_columns(self.names), call.all_metrics(), seconds
+        )
 
     def rows_again(self, count: int) -> list[int]:
         """Which of ``count`` rows are scored a second time."""
@@ -314,21 +444,16 @@ class RewardRunner:
         results: dict[str, Any] = {}
         seconds: dict[str, float] = {}
         later: dict[str, Callable[[], Awaitable]] = {}
-        try:
-            for name, function in zip(self.names, self.functions, strict=True):
-                if is_concurrent(function):
-                    later[name] = functools.partial(awaited, call, name, function)
-                    continue
-                started = time.perf_counter()
-                results[name] = call.run(name, function, self.timeout)
-                seconds[name] = time.perf_counter() - started
-                if inspect.isawaitable(results[name]):
-                    later[name] = lambda awaitable=results[name]: awaitable
-        except BaseException:
-            for result in filter(inspect.iscoroutine, results.values()):
-                result.close()  # Or Python warns that it was never awaited.
-            raise
-        for name, (outcome, spent) in (run_all(later, self.timeout) if later else {}).items():
+        for name, function in zip(self.names, self.functions, strict=True):
+            if is_concurrent(function):
+                later[name] = functools.partial(awaited, call, name, function)
+                continue
+            started = time.perf_counter()
+            results[name] = call.run(name, function, self.timeout)
+            seconds[name] = time.perf_counter() - started
+            if inspect.isawaitable(results[name]):
+                later[name] = lambda awaitable=results[name]: awaitable
+        for name, (outcome, spent) in (run_concurrently(later, self.timeout) if later else {}).items():
             if isinstance(outcome, RewardError | MissingDependencyError):
                 raise outcome
             if isinstance(outcome, BaseException):
@@ -351,20 +476,27 @@ class RewardRunner:
             table: Its ``values`` hold the rows of all processes.
             groups: ``(n,)`` which group a row belongs to.
             prompts: For the warning; may be this process's only.
-            columns: For the warning and the error; may be this process's only.
+            columns: For the warning; may be this process's only.
             training: Show the share of each function after generations 1, 10 and 100.
-
         """
         numbers = torch.as_tensor(list(groups))
         self.judge(table, numbers, prompts=prompts, columns=columns)
         if training:
-            count_rewards(self.transforms, table.values)
+            for transform, column in zip(self.transforms, table.values.unbind(1), strict=True):
+                if isinstance(transform, RunningScale):
+                    transform.add(column)
         table.raw, table.values = table.values, self.transformed(table.values, numbers)
         for name, transform, raw in zip(table.names, self.transforms, table.raw.unbind(1), strict=True):
             if transform is not None:
                 table.metrics[f"rewards/{name}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
-        if len(table.names) > 1:
-            self._report_shares(table, training)
+        if len(table.names) == 1:
+            return table
+        for name, share in zip(table.names, variance_shares(table.values, table.weights).tolist(), strict=True):
+            table.metrics[f"rewards/{name}/variance_share"] = mean(share)
+        self._reports += training
+        if training and self._reports in REPORTED:
+            shown = describe_shares(table.names, table.values, table.weights)
+            logger.info("share of the rewards' variance at generation %d: %s", self._reports, shown)
         return table
 
     def judge(
@@ -375,13 +507,13 @@ class RewardRunner:
         prompts: Sequence[Any] = (),
         columns: Mapping[str, Any] | None = None,
     ) -> None:
-        """Warn of rows that no function scored, loudly where there is little else; wherever rewards were computed.
+        """Warn of rows that no function scored, loudly where there is little else, and of groups scored in part.
 
         Args:
-            table: Gets ``groups/unscorable`` where there are such rows.
+            table: Gets the metric ``groups/unscorable`` where there are such rows.
             groups: ``(n,)`` group number of each row.
             prompts: For the warning; may be this process's only.
-            columns: For the warning and the error; may be this process's only.
+            columns: For the warning; may be this process's only.
         """
         unscored = table.values.isnan().all(-1)  # (n,)
         if unscored.any():
@@ -396,22 +528,31 @@ class RewardRunner:
                 head(row, 300),
             )  # fmt: skip
         self._warn_unscored(unscored, sorted(columns or {}))
-        self._warn_partial(table, groups, unscored)
+        for name, column in zip(table.names, table.values.unbind(1), strict=True):
+            # Totals inside a group are not comparable when a function scored only some of its rows.
+            have, lack = (set(groups[rows].tolist()) for rows in (~column.isnan(), column.isnan() & ~unscored))
+            if have & lack:
+                self._warn(
+                    f"partial {name}",
+                    "%s returned None for some completions of a prompt and a number for others, in %d groups: their "
+                    "totals are not comparable. Return 0.0 instead of None, or None for the whole group.",
+                    name, len(have & lack),
+                )  # fmt: skip
 
     def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
         """``(n, K)`` rewards after each function's transform, a tensor of its own; ``groups (n,)`` numbers the rows' groups."""
         columns = zip(values.unbind(1), self.transforms, strict=True)
         return torch.stack([raw if transform is None else transform(raw, groups) for raw, transform in columns], 1)
 
-    def _report_shares(self, table: RewardTable, training: bool) -> None:
-        """Log each function's share of the rewards' variance."""
-        shares = variance_shares(table.values, table.weights).tolist()
-        for name, share in zip(table.names, shares, strict=True):
-            table.metrics[f"rewards/{name}/variance_share"] = mean(share)
-        self._reports += training
-        if training and self._reports in REPORTED:
-            shown = describe_shares(table.names, table.values, table.weights)
-            logger.info("share of the rewards' variance at generation %d: %s", self._reports, shown)
+    def transforms_state(self) -> list[list[float] | None]:
+        """What a resumed run must know of each transform; for JSON."""
+        return [transform.state() if isinstance(transform, RunningScale) else None for transform in self.transforms]
+
+    def load_transforms(self, state: Sequence[Sequence[float] | None]) -> None:
+        """Undo `transforms_state`."""
+        for transform, saved in zip(self.transforms, state, strict=False):
+            if isinstance(transform, RunningScale) and saved is not None:
+                transform.load(saved)
 
     def _warn_unscored(self, unscored: Tensor, columns: list[str]) -> None:
         share = float(unscored.float().mean()) if unscored.numel() else 0.0
@@ -431,18 +572,6 @@ class RewardRunner:
             ", ".join(self.names), which, columns,
         )  # fmt: skip
 
-    def _warn_partial(self, table: RewardTable, groups: Tensor, unscored: Tensor) -> None:
-        """Totals inside a group are not comparable when a function scored only some of its rows."""
-        for name, column in zip(table.names, table.values.unbind(1), strict=True):
-            have, lack = (set(groups[rows].tolist()) for rows in (~column.isnan(), column.isnan() & ~unscored))
-            if have & lack:
-                self._warn(
-                    f"partial {name}",
-                    "%s returned None for some completions of a prompt and a number for others, in %d groups: their "
-                    "totals are not comparable. Return 0.0 instead of None, or None for the whole group.",
-                    name, len(have & lack),
-                )  # fmt: skip
-
     def _warn(self, key: str, message: str, *values: Any) -> None:
         """Log the first warning of this key, and then every hundredth."""
         count = self._warnings[key] = self._warnings.get(key, 0) + 1
@@ -456,7 +585,8 @@ class RewardRunner:
             RewardError: A function raised, or returned the wrong count, a string, an infinite number or NaN.
         """
         rows = [row for row in examples if row.get("prompt")] or examples
-        rows = (rows * 2)[:2]  # Two, so that a single number returned for the whole batch shows.
+        # Two, so that a single number returned for the whole batch shows.
+        rows = (rows * 2)[:2]
         texts = ["0", "The answer is 1."]
         self(
             prompts=[copy.deepcopy(row["prompt"]) for row in rows],
@@ -466,54 +596,4 @@ class RewardRunner:
             prompt_suffixes=["", ""],
             trainer_state=transformers.TrainerState(),
             strict=True,
-            judge=False,
         )
-
-
-class PairRewards(RewardRunner):
-    """Shows reward functions all first completions and then all second ones, columns repeated; rows come back as they were.
-
-    Attributes:
-        pairs: Whether rows are pairs, next to each other; otherwise they are shown as they stand.
-    """
-
-    pairs = True
-
-    def rows_again(self, count: int) -> list[int]:
-        """Both completions of the first two prompts: a judge compares them with each other."""
-        half = count // 2
-        return [0, 1, half, half + 1] if self.pairs and half > 1 else super().rows_again(count)
-
-    def __call__(self, *, prompts: list[Any], **rows: Any) -> RewardTable:
-        """As `RewardRunner`, whose rows ``0, 1, 2, 3`` become ``0, 2, 1, 3`` on the way."""
-        count = len(prompts)
-        if not self.pairs or count % 2:
-            return super().__call__(prompts=prompts, **rows)
-        order = [*range(0, count, 2), *range(1, count, 2)]
-
-        def moved(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {name: moved(column) for name, column in value.items()}
-            return [value[i] for i in order] if isinstance(value, list) and len(value) == count else value
-
-        table = super().__call__(prompts=moved(prompts), **{name: moved(value) for name, value in rows.items()})
-        back = sorted(range(count), key=order.__getitem__)
-        table.values = table.values[back]
-        table.raw = None if table.raw is None else table.raw[back]
-        table.extra_columns = {name: [column[i] for i in back] for name, column in table.extra_columns.items()}
-        return table
-
-
-def _neighbours(prompts: Sequence[Any]) -> list[int]:
-    """Group numbers: consecutive rows with the same prompt are a group."""
-    numbers: list[int] = []
-    for i, prompt in enumerate(prompts):
-        numbers.append(numbers[-1] + _differ(prompt, prompts[i - 1]) if i else 0)
-    return numbers
-
-
-def _differ(one: Any, other: Any) -> bool:
-    try:
-        return one is not other and bool(one != other)
-    except (TypeError, ValueError, RuntimeError):  # Arrays inside, which do not compare to one truth.
-        return True

@@ -28,8 +28,7 @@ from posttrain.data.templates import PROBLEMS
 from posttrain.errors import PosttrainError, PreflightError
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.report.lock import NAME as LOCK
-from posttrain.report.record import describe_run
+from posttrain.report.record import LOCK, describe_run
 from posttrain.training.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
 from posttrain.types import Batch, Finding
 

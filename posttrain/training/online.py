@@ -26,7 +26,6 @@ from posttrain.models import parallel
 from posttrain.models.forward import batch_logps
 from posttrain.models.reference import Reference
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rewards.transform import load_transforms, transforms_state
 from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.batch import (
     RolloutBatch,
@@ -625,7 +624,7 @@ class OnlineTrainer(PostTrainer):
 
     def state_to_save(self) -> dict[str, Any]:
         """Where the run stands inside its window, with the scored rollouts it has not trained yet."""
-        online = {"online": self.window.state(), "rewards": transforms_state(self.rewards.transforms)}
+        online = {"online": self.window.state(), "rewards": self.rewards.transforms_state()}
         state = super().state_to_save() | online
         if self.args.dynamic_sampling:
             state["fresh_prompts"] = self.dynamic_sampler.prompts.state()
@@ -634,7 +633,7 @@ class OnlineTrainer(PostTrainer):
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
         super().load_saved_state(state)
-        load_transforms(self.rewards.transforms, state.get("rewards", ()))
+        self.rewards.load_transforms(state.get("rewards", ()))
         if "fresh_prompts" in state:
             self.dynamic_sampler.prompts.load(state["fresh_prompts"])
         self.window.load(state["online"])

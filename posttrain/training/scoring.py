@@ -18,8 +18,7 @@ from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
 from posttrain.rewards.call import EnvironmentReward
 from posttrain.rewards.format import SoftOverlongPunishment
-from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rewards.transform import length_correlation
+from posttrain.rewards.runner import RewardRunner, RewardTable, correlation
 from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
 from posttrain.rollouts.episodes.environments import EnvironmentPool, PooledReward
 from posttrain.types import Finding
@@ -111,7 +110,8 @@ def reward_metrics(table: RewardTable, totals: Tensor, advantages: Tensor, lengt
         if scored.numel() > 1:
             metrics[f"rewards/{name}/std"] = mean(float(scored.std()), weight=scored.numel())
         metrics[f"rewards/{name}/applicable"] = mean(scored.numel() / max(column.numel(), 1))
-    related = length_correlation(lengths, totals) if len(lengths) == len(totals) else None
+    tokens = torch.tensor(lengths, dtype=torch.float64)
+    related = correlation(tokens, totals) if len(lengths) == len(totals) else None
     if related is not None:
         metrics["rewards/length_corr"] = mean(related)
     return metrics
@@ -209,7 +209,6 @@ def score_rollouts(rewards: RewardRunner, batch: RolloutBatch, tokenizer: Any, s
         trainer_state=state,
         prompt_suffixes=prompt_suffixes(tokenizer, batch.rollouts),
         environments=batch.environments,
-        judge=False,
     )
 
 

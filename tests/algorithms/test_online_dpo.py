@@ -10,9 +10,8 @@ from posttrain.algorithms.rloo import RLOOConfig
 from posttrain.data.forest import Layout, collate
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models.forward import sequence_logps
-from posttrain.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
+from posttrain.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge, PairRewards
 from posttrain.rewards.model import WholeTextReward
-from posttrain.rewards.runner import PairRewards
 from posttrain.types import LossTerms, Row
 from tests import test_docs as docs
 from tests.algorithms.helpers import SHORT, count_a, prompts, scripted, weights
@@ -267,7 +266,7 @@ def test_reward_functions_see_all_first_completions_then_all_second(tiny_tokeniz
 def test_pairs_come_back_in_their_order():
     runner = PairRewards([lambda completions, **_: [float(c) for c in completions]])
     texts = ["1", "2", "3", "4", "5", "6"]
-    table = runner(prompts=list("aabbcc"), completions=texts, completion_ids=[[0]] * 6, judge=False)
+    table = runner(prompts=list("aabbcc"), completions=texts, completion_ids=[[0]] * 6)
     assert table.values[:, 0].tolist() == [1, 2, 3, 4, 5, 6]
 
 

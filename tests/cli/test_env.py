@@ -2,6 +2,7 @@
 
 import re
 import socket
+import subprocess
 
 from posttrain.checks import machine as versions
 from posttrain.cli import check as env
@@ -29,15 +30,10 @@ def test_a_taken_port_and_a_package_that_does_not_fit_are_named(monkeypatch):
     assert "\n  - PT-V003 (warning): use_vllm=True was tested with vllm>=0.17.0,<=0.25.1" in env._compatibility()
 
 
-def test_the_commit_is_read_from_the_checkout_loose_or_packed(tmp_path, monkeypatch):
-    git = tmp_path / ".git"
-    (git / "refs" / "heads").mkdir(parents=True)
+def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(env, "__file__", str(tmp_path / "a" / "b" / "env.py"))
     assert env._commit() == ""
-    (git / "HEAD").write_text("ref: refs/heads/main\n")
-    (git / "packed-refs").write_text("# pack\n" + "c" * 40 + " refs/heads/main\n")
-    assert env._commit() == " (ccccccc)"
-    (git / "refs" / "heads" / "main").write_text("d" * 40 + "\n")
-    assert env._commit() == " (ddddddd)"
-    (git / "HEAD").write_text("e" * 40)
-    assert env._commit() == " (eeeeeee)"
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    assert re.fullmatch(r" \([0-9a-f]{7}\)", env._commit())

@@ -145,7 +145,7 @@ def test_the_prompts_are_those_that_the_engine_gets(tiny_tokenizer):
 
     chats = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(3)])
     config = GRPOConfig("o", report_to="none", bf16=False, num_generations=2, per_device_train_batch_size=2)
-    rows = command.ROWS["grpo"](chats, tiny_tokenizer, config)
+    rows = command.ROWS["grpo"](chats, tiny_tokenizer, config).rows
     expected = [
         tiny_tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in chats
     ]
@@ -240,13 +240,11 @@ def test_shifted_labels_are_refused_as_in_training(folder):
         summary_of("sft", argv)
 
 
-def test_another_command_registers_how_its_examples_become_rows(folder, monkeypatch, capsys):
-    monkeypatch.setattr(command, "ROWS", dict(command.ROWS))
-
+def test_rows_of_two_equal_answers_are_shown_with_their_finding(folder, monkeypatch, capsys):
     def pairs(examples, tokenizer, config):
-        return [Row([50], [[51, 2], [51, 2]], [[1, 1], [1, 1]]) for _ in examples]
+        return command.Prepared([Row([50], [[51, 2], [51, 2]], [[1, 1], [1, 1]]) for _ in examples])
 
-    command.register("sft", pairs)
+    monkeypatch.setitem(command.ROWS, "sft", pairs)
     assert command.run(["sft", "--config", "sft.yaml"]) == 0
     out = capsys.readouterr().out
     assert "PT-D013 12 of 12 rows" in out

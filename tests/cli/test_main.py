@@ -30,7 +30,7 @@ def test_env_shows_versions_and_no_secret(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
     assert main(["env"]) == 0
     out = capsys.readouterr().out
-    assert "Transformers version" in out
+    assert "transformers version" in out
     assert "hf_secret_value" not in out
 
 

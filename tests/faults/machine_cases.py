@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.checks import machine as table
-from posttrain.report.lock import NAME, FolderLock
+from posttrain.report.record import LOCK
 from posttrain.training import checkpoint as checkpoints
 from tests.faults import build
 from tests.faults.scene import Case, Scene
@@ -55,7 +55,7 @@ def killed_in_a_checkpoint(scene: Scene) -> None:
 
 def two_runs(scene: Scene) -> None:
     """Another process trains into the same folder."""
-    process = child(scene, "hold", NAME)
+    process = child(scene, "hold", LOCK)
     try:
         build.sft(scene, **SAVING)
     finally:
@@ -69,8 +69,8 @@ def taken_over(scene: Scene) -> None:
 
     class Taken(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            owner = json.loads(FolderLock(scene.folder)._me()) | {"pid": 1, "host": "node7"}
-            Path(scene.folder, NAME).write_text(json.dumps(owner))
+            owner = {"pid": 1, "host": "node7", "since": "2026-01-02 03:04:05", "run": "other"}
+            Path(scene.folder, LOCK).write_text(json.dumps(owner))
 
     build.sft(scene, callbacks=[Taken()], **SAVING)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 def race(folder: str, result: str, start: str) -> None:
     """Wait for the moment, try to take the folder, and hold it until told otherwise."""
     from posttrain.errors import ConfigError
-    from posttrain.report.lock import FolderLock
+    from posttrain.report.record import FolderLock
 
     Path(result + ".ready").touch()
     while time.time() < float(Path(start).read_text() or "inf") if Path(start).is_file() else True:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import CheckpointError, ConfigError
-from posttrain.report.lock import NAME, FolderLock
+from posttrain.report.record import LOCK, FolderLock
 from posttrain.training import checkpoint as checkpoints
 from tests.algorithms.helpers import losses, sft, weights
 
@@ -65,8 +66,8 @@ def test_of_processes_that_race_for_a_folder_exactly_one_gets_it(tmp_path, stale
     if stale:  # All see the lock of a dead process at once, the moment at which a take-over can be done twice.
         dead = subprocess.Popen([sys.executable, "-c", ""])
         dead.wait()
-        owner = json.loads(FolderLock(folder)._me()) | {"pid": dead.pid, "run": "dead"}
-        (folder / NAME).write_text(json.dumps(owner))
+        owner = {"pid": dead.pid, "host": socket.gethostname(), "since": "2026-01-02 03:04:05", "run": "dead"}
+        (folder / LOCK).write_text(json.dumps(owner))
     results = [tmp_path / f"result-{i}" for i in range(4)]
     processes = [start("race", folder, result, begin) for result in results]
     try:
@@ -106,7 +107,7 @@ def test_a_run_that_lost_its_folder_stops_before_it_writes(tmp_path, tiny_tokeni
     with pytest.raises(CheckpointError, match=r"lost .* to process 1 on node7"):
         trainer.train()
     assert names(tmp_path) == []
-    assert (tmp_path / NAME).exists()  # It is the other's.
+    assert (tmp_path / LOCK).exists()  # It is the other's.
 
 
 # Killed while writing ------------------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def test_a_disk_without_room_is_found_before_training(tmp_path, tiny_tokenizer, 
     trainer = sft(tmp_path, tiny_tokenizer, save_strategy="steps", save_steps=1)
     with pytest.raises(ConfigError, match=r"PT-L002.* 1 KiB are free"):
         trainer.train()
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / LOCK).exists()
     sft(tmp_path, tiny_tokenizer, save_strategy="no").train()
 
 

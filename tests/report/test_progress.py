@@ -28,10 +28,10 @@ def test_plain_lines_tell_step_numbers_and_time_left(tiny_tokenizer, tmp_path):
     assert lines[-1].endswith("left 0 s")
 
 
-def test_a_terminal_sees_a_live_table_that_ends_with_the_run(tiny_tokenizer, tmp_path):
+def test_a_terminal_sees_a_bar_and_lines_that_end_with_the_run(tiny_tokenizer, tmp_path):
     trainer, view, out = watched(tmp_path, tiny_tokenizer, terminal=True)
     trainer.train()
-    assert view.live is None
+    assert view.progress is None
     text = out.getvalue()
     assert "3/3" in text
     assert f"{trainer.state.log_history[2]['entropy']:.4g}" in text
@@ -47,7 +47,7 @@ def test_the_display_stops_when_training_raises_and_survives_evaluation_outside_
     trainer.evaluate()
     with pytest.raises(RuntimeError, match="on purpose"):
         trainer.train()
-    assert view.live is None
+    assert view.progress is None
 
 
 def test_the_callback_can_be_made_without_a_run():

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError
-from posttrain.report.lock import NAME, FolderLock
-from posttrain.report.record import RunRecord, RunRecordCallback, check_writable, hide_secrets
+from posttrain.report.record import LOCK, FolderLock, RunRecord, RunRecordCallback, check_writable, hide_secrets
 
 
 def lines(folder):
@@ -218,7 +217,7 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_systems_reason(tmp_
 
 HOLDS = """
 import sys
-from posttrain.report.lock import FolderLock
+from posttrain.report.record import FolderLock
 lock = FolderLock(sys.argv[1])
 lock.acquire()
 print("held", flush=True)
@@ -248,16 +247,16 @@ def test_a_folder_of_a_live_run_is_refused_and_taken_over_when_it_is_gone(tmp_pa
     lock = FolderLock(tmp_path)
     lock.acquire()
     assert "is gone: taking it over" in caplog.text
-    assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     lock.release()
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / LOCK).exists()
 
 
 @pytest.mark.parametrize("host", [None, "node7"])
 def test_a_file_that_names_a_process_without_the_lock_does_not_hold_the_folder(tmp_path, host):
     """The number was given to another process, or the machine is gone: only the system's lock counts."""
     owner = {"pid": os.getppid(), "host": host or socket.gethostname(), "since": "2026-01-02 03:04:05"}
-    (tmp_path / NAME).write_text(json.dumps(owner))
+    (tmp_path / LOCK).write_text(json.dumps(owner))
     check_writable(str(tmp_path))
     FolderLock(tmp_path).acquire()
 
@@ -265,16 +264,16 @@ def test_a_file_that_names_a_process_without_the_lock_does_not_hold_the_folder(t
 def test_the_same_process_and_a_broken_lock_file_do_not_block(tmp_path):
     FolderLock(tmp_path).acquire()
     FolderLock(tmp_path).acquire()
-    (tmp_path / NAME).write_text("{")
+    (tmp_path / LOCK).write_text("{")
     FolderLock(tmp_path).acquire()
 
 
 def test_ranks_of_one_distributed_run_do_not_refuse_each_other(tmp_path, other, monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}.items():
         monkeypatch.setenv(name, value)
-    owner = json.loads((tmp_path / NAME).read_text())
+    owner = json.loads((tmp_path / LOCK).read_text())
     launcher = [os.environ.get("TORCHELASTIC_RUN_ID"), "localhost", "29511"]
-    (tmp_path / NAME).write_text(json.dumps(owner | {"launcher": launcher}))
+    (tmp_path / LOCK).write_text(json.dumps(owner | {"launcher": launcher}))
     check_writable(str(tmp_path))
     monkeypatch.setenv("MASTER_PORT", "29512")
     with pytest.raises(ConfigError, match="in use"):
@@ -329,7 +328,7 @@ def test_a_trainer_leaves_metrics_manifest_and_no_lock(tmp_path, tiny_tokenizer)
     assert len(manifest["chat_template_sha256"]) == 64
     assert "hub_token" not in manifest["config"]
     assert pq.read_table(tmp_path / "completions.parquet").num_rows == 1
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / LOCK).exists()
 
 
 def test_a_run_that_raised_can_be_resumed_without_doubling_a_step(tmp_path, tiny_tokenizer):
@@ -338,10 +337,10 @@ def test_a_run_that_raised_can_be_resumed_without_doubling_a_step(tmp_path, tiny
     with pytest.raises(RuntimeError, match="as asked"):
         run.train()
     record.add_completions([row(3)])
-    assert (tmp_path / NAME).exists()
+    assert (tmp_path / LOCK).exists()
     record.stop()  # What the training loop does in its `finally`.
     record.stop()
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / LOCK).exists()
     assert pq.read_table(tmp_path / "completions.parquet").num_rows == 1
     again, _, _ = trainer(tmp_path, tiny_tokenizer)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -68,7 +68,7 @@ def test_a_record_is_whole_lines_while_it_is_written_and_after_the_writer_is_kil
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)])
     path = tmp_path / "metrics.jsonl"
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while not path.is_file() or len(path.read_bytes()) < 20_000:
             assert process.poll() is None and time.monotonic() < until
             if path.is_file() and path.stat().st_size:

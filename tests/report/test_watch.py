@@ -15,9 +15,8 @@ from rich.console import Console
 from posttrain.cli.main import main
 from posttrain.cli.report import LivePage, serve
 from posttrain.errors import ConfigError
-from posttrain.report.lock import FolderLock
-from posttrain.report.record import RunRecord
-from posttrain.report.watch import sparkline, watch
+from posttrain.report.progress import sparkline, watch
+from posttrain.report.record import FolderLock, RunRecord
 from tests.report.page_runs import break_record, grpo_record
 
 
@@ -54,7 +53,7 @@ def test_sparklines_show_gaps_and_constants():
 
 TRAINS = """
 import sys, time
-from posttrain.report.lock import FolderLock
+from posttrain.report.record import FolderLock
 from posttrain.report.record import RunRecord
 folder = sys.argv[1]
 record, lock = RunRecord(folder), FolderLock(folder)

@@ -12,13 +12,21 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError
-from posttrain.rewards.runner import RewardRunner, parallel
+from posttrain.rewards.call import parallel
+from posttrain.rewards.runner import RewardRunner
 
 TWO = {"prompts": ["p0", "p1"], "completions": ["a", "bb"], "completion_ids": [[1], [2, 3]]}
 
 
 def run(*functions, **kwargs):
     return RewardRunner(list(functions), kwargs.pop("weights", None))(**(TWO | kwargs))
+
+
+def scored(runner, columns=None, **rows):
+    """One batch called and finished; rows of one prompt are a group."""
+    prompts = rows["prompts"]
+    groups = [prompts.index(prompt) for prompt in prompts]
+    return runner.finish(runner(**rows, columns=columns), groups=groups, prompts=prompts, columns=columns)
 
 
 def length(completions, **_):
@@ -153,28 +161,28 @@ def batch(*completions, prompts=None, **kwargs):
 def test_unscored_rows_are_warned_at_first_and_every_hundredth_time(caplog):
     runner = RewardRunner(none_if("b"))
     for _ in range(101):
-        table = runner(**batch("a", "b", "c", columns={"task": [1, 2, 3]}))
+        table = scored(runner, **batch("a", "b", "c", columns={"task": [1, 2, 3]}))
     assert caplog.text.count("All reward functions returned None for row 1") == 2
     assert "'task': 2" in caplog.text
     assert table.metrics["groups/unscorable"].value == 1.0
 
 
 def test_r16_a_first_batch_that_nobody_scores_is_told_loudly(caplog):
-    RewardRunner(none_if("ab"))(**batch("a", "b", columns={"task": ["code", "code"]}))
+    scored(RewardRunner(none_if("ab")), **batch("a", "b", columns={"task": ["code", "code"]}))
     text = r"NO USABLE REWARD.*\(maybe\).*every row of the first batch.*\['task'\].*stop_without_signal"
     assert re.search(text, caplog.text)
 
 
 def test_r16_mostly_unscored_batches_are_told_at_the_fifth_in_a_row(caplog):
     runner = RewardRunner(none_if("b"))
-    runner(**batch("a", "a", "a"))
+    scored(runner, **batch("a", "a", "a"))
     for _ in range(4):
-        runner(**batch("b", "b", "a"))
-    runner(**batch("a", "b"))  # Half is not more than half: the count starts again.
+        scored(runner, **batch("b", "b", "a"))
+    scored(runner, **batch("a", "b"))  # Half is not more than half: the count starts again.
     for _ in range(4):
-        runner(**batch("b", "b", "a"))
+        scored(runner, **batch("b", "b", "a"))
     assert "NO USABLE REWARD" not in caplog.text
-    runner(**batch("b", "b", "a"))
+    scored(runner, **batch("b", "b", "a"))
     assert "67% of the rows, in 5 batches in a row" in caplog.text
 
 
@@ -182,7 +190,7 @@ def test_a_dry_run_does_not_count_as_the_first_batch(caplog):
     runner = RewardRunner(none_if(["0", "The answer is 1.", "b"]))
     runner.dry_run([{"prompt": "q"}], conversational=False)
     assert "first batch" not in caplog.text
-    runner(**batch("b"))
+    scored(runner, **batch("b"))
     assert "first batch" in caplog.text
 
 
@@ -199,16 +207,16 @@ def test_the_state_of_a_dry_run_is_one():
 
 def test_r16_a_group_scored_in_part_by_a_function_is_warned_with_its_name(caplog):
     runner = RewardRunner([length, none_if("b")])
-    runner(**batch("a", "b", "b", prompts=["p", "q", "q"]))
+    scored(runner, **batch("a", "b", "b", prompts=["p", "q", "q"]))
     assert "totals" not in caplog.text
-    runner(**batch("a", "b", "b", prompts=["p", "p", "q"]))
+    scored(runner, **batch("a", "b", "b", prompts=["p", "p", "q"]))
     assert "maybe returned None for some completions of a prompt" in caplog.text
     assert "in 1 groups" in caplog.text
 
 
 def test_rows_of_all_processes_can_be_judged_after_gathering():
     runner = RewardRunner(none_if("b"))
-    table = runner(**batch("b", "b"), judge=False)
+    table = runner(**batch("b", "b"))
     table.values = torch.cat([table.values, torch.ones(2, 1)])
     assert runner.finish(table, groups=[0, 0, 1, 1]).values.isnan().sum() == 2
 
@@ -506,7 +514,7 @@ def test_suffixes_never_collide_with_a_real_name():
 
 
 def test_transforms_change_values_and_keep_the_raw_ones():
-    table = RewardRunner([length, length], transforms=["clip:0:1.5", None])(**TWO)
+    table = scored(RewardRunner([length, length], transforms=["clip:0:1.5", None]), **TWO)
     assert table.values.tolist() == [[1.0, 1.0], [1.5, 2.0]]
     assert table.raw.tolist() == [[1.0, 1.0], [2.0, 2.0]]
     raw = table.metrics["rewards/length/raw_mean"]

@@ -17,7 +17,6 @@ MODULES = [
     "rewards.judges",
     "rewards.math",
     "rewards.runner",
-    "rewards.transform",
 ]
 
 

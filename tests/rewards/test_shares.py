@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError, RewardError
-from posttrain.rewards.runner import RewardRunner
-from posttrain.rewards.transform import correlation, describe_shares, length_correlation, variance_shares
+from posttrain.rewards.runner import RewardRunner, correlation, describe_shares, variance_shares
 
 NAN = float("nan")
 
@@ -40,18 +39,15 @@ def test_r20_rewards_that_take_back_from_each_other_are_named():
 def test_correlation_by_hand():
     """x = 0 1 2, y = 0 1 5: cov 5/3 * 3 = 5, norms sqrt(2) and sqrt(14)."""
     assert correlation(torch.tensor([0.0, 1, 2]), torch.tensor([0.0, 1, 5])) == pytest.approx(5 / math.sqrt(28))
-    assert length_correlation([10, 20, 30, 40], torch.tensor([3.0, 2.0, 1.0, NAN])) == -1.0
+    assert correlation(torch.tensor([10.0, 20, 30, 40]), torch.tensor([3.0, 2.0, 1.0, NAN])) == -1.0
     assert correlation(torch.ones(4), torch.arange(4.0)) is None
     assert correlation(torch.tensor([NAN, 1.0]), torch.tensor([1.0, 2.0])) is None
 
 
 def run(runner, texts, **columns):
-    return runner(
-        prompts=[f"p{i // 2}" for i in range(len(texts))],
-        completions=texts,
-        completion_ids=[[1]] * len(texts),
-        columns=columns,
-    )
+    prompts = [f"p{i // 2}" for i in range(len(texts))]
+    table = runner(prompts=prompts, completions=texts, completion_ids=[[1]] * len(texts), columns=columns)
+    return runner.finish(table, groups=[i // 2 for i in range(len(texts))])
 
 
 def test_r19_the_share_report_comes_at_generations_1_10_and_100(caplog):
@@ -76,13 +72,12 @@ def test_r31_the_table_of_weights_is_shown_at_the_start(caplog):
 
     runner = RewardRunner([right, short, lambda **_: [0.0]], [1.0, -0.5, 2.0], transforms=["none", "log1p", None])
     runner.start("cpu")
-    lines = [line.split() for line in runner.described.splitlines()]
-    assert lines[1:] == [
-        ["right", "1", "none", "answer"],
-        ["short", "-0.5", "log1p", "no", "column"],
-        ["<lambda>", "2", "none", "any"],
+    shown = [record.getMessage() for record in caplog.records]
+    assert shown == [
+        "reward right: weight 1, transform none, reads answer",
+        "reward short: weight -0.5, transform log1p, reads no column",
+        "reward <lambda>: weight 2, transform none, reads any",
     ]
-    assert runner.described in caplog.text
 
 
 # The same rows twice --------------------------------------------------------------------------------------------------

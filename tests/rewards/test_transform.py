@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError
-from posttrain.rewards.transform import TRANSFORMS, parse_transform
+from posttrain.rewards.runner import TRANSFORMS, parse_transform
 
 ONE_GROUP = torch.zeros(4, dtype=torch.long)
 GAME = torch.tensor([4.0, 8.0, 16.0, 2048.0])
@@ -81,7 +81,7 @@ def test_none_is_no_transform():
         ("clipp:0:1", "did you mean 'clip'"),
         ("clip:1", "must be written as 'clip:a:b'"),
         ("clip:a:b", "with 2 finite numbers"),
-        ("clip:2:1", "needs a < b; a is 2.0 and b is 1.0"),
+        ("clip:2:1", "needs a < b"),
         ("tanh:0", "needs s > 0"),
         ("rank:3", "must be written as 'rank'"),
         ("tanh:inf", "with 1 finite numbers"),

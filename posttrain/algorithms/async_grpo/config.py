@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from posttrain.errors import ConfigError, check_choice, check_rules
 from posttrain.losses.ratio import CORRECTIONS
-from posttrain.rewards.transform import transform_names
+from posttrain.rewards.runner import transform_names
 from posttrain.training.online_config import EpisodeFields, OnlineConfig
 
 __all__ = ["AsyncGRPOConfig"]

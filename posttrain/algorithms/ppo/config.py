@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from posttrain.errors import ConfigError, check_choice, check_rules, exact_div
-from posttrain.rewards.transform import transform_names
+from posttrain.rewards.runner import transform_names
 from posttrain.training.config import PostTrainingConfig, check_gathering
 from posttrain.training.online_config import ENGINES
 

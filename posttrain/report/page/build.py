@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -152,7 +152,7 @@ def steps(spans: Sequence[tuple[int, int]]) -> str:
     return ("step " if words[1:] == [] and "to" not in words[0] else "steps ") + ", ".join(words[:4]) + more
 
 
-environment().filters.update({f.__name__: f for f in (number, middle_out, shown, steps, histogram)})
+environment().filters.update({f.__name__: f for f in (number, middle_out, shown, steps, histogram, flat)})
 
 
 # Curves ------------------------------------------------------------------------------------------------------------
@@ -197,18 +197,16 @@ def panel_of(name: str) -> tuple[str, str]:
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
     """Panels with all metrics of all runs, in the order of the page."""
-    found: dict[tuple[str, str], Panel] = {}
-    names = dict.fromkeys(name for run in runs for name in run.series)
-    for name in names:
-        place = panel_of(name)
-        key = re.sub(r"[^a-z0-9]+", "-", place[1].lower()).strip("-") or "panel"
-        panel = found.setdefault(place, Panel(f"{key}-{len(found)}", *place))
-        panel.metrics.append(name)
-    order = {(group, title): at for at, (group, title) in enumerate((g, e[0]) for g in LAYOUT for e in LAYOUT[g])}
-    panels = sorted(found.values(), key=lambda panel: (order.get((panel.group, panel.title), len(order)), panel.title))
-    for at, panel in enumerate(panels):
-        panel.key = f"{panel.key.rsplit('-', 1)[0]}-{at}"
-        panel.metrics.sort(key=lambda name: (name.startswith("eval_"), _rank(name)))
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in dict.fromkeys(name for run in runs for name in run.series):
+        found.setdefault(panel_of(name), []).append(name)
+    order = [(group, title) for group, entries in LAYOUT.items() for title, _ in entries]
+    places = sorted(found, key=lambda place: (order.index(place) if place in order else len(order), place[1]))
+    panels = []
+    for at, (group, title) in enumerate(places):
+        key = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "panel"
+        metrics = sorted(found[group, title], key=lambda name: (name.startswith("eval_"), _rank(name)))
+        panels.append(Panel(f"{key}-{at}", group, title, metrics))
     return panels
 
 
@@ -313,36 +311,26 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 # What stands in the sections -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Card:
-    """One rule with what each run shows of it."""
+class Card(NamedTuple):
+    """One rule: the worst status and the heading of its verdicts, which stand beside the number of their run."""
 
     rule: Rule
+    status: str
+    title: str
     verdicts: list[tuple[int, Verdict]]
-
-    @property
-    def key(self) -> str:
-        """Of the element that opens."""
-        return self.rule.code
-
-    @property
-    def title(self) -> str:
-        """What is wrong when the rule holds, as a heading."""
-        title = self.verdicts[0][1].title
-        return title[0].upper() + title[1:]
-
-    @property
-    def status(self) -> str:
-        """The worst of the runs."""
-        return min((verdict.status for _, verdict in self.verdicts), key=("seen", "clear", "unknown").index)
 
 
 def _cards(verdicts: Sequence[Sequence[Verdict]]) -> list[Card]:
-    by_rule: dict[str, Card] = {}
+    by_rule: dict[str, list[tuple[int, Verdict]]] = {}
     for at, found in enumerate(verdicts):
         for verdict in found:
-            by_rule.setdefault(verdict.rule.code, Card(verdict.rule, [])).verdicts.append((at, verdict))
-    return sorted(by_rule.values(), key=lambda card: ("seen", "clear", "unknown").index(card.status))
+            by_rule.setdefault(verdict.rule.code, []).append((at, verdict))
+    order = ("seen", "clear", "unknown").index
+    cards = []
+    for found in by_rule.values():
+        first, status = found[0][1], min((verdict.status for _, verdict in found), key=order)
+        cards.append(Card(first.rule, status, first.title[0].upper() + first.title[1:], found))
+    return sorted(cards, key=lambda card: order(card.status))
 
 
 def content(runs: Sequence[Run]) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, DataError
-from posttrain.report.lock import NAME, FolderLock
-from posttrain.report.record import read_rows
+from posttrain.report.record import LOCK, FolderLock, read_rows
 from posttrain.types import Finding
 
 __all__ = ["Mark", "Run", "Sample", "Series", "flat", "read_run", "read_runs", "version"]
@@ -23,7 +22,6 @@ SUMMARY = "train_runtime"  # The line that a trainer logs last.
 FILES = ("manifest.json", "metrics.jsonl", "findings.jsonl", "preflight.json", "data.json", "completions.parquet")
 
 SEVERITIES = ("error", "warning", "info")
-SEQUENCES = 8  # Of the first batch.
 SHADED = 4000  # Tokens of a completion.
 STEPS = 16  # Moments shown, evenly spread, the first and the last among them.
 GROUPS = 2  # Prompts of a moment.
@@ -151,11 +149,6 @@ class Run:
         return steps if isinstance(steps, int) and steps > 0 else None
 
     @property
-    def config(self) -> dict[str, Any]:
-        """Settings of the trainer."""
-        return self.manifest.get("config", {})
-
-    @property
     def end(self) -> str:
         """The state; a run without its last line that took all steps is finished."""
         whole = self.max_steps is not None and self.step >= self.max_steps
@@ -185,36 +178,6 @@ class Run:
     def shaded(self) -> bool:
         """Whether any completion has log-probs."""
         return any(sample.logps for _, groups in self.samples for group in groups for sample in group)
-
-    @property
-    def command(self) -> str:
-        """The command line; "" where it was not recorded."""
-        return " ".join(self.manifest.get("command", []))
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The trainer's settings with dotted names."""
-        return flat(self.config)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The rest of the manifest with dotted names."""
-        return flat({key: value for key, value in self.manifest.items() if key not in ("config", "command")})
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Counts of the first batch."""
-        return self.seen.get("facts", {})
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of the sequences of the first batch."""
-        return self.seen.get("lengths", [])
-
-    @property
-    def sequences(self) -> list[tuple[str, list[tuple[str, bool]]]]:
-        """Title and pieces ``(text, whether it is trained)`` of some sequences of the first batch."""
-        return [(item["title"], item["pieces"]) for item in self.seen.get("sequences", [])[:SEQUENCES]]
 
     def last(self, name: str) -> float | None:
         """The latest value of a metric; NaN where that is what was logged."""
@@ -281,7 +244,7 @@ def read_run(folder: str | Path) -> Run:
 def version(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Names, sizes and times of the files that a page is made of: equal as long as nothing new was written."""
     found = []
-    for name in (*FILES, "completions", NAME):
+    for name in (*FILES, "completions", LOCK):
         try:
             stat = os.stat(folder / name)
         except OSError:
@@ -388,7 +351,7 @@ def _state(run: Run) -> str:
     except ConfigError:
         return "running"
     except OSError:  # A reader who may not write there cannot ask for the lock.
-        return "running" if (run.folder / NAME).exists() else "finished" if run.summary else "stopped"
+        return "running" if (run.folder / LOCK).exists() else "finished" if run.summary else "stopped"
     return "finished" if run.summary else "stopped"
 
 

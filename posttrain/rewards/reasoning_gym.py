@@ -10,6 +10,8 @@ import datasets
 
 from posttrain.errors import ConfigError, RewardError, check_choice, did_you_mean
 from posttrain.integrations import require
+from posttrain.rewards.format import completion_text
+from posttrain.rewards.math import boxed
 
 __all__ = ["ReasoningGymReward", "extract_answer", "reasoning_gym_task"]
 
@@ -40,35 +42,14 @@ def extract_answer(text: str, how: str = "auto") -> str | None:
     tags = TAG.findall(text)
     if tags or how == "tag":
         return tags[-1].strip() if tags else None
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed
+    inside = boxed(text)
+    if inside is not None:
+        return inside.strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
     said = ANSWER_IS.search(lines[-1])
     return (said[1] if said else lines[-1]).strip().rstrip(".").strip("*` ")
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""The inside of the last ``\boxed{...}``, its own braces included."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 0, start + len("\\boxed{")
-    for at in range(begin, len(text)):
-        if text[at] == "}" and depth == 0:
-            return text[begin:at].strip()
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-    return None
-
-
-def _text(completion: Any) -> str:
-    """A string, or the last words of the model: never a tool's."""
-    if isinstance(completion, str):
-        return completion
-    said = [str(m.get("content") or "") for m in completion if m.get("role", "assistant") == "assistant"]
-    return next((text for text in reversed(said) if text.strip()), "")
 
 
 class ReasoningGymReward:
@@ -91,7 +72,7 @@ class ReasoningGymReward:
         self, completions: list[Any], task_index: list[int], answer: list[Any], log_extra: Any = None, **_: Any
     ) -> list[float]:
         """One score a completion; without an answer in it, 0.0."""
-        texts = [_text(completion) for completion in completions]
+        texts = [completion_text(completion) for completion in completions]
         how = self.extract
         found = [how(t) if callable(how) else extract_answer(t, how) for t in texts]
         if log_extra is not None:

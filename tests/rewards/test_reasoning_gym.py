@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from posttrain import ConfigError, RewardError
-from posttrain.integrations.reasoning_gym import extract_answer, reasoning_gym_task
+from posttrain.rewards.reasoning_gym import extract_answer, reasoning_gym_task
 
 gym = pytest.importorskip("reasoning_gym")
 
@@ -140,7 +140,7 @@ def test_mistakes_are_named():
 def test_without_the_package_the_error_says_what_to_install():
     code = (
         "import sys; sys.modules['reasoning_gym'] = None\n"
-        "from posttrain.integrations.reasoning_gym import reasoning_gym_task\n"
+        "from posttrain.rewards.reasoning_gym import reasoning_gym_task\n"
         "try: reasoning_gym_task('chain_sum')\n"
         "except ImportError as e: print(e)"
     )
