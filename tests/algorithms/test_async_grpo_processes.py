@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from posttrain import ScriptedEngine
 from posttrain.algorithms.async_grpo.worker import score_group
 from posttrain.rewards.runner import RewardRunner
-from posttrain.rollouts.server.replies import shared_root
+from posttrain.rollouts.server.weight_sync import shared_root
 from posttrain.rollouts.workers.samples import GroupTask
 from posttrain.training.scoring import reward_runner
 from posttrain.types import Sampling
@@ -66,7 +66,7 @@ def endless(tmp_path):
 
 def shared(process):
     """What a trainer has in shared memory."""
-    return list(shared_root().glob(f"posttrain-async-{process.pid}-*"))
+    return list(shared_root().glob(f"posttrain-{process.pid}-*"))
 
 
 def until(condition, seconds=20):

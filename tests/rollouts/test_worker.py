@@ -259,7 +259,7 @@ def test_damaged_weights_are_refused(tmp_path, tiny_tokenizer):
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    with pytest.raises(WeightSyncError, match="with hash"):
+    with pytest.raises(WeightSyncError, match="checksum"):
         read_weights(tmp_path, 1)
 
 

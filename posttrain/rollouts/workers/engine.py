@@ -12,7 +12,7 @@ import torch
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.rollouts.base import RolloutEngine, create_engine, require_engine
-from posttrain.rollouts.workers.shared_weights import copy_into, read_weights, tensors_of
+from posttrain.rollouts.workers.shared_weights import copy_into, read_weights
 from posttrain.types import FinishReason, Request, Rollout, Sampling
 
 __all__ = [
@@ -109,7 +109,7 @@ class EngineSpec:
 
         def take(wanted: int) -> int:
             weights, version = read_weights(self.weights, wanted)
-            engine.load_weights(tensors_of(weights), version)
+            engine.load_weights(weights.items(), version)
             return version
 
         def believe(wanted: int) -> int:
