@@ -50,13 +50,13 @@ def build(folder: str, workers: int, seconds: float):
     from transformers import TrainerCallback
 
     from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer
-    from posttrain.rollouts.workers.worker import AwakeClock
+    from posttrain.rollouts.workers.worker import ActiveClock
     from tests.conftest import build_model, build_tokenizer
 
     class UntilThen(TrainerCallback):
         """Ends training when the time is over."""
 
-        clock = AwakeClock(GAP_S)
+        clock = ActiveClock(GAP_S)
 
         def on_step_end(self, args, state, control, **_):
             control.should_training_stop = control.should_training_stop or self.clock.look() > seconds
@@ -107,9 +107,9 @@ class Faults(threading.Thread):
 
     def run(self) -> None:
         """Until the run is over."""
-        from posttrain.rollouts.workers.worker import AwakeClock
+        from posttrain.rollouts.workers.worker import ActiveClock
 
-        clock, next_fault, number = AwakeClock(GAP_S), self.every, 0
+        clock, next_fault, number = ActiveClock(GAP_S), self.every, 0
         while not self.over.wait(1.0):
             worker = getattr(self.trainer, "worker", None)
             workers = list(getattr(worker, "workers", []))

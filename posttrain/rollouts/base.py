@@ -347,7 +347,7 @@ def create_engine(
     check_choice("rollout_engine", name, NAMES)
     if any(Path("/dev/shm").glob("posttrain-*")):
         # A run that was killed leaves its weights in shared memory; the next one that samples removes them.
-        from posttrain.rollouts.server.replies import remove_orphans
+        from posttrain.rollouts.server.weight_sync import remove_orphans
 
         remove_orphans()
     if name == "auto":

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import uuid
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,18 +24,14 @@ __all__ = [
     "Cost",
     "RolloutBatch",
     "RolloutWindow",
-    "Spool",
     "balance_rows",
     "by_context",
     "completions_for_rewards",
     "deal",
     "prompt_suffixes",
     "rollout_batch",
-    "row_bytes",
     "sampler_gap",
 ]
-
-logger = logging.getLogger(__name__)
 
 # Prompt tokens shown to format rewards: an opening tag that a template prefills is among them.
 SUFFIX_TOKENS = 32
@@ -193,83 +185,6 @@ def rollout_batch(samples: Sequence[RolloutSample]) -> RolloutBatch:
     )
 
 
-NUMBER = 36  # Bytes of a number in a Python list: the object (28) and the reference to it (8).
-REFERENCE = 8  # Of a mask's 0 or 1, which are shared objects.
-
-
-def row_bytes(row: Row) -> int:
-    """About what a row takes in memory.
-
-    >>> row_bytes(Row([1, 2], [[3, 4, 5]], [[1, 1, 1]], token_columns={"old_logp": [[-0.1, -0.2, -0.3]]}))
-    312
-    """
-    numbers = len(row.prompt_ids) + sum(map(len, row.completions))
-    numbers += sum(map(len, row.sequence_columns.values()))
-    numbers += sum(len(one) for lists in row.token_columns.values() for one in lists)
-    tensors = (value for value in row.model_kwargs.values() if isinstance(value, torch.Tensor))
-    # Each picture as often as it is shown: those of one prompt are in one row.
-    pictures = sum(len(one.picture.source) for part in row.pictures for one in part)
-    return (
-        pictures
-        + NUMBER * numbers
-        + REFERENCE * sum(map(len, row.loss_masks))
-        + sum(t.numel() * t.element_size() for t in tensors)
-    )
-
-
-class Spool(Sequence[list[Row]]):
-    """Slices of a generation, to be trained one after the other (and again, for several iterations).
-
-    The first slices stay in memory while they fit the bound; the others are files until they are asked for, one at a
-    time. Files are deleted by `close`, or with the last reference to this object.
-
-    Args:
-        slices: Rows of each micro-batch.
-        most: Bytes to keep in memory; None keeps everything.
-        folder: Where files go.
-        rank: Of this process; part of the files' names.
-    """
-
-    def __init__(self, slices: Sequence[list[Row]], *, most: int | None, folder: Path, rank: int = 0) -> None:
-        self._slices: list[list[Row] | Path] = []
-        used = 0
-        for index, rows in enumerate(slices):
-            used += sum(map(row_bytes, rows))
-            if most is None or used <= most:
-                self._slices.append(rows)
-            else:
-                # A name that no earlier spool had: one that is still referred to deletes its files later.
-                self._slices.append(_write(rows, folder / f"{rank}-{uuid.uuid4().hex[:12]}-{index}.pt"))
-        self.files = [item for item in self._slices if isinstance(item, Path)]
-        self._end = weakref.finalize(self, _delete, self.files, folder)
-        if self.files:
-            logger.info("%d of %d slices of this generation wait in %s.", len(self.files), len(self._slices), folder)
-
-    def __len__(self) -> int:
-        return len(self._slices)
-
-    def __getitem__(self, index: Any) -> Any:
-        item = self._slices[index]
-        return _read(item) if isinstance(item, Path) else item
-
-    def __iter__(self) -> Iterator[list[Row]]:
-        return (self[index] for index in range(len(self)))
-
-    def close(self) -> None:
-        """Delete the files."""
-        self._end()
-
-
-def _write(rows: list[Row], path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save([row_state(row) for row in rows], path)
-    return path
-
-
-def _read(path: Path) -> list[Row]:
-    return [row_again(row) for row in torch.load(path, weights_only=True)]
-
-
 def row_state(row: Row) -> dict[str, Any]:
     """A row as plain data, without tensors that JSON could not hold unless ``model_kwargs`` has some."""
     state = {item.name: getattr(row, item.name) for item in fields(Row)}
@@ -279,13 +194,6 @@ def row_state(row: Row) -> dict[str, Any]:
 def row_again(state: Mapping[str, Any]) -> Row:
     """Undo `row_state`."""
     return Row(**{**state, "pictures": [[Placed.of(**one) for one in part] for part in state.get("pictures", ())]})
-
-
-def _delete(files: list[Path], folder: Path) -> None:
-    for path in files:
-        path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # Another process may still have files there.
-        folder.rmdir()
 
 
 class RolloutWindow:
@@ -299,11 +207,10 @@ class RolloutWindow:
 
     Args:
         passes: How often each slice is trained.
-        spool: Makes a `Spool` of slices.
     """
 
-    def __init__(self, passes: int, spool: Callable[[Sequence[list[Row]]], Spool]) -> None:
-        self.passes, self.spool = passes, spool
+    def __init__(self, passes: int) -> None:
+        self.passes = passes
         self.slices: Sequence[list[Row]] | None = None
         self.step = self.generations = self.born = 0
 
@@ -315,9 +222,7 @@ class RolloutWindow:
 
     def fill(self, slices: Sequence[list[Row]], born: int) -> None:
         """Put the slices of a new generation in the place of the old ones."""
-        if isinstance(self.slices, Spool):
-            self.slices.close()
-        self.slices, self.born = self.spool(slices), born
+        self.slices, self.born = slices, born
 
     def take(self) -> list[Row]:
         """Rows of the next micro-batch."""
@@ -345,7 +250,7 @@ class RolloutWindow:
         """Undo `state`."""
         self.step, self.generations, self.born = state["step"], state["generations"], state["born"]
         saved = state["buffer"]
-        self.slices = None if saved is None else self.spool([[row_again(row) for row in rows] for rows in saved])
+        self.slices = None if saved is None else [[row_again(row) for row in rows] for rows in saved]
 
 
 # The busiest rank must lose a tenth of its tokens, or rows stay where they are.

@@ -18,8 +18,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from posttrain.errors import ModelError
-from posttrain.rollouts.server.replies import shape_of, shared_path
-from posttrain.rollouts.server.weight_sync import MappedFile
+from posttrain.rollouts.server.replies import shape_of
+from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
 
 __all__ = ["Reload", "SharedMemoryTransfer", "WorkerExtension", "model_facts", "reload"]
 
@@ -85,14 +85,13 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One bucket, or that all came.
 
     Attributes:
-        path: File in shared memory whose first ``size`` bytes are a bucket in the safetensors format.
-        checksum: Of these bytes.
+        path: Safetensors file in shared memory: a bucket.
+        checksum: Of its bytes.
         complete: All buckets came.
         partial: Not offered: all weights must come.
     """
 
     path: str = ""
-    size: int | None = None
     checksum: str = ""
     complete: bool = False
     partial: bool = False
@@ -138,12 +137,9 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                     "is trained (same architecture, same names), and push all of its weights."
                 )
             return
-        file = MappedFile(shared_path(update_info.path))
-        got = file.checksum(update_info.size)
-        if got != update_info.checksum:
-            raise ModelError(f"the bucket's checksum is {got}, and {update_info.checksum} was announced.")
+        tensors = file_tensors(shared_path(update_info.path), update_info.checksum)
         # vLLM keeps tensors until a layer is complete, and the file is written anew for the next bucket but one.
-        self._update.load((name, tensor.clone()) for name, tensor in file.tensors(update_info.size))
+        self._update.load((name, tensor.clone()) for name, tensor in tensors.items())
 
     def finish_weight_update(self) -> None:
         """End what is left of an update."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -16,24 +14,18 @@ from torch.nn import functional as F
 
 from posttrain.errors import ModelError, RolloutError
 from posttrain.models.heads import LogitRule, causal_lm, trunk
-from posttrain.rollouts.hf import HFEngine, evaluating
+from posttrain.rollouts.base import evaluating
+from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.attention import Block, plugged_in
 from posttrain.rollouts.native.engine import KEEP_BYTES, NativeEngine
-from posttrain.rollouts.native.layers import (
-    PACK_TOKENS,
-    Packed,
-    bound_threads,
-    fused_layers,
-    quick_products,
-    worth_packing,
-)
+from posttrain.rollouts.native.layers import Packed, bound_threads, fused_layers, quick_products, worth_packing
 from posttrain.rollouts.native.prefix_cache import Kept
 from posttrain.rollouts.native.sampler import Asked, Completion, Prompt
 from posttrain.rollouts.native.scheduler import Run
 from posttrain.rollouts.server.replies import shape_of
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["BatchServed", "Job", "LiveRun", "NativeServed", "Served", "score_sequence"]
+__all__ = ["BatchServed", "Job", "LiveRun", "NativeServed", "score_sequence"]
 
 MOST_REQUESTS = 8192  # Of one run, which remembers them all; then it ends and the next one begins.
 MOST_BLOCKS = 4  # Each costs some products of its own in every layer of every step; more of them are put together.
@@ -65,11 +57,15 @@ class Job:
         self.rollouts, self.spans = [None] * self.n, [[] for _ in range(self.n)]
 
 
-class Served(abc.ABC):
-    """An engine that is served; all methods run in one thread, between two calls of `advance`.
+class BatchServed:
+    """An engine that is served: transformers' ``generate``, where what waits and samples alike is one call.
+
+    All methods run in one thread, between two calls of `advance`.
 
     Args:
         model: Whose parameters new weights are copied into.
+        pad_token_id: Written to padding.
+        tokenizer: For stop strings.
 
     Attributes:
         version: Of the weights, as the trainer calls them; ``default``: those of the checkpoint.
@@ -78,24 +74,24 @@ class Served(abc.ABC):
         jobs: All that have not ended.
     """
 
-    name = "none"
+    name = "hf"
     keeps = False
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, pad_token_id: int = 0, tokenizer: Any = None) -> None:
         self.model, self.version = model, "default"
+        self.engine: Any = self.make_engine(model, pad_token_id=pad_token_id, tokenizer=tokenizer)
         self.waiting: deque[Job] = deque()
         self.jobs: set[Job] = set()
-        self.tokens = 0
         self._known: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
         self._known |= dict(model.named_parameters(remove_duplicate=False))
         self._loaded: set[int] = set()
         self._unexpected: list[str] = []
 
-    # Generation ------------------------------------------------------------------------------------------------------
+    def make_engine(self, model: nn.Module, **options: Any) -> Any:
+        """What generates."""
+        return HFEngine(model, **options)
 
-    @abc.abstractmethod
-    def advance(self) -> None:
-        """Do a piece of the work and return."""
+    # Generation ------------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -107,6 +103,28 @@ class Served(abc.ABC):
         """Completions that are being written."""
         return 0
 
+    def advance(self) -> None:
+        """Do a piece of the work and return: here one call of the engine with what waits."""
+        first, count, taken = self.waiting[0], 0, []
+        for job in list(self.waiting):
+            if job.sampling == first.sampling and (not taken or count + job.n <= MOST_TOGETHER):
+                taken.append(job)
+                count += job.n
+                self.waiting.remove(job)
+        try:
+            rollouts = self.engine.generate([Request(job.prompt_ids, job.n) for job in taken], first.sampling)
+            if len(rollouts) != count:
+                raise RolloutError(f"the engine gave {len(rollouts)} completions where {count} were asked for.")
+        except Exception as error:
+            for job in taken:
+                self.fail(job, error)
+            return
+        stream = iter(rollouts)
+        for job in taken:
+            for index in range(job.n):
+                rollout = next(stream)
+                self.deliver(job, index, rollout, [(self.version, len(rollout.token_ids))])
+
     def submit(self, job: Job) -> None:
         """Queue a job."""
         self.jobs.add(job)
@@ -115,7 +133,6 @@ class Served(abc.ABC):
     def deliver(self, job: Job, index: int, rollout: Rollout, spans: Spans) -> None:
         """Take a completion in; the last one ends its job."""
         job.rollouts[index], job.spans[index] = rollout, spans
-        self.tokens += len(rollout.token_ids)
         if job in self.jobs and all(one is not None for one in job.rollouts):
             self.jobs.discard(job)
             job.ended(job)
@@ -193,7 +210,7 @@ class Served(abc.ABC):
         """The weights are whole, and of this version from now on."""
         self.version = version
 
-    def reset_cache(self) -> None:  # noqa: B027
+    def reset_cache(self) -> None:
         """Forget keys and values that outlive a request."""
 
     # Other -----------------------------------------------------------------------------------------------------------
@@ -236,57 +253,19 @@ def score_sequence(model: nn.Module, ids: list[int], top: int) -> list[dict[int,
         T entries as vLLM's ``prompt_logprobs`` has them; the first is None, because nothing predicts the first token.
     """
     inner: Any = causal_lm(model)
-    rule, device = LogitRule.of(inner.config), next(model.parameters()).device
-    tokens = torch.tensor(ids, device=device)
+    rule, tokens = LogitRule.of(inner.config), torch.tensor(ids, device=next(model.parameters()).device)
     hidden = trunk(inner)(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]  # (T - 1, H)
     found: list[dict[int, tuple[float, int]] | None] = [None]
-    for part, wanted in zip(hidden.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
+    for part, own in zip(hidden.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
         logits = inner.get_output_embeddings()(part).float() * rule.scale  # (c, V)
         logits = logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)
-        logps = logits.log_softmax(-1)
-        own = logps.gather(1, wanted[:, None])
-        ranks = (logps > own).sum(-1) + 1
-        best = logps.topk(min(top, logps.shape[-1]), dim=-1)
-        lines = zip(wanted.tolist(), own[:, 0].tolist(), ranks.tolist(), strict=True)
-        for (token, logp, rank), values, indices in zip(
-            lines, best.values.tolist(), best.indices.tolist(), strict=True
-        ):
-            entry = {i: (v, place + 1) for place, (i, v) in enumerate(zip(indices, values, strict=True))}
-            found.append(entry | {token: entry.get(token, (logp, rank))})
+        for line, token in zip(logits.log_softmax(-1), own.tolist(), strict=True):
+            best = line.topk(min(top, len(line)))
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            entry = {i: (value, rank) for rank, (i, value) in enumerate(pairs, 1)}
+            mine = (float(line[token]), int((line > line[token]).sum()) + 1)
+            found.append(entry | {token: entry.get(token, mine)})
     return found[: len(ids)]
-
-
-class BatchServed(Served):
-    """transformers' ``generate``, or any `RolloutEngine` on a model: what waits and samples alike is one call."""
-
-    name = "hf"
-
-    def __init__(self, model: nn.Module, *, pad_token_id: int = 0, tokenizer: Any = None, engine: Any = None) -> None:
-        super().__init__(model)
-        self.engine = engine or HFEngine(model, pad_token_id=pad_token_id)
-        self.engine.tokenizer = tokenizer
-
-    def advance(self) -> None:
-        """One call of the engine with what waits."""
-        first, count, taken = self.waiting[0], 0, []
-        for job in list(self.waiting):
-            if job.sampling == first.sampling and (not taken or count + job.n <= MOST_TOGETHER):
-                taken.append(job)
-                count += job.n
-                self.waiting.remove(job)
-        try:
-            rollouts = self.engine.generate([Request(job.prompt_ids, job.n) for job in taken], first.sampling)
-            if len(rollouts) != count:
-                raise RolloutError(f"the engine gave {len(rollouts)} completions where {count} were asked for.")
-        except Exception as error:
-            for job in taken:
-                self.fail(job, error)
-            return
-        stream = iter(rollouts)
-        for job in taken:
-            for index in range(job.n):
-                rollout = next(stream)
-                self.deliver(job, index, rollout, [(self.version, len(rollout.token_ids))])
 
 
 class LiveRun(Run):
@@ -432,40 +411,39 @@ def _merged(blocks: list[Block]) -> Block:
     )
 
 
-class NativeServed(Served):
+class NativeServed(BatchServed):
     """The native engine: jobs join a run between two steps.
 
     Args:
         model: In the dtype that is served; owned from now on.
-        tokenizer: For stop strings and guides.
-        pad_token_id: Written to padding.
         max_slots: Completions written at once; None: the engine's default.
         keep: Whether keys and values of requests are kept for those that begin alike.
+        options: ``pad_token_id`` and ``tokenizer``.
     """
 
     name = "native"
     keeps = True
 
-    def __init__(
-        self, model: nn.Module, *, tokenizer: Any = None, pad_token_id: int = 0, max_slots: int | None = None,
-        keep: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(model)
-        self.engine = NativeEngine(model, pad_token_id=pad_token_id, max_slots=max_slots, tokenizer=tokenizer)
+    def __init__(self, model: nn.Module, *, max_slots: int | None = None, keep: bool = False, **options: Any) -> None:
+        self.max_slots = max_slots
+        super().__init__(model, **options)
         self.engine.kept = Kept(KEEP_BYTES) if keep else None
         self.run: LiveRun | None = None
         self._stack: contextlib.ExitStack | None = None
         self._packed = Packed()
-        self._asked: float = 0  # Tokens under the weights of now, prompts included.
+
+    def make_engine(self, model: nn.Module, **options: Any) -> NativeEngine:
+        """See `BatchServed`."""
+        return NativeEngine(model, max_slots=self.max_slots, **options)
 
     @property
     def busy(self) -> bool:
-        """See `Served`."""
+        """See `BatchServed`."""
         return bool(self.waiting) or (self.run is not None and self.run.busy)
 
     @property
     def running(self) -> int:
-        """See `Served`."""
+        """See `BatchServed`."""
         return 0 if self.run is None else len(self.run.live) + len(self.run.paused)
 
     def advance(self) -> None:
@@ -473,10 +451,13 @@ class NativeServed(Served):
         run = self.run = self.run or LiveRun(self)
         self._enter(run)
         while self.waiting and run.room > 0 and not run.full:
-            self._add(run, self.waiting.popleft())
+            job = self.waiting.popleft()
+            try:
+                run.add(job)
+            except Exception as error:  # A guide that does not compile, say.
+                self.fail(job, error)
         try:
             if run.busy:
-                self._pack()
                 run.advance()
         except Exception as error:  # NaN logits, or no memory: what was being written is lost, what waits is not.
             self._leave()
@@ -488,22 +469,14 @@ class NativeServed(Served):
             self._leave()
             self.run = None
 
-    def _add(self, run: LiveRun, job: Job) -> None:
-        try:
-            run.add(job)
-        except Exception as error:  # A guide that does not compile, say.
-            self.fail(job, error)
-        else:
-            self._asked += len(job.prompt_ids) + job.n * job.sampling.max_new_tokens
-
     def drop(self, job: Job) -> None:
-        """See `Served`."""
+        """See `BatchServed`."""
         super().drop(job)
         if self.run is not None:
             self.run.drop(job)
 
     def cut(self, job: Job) -> None:
-        """See `Served`."""
+        """See `BatchServed`."""
         if self.run is not None:
             self.run.drop(job, "abort")
         super().cut(job)
@@ -514,39 +487,36 @@ class NativeServed(Served):
         return super().score(ids, top)
 
     def begin_update(self) -> None:
-        """See `Served`."""
+        """See `BatchServed`."""
         self._leave()
-        self._packed, self._asked = Packed(), 0
+        self._packed = Packed()
         super().begin_update()
 
     def renewed(self, version: str) -> None:
-        """See `Served`; completions that are being written go on under the new weights, with new keys and values."""
+        """See `BatchServed`; completions that are being written go on under the new weights, with new keys and values."""
         super().renewed(version)
         self.reset_cache()
         if self.run is not None:
             self.run.rebuild()
 
     def reset_cache(self) -> None:
-        """See `Served`."""
+        """See `BatchServed`."""
         if self.engine.kept is not None:
             self.engine.kept.clear()
 
-    def _pack(self) -> None:
-        """Let products read copies of the weights, once enough was asked for under these."""
-        if self._asked < PACK_TOKENS:
-            return
-        self._asked = -math.inf  # Once for these weights, whatever comes of it.
-        if next(self.model.parameters()).device.type == "cpu" and worth_packing(self.engine.inner):
-            self._packed.pack()
-
     def _enter(self, run: LiveRun) -> None:
-        if self._stack is None:
-            self._stack = contextlib.ExitStack()
-            self._stack.enter_context(evaluating(self.engine.model))
-            self._stack.enter_context(plugged_in(self.engine.inner, run.store))
-            self._stack.enter_context(fused_layers(self.engine.inner, self._packed))
-            self._stack.enter_context(quick_products(self.engine.inner, self._packed))
-            self._stack.enter_context(bound_threads(None))
+        """Plug the run into the model's layers; after some steps products read copies of the weights, where that pays."""
+        if self._stack is not None:
+            return
+        inner, stack = self.engine.inner, contextlib.ExitStack()
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        run.packed, run.steps = self._packed if on_cpu and worth_packing(inner) else None, 0
+        stack.enter_context(evaluating(self.engine.model))
+        stack.enter_context(plugged_in(inner, run.store))
+        stack.enter_context(fused_layers(inner, self._packed))
+        stack.enter_context(quick_products(inner, self._packed))
+        stack.enter_context(bound_threads(None))
+        self._stack = stack
 
     def _leave(self) -> None:
         if self._stack is not None:
@@ -554,5 +524,5 @@ class NativeServed(Served):
             self._stack = None
 
     def facts(self) -> dict[str, Any]:
-        """See `Served`."""
+        """See `BatchServed`."""
         return super().facts() | {"max_num_seqs": self.engine.max_slots}

@@ -21,23 +21,20 @@ import torch
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from safetensors.torch import load as load_safetensors
 from starlette.requests import ClientDisconnect
 
-from posttrain.errors import BadRequest, ConfigError, ModelError
+from posttrain.errors import BadRequest, ConfigError
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
-from posttrain.rollouts.server.replies import (
-    API_KEY_VARIABLE,
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE, INCOMPLETE, LOOPBACK
+from posttrain.rollouts.server.weight_sync import (
     CHECKSUM_HEADER,
-    INCOMPLETE,
-    LOOPBACK,
     SAFETENSORS,
-    checksum,
+    checked_tensors,
+    file_tensors,
     shared_path,
 )
-from posttrain.rollouts.server.weight_sync import MappedFile
 from posttrain.serve import requests as schema
-from posttrain.serve.engines import BatchServed, Job, NativeServed, Served
+from posttrain.serve.engines import BatchServed, Job, NativeServed
 from posttrain.serve.server import ServeConfig
 
 __all__ = ["Host", "TokenGuard", "create_app", "make_host"]
@@ -102,7 +99,7 @@ class Host:
     """
 
     def __init__(
-        self, make: Callable[[], Served], config: ServeConfig, *, tokenizer: Any = None, stops: tuple[int, ...] = (),
+        self, make: Callable[[], BatchServed], config: ServeConfig, *, tokenizer: Any = None, stops: tuple[int, ...] = (),
         context: int | None = None,
     ) -> None:  # fmt: skip
         self.make, self.config, self.tokenizer, self.stops, self.context = make, config, tokenizer, stops, context
@@ -112,7 +109,7 @@ class Host:
         self.failure: BaseException | None = None
         self.beat = time.monotonic()
         self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._loaded: Future[Served] = Future()
+        self._loaded: Future[BatchServed] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self.served = self._loaded.result()
@@ -380,10 +377,6 @@ def _reading(app: FastAPI, host: Host) -> None:
     async def is_paused() -> dict[str, Any]:
         return {"is_paused": host.paused is not None}
 
-    @app.get("/get_world_size")
-    async def world_size() -> dict[str, Any]:
-        return {"world_size": 1}
-
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(prometheus_client.generate_latest(host.registry), media_type="text/plain; version=0.0.4")
@@ -454,10 +447,6 @@ def _holding(app: FastAPI, host: Host) -> None:
 
 
 def _updating(app: FastAPI, host: Host) -> None:
-    @app.post("/init_weight_transfer_engine")
-    async def init(body: schema.Init) -> dict[str, Any]:
-        return {"message": "Weight transfer initialized"}
-
     @app.post("/start_weight_update")
     async def start() -> dict[str, Any]:
         await host.start_update()
@@ -466,13 +455,20 @@ def _updating(app: FastAPI, host: Host) -> None:
     @app.post("/update_weights")
     async def update(request: Request) -> dict[str, Any]:
         if request.headers.get("content-type", "").startswith(SAFETENSORS):
-            await _take_bytes(host, await request.body(), request.headers.get(CHECKSUM_HEADER, ""))
+            data, digest = await request.body(), request.headers.get(CHECKSUM_HEADER, "")
+            await host.update(lambda: host.served.load(checked_tensors(data, digest).items()))
+            return {"message": "Weights updated"}
+        info = schema.Update.model_validate((await request.json())["update_info"])
+        local = request.client is not None and request.client.host in LOOPBACK
+        if info.path is not None and (not local or "x-forwarded-for" in request.headers):
+            raise Refusal(403, "a bucket in shared memory can come from this machine alone.")
+        if info.complete:
+            await host.update(host.served.complete_update, info.partial)
+            host.complete = True
         else:
-            info = schema.Update.model_validate((await request.json())["update_info"])
-            local = request.client is not None and request.client.host in LOOPBACK
-            if info.path is not None and (not local or "x-forwarded-for" in request.headers):
-                raise Refusal(403, "a bucket in shared memory can come from this machine alone.")
-            await _take_info(host, info)
+            await host.update(
+                lambda: host.served.load(file_tensors(shared_path(info.path or ""), info.checksum).items())
+            )
         return {"message": "Weights updated"}
 
     @app.post("/finish_weight_update")
@@ -484,38 +480,6 @@ def _updating(app: FastAPI, host: Host) -> None:
     async def rename(body: schema.NewVersion) -> dict[str, Any]:
         host.served.version = body.new_version
         return {"success": True, "new_version": body.new_version}
-
-
-async def _take_info(host: Host, info: schema.Update) -> None:
-    """A bucket in shared memory, or that all came."""
-    if info.complete:
-        await host.update(host.served.complete_update, info.partial)
-        host.complete = True
-        return
-
-    def take() -> None:
-        file = MappedFile(shared_path(info.path or ""))
-        _compare(file.checksum(info.size), info.checksum)
-        host.served.load(file.tensors(info.size))
-
-    await host.update(take)
-
-
-async def _take_bytes(host: Host, data: bytes, digest: str) -> None:
-    """A bucket as safetensors bytes, from another machine."""
-
-    def take() -> None:
-        _compare(checksum(data), digest)
-        host.served.load(load_safetensors(data).items())
-
-    await host.update(take)
-
-
-def _compare(got: str, announced: str) -> None:
-    if got != announced:
-        raise ModelError(
-            f"the bucket's checksum is {got}, and {announced} was announced: its bytes changed on the way."
-        )
 
 
 def make_host(config: ServeConfig) -> Host:
@@ -539,15 +503,12 @@ def make_host(config: ServeConfig) -> Host:
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    pad = resolve_pad_token(tokenizer)
 
-    def make() -> Served:
+    def make() -> BatchServed:
+        options = {"pad_token_id": resolve_pad_token(tokenizer), "tokenizer": tokenizer}
         if config.engine == "hf":
-            return BatchServed(model, pad_token_id=pad, tokenizer=tokenizer)
-        return NativeServed(
-            model, tokenizer=tokenizer, pad_token_id=pad, max_slots=config.max_num_seqs,
-            keep=config.enable_prefix_caching,
-        )  # fmt: skip
+            return BatchServed(model, **options)
+        return NativeServed(model, max_slots=config.max_num_seqs, keep=config.enable_prefix_caching, **options)
 
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     context = min((x for x in (config.max_model_len, own) if x is not None), default=None)

@@ -15,7 +15,7 @@ from posttrain.rollouts.sampling import structured_guide
 from posttrain.serve.engines import Job
 from posttrain.types import Rollout, Sampling
 
-__all__ = ["Completions", "Finish", "Init", "NewVersion", "Rpc", "Tokenize", "Update", "choice_of", "reply_of"]
+__all__ = ["Completions", "Finish", "NewVersion", "Rpc", "Tokenize", "Update", "choice_of", "reply_of"]
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
 # What divides logits: a smaller number makes them infinite, which no engine can sample from.
@@ -118,17 +118,10 @@ class Tokenize(Body):
     add_special_tokens: bool = True
 
 
-class Init(Body):
-    """``/init_weight_transfer_engine``."""
-
-    init_info: dict[str, Any] = {}
-
-
 class Update(Body):
     """``/update_weights``: one bucket in shared memory, or, with ``complete``, that all buckets came."""
 
     path: str | None = None
-    size: Annotated[int, Field(ge=1)] | None = None
     checksum: str = ""
     complete: bool = False
     partial: bool = False

@@ -6,7 +6,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import datasets
@@ -30,7 +29,6 @@ from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.batch import (
     RolloutBatch,
     RolloutWindow,
-    Spool,
     balance_rows,
     completions_for_rewards,
     sampler_gap,
@@ -119,11 +117,7 @@ class OnlineTrainer(PostTrainer):
         if args is not None and type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
             check_stream(args, train_dataset)
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
-        spool = {"most": getattr(self.args, "rollout_buffer_bytes", None), "rank": self.accelerator.process_index}
-        self.window = RolloutWindow(
-            self.args.num_iterations,
-            functools.partial(Spool, folder=Path(self.args.output_dir, "rollout_buffer"), **spool),
-        )
+        self.window = RolloutWindow(self.args.num_iterations)
         own_stops = generation_fields(self.args.generation_kwargs or {}).get("stop_token_ids")
         known_stops = terminal_token_ids(self.processing_class, getattr(self.model, "generation_config", None))
         self.stop_ids = tuple(own_stops or known_stops)

@@ -194,13 +194,6 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             "help": "Call each reward function once on two rows before the model loads, to find its mistakes early."
         },
     )
-    rollout_buffer_bytes: int | None = field(
-        default=4 * 2**30,
-        metadata={
-            "help": "Bytes of scored rollouts a process keeps in memory until they are trained; further slices wait in "
-            "output_dir/rollout_buffer. None: no bound."
-        },
-    )
     stop_without_signal: int | None = field(
         default=None,
         metadata={

@@ -1,6 +1,7 @@
 """Which engine a name stands for: on a CPU, on a GPU, and under the settings of a trainer."""
 
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from posttrain.errors import ConfigError, MissingDependencyError
 from posttrain.rollouts import paged, vllm
 from posttrain.rollouts.base import choose_engine, create_engine
 from posttrain.rollouts.native import engine as native
+from posttrain.rollouts.server.weight_sync import SHARED_FOLDER
 from posttrain.training.online_config import resolve_auto
 from tests.conftest import build_model
 
@@ -90,6 +92,15 @@ def test_an_unknown_name_and_an_option_of_another_engine_are_told(caplog):
     create_engine("native", build_model(50), pad_token_id=0, cache="static")
     assert "cache_implementation='static' is ignored" in caplog.text
     assert create_engine("hf", build_model(50), pad_token_id=0, cache="static").cache_implementation == "static"
+
+
+@pytest.mark.skipif(not SHARED_FOLDER.is_dir(), reason="no shared memory here")
+def test_what_a_run_that_was_killed_with_its_workers_left_in_shared_memory_is_removed_by_the_next_one_that_samples():
+    left = SHARED_FOLDER / f"posttrain-{os.getpid()}-left"  # Nobody holds it.
+    left.mkdir()
+    (left / "weights-1.safetensors").touch()
+    create_engine("hf", build_model(50), pad_token_id=0)
+    assert not left.exists()
 
 
 # Reasons against each engine -----------------------------------------------------------------------------------------

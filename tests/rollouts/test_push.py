@@ -5,9 +5,9 @@ import errno
 import pytest
 import torch
 
+from posttrain.rollouts.server import weight_sync
 from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.server.replies import SHARED_FOLDER
-from posttrain.rollouts.server.weight_sync import Pusher, SharedFile
+from posttrain.rollouts.server.weight_sync import SHARED_FOLDER, Pusher
 from tests.conftest import build_model
 from tests.rollouts.stub_server import StubServer
 
@@ -36,7 +36,7 @@ def test_memory_is_kept_from_push_to_push_and_none_is_left_behind(stub):
         model = build_model(37, seed=version)
         assert pusher.push(weights_of(model), {client: version}) == {client: None}
         assert arrived(stub, model)
-        found.append([pusher.file(number).path for number in range(2)])
+        found.append([pusher.file(number) for number in range(2)])
     assert found[0] == found[1] and all(path.exists() for path in found[0])
     pusher.close()
     assert not any(path.exists() for path in found[0])
@@ -44,10 +44,10 @@ def test_memory_is_kept_from_push_to_push_and_none_is_left_behind(stub):
 
 
 def test_where_shared_memory_has_no_room_weights_go_through_http(stub, monkeypatch, caplog):
-    def full(self, bucket):
+    def full(bucket, path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(SharedFile, "write", full)
+    monkeypatch.setattr(weight_sync, "write_tensors", full)
     client, model = VLLMClient(stub.url), build_model(37)
     pusher = Pusher(bucket_bytes=2000, shared=True)
     assert pusher.push(weights_of(model), {client: 1}) == {client: None}

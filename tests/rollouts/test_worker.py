@@ -10,7 +10,7 @@ import torch
 from posttrain import ArgumentTypeError, RolloutError
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ModelError, WeightSyncError
-from posttrain.rollouts.workers.engine import EngineSpec
+from posttrain.rollouts.workers.engine import EngineSpec, WorkerEngine
 from posttrain.rollouts.workers.ledger import Ledger
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, TaskSource
@@ -259,7 +259,7 @@ def test_damaged_weights_are_refused(tmp_path, tiny_tokenizer):
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    with pytest.raises(WeightSyncError, match="with hash"):
+    with pytest.raises(WeightSyncError, match="checksum"):
         read_weights(tmp_path, 1)
 
 
@@ -280,7 +280,7 @@ def test_a_worker_s_engine_has_exactly_the_trainer_s_weights(tmp_path, tiny_toke
     transfer = SharedWeights(tmp_path)
     transfer.init_weight_transfer()
     transfer.send_weights(named_weights(model))
-    handle = EngineSpec("native", config=model.config, pad_token_id=2, weights=str(tmp_path)).make()
+    handle = WorkerEngine(EngineSpec("native", config=model.config, pad_token_id=2, weights=str(tmp_path)))
     assert handle.refresh(1)
     assert not handle.refresh(1)
     copy = handle.engine.model
@@ -298,24 +298,3 @@ def test_pacing_counts_what_the_current_step_holds(tmp_path, running):
     assert (len(given.rollout_buffer), given.writing) == (4, 0)  # Four are held: the step is not over.
     given.ledger.train()
     until(lambda: len(given.rollout_buffer) == 8)
-
-
-def test_time_counts_where_a_ready_worker_had_a_processor_and_nowhere_else(tmp_path):
-    class Stub:
-        is_ready, seconds = True, 10.0
-
-        def own_time(self):
-            return self.seconds
-
-    given, first, second = pool(tmp_path, Echo()), Stub(), Stub()
-    given.workers = [first, second]
-    seen = []
-    for ready, moved in [((True, True), (0, 0)), ((True, True), (2, 1)), ((False, False), (9, 9)), ((True, False), (9, 9)),
-                         ((True, False), (3, 9)), ((True, True), (-4, 5))]:  # fmt: skip
-        for stub, is_ready, seconds in zip((first, second), ready, moved, strict=True):
-            stub.is_ready = is_ready
-            stub.seconds += seconds
-        given._count_time()
-        seen.append(given.worked)
-    # Nothing before it was seen, nothing of one that starts or was just seen ready, and time never goes back.
-    assert seen == [0.0, 2.0, 2.0, 2.0, 5.0, 5.0]

@@ -1,10 +1,8 @@
 """The thin host over HTTP: vLLM's endpoints, every refusal with its reason, no sample from weights that are not whole."""
 
 import concurrent.futures
-import os
 import socket
 import time
-import uuid
 
 import pytest
 import torch
@@ -12,7 +10,8 @@ from safetensors.torch import save, save_file
 
 from posttrain.errors import ConfigError
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, SAFETENSORS, SHARED_FOLDER, checksum
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE
+from posttrain.rollouts.server.weight_sync import SAFETENSORS, SHARED_FOLDER, SharedFolder, checksum
 from posttrain.serve.server import ServeConfig, open_socket
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
@@ -128,7 +127,6 @@ def test_what_the_server_is_and_its_counters(server):
     (facts,) = server.post("/collective_rpc", {"method": "posttrain_facts"}).json()["results"]
     assert facts["architectures"] == ["LlamaForCausalLM"] and facts["vocab_size"] == VOCAB
     assert server.post("/collective_rpc", {"method": "reset"}).status_code == 400
-    assert server.get("/get_world_size").json() == {"world_size": 1}
     text = server.get("/metrics").text
     assert "posttrain_completions_total" in text and 'path="/v1/completions",status="200"' in text
 
@@ -175,7 +173,8 @@ def test_buckets_out_of_order_are_conflicts_and_an_update_can_begin_anew(fresh):
 
 @pytest.mark.skipif(not SHARED_FOLDER.is_dir(), reason="no shared memory here")
 def test_a_bucket_in_shared_memory_is_mapped_by_its_path_and_no_other_file_is(fresh):
-    path = SHARED_FOLDER / f"posttrain-{os.getpid()}-{uuid.uuid4().hex}.safetensors"
+    folder = SharedFolder()
+    path = folder.path / "bucket-0.safetensors"
     save_file(tensors(), path)
     part = {"path": str(path), "checksum": checksum(path.read_bytes())}
     try:
@@ -184,13 +183,14 @@ def test_a_bucket_in_shared_memory_is_mapped_by_its_path_and_no_other_file_is(fr
         assert forwarded.status_code == 403
         assert fresh.post("/update_weights", {"update_info": part}).status_code == 200
         assert complete(fresh).status_code == 200
-        for wrong in ("/etc/passwd", "/dev/shm/../etc/posttrain-x.safetensors", "/dev/shm/other.safetensors"):
+        wrong_ones = ("/etc/passwd", "/dev/shm/../etc/posttrain-x/a.safetensors", "/dev/shm/other/a.safetensors")
+        for wrong in wrong_ones:
             fresh.post("/start_weight_update")
             assert "the only files" in error(
                 fresh.post("/update_weights", {"update_info": part | {"path": wrong}}), 409
             )
     finally:
-        path.unlink()
+        folder.close()
 
 
 def held(server, pool, **body):

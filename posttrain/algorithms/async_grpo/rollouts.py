@@ -30,7 +30,7 @@ from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, Ledger, b
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
 from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights
-from posttrain.rollouts.workers.worker import AwakeClock
+from posttrain.rollouts.workers.worker import ActiveClock
 from posttrain.training.scoring import RewardWatch, completion_rows, reward_options
 from posttrain.training.sources import RolloutSource
 from posttrain.training.weight_sync import WeightSync, sync_option, whole_update
@@ -291,7 +291,7 @@ class AsyncRollouts(RolloutSource):
         self.service, self.rewards, self.watch, self.add_completions = service, rewards, watch, add_completions
         self.args, self.sync, self.accelerator = service.args, service.sync, service.accelerator
         self.tasks, self.ledger, self.tokenizer = service.tasks, service.ledger, service.tokenizer
-        self.drops = DropWatch(self.args.max_staleness)
+        self.drops = DropWatch(self.args.max_staleness, self.args.max_inflight_tasks)
         self.held: list[Trajectory] = []
         self._straight = 0
         self._seen_stale = 0
@@ -343,7 +343,9 @@ class AsyncRollouts(RolloutSource):
             if trajectory is None:
                 return False
             self._hold(trajectory, "waiting")
-        self._watch_drops(count)
+        stale = self.ledger.dropped["stale_in_flight"] + self.ledger.dropped["stale_in_queue"]
+        self.drops.add(count, stale - self._seen_stale)
+        self._seen_stale = stale
         return True
 
     def _hold(self, trajectory: Trajectory, place: str) -> None:
@@ -355,14 +357,6 @@ class AsyncRollouts(RolloutSource):
         if place == "waiting":
             self.ledger.hold(1)
         self.held.append(trajectory)
-
-    def _watch_drops(self, count: int) -> None:
-        stale = self.ledger.dropped["stale_in_flight"] + self.ledger.dropped["stale_in_queue"]
-        limit = getattr(self.service.worker, "max_inflight", 0)
-        lower = self.drops.add(count, stale - self._seen_stale, limit)
-        self._seen_stale = stale
-        if lower != limit and self.service.owns_workers:
-            self.service.worker.limit(lower)
 
     def _refused(self, trajectory: Trajectory) -> str | None:
         bound = self.args.max_staleness_hard
@@ -389,16 +383,17 @@ class AsyncRollouts(RolloutSource):
             None where servers lack the weights.
         """
         stale = self.args.heartbeat_stale_after_s
-        # Our own workers are not waited for while they start, or while they have no processor: that has limits of its own.
-        passed = (lambda: self.service.worker.worked) if self.service.owns_workers else AwakeClock(2 * LOOK_S).look
-        began = passed()
+        clock = ActiveClock(2 * LOOK_S)
+        began = clock.look()
         while True:
             self.service.worker.check_health(stale)
             try:
                 item = self.service.worker.rollout_buffer.get(timeout=min(LOOK_S, stale))
             except queue.Empty:
-                if passed() - began > 2 * stale:
-                    raise self._nothing(passed() - began) from None
+                if self.service.owns_workers and self.service.worker.starting:
+                    began = clock.look()
+                if clock.look() - began > 2 * stale:
+                    raise self._nothing(clock.now - began) from None
                 if getattr(self.service.transfer, "lacking", bool)():
                     return None
                 continue

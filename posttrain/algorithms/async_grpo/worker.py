@@ -27,10 +27,10 @@ from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
 from posttrain.rollouts.episodes.loop import Batches, Episode, share_prompts
 from posttrain.rollouts.workers.engine import (
-    EngineHandle,
     EngineSpec,
     PartialCompletion,
     ResumableGenerator,
+    WorkerEngine,
     begin_completions,
 )
 from posttrain.rollouts.workers.processes import GroupResult
@@ -89,7 +89,7 @@ class RolloutJob:
             torch.set_num_threads(self.threads)
         if self.engine.weights:
             link.on_orphaned = functools.partial(remove_weights, Path(self.engine.weights))
-        handle = self.engine.make()
+        handle = WorkerEngine(self.engine)
         try:
             loop = RolloutWorkerLoop(self, link, handle)
             link.ready()
@@ -369,7 +369,7 @@ class RolloutWorkerLoop:
     weights, and now and then so that finished groups go out and new prompts come in. Calls to servers each have a thread.
     """
 
-    def __init__(self, job: RolloutJob, link: Link, handle: EngineHandle) -> None:
+    def __init__(self, job: RolloutJob, link: Link, handle: WorkerEngine) -> None:
         self.job, self.link, self.handle = job, link, handle
         driver = EpisodeDriver(job.episodes)
         generator = ResumableGenerator(handle.engine, self.refresh)

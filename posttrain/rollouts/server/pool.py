@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import os
-import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable
 from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.workers.shared_weights import HostLock
 
 __all__ = ["Fleet", "Server", "Urls"]
 
@@ -45,7 +46,7 @@ class Server:
     wire: int | None = None
     outstanding: int = 0
     down: RolloutServerError | None = None
-    lock: HostLock | None = None
+    lock: FileLock | None = None
     served: int = 0
 
     @property
@@ -150,11 +151,13 @@ class Fleet:
             ServerBusy: Another process of this machine pushes to it.
         """
         if server.lock is None and server.client.is_local:
-            lock = HostLock(server.url)
-            other = lock.acquire(f"{socket.gethostname()}:{os.getpid()}")
-            if other is not None:
-                text = f"{server.url} is used by {other} on this machine. Fix: give each trainer its own."
-                raise ServerBusy(text, held=True, url=server.url)
+            name = hashlib.blake2b(server.url.encode(), digest_size=8).hexdigest()
+            lock = FileLock(Path(tempfile.gettempdir(), f"posttrain-server-{name}.lock"), thread_local=False)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                text = f"{server.url} is used by another trainer on this machine. Fix: give each trainer its own."
+                raise ServerBusy(text, held=True, url=server.url) from None
             server.lock = lock
         if server.client.is_paused():
             server.client.resume()

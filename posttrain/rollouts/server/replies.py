@@ -1,52 +1,34 @@
-"""What a rollout server is asked and what it answers, in the words of vLLM's server; and files in shared memory."""
+"""What a rollout server is asked and what it answers, in the words of vLLM's server."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import re
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from posttrain.errors import ConfigError, RolloutServerError
+from posttrain.errors import RolloutServerError
 from posttrain.rollouts.base import check_requests
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = [
     "API_KEY_VARIABLE",
-    "CHECKSUM_HEADER",
     "INCOMPLETE",
     "LOOPBACK",
-    "SAFETENSORS",
-    "SHARED_FOLDER",
     "Scores",
     "check_each",
     "checked_choices",
-    "checksum",
     "derived_seed",
-    "hold",
     "ranked",
     "read_choice",
-    "remove_orphans",
     "sampling_body",
     "scores_of",
     "shape_of",
-    "shared_path",
-    "shared_root",
 ]
 
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"  # The token in the environment, where no list of processes shows it.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # Addresses of this machine, whose memory can be shared.
 INCOMPLETE = "incomplete"  # Version of the weights during an update, and after one that failed.
-SAFETENSORS = "application/x-safetensors"
-CHECKSUM_HEADER = "X-Checksum"
 SEEDS = 2**62  # Seeds stay within the signed integers of every engine.
 NO_LOGP = -9999.0  # What vLLM writes in place of minus infinity.
 
@@ -204,75 +186,3 @@ def shape_of(text: Any) -> dict[str, Any]:
     """
     names = ("hidden_size", "num_hidden_layers", "num_key_value_heads")
     return {name: getattr(text, name, None) for name in names}
-
-
-# Shared memory -----------------------------------------------------------------------------------------------------------
-
-SHARED_FOLDER = Path("/dev/shm")
-SHARED_NAME = re.compile(r"posttrain-[A-Za-z0-9_.-]{1,200}\.safetensors")
-SHARED_PATTERNS = ("posttrain-[0-9]*-[0-9]*.safetensors", "posttrain-async-[0-9]*-*")  # Held while their process lives.
-
-
-def shared_root() -> Path:
-    """Where weights for processes of this machine are written: shared memory, else the folder for temporary files."""
-    return SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
-
-
-def checksum(data: Any) -> str:
-    """The 128-bit xxh3 of bytes, as hexadecimal digits.
-
-    >>> checksum(b"")
-    '99aa06d3014798d86001c324468d497f'
-    """
-    return xxhash.xxh3_128(data).hexdigest()
-
-
-def hold(path: Path, flags: int = os.O_RDONLY) -> int | None:
-    """Open and lock a file or folder for as long as this process lives; None where another holds it, or has removed it."""
-    import fcntl  # Where there is none, nothing that asks for shared memory runs.
-
-    try:
-        held = os.open(path, flags, 0o600)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.stat(path)
-    except OSError:
-        os.close(held)
-        return None
-    return held
-
-
-def remove_orphans(root: Path | None = None) -> None:
-    """Remove shared weights that no process holds (see `hold`): theirs was killed.
-
-    The lock of the system tells it, since numbers of processes are used again, and mean others in another container.
-    """
-    root = shared_root() if root is None else root
-    for path in (path for pattern in SHARED_PATTERNS for path in root.glob(pattern)):
-        held = hold(path)
-        if held is None:
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):  # Another user's.
-                path.unlink()
-        os.close(held)
-
-
-def shared_path(path: str) -> Path:
-    """The file that a bucket in shared memory may be in: directly under ``/dev/shm``, called ``posttrain-*.safetensors``.
-
-    Raises:
-        ConfigError: Any other path, a link, or no file.
-    """
-    found = Path(path)
-    if found.parent != SHARED_FOLDER or not SHARED_NAME.fullmatch(found.name):
-        raise ConfigError(
-            f"path={path!r} is not {SHARED_FOLDER}/posttrain-*.safetensors, the only files that are read."
-        )
-    if found.is_symlink() or not found.is_file():
-        raise ConfigError(f"path={path!r} is no regular file on the server's machine.")
-    return found

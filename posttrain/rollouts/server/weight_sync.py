@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
-import math
 import mmap
 import os
+import re
+import shutil
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,48 +16,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save as save_safetensors
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
 from posttrain.errors import ConfigError, ModelError, RolloutServerError, WeightSyncError
 from posttrain.integrations import require
-from posttrain.rollouts.server.replies import (
-    CHECKSUM_HEADER,
-    SAFETENSORS,
-    SHARED_FOLDER,
-    checksum,
-    hold,
-    remove_orphans,
-)
 
 if TYPE_CHECKING:
     from posttrain.rollouts.server.client import VLLMClient
 
 __all__ = [
     "BUCKET_BYTES",
+    "CHECKSUM_HEADER",
+    "SAFETENSORS",
+    "SHARED_FOLDER",
     "Bucket",
-    "MappedFile",
     "NcclSender",
     "Pusher",
-    "SharedFile",
+    "SharedFolder",
     "buckets",
+    "checked_tensors",
+    "checksum",
+    "file_tensors",
+    "hold",
+    "remove_orphans",
+    "shared_path",
+    "shared_root",
+    "write_tensors",
 ]
 
 logger = logging.getLogger(__name__)
 
-
-# How the safetensors format calls its dtypes: https://github.com/huggingface/safetensors#format
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-_numbers = itertools.count(1)
-LONGEST_HEADER = 100 * 10**6  # Bytes, the limit of the safetensors library.
-
+SAFETENSORS = "application/x-safetensors"
+CHECKSUM_HEADER = "X-Checksum"
 Bucket = list[tuple[str, Tensor]]
 
 
@@ -82,146 +75,146 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
         yield bucket
 
 
-def _header(bucket: Bucket) -> tuple[bytes, int]:
-    """The safetensors header with its length, and the bytes behind it."""
-    table, end = {}, 0
-    for name, tensor in bucket:
-        begin, end = end, end + tensor.nbytes
-        table[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # Readers want the data aligned.
-    return len(text).to_bytes(8, "little") + text, end
+# Tensors as files in shared memory -------------------------------------------------------------------------------------
+
+SHARED_FOLDER = Path("/dev/shm")
+SHARED_NAME = re.compile(r"posttrain-[A-Za-z0-9_.-]{1,200}/[A-Za-z0-9_-]{1,200}\.safetensors")
 
 
-def _write(bucket: Bucket, header: bytes, target: Any) -> None:
-    """A bucket in the safetensors format, without a copy in between."""
-    target[: len(header)] = header
-    offset = len(header)
-    for _, tensor in bucket:
-        if tensor.nbytes:
-            whole = torch.frombuffer(target, dtype=torch.uint8, count=tensor.nbytes, offset=offset)
-            whole.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-        offset += tensor.nbytes
+def checksum(data: Any) -> str:
+    """The 128-bit xxh3 of bytes, as hexadecimal digits.
+
+    >>> checksum(b"")
+    '99aa06d3014798d86001c324468d497f'
+    """
+    return xxhash.xxh3_128(data).hexdigest()
 
 
-def _read(data: Any, size: int) -> Iterator[tuple[str, Tensor]]:
-    """Tensors over the first ``size`` bytes of a buffer, which hold a safetensors file.
+def write_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> str:
+    """Write a safetensors file, and return the `checksum` of its bytes.
 
     Raises:
-        ValueError: They do not; a `KeyError` or `TypeError` where the header lacks something.
+        OSError: It cannot be written: no room is left in shared memory (a container's is often 64 MB), say.
     """
-    length = int.from_bytes(data[:8], "little")
-    if size < 8 or length > min(size - 8, LONGEST_HEADER):
-        raise ValueError(f"a header of {length} bytes in a file of {size}")
-    table = json.loads(bytes(data[8 : 8 + length]))
-    table.pop("__metadata__", None)
-    end = 0
-    for name, entry in sorted(table.items(), key=lambda pair: pair[1]["data_offsets"]):
-        dtype, shape, (begin, stop) = BY_NAME[entry["dtype"]], [int(n) for n in entry["shape"]], entry["data_offsets"]
-        if begin != end or stop - begin != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
-            raise ValueError(f"{name} of shape {shape} stands at {begin} to {stop}, and {end} was next")
-        end = stop
-        if 8 + length + end > size:
-            break
-        count = math.prod(shape)
-        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=8 + length + begin) if count else torch.empty(0)
-        yield name, flat.to(dtype).view(shape)
-    if 8 + length + end != size:
-        raise ValueError(f"tensors up to byte {8 + length + end} in a file of {size}")
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    return _file_checksum(path)
 
 
-class SharedFile:
-    """A file in shared memory that is written again and again, so that its pages are there from the second time on.
+def _file_checksum(path: Path) -> str:
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return checksum(data)
 
-    It never shrinks: a bucket is the first so many of its bytes. It goes with the last reference to this object; where the
-    process is killed, another one removes it (`posttrain.rollouts.server.replies.remove_orphans`).
 
-    Args:
-        path: None: ``/dev/shm/posttrain-<process>-<number>.safetensors``.
+def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, which stay the file's memory: whoever keeps one copies it.
+
+    Raises:
+        ModelError: Other bytes than were announced by their checksum, or no safetensors file.
+    """
+    _compare(_file_checksum(path), announced)
+    return _read(load_file, path)
+
+
+def checked_tensors(data: bytes, announced: str) -> dict[str, Tensor]:
+    """As `file_tensors`, of the bytes themselves."""
+    _compare(checksum(data), announced)
+    return _read(load, data)
+
+
+def _read(read: Callable[[Any], dict[str, Tensor]], source: Any) -> dict[str, Tensor]:
+    try:
+        return read(source)
+    except SafetensorError as error:
+        raise ModelError(f"it is not in the safetensors format: {error!r}") from error
+
+
+def _compare(got: str, announced: str) -> None:
+    if got != announced:
+        raise ModelError(
+            f"the weights' checksum is {got}, and {announced} was announced: their bytes changed on the way."
+        )
+
+
+def shared_path(path: str) -> Path:
+    """The file that a bucket in shared memory may be in: ``/dev/shm/posttrain-*/*.safetensors``.
+
+    Raises:
+        ConfigError: Any other path, a link, or no file.
+    """
+    found = Path(path)
+    below = found.parts[len(SHARED_FOLDER.parts) :]
+    if SHARED_FOLDER not in found.parents or not SHARED_NAME.fullmatch("/".join(below)):
+        raise ConfigError(
+            f"path={path!r} is not {SHARED_FOLDER}/posttrain-*/*.safetensors, the only files that are read."
+        )
+    if found.resolve() != found or not found.is_file():
+        raise ConfigError(f"path={path!r} is no regular file on the server's machine.")
+    return found
+
+
+def shared_root() -> Path:
+    """Where weights for processes of this machine are written: shared memory, else the folder for temporary files."""
+    return SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def hold(folder: Path) -> int | None:
+    """Lock a folder for as long as this process lives; None where another holds it, or has removed it."""
+    import fcntl  # Where there is none, nothing that asks for shared memory runs.
+
+    try:
+        held = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.stat(folder)
+    except OSError:
+        os.close(held)
+        return None
+    return held
+
+
+def remove_orphans(root: Path | None = None) -> None:
+    """Remove folders of weights that no process holds (see `hold`): theirs was killed.
+
+    The lock of the system tells it, since numbers of processes are used again, and mean others in another container.
+    """
+    for path in (shared_root() if root is None else root).glob("posttrain-[0-9]*-*/"):
+        held = hold(path)
+        if held is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(held)
+
+
+class SharedFolder:
+    """A folder in shared memory that this process holds; it goes with the last reference to this object.
+
+    Where the process is killed, another one removes it (`remove_orphans`).
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        self.path, self._file = _own_file() if path is None else (path, os.open(path, FLAGS, 0o600))
-        self._map: mmap.mmap | None = None
-        self._end = weakref.finalize(self, _remove, self.path, self._file, os.getpid())
-
-    def write(self, bucket: Bucket) -> tuple[int, str]:
-        """Replace the content.
-
-        Returns:
-            Bytes of the bucket, and their `checksum`.
-
-        Raises:
-            OSError: No room is left in shared memory (a container's is often 64 MB).
-        """
-        header, size = _header(bucket)
-        total = len(header) + size
-        if self._map is None or len(self._map) < total:
-            _reserve(self._file, total)
-            self._map = mmap.mmap(self._file, total)  # The former one goes with the last tensor over it.
-        _write(bucket, header, self._map)
-        return total, checksum(memoryview(self._map)[:total])
-
-    def leave(self) -> Path:
-        """Let the file lie for others, written for the last time."""
-        self._map = None
-        self._end.detach()
-        os.close(self._file)
-        return self.path
+    def __init__(self) -> None:
+        remove_orphans()
+        held = None
+        while held is None:  # Another process may take it for an orphan before it is held.
+            self.path = Path(tempfile.mkdtemp(prefix=f"posttrain-{os.getpid()}-", dir=shared_root()))
+            held = hold(self.path)
+        self._end = weakref.finalize(self, _remove, self.path, held, os.getpid())
 
     def close(self) -> None:
-        """Remove the file."""
-        self._map = None
+        """Remove the folder."""
         self._end()
 
 
-def _reserve(file: int, size: int) -> None:
-    """Take the file's pages now: one that cannot be had while it is written ends the process (SIGBUS)."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, size)
-    else:
-        os.ftruncate(file, size)
-
-
-def _own_file() -> tuple[Path, int]:
-    """A new file in shared memory, held by this process."""
-    remove_orphans(SHARED_FOLDER)
-    while True:
-        path = SHARED_FOLDER / f"posttrain-{os.getpid()}-{next(_numbers)}.safetensors"
-        held = hold(path, FLAGS)
-        if held is not None:  # None: another process took it for an orphan before it was held.
-            return path, held
-
-
-def _remove(path: Path, file: int, owner: int) -> None:
-    os.close(file)
+def _remove(path: Path, held: int, owner: int) -> None:
+    os.close(held)
     if os.getpid() == owner:  # Not a fork of it.
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
-class MappedFile:
-    """A safetensors file that another process wrote, read where it lies."""
-
-    def __init__(self, path: str | Path) -> None:
-        with open(path, "rb") as file:
-            # Private and writable: tensors over memory that is not writable are warned of.
-            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    def checksum(self, size: int | None = None) -> str:
-        """Of the first ``size`` bytes, or of all."""
-        return checksum(memoryview(self.data)[:size])
-
-    def tensors(self, size: int | None = None) -> Bucket:
-        """Of the first ``size`` bytes, or of all; they are the file's memory, so that who keeps one copies it.
-
-        Raises:
-            ModelError: It is not in the safetensors format.
-        """
-        try:
-            return list(_read(self.data, len(self.data) if size is None else size))
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise ModelError(f"it is not in the safetensors format: {error!r}") from error
-
+# Pushing to servers ----------------------------------------------------------------------------------------------------
 
 BUCKET_BYTES = 512 * 2**20
 SHARED_BYTES = 64 * 2**20  # Through shared memory there is no round trip to save: small buckets overlap better.
@@ -243,8 +236,8 @@ class Pusher:
 
     def __init__(self, bucket_bytes: int = BUCKET_BYTES, timeout: float = 720.0, shared: bool | None = None) -> None:
         self.bucket_bytes, self.timeout = bucket_bytes, timeout
-        self.shared = SHARED_FOLDER.is_dir() if shared is None else shared
-        self._files: list[SharedFile] = []
+        self.shared = os.access(SHARED_FOLDER, os.W_OK) if shared is None else shared
+        self._folder: SharedFolder | None = None
         self._lock = threading.Lock()
 
     def push(
@@ -271,17 +264,16 @@ class Pusher:
             update.each(lambda client: client.end_update(versions[client], partial=partial))
             return update.results
 
-    def file(self, number: int) -> SharedFile:
+    def file(self, number: int) -> Path:
         """One of two files: one is written while the other is read."""
-        while len(self._files) < 2:
-            self._files.append(SharedFile())
-        return self._files[number % 2]
+        self._folder = self._folder or SharedFolder()
+        return self._folder.path / f"bucket-{number % 2}.safetensors"
 
     def close(self) -> None:
         """Remove the files."""
-        for file in self._files:
-            file.close()
-        self._files = []
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
 
 class _Update:
@@ -320,14 +312,13 @@ class _Update:
         clients = [client for client in self.live if self._in_memory(client)]
         if not clients:
             return []
-        file = self.pusher.file(number)  # Its reader has answered: `send` settled the bucket before the last.
+        path = self.pusher.file(number)  # Its reader has answered: `send` settled the bucket before the last.
         try:
-            size, digest = file.write(bucket)
+            part = {"path": str(path), "checksum": write_tensors(bucket, path)}
         except OSError as error:
             logger.warning("weights go through HTTP, because shared memory has no room: %s", error)
             self.pusher.shared = False
             return []
-        part = {"path": str(file.path), "size": size, "checksum": digest}
         return [(client, self.pool.submit(client.send_part, **part)) for client in clients]
 
     def _to_others(self, bucket: Bucket) -> Sent:
@@ -338,9 +329,7 @@ class _Update:
             if client.communicator is None:
                 client.init_communicator()
             sent.append((client, self.pool.submit(client.communicator.send, bucket)))
-        body = (
-            save_safetensors({n: t.detach().cpu().contiguous() for n, t in bucket}) if len(nccl) < len(clients) else b""
-        )
+        body = save({n: t.detach().cpu().contiguous() for n, t in bucket}) if len(nccl) < len(clients) else b""
         headers = {"Content-Type": SAFETENSORS, CHECKSUM_HEADER: checksum(body)}
         for client in (client for client in clients if client not in nccl):
             sent.append((client, self.pool.submit(self._post, client, body, headers)))

@@ -5,56 +5,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.rollouts.base import RolloutEngine, create_engine, require_engine
-from posttrain.rollouts.workers.shared_weights import copy_into, read_weights, tensors_of
+from posttrain.rollouts.workers.shared_weights import copy_into, read_weights
 from posttrain.types import FinishReason, Request, Rollout, Sampling
 
 __all__ = [
     "WORKER_ENGINES",
-    "EngineHandle",
     "EngineSpec",
     "PartialCompletion",
     "ResumableGenerator",
+    "WorkerEngine",
     "begin_completions",
 ]
 
 
 WORKER_ENGINES = ("native", "hf", "server", "custom")
-
-
-@dataclass(slots=True)
-class EngineHandle:
-    """An engine in a worker, and how it comes by newer weights.
-
-    Attributes:
-        engine: Any rollout engine.
-        load: Takes the least version wanted, returns that of the weights it has now.
-        version: Of the weights it has; 0 before the first.
-        holders: Which servers hold them, where it asks servers.
-        set_servers: Tells an engine that asks servers which of them hold the current weights.
-    """
-
-    engine: RolloutEngine
-    load: Callable[[int], int]
-    version: int = 0
-    holders: Any = None
-    set_servers: Callable[[Any], None] | None = None
-
-    def refresh(self, wanted: int, holders: Any = None) -> bool:
-        """Newer weights, where they are wanted; whether any were loaded."""
-        if self.set_servers is not None and holders is not None and holders is not self.holders:
-            self.set_servers(holders)  # Also without a newer version: servers may have come.
-            self.holders = holders
-        if self.version >= wanted:
-            return False
-        self.version = self.load(wanted)
-        return True
 
 
 @dataclass(slots=True)
@@ -85,39 +55,55 @@ class EngineSpec:
         if self.kind in ("server", "custom") and self.factory is None:
             raise ConfigError(f"worker_engine={self.kind!r} needs a function that makes the engine.")
 
-    def make(self) -> EngineHandle:
-        """The engine, without weights where they are still to come."""
-        if self.factory is not None:
-            return self._given(self.factory())
+
+class WorkerEngine:
+    """The engine of a worker, and how it comes by newer weights.
+
+    Args:
+        spec: How to make it.
+
+    Attributes:
+        engine: Any rollout engine.
+        version: Of the weights it has; 0 before the first.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec, self.version, self.holders = spec, 0, None
+        # A copy of the policy; None where the engine keeps its own weights, or servers have them.
+        self.model: Any = None
+        if spec.factory is not None:
+            self.engine: Any = require_engine(spec.factory(), "engine_factory")
+            return
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_config(
-            self.config, dtype=getattr(torch, self.dtype), trust_remote_code=self.trust_remote_code
+        self.model = AutoModelForCausalLM.from_config(
+            spec.config, dtype=getattr(torch, spec.dtype), trust_remote_code=spec.trust_remote_code
         ).eval()
-        engine = create_engine(self.kind, model, pad_token_id=self.pad_token_id)
+        self.engine = create_engine(spec.kind, self.model, pad_token_id=spec.pad_token_id)
 
-        def load(wanted: int) -> int:
-            weights, version = read_weights(self.weights, wanted)
-            copy_into(model, weights)
-            engine.load_weights((), version)
-            return version
+    def refresh(self, wanted: int, holders: Any = None) -> bool:
+        """Newer weights, where they are wanted; whether any were loaded.
 
-        return EngineHandle(engine, load)
+        Args:
+            wanted: Least version that will do.
+            holders: Which servers hold it, where the engine asks servers.
+        """
+        if self.spec.kind == "server" and holders is not None and holders is not self.holders:
+            self.engine.set_servers(holders)  # Also without a newer version: servers may have come.
+            self.holders = holders
+        if self.version >= wanted:
+            return False
+        self.version = self._load(wanted)
+        return True
 
-    def _given(self, engine: Any) -> EngineHandle:
-        require_engine(engine, "engine_factory")
-
-        def take(wanted: int) -> int:
-            weights, version = read_weights(self.weights, wanted)
-            engine.load_weights(tensors_of(weights), version)
-            return version
-
-        def believe(wanted: int) -> int:
+    def _load(self, wanted: int) -> int:
+        if not self.spec.weights:
             return wanted  # The trainer pushed them to the servers before it said so.
-
-        pushed = self.kind == "server" or not Path(self.weights or "/nonexistent").is_dir()
-        set_servers = engine.set_servers if self.kind == "server" else None
-        return EngineHandle(engine, believe if pushed else take, set_servers=set_servers)
+        weights, version = read_weights(self.spec.weights, wanted)
+        if self.model is not None:
+            copy_into(self.model, weights)
+        self.engine.load_weights(weights.items() if self.model is None else (), version)
+        return version
 
 
 # A continuation draws other numbers than its beginning and its neighbours.

@@ -15,7 +15,7 @@ from typing import Any
 from posttrain.errors import RolloutError
 from posttrain.rollouts.workers.ledger import FailureBudget, Ledger
 from posttrain.rollouts.workers.samples import GroupTask, RolloutBuffer, TaskSource, Trajectory
-from posttrain.rollouts.workers.worker import GAP_S, JOIN_S, AwakeClock, WorkerJob, WorkerProcess
+from posttrain.rollouts.workers.worker import GAP_S, JOIN_S, ActiveClock, WorkerJob, WorkerProcess
 
 __all__ = ["GroupResult", "PoolSettings", "WorkerPool"]
 
@@ -119,15 +119,12 @@ class WorkerPool:
         self.source, self.settings, self.folder = source, settings, folder
         self.rollout_buffer, self.ledger = buffer, ledger
         self.budget = FailureBudget(settings.failure_budget)
-        self.max_inflight = settings.max_inflight
         self.version, self._announced = 0, 0.0
         self.holders: Any = None  # Which servers hold the version, where workers ask servers.
-        self.clock = AwakeClock(GAP_S)  # Workers are not to blame for time in which this process stood still.
+        self.clock = ActiveClock(GAP_S)  # Workers are not to blame for time in which this process stood still.
         self.workers: list[WorkerProcess] = []
         self.under_way: dict[int, _UnderWay] = {}
         self.loaded: dict[int, int] = {}
-        self.worked = 0.0  # Seconds in which a worker that was ready had a processor.
-        self._worked: dict[WorkerProcess, float] = {}
         self.restarts = 0
         self.error: BaseException | None = None
         self.lock = threading.RLock()
@@ -200,9 +197,10 @@ class WorkerPool:
         with self.lock:
             self.ledger.audit(writing=self.writing, waiting=len(self.rollout_buffer))
 
-    def limit(self, rollouts: int) -> None:
-        """Write fewer at once from now on, though never less than a group."""
-        self.max_inflight = max(self.settings.group_size, rollouts)
+    @property
+    def starting(self) -> bool:
+        """Whether a worker is not ready yet, which has a time limit of its own."""
+        return not all(worker.is_ready for worker in self.workers)
 
     def spent(self) -> dict[str, float]:
         """Seconds and tokens of all workers since it was asked last."""
@@ -220,9 +218,8 @@ class WorkerPool:
                 with self.lock:
                     self._receive()
                     self._look_after()
-                    self._count_time()
                     self._dispatch()
-                if all(worker.is_ready for worker in self.workers):
+                if not self.starting:
                     self._ready.set()
         except BaseException as error:
             self.error = error
@@ -302,11 +299,6 @@ class WorkerPool:
             if problem is not None:
                 self.workers[position] = self._replace(worker, problem)
 
-    def _count_time(self) -> None:
-        now = {worker: worker.own_time() for worker in self.workers if worker.is_ready}
-        self.worked += max([0.0, *(t - self._worked[w] for w, t in now.items() if w in self._worked)])
-        self._worked = now
-
     def _replace(self, worker: WorkerProcess, problem: str) -> WorkerProcess:
         error = worker.describe(problem)
         if not self._ready.is_set():
@@ -349,4 +341,8 @@ class WorkerPool:
         reserved = (writing + size) * self.settings.rollout_tokens
         ahead = writing + waiting + self.ledger.held + size
         paced = self.settings.window is None or ahead <= self.settings.window
-        return paced and writing + size <= self.max_inflight and self.rollout_buffer.room(writing + size, reserved)
+        return (
+            paced
+            and writing + size <= self.settings.max_inflight
+            and self.rollout_buffer.room(writing + size, reserved)
+        )

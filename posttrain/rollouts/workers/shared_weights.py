@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import fcntl
-import hashlib
 import json
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,11 +16,9 @@ from torch import Tensor, nn
 from posttrain.errors import ModelError, WeightSyncError
 from posttrain.models.heads import learns_prompts, unwrapped
 from posttrain.models.parallel import flattens_parameters, gathered, summoned, whole_tensor
-from posttrain.rollouts.server.replies import hold, remove_orphans, shared_root
-from posttrain.rollouts.server.weight_sync import MappedFile, SharedFile
+from posttrain.rollouts.server.weight_sync import SharedFolder, file_tensors, write_tensors
 
 __all__ = [
-    "HostLock",
     "SharedWeights",
     "Weights",
     "as_dtype",
@@ -202,8 +195,6 @@ def _delta(layer: Any, name: str) -> Tensor:
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
-# Begins the names of folders that we made.
-OWN = "posttrain-async-"
 # Versions: one may be read while the next is written.
 KEPT = 2
 
@@ -219,20 +210,16 @@ class SharedWeights:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        self.given = None if folder is None else Path(folder)
-        self.folder = self.given or Path()
+        self.folder = Path(folder or "")
         self.version = 0
-        self._held: int | None = None
+        self._own: SharedFolder | None = None
 
     def init_weight_transfer(self) -> None:
         """Make the folder."""
-        if self.given is not None:
-            self.given.mkdir(parents=True, exist_ok=True)
-        elif not self.folder.name:
-            remove_orphans()
-            while self._held is None:  # Another process may take it for an orphan before it is held.
-                self.folder = Path(tempfile.mkdtemp(prefix=f"{OWN}{os.getpid()}-", dir=shared_root()))
-                self._held = hold(self.folder)
+        if not self.folder.name:
+            self._own = SharedFolder()
+            self.folder = self._own.path
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def pause(self) -> None:
         """Workers go on with what they have."""
@@ -246,21 +233,19 @@ class SharedWeights:
         version = self.version + 1
         whole = [(name, tensor.detach().cpu()) for name, tensor in tensors]
         path = self.folder / f"weights-{version}.safetensors"
-        file = SharedFile(path)
         try:
-            written, digest = file.write(whole)
+            digest = write_tensors(whole, path)
         except OSError as error:
             free = shutil.disk_usage(self.folder).free
             size = sum(tensor.nbytes for _, tensor in whole)
-            file.close()
+            path.unlink(missing_ok=True)
             raise WeightSyncError(
                 f"version {version} ({size / 1e6:.0f} MB) could not be written to {self.folder} ({free / 1e6:.0f} MB free): "
                 f"{error}. Make room there.",
                 phase="bucket", version=version,
             ) from error  # fmt: skip
-        marker = {"version": version, "file": file.leave().name, "bytes": written, "xxh3": digest}
         draft = self.folder / "latest.draft"
-        draft.write_text(json.dumps(marker), encoding="utf-8")
+        draft.write_text(json.dumps({"version": version, "file": path.name, "xxh3": digest}), encoding="utf-8")
         draft.replace(self.folder / "latest.json")
         self.version = version
         (self.folder / f"weights-{version - KEPT}.safetensors").unlink(missing_ok=True)
@@ -270,27 +255,19 @@ class SharedWeights:
 
     def destroy(self) -> None:
         """Remove the files; and the folder, where it is our own."""
-        if self.folder.name:
+        if self._own is not None:
+            self._own.close()
+        elif self.folder.name:
             remove_weights(self.folder)
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
 
 
 def remove_weights(folder: Path) -> None:
     """Remove shared weights; and their folder, unless it was given by the user."""
-    if folder.name.startswith(OWN):
+    if folder.name.startswith("posttrain-"):
         shutil.rmtree(folder, ignore_errors=True)
         return
     for path in [*folder.glob("weights-*.safetensors"), folder / "latest.json"]:
         path.unlink(missing_ok=True)
-
-
-def latest(folder: str | Path) -> dict[str, Any] | None:
-    """What the newest version is; None before the first."""
-    with contextlib.suppress(FileNotFoundError):
-        return json.loads(Path(folder, "latest.json").read_text(encoding="utf-8"))
-    return None
 
 
 def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tuple[dict[str, Tensor], int]:
@@ -304,30 +281,23 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
     Raises:
         WeightSyncError: It did not come, or its content is not what was written.
     """
-    limit = time.monotonic() + timeout
+    limit, found = time.monotonic() + timeout, None
     while True:
-        marker = latest(folder)
-        if marker is not None and marker["version"] >= version:
-            with contextlib.suppress(FileNotFoundError):  # A newer one has replaced it meanwhile.
-                return _checked(Path(folder, marker["file"]), marker), marker["version"]
+        try:
+            latest = json.loads(Path(folder, "latest.json").read_text(encoding="utf-8"))
+            found = latest["version"]
+            if found >= version:
+                return file_tensors(Path(folder, latest["file"]), latest["xxh3"]), found
+        except FileNotFoundError:  # None was written yet, or a newer one has replaced it meanwhile.
+            pass
+        except ModelError as error:
+            raise WeightSyncError(f"{folder}: {error}", phase="end", version=found) from error
         if time.monotonic() > limit:
-            found = None if marker is None else marker["version"]
             raise WeightSyncError(
                 f"weights of version {version} did not appear in {folder} within {timeout:g} s (there: {found}).",
                 phase="end", version=version,
             )  # fmt: skip
         time.sleep(0.05)
-
-
-def _checked(path: Path, marker: dict[str, Any]) -> dict[str, Tensor]:
-    file = MappedFile(path)
-    size, digest = len(file.data), file.checksum()
-    if size != marker["bytes"] or digest != marker["xxh3"]:
-        raise WeightSyncError(
-            f"{path} holds {size} bytes with hash {digest}; written were {marker['bytes']} with {marker['xxh3']}.",
-            phase="end", version=marker["version"],
-        )  # fmt: skip
-    return dict(file.tensors())
 
 
 @torch.no_grad()
@@ -347,11 +317,6 @@ def copy_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
         )
     for name, tensor in own.items():
         tensor.copy_(weights[name])
-
-
-def tensors_of(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """For engines that take weights themselves."""
-    yield from weights.items()
 
 
 def as_dtype(name: Any) -> torch.dtype | None:
@@ -427,40 +392,3 @@ def _renamed(model: Any) -> bool:
 def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Weights:
     """A model's weights for `posttrain.rollouts.base.RolloutEngine.load_weights`, adapters merged into copies."""
     return Weights(model, dtype=dtype)
-
-
-class HostLock:
-    """A lock file keyed by a name.
-
-    Args:
-        name: Of what is locked: an address, say.
-    """
-
-    def __init__(self, name: str) -> None:
-        digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-        self.path = Path(tempfile.gettempdir()) / f"posttrain-lease-{digest}.lock"
-        self._file: Any = None
-
-    def acquire(self, holder: str) -> str | None:
-        """Take it; where another process has it, that one's name. Taking it twice does nothing."""
-        if self._file is not None:
-            return None
-        file = open(self.path, "a+")  # noqa: SIM115 - held until `release`.
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            other = file.read().strip() or "another trainer"
-            file.close()
-            return other
-        file.truncate(0)
-        file.write(f"{holder} (process {os.getpid()})")
-        file.flush()
-        self._file = file
-        return None
-
-    def release(self) -> None:
-        """Give it back."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None

@@ -21,26 +21,24 @@ from typing import Any, Protocol
 from posttrain.errors import ArgumentTypeError, RolloutError
 
 __all__ = [
-    "AwakeClock",
+    "ActiveClock",
     "Link",
     "WorkerJob",
     "WorkerProcess",
     "check_picklable",
-    "queued_seconds",
     "without_device",
 ]
 
 
-class AwakeClock:
-    """Seconds, of which the gap between two looks counts at most ``most``.
+class ActiveClock:
+    """A liveness clock that ignores time in which this process was suspended: a gap between two looks counts ``most`` seconds.
 
-    A process that was stopped (a suspended job), or got no processor for a while, heard nothing in that time: by a wall clock
-    everybody else would seem to have been silent. By this one the deadline moves along.
+    By a wall clock everybody else would seem to have been silent in that time.
 
     Args:
-        most: Seconds between two looks that count in full; a multiple of how often it is looked at.
+        most: Seconds between two looks that count in full; a multiple of the time between two looks.
 
-    >>> clock = AwakeClock(0.01)
+    >>> clock = ActiveClock(0.01)
     >>> time.sleep(0.1); clock.look() < 0.02
     True
     """
@@ -57,17 +55,6 @@ class AwakeClock:
             self.now += min(real - self._last, self.most)
             self._last = real
             return self.now
-
-
-def queued_seconds(pid: int) -> float:
-    """Seconds for which the first thread of a process could have run and had no processor; 0 where the system does not say.
-
-    The second number of ``/proc/<pid>/schedstat``, nanoseconds on a run queue (Linux, Documentation/scheduler/sched-stats).
-    """
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 BEAT_S = 1.0
@@ -171,8 +158,8 @@ class Link:
         self.on_news: Callable[[], None] = lambda: None
         self.on_orphaned: Callable[[], None] = lambda: None
         self._news, self._sending = threading.Event(), threading.Lock()
-        self._clock = AwakeClock(GAP_S)
-        self._alive = self._time()
+        self._clock = ActiveClock(GAP_S)
+        self._alive = self._clock.look()
         for work in (self._read, self._beat):
             threading.Thread(target=work, daemon=True, name=f"link{work.__name__}").start()
 
@@ -188,11 +175,7 @@ class Link:
 
     def progress(self) -> None:
         """The working thread is alive."""
-        self._alive = self._time()
-
-    def _time(self) -> float:
-        """Seconds in which the working thread, which is the first, could have worked."""
-        return self._clock.look() - queued_seconds(os.getpid())
+        self._alive = self._clock.look()
 
     def wait(self, seconds: float) -> None:
         """Until there is news, or this long."""
@@ -224,7 +207,7 @@ class Link:
     def _beat(self) -> None:
         while True:
             with contextlib.suppress(OSError):
-                self.send("beat", idle=self._time() - self._alive)
+                self.send("beat", idle=self._clock.look() - self._alive)
             time.sleep(BEAT_S)
 
 
@@ -272,10 +255,10 @@ class WorkerProcess:
         folder: str | Path,
         *,
         keep_device: bool = False,
-        clock: AwakeClock | None = None,
+        clock: ActiveClock | None = None,
     ) -> None:
         self.index, self.payload, self.keep_device = index, payload, keep_device
-        self.clock = AwakeClock(GAP_S) if clock is None else clock
+        self.clock = ActiveClock(GAP_S) if clock is None else clock
         self.log = Path(folder, f"worker-{index}.log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.is_ready = False
@@ -297,7 +280,7 @@ class WorkerProcess:
         with without_device(self.keep_device):
             self.process.start()
         theirs.close()
-        self.began = self.heard = self.own_time()
+        self.began = self.heard = self.clock.look()
 
     def send(self, kind: str, content: Any = None) -> None:
         """A command; a process that died is noticed elsewhere."""
@@ -309,7 +292,7 @@ class WorkerProcess:
         try:
             while self.connection.poll():
                 kind, content = self.connection.recv()
-                self.heard = self.own_time()
+                self.heard = self.clock.look()
                 if kind == "beat":
                     self.idle = content["idle"]
                     continue
@@ -327,7 +310,7 @@ class WorkerProcess:
 
     def problem(self, stale_after_s: float, ready_within_s: float) -> str | None:
         """What is wrong with it, in words; None while all is well."""
-        now = self.own_time()
+        now = self.clock.look()
         if not self.alive:
             code = self.process.exitcode
             name = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
@@ -336,10 +319,6 @@ class WorkerProcess:
             return f"was not ready within {ready_within_s:g} s" if now - self.began > ready_within_s else None
         silent = max(now - self.heard, self.idle)
         return f"gave no sign of work for {silent:.0f} s" if silent > stale_after_s else None
-
-    def own_time(self) -> float:
-        """Seconds by which it can be late: those without a processor are not its own."""
-        return self.clock.look() - queued_seconds(self.process.pid or 0)
 
     def tail(self) -> str:
         """The last lines it wrote since it was started."""
