@@ -294,4 +294,4 @@ def test_configs_hold_the_defaults_of_trl(tmp_path):
     )
     assert (made["Distillation"].beta, made["Distillation"].learning_rate) == (1.0, 1e-6)
     assert made["SDFT"].distillation_topk == 100 and made["SDPO"].teacher_model_kind == "ema"
-    assert dataclasses.replace(made["IWOPD"].axes(), credit="none").estimator == "score"
+    assert dataclasses.replace(made["IWOPD"].axes(), prefix=None).estimator == "score"
