@@ -26,7 +26,7 @@ def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) -> Callable[[type], type]:
+def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) -> Callable[[Any], Any]:
     """A row of the table of methods, put on a config before ``dataclass``.
 
     Args:
@@ -34,11 +34,11 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
         defaults: Fields of the bases with another default; a pair also has the help text of another meaning.
     """
 
-    def decorate(cls: type) -> type:
+    def decorate(cls: Any) -> Any:
         bases = [base for base in cls.__mro__[:0:-1] if dataclasses.is_dataclass(base)]
         known: dict[str, Any] = {f.name: f for base in bases for f in dataclasses.fields(base)}
         made = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
-        cls._refused = cls._refused | (unread or {})  # type: ignore[attr-defined]
+        cls._refused = cls._refused | (unread or {})
         for name, value in (defaults | made).items():
             default, text = value if isinstance(value, tuple) else (value, known[name].metadata["help"])
             kind = known[name].type if name in known else "str | None" if default is None else type(default).__name__

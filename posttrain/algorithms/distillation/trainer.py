@@ -54,13 +54,12 @@ __all__ = ["DistillationTrainer", "positional"]
 DATA = ("train_dataset", "eval_dataset", "processing_class")
 
 
-def positional(*names: str) -> Callable[[type], type]:
+def positional(*names: str) -> Callable[[Any], Any]:
     """Let a trainer's constructor take its arguments in TRL's order too, and not by their names alone."""
 
     def decorate(cls: Any) -> Any:
         inner = cls.__init__
 
-        @functools.wraps(inner)
         def init(self: Any, *given: Any, **named: Any) -> None:
             if len(given) > len(names):
                 raise TypeError(
@@ -75,8 +74,8 @@ def positional(*names: str) -> Callable[[type], type]:
         first = [inspect.Parameter(name, kind, default=None) for name in names[1:]]
         ends = [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
         heads = [inspect.Parameter(name, kind) for name in ("self", names[0])]
-        init.__signature__ = inspect.Signature([*heads, *first, *by_name, *ends])  # type: ignore[attr-defined]
-        cls.__init__ = init
+        cls.__init__ = functools.wraps(inner)(init)
+        cls.__init__.__signature__ = inspect.Signature([*heads, *first, *by_name, *ends])
         return cls
 
     return decorate
