@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from posttrain.algorithms.distillation.config import Axes
@@ -18,9 +19,10 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.models import load
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm
+from posttrain.models.reference import Reference
 from posttrain.types import Batch, Row
 
-__all__ = ["ModelTeacher", "ServerTeacher", "frozen", "load_teacher", "scores_of_batch"]
+__all__ = ["AdapterAverage", "ModelTeacher", "ServerTeacher", "frozen", "load_teacher", "scores_of_batch"]
 
 
 def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
@@ -106,6 +108,30 @@ class ModelTeacher:
         """The teacher after prompts of its own, by the number in the batch's column ``key``."""
         rows = [Row(prompt_of(key), [ids], [mask]) for key, ids, mask in _keyed(batch)]
         return self.of_rows(rows, batch.input_ids.device)
+
+
+class AdapterAverage(transformers.TrainerCallback):
+    """Moves the teacher's adapter, a copy of the student's as it was given, towards the student's.
+
+    Factors are averaged, A and B each: with a small share that follows the average of their products.
+
+    Args:
+        teacher: Holds the copy.
+    """
+
+    def __init__(self, teacher: Reference) -> None:
+        self.teacher = teacher
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Mix the student's share in, where it is due."""
+        if state.global_step % args.teacher_sync_steps:
+            return
+        named = dict(self.teacher.policy.named_parameters())
+        mine, theirs = f".{self.teacher.adapter}", f".{self.teacher.policy.active_adapter}"
+        for name, parameter in named.items():
+            if f"{mine}." in f"{name}.":
+                parameter.lerp_(named[name.replace(mine, theirs)], args.teacher_update_rate)
 
 
 def _keyed(batch: Batch) -> Iterator[tuple[int, list[int], list[int]]]:

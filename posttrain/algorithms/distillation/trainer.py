@@ -23,6 +23,7 @@ from posttrain.algorithms.distillation.data import (
 from posttrain.algorithms.distillation.objective import Comparison, TokenScores, distillation_objective
 from posttrain.algorithms.distillation.scores import ScoreFile
 from posttrain.algorithms.distillation.teacher import (
+    AdapterAverage,
     ModelTeacher,
     ServerTeacher,
     frozen,
@@ -183,8 +184,9 @@ class DistillationTrainer(OnlineTrainer):
         if own is not None and own.copy is not None:
             self.teacher_model = own.copy.to(self.args.device)
             install_token_head(own.copy)
-        if kind == "ema":
-            self.add_callback(SyncRefModelCallback(own, self.accelerator))
+        if kind == "ema" and own is not None:
+            whole = own.copy is not None
+            self.add_callback(SyncRefModelCallback(own, self.accelerator) if whole else AdapterAverage(own))
 
         @contextmanager
         def running() -> Iterator[nn.Module]:
