@@ -294,4 +294,46 @@ def test_configs_hold_the_defaults_of_trl(tmp_path):
     )
     assert (made["Distillation"].beta, made["Distillation"].learning_rate) == (1.0, 1e-6)
     assert made["SDFT"].distillation_topk == 100 and made["SDPO"].teacher_model_kind == "ema"
-    assert dataclasses.replace(made["IWOPD"].axes(), credit="none").estimator == "score"
+    assert dataclasses.replace(made["IWOPD"].axes(), prefix=None).estimator == "score"
+
+
+def lora_of_ema(folder, tokenizer, **settings):
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    return preset(
+        "SDFT", folder, tokenizer, teacher_model_kind="ema", teacher_update_rate=0.25, peft_config=lora, data=hinted(12),
+        distillation_mode="full_logits", **settings,
+    )  # fmt: skip
+
+
+def adapters(trainer):
+    """Weights of the student's adapter, and of the teacher's, by name."""
+    found = {"default": {}, "ref": {}}
+    for name, parameter in trainer.model.named_parameters():
+        for adapter, weights in found.items():
+            if f".{adapter}." in name:
+                weights[name.replace(f".{adapter}.", ".")] = parameter.detach().clone()
+    return found["default"], found["ref"]
+
+
+def test_with_lora_the_moving_average_is_an_adapter_that_begins_as_the_students(tmp_path, tiny_tokenizer):
+    trainer = lora_of_ema(tmp_path, tiny_tokenizer)
+    given, teacher = adapters(trainer)
+    assert trainer.teacher_model is None and given.keys() == teacher.keys() and len(given) == 4
+    assert all(torch.equal(given[name], teacher[name]) for name in given)
+    trainer.train()
+    student, teacher = adapters(trainer)
+    assert any(not torch.equal(given[name], student[name]) for name in given)
+    for name in given:
+        assert torch.allclose(teacher[name], 0.75 * given[name] + 0.25 * student[name], atol=1e-6)
+    assert {n.split(".")[-2] for n, p in trainer.model.named_parameters() if p.requires_grad} == {"default"}
+
+
+def test_a_resumed_run_goes_on_with_the_average_it_had(tmp_path, tiny_tokenizer):
+    whole = lora_of_ema(tmp_path / "a", tiny_tokenizer, max_steps=3, save_strategy="steps", save_steps=2)
+    whole.train()
+    again = lora_of_ema(tmp_path / "b", tiny_tokenizer, max_steps=3)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    for mine, theirs in zip(adapters(whole), adapters(again), strict=True):
+        assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in mine)

@@ -1,12 +1,13 @@
 """Teachers that are not there: a file of scores, and a server."""
 
+from types import SimpleNamespace
+
 import datasets
 import pytest
 import torch
 
 import posttrain as pt
 from posttrain.algorithms.distillation.scores import ScoreFile, score_dataset
-from posttrain.algorithms.distillation.teacher import TokenScores
 from posttrain.cli.main import main
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.serve.engines import NativeServed
@@ -87,20 +88,23 @@ def test_the_command_writes_what_gkd_reads(tmp_path, tiny_model_dir, capsys):
 
 
 class FakeServer:
-    """What a server with ``prompt_logprobs`` says, by a model here."""
+    """What the client of a server with ``prompt_logprobs`` says, by a model here."""
 
     def __init__(self, model, model_id="teacher", top_k=20, broken=False):
-        self.model, self.model_id, self.top_k, self.broken = model, model_id, top_k, broken
+        self.model, self.facts, self.broken = model, {"model": model_id, "max_logprobs": top_k}, broken
+
+    def info(self):
+        return self.facts
 
     @torch.no_grad()
-    def score(self, prompts, completions, top_k):
+    def score(self, sequences, prompt_lengths, *, top):
         found = []
-        for prompt, ids in zip(prompts, completions, strict=True):
-            logits = self.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-            logp = logits.log_softmax(-1)
-            best = logp.topk(top_k, -1)
-            actual = logp.gather(1, torch.tensor(ids)[:, None])[:, 0]
-            found.append(TokenScores(best.indices, best.values, actual[:-1] if self.broken else actual))
+        for ids, start in zip(sequences, prompt_lengths, strict=True):
+            logp = self.model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
+            best = logp.topk(top, -1)
+            actual = logp.gather(1, torch.tensor(ids[start:])[:, None])[:, 0].tolist()
+            own = actual[:-1] if self.broken else actual
+            found.append(SimpleNamespace(top_ids=best.indices.tolist(), top_logps=best.values.tolist(), logps=own))
         return found
 
 
@@ -141,7 +145,7 @@ def test_scores_of_completions_that_wait_are_in_the_checkpoint(tmp_path, tiny_to
     other.load_saved_state(__import__("json").loads(__import__("json").dumps(state)))
     assert other.kept["train"].keys() == trainer.kept["train"].keys()
     key = next(iter(other.kept["train"]))
-    assert torch.allclose(other.kept["train"][key].actual, trainer.kept["train"][key].actual)
+    assert other.kept["train"][key] == trainer.kept["train"][key]
 
 
 def test_streams_and_splits_are_scored_by_the_number_of_their_row(tmp_path, tiny_tokenizer):

@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError, check_choice, check_rules
 from posttrain.models.heads import causal_lm
 from posttrain.training.online_config import OnlineConfig, truncated_sampling
 
-__all__ = ["Axes", "DistillationConfig", "DistillationFields", "Support", "logit_width"]
+__all__ = ["Axes", "DistillationConfig", "DistillationFields", "Support", "logit_width", "option", "preset"]
 
 logger = logging.getLogger(__name__)
 
 FLAT = 0.05  # A beta this close to 0 or 1, and not there, has hardly any gradient.
-KINDS = ("model", "live", "base", "ema")
 Support = Literal["none", "full", "teacher_topk", "student_topk", "union_topk", "sampled", "top1_pair", "aligned"]
+
+
+def option(default: Any, text: str) -> Any:
+    """A field of a config with its help text."""
+    return field(default=default, metadata={"help": text})
+
+
+def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) -> Callable[[Any], Any]:
+    """A row of the table of methods, put on a config before ``dataclass``.
+
+    Args:
+        unread: Fields of TRL that would change nothing here: their default, and what to use instead. Another value is refused.
+        defaults: Fields of the bases with another default; a pair also has the help text of another meaning.
+    """
+
+    def decorate(cls: Any) -> Any:
+        bases = [base for base in cls.__mro__[:0:-1] if dataclasses.is_dataclass(base)]
+        known: dict[str, Any] = {f.name: f for base in bases for f in dataclasses.fields(base)}
+        made = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
+        cls._refused = cls._refused | (unread or {})
+        for name, value in (defaults | made).items():
+            default, text = value if isinstance(value, tuple) else (value, known[name].metadata["help"])
+            kind = known[name].type if name in known else "str | None" if default is None else type(default).__name__
+            cls.__annotations__[name] = kind
+            setattr(cls, name, option(default, text))
+        return cls
+
+    return decorate
 
 
 def logit_width(model: Any) -> int:
@@ -39,7 +68,7 @@ class Axes:
         tail: One category more for the mass outside the support; else both sides are renormalised.
         student_temperature, teacher_temperature: Divide the logits of each before the divergence.
         estimator: ``exact``, or ``score``: the policy gradient of the sampled token.
-        credit: ``none``; ``prefix`` (IW-OPD).
+        prefix: gamma and epsilon of the weights of IW-OPD; None: every token weighs the same.
         reduction: ``token``; ``sequence_token``: mean of each sequence; ``active``: the same over sequences with a teacher.
         is_clip: Most of the importance weight of a token whose weights have moved since; None: no weight.
         weight, cross_entropy: Of the divergence and of ``-log q`` of the tokens.
@@ -53,7 +82,7 @@ class Axes:
     student_temperature: float = 1.0
     teacher_temperature: float = 1.0
     estimator: Literal["exact", "score"] = "exact"
-    credit: Literal["none", "prefix"] = "none"
+    prefix: tuple[float, float] | None = None
     reduction: Literal["token", "sequence_token", "active"] = "token"
     is_clip: float | None = None
     weight: float = 1.0
@@ -68,25 +97,21 @@ class Axes:
         """
         if not 0 <= self.beta <= 1:
             raise ConfigError(
-                f"beta={self.beta} must be in [0, 1]: 0 is KL(teacher || student), 1 is KL(student || teacher)."
+                f"beta={self.beta} must be in [0, 1]: 0 is KL(teacher || student), 1 KL(student || teacher)."
             )
-        if min(self.student_temperature, self.teacher_temperature) <= 0:
-            raise ConfigError(
-                f"temperature={min(self.student_temperature, self.teacher_temperature)} must be above 0: "
-                "logits are divided by it."
-            )
+        coldest = min(self.student_temperature, self.teacher_temperature)
+        if coldest <= 0:
+            raise ConfigError(f"temperature={coldest} must be above 0: logits are divided by it.")
+        exact = self.estimator == "exact"
         single = self.support == "sampled" or (self.support.endswith("topk") and self.top_k == 1)
-        if single and not self.tail and self.estimator == "exact":
+        if single and not self.tail and exact:
             raise ConfigError(
-                f"top_k={self.top_k or 1} without a tail: one renormalised id has probability 1 on both "
-                "sides, and the loss is 0. "
+                f"top_k={self.top_k or 1} without a tail: one renormalised id has probability 1 on both sides, the loss is 0. "
                 "Fix: add the tail (loss_add_tail=True, distillation_add_tail=True), or more ids."
             )
-        if (0 < self.beta < FLAT or 1 - FLAT < self.beta < 1) and self.estimator == "exact":
-            logger.warning(
-                "beta=%s: the divergence and its gradient shrink with beta (1 - beta) and are not the KL of beta=%d.",
-                self.beta, round(self.beta),
-            )  # fmt: skip
+        if exact and (0 < self.beta < FLAT or 1 - FLAT < self.beta < 1):
+            text = "beta=%s: the divergence and its gradient shrink with beta (1 - beta) and are not the KL of beta=%d."
+            logger.warning(text, self.beta, round(self.beta))
         return self
 
 
@@ -94,71 +119,49 @@ class Axes:
 class DistillationFields:
     """Fields of every distillation config, whatever it builds on."""
 
-    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
-    num_generations: int = field(default=1, metadata={"help": "Completions per prompt, at least 1."})
-    temperature: float = field(
-        default=1.0, metadata={"help": "Sampling and loss: divides the logits of student and teacher; > 0."}
+    learning_rate: float = option(1e-6, "Peak learning rate.")
+    num_generations: int = option(1, "Completions per prompt, at least 1.")
+    temperature: float = option(1.0, "Sampling and loss: divides the logits of student and teacher; > 0.")
+    lmbda: float = option(
+        1.0,
+        "Share of prompts whose completions the student samples, in [0, 1]; the others train on the dataset's completion "
+        "column, or on the teacher's samples with seq_kd. 0 never generates.",
     )
-    lmbda: float = field(
-        default=1.0,
-        metadata={
-            "help": "Share of prompts whose completions the student samples, in [0, 1]; the others train on the dataset's "
-            "completion column, or on the teacher's samples with seq_kd. 0 never generates."
-        },
+    seq_kd: bool = option(False, "Where the student does not sample, the teacher does.")
+    max_length: int | None = option(None, "Tokens of a dataset row; of a longer one the end is kept. None: no limit.")
+    max_prompt_length: int | None = option(None, "Tokens of a prompt; of a longer one the end is kept. None: no limit.")
+    eval_mode: Literal["auto", "dataset", "student"] = option(
+        "auto",
+        "Completions that evaluation scores: the dataset's, or samples of the student; auto: the dataset's where it has a "
+        "completion column.",
     )
-    seq_kd: bool = field(default=False, metadata={"help": "Where the student does not sample, the teacher does."})
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "Tokens of a dataset row; of a longer one the end is kept. None: no limit."},
+    teacher_model_name_or_path: str | None = option(None, "The teacher, where the trainer is given no teacher_model.")
+    teacher_model_revision: str | None = option(None, "Branch, tag or commit of the teacher.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = option(
+        None, "Keywords for from_pretrained of the teacher; without dtype the checkpoint's."
     )
-    max_prompt_length: int | None = field(
-        default=None, metadata={"help": "Tokens of a prompt; of a longer one the end is kept. None: no limit."}
+    teacher_model_kind: Literal["model", "live", "base", "ema"] = option(
+        "model",
+        "model: another model. The student itself: live, as it is now; base, as it was given (with LoRA the adapter off); "
+        "ema, a moving average of its weights (with LoRA of its adapter's).",
     )
-    eval_mode: Literal["auto", "dataset", "student"] = field(
-        default="auto",
-        metadata={
-            "help": "Completions that evaluation scores: the dataset's, or samples of the student; auto: the dataset's where "
-            "it has a completion column."
-        },
+    teacher_update_rate: float = option(0.05, "ema: share of the student in each update, in (0, 1].")
+    teacher_sync_steps: int = option(1, "ema: optimiser steps between two updates, at least 1.")
+    teacher_scores: str | None = option(
+        None, "File of `posttrain teacher-scores` of the training set, read instead of a teacher model."
     )
-    teacher_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "The teacher, where the trainer is given no teacher_model."}
+    eval_teacher_scores: str | None = option(None, "The same of the evaluation set, with teacher_scores.")
+    teacher_model_server_url: str | None = option(
+        None, "Server that scores completions instead of a teacher model in this process."
     )
-    teacher_model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the teacher."})
-    teacher_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keywords for from_pretrained of the teacher; without dtype the checkpoint's."}
+    loss_top_k: int = option(
+        0,
+        "Ids per position that the divergence sees: the teacher's most likely ones for beta=0, the student's for beta=1, both "
+        "between; 1: the sampled token takes the student's place. 0: the whole vocabulary.",
     )
-    teacher_model_kind: Literal["model", "live", "base", "ema"] = field(
-        default="model",
-        metadata={
-            "help": "model: another model. The student itself: live, as it is now; base, as it was given (with LoRA the "
-            "adapter off); ema, a moving average of its weights."
-        },
-    )
-    teacher_update_rate: float = field(
-        default=0.05, metadata={"help": "ema: share of the student in each update, in (0, 1]."}
-    )
-    teacher_sync_steps: int = field(
-        default=1, metadata={"help": "ema: optimiser steps between two updates, at least 1."}
-    )
-    teacher_scores: str | None = field(
-        default=None, metadata={"help": "File of `posttrain teacher-scores`, read instead of a teacher model."}
-    )
-    teacher_model_server_url: str | None = field(
-        default=None, metadata={"help": "Server that scores completions instead of a teacher model in this process."}
-    )
-    loss_top_k: int = field(
-        default=0,
-        metadata={
-            "help": "Ids per position that the divergence sees: the teacher's most likely ones for beta=0, the student's for "
-            "beta=1, both between; 1: the sampled token takes the student's place. 0: the whole vocabulary."
-        },
-    )
-    loss_add_tail: bool = field(
-        default=True, metadata={"help": "One category more for the mass outside loss_top_k ids."}
-    )
-    tokenizer_check: Literal["error", "warn", "off"] = field(
-        default="error", metadata={"help": "What happens where the tokenizers of student and teacher differ."}
+    loss_add_tail: bool = option(True, "One category more for the mass outside loss_top_k ids.")
+    tokenizer_check: Literal["error", "warn", "off"] = option(
+        "error", "What happens where the tokenizers of student and teacher differ."
     )
 
     if TYPE_CHECKING:  # Of the config that these fields stand in front of.
@@ -167,8 +170,7 @@ class DistillationFields:
 
     _least_generations: ClassVar[int] = 1
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*OnlineConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
-    # Fields of TRL that are stored and never read, or read by a part that is not here: their default, and what to use.
-    _refused: ClassVar[dict[str, tuple[Any, str]]] = {}
+    _refused: ClassVar[dict[str, tuple[Any, str]]] = {}  # See `preset`.
 
     def __post_init__(self) -> None:
         if isinstance(self.teacher_model_init_kwargs, str):
@@ -176,25 +178,17 @@ class DistillationFields:
         # The names under which `SyncRefModelCallback` reads them.
         self.ref_model_mixup_alpha, self.ref_model_sync_steps = self.teacher_update_rate, self.teacher_sync_steps
         super().__post_init__()  # type: ignore[misc]
-        for name, (default, instead) in self._refused.items():
-            if getattr(self, name) != default:
-                raise ConfigError(f"{name}={getattr(self, name)!r} would change nothing. Fix: {instead}.")
-        rules = {
-            "lmbda": (0 <= self.lmbda <= 1, "must be in [0, 1]: the share of prompts that the student completes"),
-            "loss_top_k": (self.loss_top_k >= 0, "must be 0 (the whole vocabulary) or positive"),
-            "teacher_update_rate": (0 < self.teacher_update_rate <= 1, "must be in (0, 1]"),
-            "teacher_sync_steps": (self.teacher_sync_steps >= 1, "must be at least 1"),
-            "max_length": ((self.max_length or 2) >= 2, "must be at least 2: a prompt token and one of the answer"),
-            "max_prompt_length": ((self.max_prompt_length or 1) >= 1, "must be at least 1, or None"),
-        }
-        for name, (holds, rule) in rules.items():
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+        check_rules(
+            self,
+            (
+                (n, getattr(self, n) == old, f"would change nothing. Fix: {new}")
+                for n, (old, new) in self._refused.items()
+            ),
+        )
+        check_rules(self, self._rules())
         check_choice("tokenizer_check", self.tokenizer_check, ("error", "warn", "off"))
         check_choice("eval_mode", self.eval_mode, ("auto", "dataset", "student"))
-        check_choice("teacher_model_kind", self.teacher_model_kind, KINDS)
-        if self.use_liger_kernel:
-            raise ConfigError("use_liger_kernel=True: the loss is computed in chunks anyway. Fix: leave it at False.")
+        check_choice("teacher_model_kind", self.teacher_model_kind, ("model", "live", "base", "ema"))
         self._check_sources()
         axes = self.axes().check()
         if axes.estimator == "score" and (cut := truncated_sampling(self)):
@@ -202,31 +196,38 @@ class DistillationFields:
                 "%s with a loss of sampled tokens: they are drawn from another distribution than its own.", cut
             )
 
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        return [
+            ("lmbda", 0 <= self.lmbda <= 1, "must be in [0, 1]: the share of prompts that the student completes"),
+            ("loss_top_k", self.loss_top_k >= 0, "must be 0 (the whole vocabulary) or positive"),
+            ("teacher_update_rate", 0 < self.teacher_update_rate <= 1, "must be in (0, 1]"),
+            ("teacher_sync_steps", self.teacher_sync_steps >= 1, "must be at least 1"),
+            ("max_length", (self.max_length or 2) >= 2, "must be at least 2: a prompt token and one of the answer"),
+            ("max_prompt_length", (self.max_prompt_length or 1) >= 1, "must be at least 1, or None"),
+            ("use_liger_kernel", not self.use_liger_kernel, "is not needed: the loss is computed in chunks anyway"),
+            ("eval_teacher_scores", self.teacher_scores or not self.eval_teacher_scores, "needs teacher_scores"),
+        ]
+
     def _check_sources(self) -> None:
         """Refuse several teachers at once, and tokens that a teacher cannot give."""
-        kind = self.teacher_model_kind
-        named = {"teacher_scores": self.teacher_scores, "teacher_model_server_url": self.teacher_model_server_url}
-        named |= {"teacher_model_name_or_path": self.teacher_model_name_or_path}
-        named |= {"teacher_model_kind": kind if kind != "model" else None}
-        given = {name: value for name, value in named.items() if value}
-        if len(given) > 1:
+        names = ("teacher_scores", "teacher_model_server_url", "teacher_model_name_or_path", "teacher_model_kind")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) not in (None, "model")}
+        # A server's model may be named: the handshake compares.
+        if len(given) > 1 and set(given) != {"teacher_model_server_url", "teacher_model_name_or_path"}:
             raise ConfigError(f"there is one teacher, and {given} name several. Fix: set one of them.")
         if self.teacher_scores and self.lmbda > 0:
             raise ConfigError(
-                f"teacher_scores={self.teacher_scores!r} with lmbda={self.lmbda}: a file has scores of the dataset's completions "
-                "alone, and none of samples. Fix: lmbda=0, or a teacher model."
+                f"teacher_scores={self.teacher_scores!r} with lmbda={self.lmbda}: a file has scores of the dataset's "
+                "completions, and none of samples. Fix: lmbda=0, or a teacher model."
             )
         if self.seq_kd and (self.teacher_scores or self.teacher_model_server_url or self.lmbda == 1):
             raise ConfigError(
-                f"seq_kd=True with lmbda={self.lmbda}: the teacher samples where the student does not, and "
-                "must be a model in this "
-                "process. Fix: lmbda below 1 and a teacher_model, or seq_kd=False."
+                f"seq_kd=True with lmbda={self.lmbda}: the teacher samples where the student does not, and must be a model in "
+                "this process. Fix: lmbda below 1 and a teacher_model, or seq_kd=False."
             )
         if self.num_generations > 1 and self.lmbda < 1 and not self.seq_kd:
-            logger.warning(
-                "num_generations=%d with lmbda=%s: a completion of the dataset counts %d times.",
-                self.num_generations, self.lmbda, self.num_generations,
-            )  # fmt: skip
+            text = "num_generations=%d with lmbda=%s: a completion of the dataset counts %d times."
+            logger.warning(text, self.num_generations, self.lmbda, self.num_generations)
 
     @property
     def divergence_beta(self) -> float:
@@ -240,8 +241,8 @@ class DistillationFields:
 
     def axes(self) -> Axes:
         """The loss as a row of the table of methods."""
-        beta, k = self.divergence_beta, self.loss_top_k
-        support: Support
+        beta, k, t = self.divergence_beta, self.loss_top_k, self.loss_temperature
+        support: Support = "student_topk" if beta == 1 else "union_topk"
         if self.teacher_scores:
             support = "teacher_topk"
         elif k == 0 and not self.teacher_model_server_url:
@@ -250,9 +251,6 @@ class DistillationFields:
             support = "teacher_topk"
         elif k <= 1:
             support = "sampled" if beta == 1 else "top1_pair"
-        else:
-            support = "student_topk" if beta == 1 else "union_topk"
-        t = self.loss_temperature
         return Axes(support, beta, k, self.loss_add_tail, student_temperature=t, teacher_temperature=t)
 
 
@@ -263,7 +261,6 @@ class DistillationConfig(DistillationFields, OnlineConfig):
     Reference: GKD, arXiv:2306.13649.
     """
 
-    beta: float = field(
-        default=1.0,
-        metadata={"help": "Divergence: 0 is KL(teacher || student), 1 KL(student || teacher), between Jensen-Shannon."},
+    beta: float = option(
+        1.0, "Divergence: 0 is KL(teacher || student), 1 KL(student || teacher), between Jensen-Shannon."
     )

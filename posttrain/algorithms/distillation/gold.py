@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from posttrain.algorithms.distillation.config import Axes, logit_width
+from posttrain.algorithms.distillation.config import Axes, logit_width, option, preset
 from posttrain.algorithms.distillation.objective import AlignedComparison
-from posttrain.algorithms.distillation.presets import GKDConfig
-from posttrain.algorithms.distillation.trainer import DistillationTrainer
+from posttrain.algorithms.distillation.presets import OF_BUFFER, OF_GKD, GKDConfig
+from posttrain.algorithms.distillation.trainer import DistillationTrainer, positional
 from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import to_rows
@@ -49,81 +49,57 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
 
 
 @dataclass
+@preset(
+    unread=OF_BUFFER | {
+        "wandb_log_unique_prompts": (True, "Use log_unique_prompts."),
+        "callbacks": (None, "The trainer takes callbacks."),
+        "uld_skip_student_eos": (True, "A stop token spells nothing that the teacher could be asked for."),
+        "uld_skip_teacher_eos": (True, "A stop token spells nothing that the student could be asked for."),
+    },
+    learning_rate=1e-7, top_p=0.95, vllm_server_port=8001,
+    temperature=(0.9, "Sampling, and the loss of one vocabulary; > 0."),
+)  # fmt: skip
 class GOLDConfig(GKDConfig):
     """Arguments of `GOLDTrainer`."""
 
-    learning_rate: float = field(default=1e-7, metadata={"help": "Peak learning rate."})
-    temperature: float = field(default=0.9, metadata={"help": "Sampling, and the loss of one vocabulary; > 0."})
-    top_p: float = field(default=0.95, metadata={"help": "Nucleus mass in (0, 1]; 1 is off."})
-    teacher_tokenizer_name_or_path: str | None = field(
-        default=None, metadata={"help": "The teacher's tokenizer; None: that of a teacher given by id."}
+    teacher_tokenizer_name_or_path: str | None = option(
+        None, "The teacher's tokenizer; None: that of a teacher given by id."
     )
-    use_uld_loss: bool = field(default=False, metadata={"help": "Align tokens of two tokenizers by their bytes."})
-    use_extended_uld: bool = field(
-        default=True, metadata={"help": "False: compare token i with token i, whatever they spell."}
+    use_uld_loss: bool = option(False, "Align tokens of two tokenizers by their bytes.")
+    use_extended_uld: bool = option(True, "False: compare token i with token i, whatever they spell.")
+    uld_token_merge_strategy: Literal["observed", "bayesian"] = option(
+        "observed", "The distribution before the first token of a group, or before its last."
     )
-    uld_token_merge_strategy: Literal["observed", "bayesian"] = field(
-        default="observed", metadata={"help": "The distribution before the first token of a group, or before its last."}
+    uld_use_hybrid_loss: bool = option(False, "Compare tokens of equal bytes by the divergence of beta.")
+    uld_hybrid_matched_weight: float | None = option(
+        None, "Of tokens of equal bytes; None: their share of the teacher's vocabulary."
     )
-    uld_use_hybrid_loss: bool = field(
-        default=False, metadata={"help": "Compare tokens of equal bytes by the divergence of beta."}
-    )
-    uld_hybrid_matched_weight: float | None = field(
-        default=None, metadata={"help": "Of tokens of equal bytes; None: their share of the teacher's vocabulary."}
-    )
-    uld_hybrid_unmatched_weight: float | None = field(
-        default=None, metadata={"help": "Of the others; None: the rest to 1."}
-    )
-    uld_crossentropy_weight: float = field(default=0.0, metadata={"help": "Of -log p of the answer's tokens."})
-    uld_distillation_weight: float = field(default=1.0, metadata={"help": "Of the loss between both models."})
-    uld_student_temperature: float = field(
-        default=1.0, metadata={"help": "Loss only: divides the student's logits; > 0."}
-    )
-    uld_teacher_temperature: float = field(
-        default=1.0, metadata={"help": "Loss only: divides the teacher's logits; > 0."}
-    )
-    uld_skip_student_eos: bool = field(default=True, metadata={"help": "A stop token has no partner, and is left out."})
-    uld_skip_teacher_eos: bool = field(default=True, metadata={"help": "The teacher's text ends without a stop token."})
-    vllm_server_port: int = field(default=8001, metadata={"help": "Port of the rollout server."})
-    vllm_sync_frequency: int = field(default=1, metadata={"help": "Only 1: weights are pushed when they moved."})
-    log_completions_steps: int = field(default=100, metadata={"help": "Not read; see log_completions, logging_steps."})
-    wandb_log_unique_prompts: bool = field(default=True, metadata={"help": "Not read; see log_unique_prompts."})
-    callbacks: list[str] = field(default_factory=list, metadata={"help": "Not read; the trainer takes callbacks."})
-
-    _refused: ClassVar[dict[str, tuple[Any, str]]] = {
-        "vllm_sync_frequency": (1, "leave it at 1; steps_per_generation lets several steps train one generation"),
-        "log_completions_steps": (100, "logging_steps"),
-        "wandb_log_unique_prompts": (True, "log_unique_prompts"),
-        "callbacks": ([], "GOLDTrainer(callbacks=...)"),
-        "uld_skip_student_eos": (
-            True,
-            "leave it at True: a stop token spells nothing that the teacher could be asked for",
-        ),
-        "uld_skip_teacher_eos": (
-            True,
-            "leave it at True: a stop token spells nothing that the student could be asked for",
-        ),
-    }
+    uld_hybrid_unmatched_weight: float | None = option(None, "Of the others; None: the rest to 1.")
+    uld_crossentropy_weight: float = option(0.0, "Of -log p of the answer's tokens.")
+    uld_distillation_weight: float = option(1.0, "Of the loss between both models.")
+    uld_student_temperature: float = option(1.0, "Loss only: divides the student's logits; > 0.")
+    uld_teacher_temperature: float = option(1.0, "Loss only: divides the teacher's logits; > 0.")
 
     def __post_init__(self) -> None:
         check_choice("uld_token_merge_strategy", self.uld_token_merge_strategy, ("observed", "bayesian"))
         super().__post_init__()
-        weights = (self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight)
-        given = [weight for weight in weights if weight is not None]
-        if len(given) == 1 or any(w < 0 for w in (*given, self.uld_crossentropy_weight, self.uld_distillation_weight)):
-            raise ConfigError(
-                f"uld_hybrid_matched_weight={weights[0]} and uld_hybrid_unmatched_weight={weights[1]}: set "
-                "both or neither, and no "
-                "weight below 0."
-            )
-        if self.use_uld_loss and (
-            self.seq_kd or self.teacher_scores or self.teacher_model_server_url or self.loss_top_k
-        ):
-            raise ConfigError(
-                "use_uld_loss=True with seq_kd, teacher_scores, teacher_model_server_url or loss_top_k: "
-                "another tokenizer's samples "
-                "and scores are of other tokens. Fix: a teacher model in this process."
-            )
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        matched, unmatched = self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight
+        far = self.seq_kd or self.teacher_scores or self.teacher_model_server_url or self.loss_top_k
+        both = (matched is None) == (unmatched is None) and min(matched or 0, unmatched or 0) >= 0
+        text = "with seq_kd, teacher_scores, teacher_model_server_url or loss_top_k: samples and scores are of another "
+        return [
+            *super()._rules(),
+            (
+                "uld_hybrid_matched_weight",
+                both,
+                f"and uld_hybrid_unmatched_weight={unmatched}: set both or neither, at least 0",
+            ),
+            ("uld_crossentropy_weight", self.uld_crossentropy_weight >= 0, "must be at least 0"),
+            ("uld_distillation_weight", self.uld_distillation_weight >= 0, "must be at least 0"),
+            ("use_uld_loss", not (self.use_uld_loss and far), text + "tokenizer. Fix: a teacher model in this process"),
+        ]
 
     @property
     def loss_temperature(self) -> float:
@@ -144,6 +120,7 @@ class GOLDConfig(GKDConfig):
         )
 
 
+@positional(*OF_GKD)
 class GOLDTrainer(DistillationTrainer):
     """General online logit distillation: GKD, also from a teacher with another tokenizer.
 
@@ -151,24 +128,18 @@ class GOLDTrainer(DistillationTrainer):
     """
 
     config_class: ClassVar[type[Any]] = GOLDConfig
-    _tag_names: ClassVar[list[str]] = ["posttrain", "gold"]
     _name: ClassVar[str] = "GOLD"
-    _suffix: ClassVar[str] = "GOLD"
 
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
-        name = self.args.teacher_tokenizer_name_or_path
+        args = self.args
+        name = args.teacher_tokenizer_name_or_path
         if tokenizer is None and name is not None:
-            tokenizer = load.load_tokenizer(name, trust_remote_code=self.args.trust_remote_code)
-        if (
-            self.args.use_uld_loss
-            and tokenizer is None
-            and not isinstance(given, str)
-            and not self.args.teacher_model_name_or_path
-        ):
+            tokenizer = load.load_tokenizer(name, trust_remote_code=args.trust_remote_code)
+        known = tokenizer is not None or isinstance(given, str) or args.teacher_model_name_or_path
+        if args.use_uld_loss and not known:
             raise ConfigError(
                 "use_uld_loss=True and the teacher is a model object, whose tokenizer is not known. Fix: "
-                "teacher_processing_class, or "
-                "teacher_tokenizer_name_or_path."
+                "teacher_processing_class, or teacher_tokenizer_name_or_path."
             )
         super()._other_teacher(given, tokenizer)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from posttrain.models.heads import Float32Linear, LogitRule, TokenHead
 from posttrain.models.logprob import chunked_rows, raw_logits
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
-__all__ = ["AlignedComparison", "Comparison", "HiddenTeacher", "SparseTeacher", "capture", "distillation_objective"]
+__all__ = ["AlignedComparison", "Comparison", "HiddenTeacher", "TokenScores", "capture", "distillation_objective"]
 
 MAX_LOG_RATIO = 20.0
 COLUMNS = ("divergence", "logp", "gap", "entropy", "mass", "agree")
@@ -50,32 +51,35 @@ class HiddenTeacher:
     bias: Tensor | None = None
     rule: LogitRule = field(default_factory=LogitRule)
 
-    def rows(self, index: Tensor) -> HiddenTeacher:
-        """The same at chosen positions."""
-        return replace(self, hidden=self.hidden[index])
-
     def logp(self, part: slice, columns: int | None, temperature: float) -> Tensor:
         """``(n, V)`` log-probs over the first ``columns`` ids."""
         x = self.hidden[part].float()
         if self.weight is not None:
-            scale, cap = self.rule.scale, self.rule.softcap
-            x = raw_logits(self.hidden[part], self.weight, self.bias, logit_scale=scale, softcap=cap)
-        return (x[:, :columns] / temperature).log_softmax(-1)
+            rule = {"logit_scale": self.rule.scale, "softcap": self.rule.softcap}
+            x = raw_logits(self.hidden[part], self.weight, self.bias, **rule)
+        x = x[:, :columns]
+        return (x if temperature == 1 else x / temperature).log_softmax(-1)
 
 
 @dataclass
-class SparseTeacher:
-    """Scores that a file or a server gave.
+class TokenScores:
+    """What a file or a server says of L tokens, at temperature 1.
 
     Attributes:
-        ids: ``(N, k)`` most likely ids.
-        logps: ``(N, k)`` their log-probs.
-        actual: ``(N,)`` log-probs of the tokens themselves.
+        ids: ``(L, k)`` most likely ids at each position, best first.
+        logps: ``(L, k)`` their log-probs.
+        actual: ``(L,)`` log-probs of the tokens themselves.
     """
 
     ids: Tensor
     logps: Tensor
     actual: Tensor
+
+
+def _all_logits(hidden: Tensor, layer: Any, rule: LogitRule) -> Tensor:
+    """``(N, V)`` of an output layer that is no plain product (an adapter, a quantised one)."""
+    x = layer(hidden).float() * rule.scale
+    return rule.softcap * torch.tanh(x / rule.softcap) if rule.softcap else x
 
 
 def capture(hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Any]:
@@ -84,15 +88,25 @@ def capture(hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dic
         layer = layer.base_layer
     if layer is None:
         return {"teacher": HiddenTeacher(hidden)}
-    if type(layer) in (nn.Linear, Float32Linear):
-        weight, device = layer.weight, hidden.device.type
-        if type(layer) is nn.Linear and torch.is_autocast_enabled(device):
-            weight = weight.to(
-                torch.get_autocast_dtype(device)
-            )  # As the student's: else rounding would be a divergence.
-        return {"teacher": HiddenTeacher(hidden, weight, layer.bias, rule)}
-    logits = layer(hidden).float() * rule.scale
-    return {"teacher": HiddenTeacher(rule.softcap * torch.tanh(logits / rule.softcap) if rule.softcap else logits)}
+    if type(layer) not in (nn.Linear, Float32Linear):
+        return {"teacher": HiddenTeacher(_all_logits(hidden, layer, rule))}
+    weight, device = layer.weight, hidden.device.type
+    if type(layer) is nn.Linear and torch.is_autocast_enabled(device):
+        weight = weight.to(torch.get_autocast_dtype(device))  # As the student's: else rounding would be a divergence.
+    return {"teacher": HiddenTeacher(hidden, weight, layer.bias, rule)}
+
+
+def _by_position(
+    hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead, measure: Callable[[Tensor, slice], Tensor]
+) -> Tensor:
+    """``(N, K)`` numbers of each position's logits, the first two differentiable; a chunk at a time where that is possible."""
+    if layer is None:
+        return measure(hidden, slice(None))
+    if type(layer) not in (nn.Linear, Float32Linear):
+        return measure(_all_logits(hidden, layer, rule), slice(None))
+    options: dict[str, Any] = {"logit_scale": rule.scale, "softcap": rule.softcap, "chunk_size": head.chunk_size}
+    with torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext():
+        return chunked_rows(hidden, layer.weight, layer.bias, measure, columns=2, **options)
 
 
 class Comparison:
@@ -100,7 +114,7 @@ class Comparison:
 
     Args:
         axes: What is compared.
-        teacher: At the same positions.
+        teacher: `HiddenTeacher` or `TokenScores` at the same positions.
         columns: Ids that both models have a token for; those beyond are padding. None: all.
         policy_temperature: Divides the logits of the log-probs that are not part of the divergence.
     """
@@ -111,46 +125,33 @@ class Comparison:
     def __call__(self, hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
         """``(N,)`` numbers by name; ``divergence`` and ``logp`` are differentiable."""
         self.targets = head.targets
-        if layer is None:
-            values = self.measure(hidden, slice(None))
-        elif type(layer) in (nn.Linear, Float32Linear):
-            options: dict[str, Any] = {
-                "logit_scale": rule.scale,
-                "softcap": rule.softcap,
-                "chunk_size": head.chunk_size,
-            }
-            with torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext():
-                values = chunked_rows(hidden, layer.weight, layer.bias, self.measure, columns=2, **options)
-        else:
-            logits = layer(hidden).float() * rule.scale
-            values = self.measure(
-                rule.softcap * torch.tanh(logits / rule.softcap) if rule.softcap else logits, slice(None)
-            )
-        return dict(zip(COLUMNS, values.unbind(1), strict=False))
+        return dict(zip(COLUMNS, _by_position(hidden, layer, rule, head, self.measure).unbind(1), strict=True))
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
         """``(n, V)`` logits to ``(n, K)``, in the order of `COLUMNS`; in backward the first two alone."""
-        targets = self.targets[part, None]
-        axes = self.axes
+        targets, axes = self.targets[part, None], self.axes
+        again = x.is_leaf and x.requires_grad  # Backward computes the chunk again, for the two that are differentiable.
         x = x[:, : self.columns]
-        log_q = (x / axes.student_temperature).log_softmax(-1)
-        logp = log_q
+        log_q = (x if axes.student_temperature == 1 else x / axes.student_temperature).log_softmax(-1)
+        own = log_q
         if self.policy_temperature != axes.student_temperature:
-            logp = (x / self.policy_temperature).log_softmax(-1)
-        logp = logp.gather(1, targets)[:, 0]
+            own = (x / self.policy_temperature).log_softmax(-1)
+        logp = own.gather(1, targets)[:, 0]
         with torch.no_grad():
             log_p, actual, best = self._teacher(part, targets, x.dtype)
-        found = self._divergence(log_q, log_p, targets, part) if axes.estimator == "exact" else None
-        value, mass = found or (torch.zeros_like(logp), torch.ones_like(logp))
-        with torch.no_grad():
-            gap = log_q.gather(1, targets)[:, 0] - actual
-            entropy = -torch.linalg.vecdot(log_q.exp(), log_q.clamp_min(-1e4))
-            agree = (log_q.argmax(-1) == best).to(gap)
+        value, mass = torch.zeros_like(logp), torch.ones_like(logp)
+        if axes.estimator == "exact":
+            value, mass = self._divergence(log_q, log_p, targets, part)
+        if again:
+            return torch.stack([value, logp], 1)
+        gap = log_q.gather(1, targets)[:, 0] - actual
+        entropy = -torch.linalg.vecdot(log_q.exp(), log_q.clamp_min(-1e4))
+        agree = (log_q.argmax(-1) == best).to(gap)
         return torch.stack([value, logp, gap, entropy, mass, agree], 1)
 
     def _teacher(self, part: slice, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor, Tensor]:
         """Log-probs over the vocabulary where they exist, those of the tokens, and the most likely ids."""
-        if isinstance(self.teacher, SparseTeacher):
+        if isinstance(self.teacher, TokenScores):
             return None, self.teacher.actual[part].to(dtype), self.teacher.ids[part, 0]
         log_p = self.teacher.logp(part, self.columns, self.axes.teacher_temperature).to(dtype)
         return log_p, log_p.gather(1, targets)[:, 0], log_p.argmax(-1)
@@ -168,35 +169,25 @@ class Comparison:
 
     def _support(self, log_q: Tensor, log_p: Tensor | None, targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """``(n, k)`` ids, and which of them are there twice."""
-        axes, width = self.axes, log_q.shape[1]
-        k = min(axes.top_k or 1, width)
+        kind, k = self.axes.support, min(self.axes.top_k or 1, log_q.shape[1])
+        if kind == "sampled":
+            return targets, torch.zeros_like(targets, dtype=torch.bool)
+        mine = targets if kind == "top1_pair" else log_q.detach().topk(k, -1).indices
+        if kind == "student_topk":
+            return mine, torch.zeros_like(mine, dtype=torch.bool)
         theirs = self.teacher.ids[part] if log_p is None else log_p.topk(k, -1).indices
-        if axes.support == "teacher_topk":
-            ids = theirs
-        elif axes.support == "student_topk":
-            ids = log_q.detach().topk(k, -1).indices
-        elif axes.support == "sampled":
-            ids = targets
-        else:
-            return union_support(
-                theirs[:, :k], targets if axes.support == "top1_pair" else log_q.detach().topk(k, -1).indices
-            )
-        return ids, torch.zeros_like(ids, dtype=torch.bool)
+        if kind == "teacher_topk":
+            return theirs, torch.zeros_like(theirs, dtype=torch.bool)
+        return union_support(theirs[:, :k], mine)
 
     def _at(self, log_p: Tensor | None, ids: Tensor, part: slice) -> Tensor:
+        """The teacher's log-probs of those ids; of scores those that the support consists of."""
         if log_p is not None:
             return log_p.gather(1, ids)
-        known, logps = self.teacher.ids[part], self.teacher.logps[part]
-        actual = self.teacher.actual[part, None]
-        if self.axes.support == "teacher_topk":
-            return logps
-        if self.axes.support == "sampled":
-            return actual
-        if self.axes.support == "top1_pair":
-            return torch.cat([logps[:, :1], actual], 1)
-        raise ModelError(
-            f"the teacher has scores of {known.shape[1]} ids a position, and {self.axes.support} asks for others."
-        )
+        logps, actual = self.teacher.logps[part], self.teacher.actual[part, None]
+        return {"teacher_topk": logps, "sampled": actual, "top1_pair": torch.cat([logps[:, :1], actual], 1)}[
+            self.axes.support
+        ]
 
 
 class AlignedComparison:
@@ -220,15 +211,12 @@ class AlignedComparison:
 
     def __call__(self, hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
         """``matched``, ``unmatched`` at the groups' positions and 0 elsewhere, and ``logp``: ``(N,)``, differentiable."""
-        if type(layer) not in (nn.Linear, Float32Linear):
-            raise ModelError("a loss across tokenizers needs a plain output layer. Fix: no adapter on lm_head.")
-        options: dict[str, Any] = {"logit_scale": rule.scale, "softcap": rule.softcap, "chunk_size": head.chunk_size}
-        groups = chunked_rows(hidden[self.rows], layer.weight, layer.bias, self.measure, columns=2, **options)
         self.targets = head.targets
-        plain = chunked_rows(hidden, layer.weight, layer.bias, self._logp, columns=1, **options)
-        zeros = plain.new_zeros(len(hidden))
+        groups = _by_position(hidden[self.rows], layer, rule, head, self.measure)
+        logp, entropy = _by_position(hidden, layer, rule, head, self._logp).unbind(1)
+        zeros = logp.new_zeros(len(hidden))
         matched, unmatched = (zeros.index_put((self.rows,), groups[:, i].to(zeros)) for i in (0, 1))
-        return {"matched": matched, "unmatched": unmatched, "logp": plain[:, 0], "entropy": plain[:, 1]}
+        return {"matched": matched, "unmatched": unmatched, "logp": logp, "entropy": entropy.detach()}
 
     def _logp(self, x: Tensor, part: slice) -> Tensor:
         log_q = x.log_softmax(-1)
@@ -240,22 +228,17 @@ class AlignedComparison:
         log_q = (x[:, : self.widths[0]] / self.axes.student_temperature).log_softmax(-1)
         log_p = self.teacher.logp(part, self.widths[1], self.axes.teacher_temperature).to(log_q.dtype)
         if self.matched is None:
-            both = (torch.zeros_like(log_q[:, 0]), sorted_l1(log_q.exp(), log_p.exp()))
-        else:
-            both = hybrid_divergence(log_q, log_p, self.matched, beta=self.axes.beta, weights=self.weights)
-        return torch.stack(both, 1)
+            return torch.stack([torch.zeros_like(log_q[:, 0]), sorted_l1(log_q.exp(), log_p.exp())], 1)
+        return torch.stack(hybrid_divergence(log_q, log_p, self.matched, beta=self.axes.beta, weights=self.weights), 1)
 
 
-def distillation_objective(
-    out: ModelOutputs, batch: Batch, axes: Axes, *, prefix: tuple[float, float] | None = None
-) -> LossTerms:
+def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossTerms:
     """``w d + w_ce (-log q)`` at every loss token, unreduced, with ``d`` the divergence or its sampled-token gradient.
 
     Args:
         out: With ``compared`` of `Comparison` or `AlignedComparison`.
         batch: Columns ``on_policy`` (S,) and ``active`` (S,) where there are such sequences; ``old_logp`` for ``is_clip``.
         axes: The row of the table.
-        prefix: gamma and epsilon of IW-OPD's weights.
     """
     mask, grid = batch.loss_mask, torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
 
@@ -264,17 +247,16 @@ def distillation_objective(
 
     found, metrics = out.compared, {}
     if axes.support == "aligned":
-        terms = place(found["matched"] + found["unmatched"])
         kept = mask & (batch.columns["aligned"] > 0)
         metrics = {name + "_loss": mean(place(found[name]), kept) for name in ("matched", "unmatched")}
-        loss = LossTerms(axes.weight * terms, kept, "token", count="groups")
+        loss = LossTerms(axes.weight * place(found["matched"] + found["unmatched"]), kept, "token", count="groups")
     elif axes.support == "none":
         loss = LossTerms(grid, mask, "token")
     else:
         values = place(found["divergence"])
         _check_finite(values, mask, axes)
         if axes.estimator == "score":
-            values, metrics = _score(out, batch, place(found["gap"]), prefix)
+            values, metrics = _score(out, batch, place(found["gap"]), axes)
         metrics |= _agreement(found)
         loss = _reduced(axes.weight * values * _importance(out, batch, axes), batch, axes)
     metrics |= _by_source(loss.terms.detach(), batch, loss.mask)
@@ -291,9 +273,8 @@ def _check_finite(values: Tensor, mask: Tensor, axes: Axes) -> None:
     wrong = int((~values.detach().isfinite() & mask).sum())
     if wrong:
         raise ModelError(
-            f"the divergence (beta={axes.beta}) is not finite at {wrong} of {int(mask.sum())} tokens: one "
-            "model gives mass to ids "
-            "that the other excludes, or its logits are NaN. Fix: beta between 0 and 1, or a teacher of the same vocabulary."
+            f"the divergence (beta={axes.beta}) is not finite at {wrong} of {int(mask.sum())} tokens: one model gives mass to "
+            "ids that the other excludes, or its logits are NaN. Fix: beta between 0 and 1, or a teacher of the same vocabulary."
         )
 
 
@@ -310,17 +291,15 @@ def _agreement(found: dict[str, Tensor]) -> dict[str, Metric]:
     }
 
 
-def _score(
-    out: ModelOutputs, batch: Batch, gap: Tensor, prefix: tuple[float, float] | None
-) -> tuple[Tensor, dict[str, Metric]]:
+def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Tensor, dict[str, Metric]]:
     """The policy gradient of the reverse KL; with ``prefix`` early tokens weigh more."""
     assert out.logp is not None
-    if prefix is None:
-        return score_surrogate(out.logp, out.logp.detach() - gap), {}
-    mask, sampled = batch.loss_mask, batch.rollout_logp if batch.rollout_logp is not None else batch.old_logp
-    teacher = out.logp.detach() - gap
+    teacher, mask = out.logp.detach() - gap, batch.loss_mask
+    if axes.prefix is None:
+        return score_surrogate(out.logp, teacher), {}
+    sampled = batch.rollout_logp if batch.rollout_logp is not None else batch.old_logp
     advantages = (teacher - (out.logp.detach() if sampled is None else sampled)) * mask
-    weights = prefix_weights(advantages, mask, batch.sequence, gamma=prefix[0], epsilon=prefix[1])
+    weights = prefix_weights(advantages, mask, batch.sequence, gamma=axes.prefix[0], epsilon=axes.prefix[1])
     metrics = {
         "iw_opd/mean_advantage": mean(advantages, mask),
         "iw_opd/mean_abs_advantage": mean(advantages.abs(), mask),

@@ -16,7 +16,8 @@ import tqdm
 
 from posttrain.algorithms.distillation.config import logit_width
 from posttrain.algorithms.distillation.data import tokenized_answers, with_prompt_column
-from posttrain.algorithms.distillation.teacher import ModelTeacher, TokenScores, frozen
+from posttrain.algorithms.distillation.objective import TokenScores
+from posttrain.algorithms.distillation.teacher import ModelTeacher, frozen
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models import load
 from posttrain.models.attention import probe_layout
@@ -24,10 +25,12 @@ from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.reference import hash_vocabulary
 from posttrain.types import Row
 
-__all__ = ["ScoreFile", "completion_scores", "identity", "score_dataset", "write_scores"]
+__all__ = ["ScoreFile", "identity", "score_dataset"]
 
 FORMAT = "posttrain teacher scores 1"
 ROWS = 64  # Rows of a record batch, which is what is read at a time.
+POSITIONS = 256  # Whose logits exist at once.
+COLUMNS = {"ids": pa.int32(), "logps": pa.float32(), "actual": pa.float32()}
 
 
 def identity(dataset: Any, tokenizer: Any) -> dict[str, str]:
@@ -39,39 +42,32 @@ def identity(dataset: Any, tokenizer: Any) -> dict[str, str]:
     return {"dataset": digest.hexdigest(), "tokenizer": str(hash_vocabulary(tokenizer)), "template": template}
 
 
-def completion_scores(
-    teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: int | None
-) -> list[TokenScores]:
-    """Top-k log-probs at temperature 1 of every completion token, a chunk of logits at a time."""
+def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: int) -> list[dict[str, list]]:
+    """Top-k log-probs at temperature 1 of every completion token, one entry a row."""
     with teacher.running() as model:
-        device = next(model.parameters()).device
-    view = teacher.of_rows(rows, device)
-    targets = torch.tensor([t for row in rows for ids in row.completions for t in ids], device=view.hidden.device)
+        view = teacher.of_rows(rows, next(model.parameters()).device)
+    targets = torch.tensor([t for row in rows for t in row.completions[0]], device=view.hidden.device)
     found = []
-    for start in range(0, len(targets), 256):
-        part = slice(start, start + 256)
+    for start in range(0, len(targets), POSITIONS):
+        part = slice(start, start + POSITIONS)
         logp = view.logp(part, columns, 1.0)
         best = logp.topk(min(top_k, logp.shape[1]), -1)
-        found.append((best.indices.cpu(), best.values.cpu(), logp.gather(1, targets[part, None])[:, 0].cpu()))
-    lengths = [len(ids) for row in rows for ids in row.completions]
-    columns_of = (torch.cat(parts).split(lengths) for parts in zip(*found, strict=True))
-    return [TokenScores(*one) for one in zip(*columns_of, strict=True)]
+        found.append((best.indices.cpu(), best.values.cpu(), logp.gather(1, targets[part, None]).cpu()))
+    lengths = [len(row.completions[0]) for row in rows]
+    split = (torch.cat(parts).split(lengths) for parts in zip(*found, strict=True))
+    return [
+        {name: x.flatten().tolist() for name, x in zip(COLUMNS, one, strict=True)} for one in zip(*split, strict=True)
+    ]
 
 
-def write_scores(path: str | Path, scores: Iterable[TokenScores], facts: dict[str, Any]) -> int:
+def _write(path: str | Path, scores: Iterable[dict[str, list]], facts: dict[str, Any]) -> int:
     """Write an Arrow file, one row a completion in the order of the dataset, with ``facts`` as its metadata; returns the rows."""
-    schema = pa.schema(
-        [
-            ("ids", pa.list_(pa.int32())),
-            ("logps", pa.list_(pa.float32())),
-            ("actual", pa.list_(pa.float32())),
-        ],
-        metadata={"format": FORMAT, "facts": json.dumps(facts)},
-    )
+    fields = [(name, pa.list_(kind)) for name, kind in COLUMNS.items()]
+    schema = pa.schema(fields, metadata={"format": FORMAT, "facts": json.dumps(facts)})
     count, rows = 0, []
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for one in scores:
-            rows.append({name: getattr(one, name).flatten().tolist() for name in ("ids", "logps", "actual")})
+            rows.append(one)
             count += 1
             if len(rows) == ROWS:
                 writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
@@ -121,19 +117,19 @@ def score_dataset(
     running = functools.partial(frozen, teacher.requires_grad_(False).eval())
     runner = ModelTeacher(running, probe_layout(teacher), True, load.resolve_pad_token(tokenizer, teacher))
 
-    def scores() -> Iterator[TokenScores]:
+    def scores() -> Iterator[dict[str, list]]:
         for start in tqdm.trange(0, len(dataset), batch_size, desc="teacher scores", unit="batch"):
             found = dataset[start : start + batch_size]
             pairs = zip(found["prompt_ids"], found["completion_ids"], strict=True)
             rows = [Row(prompt, [ids], [[1] * len(ids)]) for prompt, ids in pairs]
-            yield from completion_scores(runner, rows, top_k=top_k, columns=len(tokenizer))
+            yield from _scores(runner, rows, top_k=top_k, columns=len(tokenizer))
 
     name = load.get_config_model_id(causal_lm(teacher).config)
-    return write_scores(path, scores(), identity(dataset, tokenizer) | {"teacher": name, "top_k": top_k})
+    return _write(path, scores(), identity(dataset, tokenizer) | {"teacher": name, "top_k": top_k})
 
 
 class ScoreFile:
-    """Scores that `write_scores` wrote, read row by row from a memory map.
+    """Scores that `score_dataset` wrote, read row by row from a memory map.
 
     Args:
         path: Of the file.
@@ -143,18 +139,18 @@ class ScoreFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        if not self.path.is_file():
+        self.path = str(path)
+        if not Path(path).is_file():
             raise ConfigError(
-                f"teacher_scores={str(path)!r}: there is no such file. Fix: write it with posttrain teacher-scores."
+                f"teacher_scores={self.path!r}: there is no such file. Fix: write it with posttrain teacher-scores."
             )
         try:
-            self.reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            self.reader = pa.ipc.open_file(pa.memory_map(self.path))
         except pa.ArrowInvalid as error:
-            raise ConfigError(f"teacher_scores={str(path)!r} is no Arrow file ({error}).") from error
+            raise ConfigError(f"teacher_scores={self.path!r} is no Arrow file ({error}).") from error
         metadata = self.reader.schema.metadata or {}
         if metadata.get(b"format") != FORMAT.encode():
-            raise ConfigError(f"teacher_scores={str(path)!r} was not written by posttrain teacher-scores.")
+            raise ConfigError(f"teacher_scores={self.path!r} was not written by posttrain teacher-scores.")
         self.facts: dict[str, Any] = json.loads(metadata[b"facts"])
 
     def check(self, dataset: Any, tokenizer: Any, *, temperature: float) -> None:
@@ -166,22 +162,20 @@ class ScoreFile:
         """
         if temperature != 1:
             raise ConfigError(
-                f"temperature={temperature} with teacher_scores: the file has log-probs at temperature 1, "
-                "and its tails cannot be "
-                "tempered. Fix: temperature=1.0."
+                f"temperature={temperature} with teacher_scores: the file has log-probs at temperature 1, and its tails cannot "
+                "be tempered. Fix: temperature=1.0."
             )
         for name, value in identity(dataset, tokenizer).items():
             if self.facts[name] != value:
                 raise DataError(
-                    f"teacher_scores={str(self.path)!r} is of another {name}: its hash is "
-                    f"{self.facts[name][:12]}, and this run's "
+                    f"teacher_scores={self.path!r} is of another {name}: its hash is {self.facts[name][:12]}, and this run's "
                     f"{value[:12]}. Fix: compute the file again (posttrain teacher-scores) with this run's data and lengths."
                 )
 
     def read(self, row: int) -> TokenScores:
         """Scores of the dataset's row of that number."""
         one = self.reader.get_batch(row // ROWS).slice(row % ROWS, 1)
-        ids, logps, actual = (np.asarray(one.column(name)[0].values) for name in ("ids", "logps", "actual"))
+        ids, logps, actual = (np.array(one.column(name)[0].values) for name in COLUMNS)
         length = len(actual)
-        arrays = (ids.astype(np.int64).reshape(length, -1), logps.reshape(length, -1).copy(), actual.copy())
+        arrays = (ids.astype(np.int64).reshape(length, -1), logps.reshape(length, -1), actual)
         return TokenScores(*map(torch.from_numpy, arrays))

@@ -6,74 +6,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
-from posttrain.algorithms.distillation.objective import HiddenTeacher, SparseTeacher, capture
+from posttrain.algorithms.distillation.config import Axes
+from posttrain.algorithms.distillation.objective import HiddenTeacher, TokenScores, capture
 from posttrain.data.forest import Layout, collate, share_prompts, to_rows
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models import load
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm
+from posttrain.models.reference import Reference
 from posttrain.types import Batch, Row
 
-__all__ = ["ModelTeacher", "ScoringServer", "ServerTeacher", "TokenScores", "frozen", "load_teacher", "sparse_view"]
-
-
-@dataclass
-class TokenScores:
-    """What a teacher says of one completion of L tokens, at temperature 1.
-
-    Attributes:
-        ids: ``(L, k)`` most likely ids at each position, best first.
-        logps: ``(L, k)`` their log-probs.
-        actual: ``(L,)`` log-probs of the completion's own tokens.
-    """
-
-    ids: Tensor
-    logps: Tensor
-    actual: Tensor
-
-
-class ScoringServer(Protocol):
-    """A client of a server that scores texts it did not write (vLLM's ``prompt_logprobs``)."""
-
-    model_id: str
-    top_k: int
-
-    def score(self, prompts: Sequence[list[int]], completions: Sequence[list[int]], top_k: int) -> list[TokenScores]:
-        """Scores of each completion after its prompt, in order."""
-        ...
-
-
-class ServedModel:
-    """A `ScoringServer` over ``vllm serve`` or ``posttrain serve``, by the client that rollouts use too.
-
-    Args:
-        url: Of the server: ``http://10.0.0.5:8000``.
-
-    Attributes:
-        model_id: The model that the server names.
-        top_k: Most log-probs a position that it gives; vLLM's own default is 20.
-    """
-
-    def __init__(self, url: str) -> None:
-        from posttrain.rollouts.server.client import VLLMClient
-
-        self.client = VLLMClient(url)
-        facts = self.client.info()
-        self.model_id = str(facts.get("model") or facts.get("served") or "")
-        # Our host has no limit but the vocabulary; vLLM's is an option of its own, 20 where it is not told.
-        own = facts.get("engine") in ("native", "hf")
-        self.top_k = int(facts["vocab_size"] if own else facts.get("max_logprobs") or 20)
-
-    def score(self, prompts: Sequence[list[int]], completions: Sequence[list[int]], top_k: int) -> list[TokenScores]:
-        """See `ScoringServer`."""
-        whole = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
-        found = self.client.score(whole, [len(prompt) for prompt in prompts], top=top_k)
-        return [TokenScores(torch.tensor(s.top_ids), torch.tensor(s.top_logps), torch.tensor(s.logps)) for s in found]
+__all__ = ["AdapterAverage", "ModelTeacher", "ServerTeacher", "frozen", "load_teacher", "scores_of_batch"]
 
 
 def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
@@ -94,18 +43,21 @@ def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
             "teacher_model_kind='base', 'live' or 'ema' for the student itself."
         )
     if isinstance(given, nn.Module):
-        if causal_lm(given) is causal_lm(student):
-            raise ConfigError(
-                "teacher_model is the student object itself: its divergence is 0 at every step. Fix: another model, or "
-                "teacher_model_kind='base', which compares with the weights as they are now."
-            )
+        refuse_student(given, student)
         return given.requires_grad_(False).eval()
-    kwargs: dict[str, Any] = dict(args.teacher_model_init_kwargs or {})
-    kwargs.setdefault("dtype", "auto")
-    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    if args.teacher_model_revision is not None:
-        kwargs["revision"] = args.teacher_model_revision
+    kwargs: dict[str, Any] = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
+    kwargs |= {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
+    kwargs |= dict(args.teacher_model_init_kwargs or {})
     return load.create_model_from_path(given, **kwargs).requires_grad_(False).eval()
+
+
+def refuse_student(teacher: Any, student: Any) -> None:
+    """Refuse a teacher that is the student object."""
+    if isinstance(teacher, nn.Module) and isinstance(student, nn.Module) and causal_lm(teacher) is causal_lm(student):
+        raise ConfigError(
+            "teacher_model is the student object itself: its divergence is 0 at every step. Fix: another model, or "
+            "teacher_model_kind='base', which compares with the weights as they are now."
+        )
 
 
 @contextmanager
@@ -152,80 +104,108 @@ class ModelTeacher:
                     pieces[places[origin]] = piece
         return replace(view, hidden=torch.cat(pieces))
 
-    def of_prompts(self, batch: Batch, prompts: dict[int, list[int]]) -> HiddenTeacher:
+    def of_prompts(self, batch: Batch, prompt_of: Callable[[int], list[int]]) -> HiddenTeacher:
         """The teacher after prompts of its own, by the number in the batch's column ``key``."""
-        rows = []
-        for row in to_rows(batch):
-            for ids, mask, key in zip(row.completions, row.loss_masks, row.sequence_columns["key"], strict=True):
-                rows.append(Row(prompts[int(key)], [ids], [mask]))
+        rows = [Row(prompt_of(key), [ids], [mask]) for key, ids, mask in _keyed(batch)]
         return self.of_rows(rows, batch.input_ids.device)
 
 
-def sparse_view(batch: Batch, scores: Callable[[int], TokenScores]) -> SparseTeacher:
+class AdapterAverage(transformers.TrainerCallback):
+    """Moves the teacher's adapter, a copy of the student's as it was given, towards the student's.
+
+    Factors are averaged, A and B each: with a small share that follows the average of their products.
+
+    Args:
+        teacher: Holds the copy.
+    """
+
+    def __init__(self, teacher: Reference) -> None:
+        self.teacher = teacher
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Mix the student's share in, where it is due."""
+        if state.global_step % args.teacher_sync_steps:
+            return
+        named = dict(self.teacher.policy.named_parameters())
+        mine, theirs = f".{self.teacher.adapter}", f".{self.teacher.policy.active_adapter}"
+        for name, parameter in named.items():
+            if f"{mine}." in f"{name}.":
+                parameter.lerp_(named[name.replace(mine, theirs)], args.teacher_update_rate)
+
+
+def _keyed(batch: Batch) -> Iterator[tuple[int, list[int], list[int]]]:
+    """``(key, completion, loss mask)`` of every sequence, in the order of its loss positions."""
+    for row in to_rows(batch):
+        for key, ids, mask in zip(row.sequence_columns["key"], row.completions, row.loss_masks, strict=True):
+            yield int(key), ids, mask
+
+
+def scores_of_batch(batch: Batch, scores: Callable[[int], TokenScores]) -> TokenScores:
     """Scores of the batch's loss tokens, in their order, by the number in its column ``key``."""
     found = []
-    for row in to_rows(batch):
-        for mask, key in zip(row.loss_masks, row.sequence_columns["key"], strict=True):
-            one, kept = scores(int(key)), torch.tensor(mask, dtype=torch.bool)
-            if len(one.actual) != len(mask):
-                raise ModelError(f"the teacher scored {len(one.actual)} of {len(mask)} tokens of a completion.")
-            found.append(TokenScores(one.ids[kept], one.logps[kept], one.actual[kept]))
-    device = batch.input_ids.device
-    parts = (torch.cat([getattr(one, name) for one in found]).to(device) for name in ("ids", "logps", "actual"))
-    return SparseTeacher(*parts)
+    for key, ids, mask in _keyed(batch):
+        one, kept = scores(key), torch.tensor(mask, dtype=torch.bool)
+        if len(one.actual) != len(ids):
+            raise ModelError(f"the teacher scored {len(one.actual)} of {len(ids)} tokens of a completion.")
+        found.append((one.ids[kept], one.logps[kept], one.actual[kept]))
+    return TokenScores(*(torch.cat(parts).to(batch.input_ids.device) for parts in zip(*found, strict=True)))
 
 
 class ServerTeacher:
-    """Scores of completions that a server gives.
+    """Scores of completions that a server gives (``vllm serve``, ``posttrain serve``), by the client that rollouts use too.
 
     Args:
-        client: See `ScoringServer`.
+        client: A `posttrain.rollouts.server.client.VLLMClient`, or what has its ``info`` and ``score``.
         axes: Of the run: k and temperature.
-        student: Its tokenizer's name, for the handshake.
+        expected: ``teacher_model_name_or_path``, which the server's model must be; None: any.
+        probe: Token ids that the server scores before anything is trained.
 
     Raises:
-        ConfigError: k above the server's cap, or a temperature other than 1, which servers do not apply to prompts.
+        ConfigError: Another model; k above the server's cap; a temperature other than 1, which servers do not apply to prompts.
         ModelError: The server scores another number of tokens than it is given, or scores that are no log-probs.
     """
 
-    def __init__(self, client: ScoringServer, axes: Any, *, expected: str | None, probe: list[int]) -> None:
+    def __init__(self, client: Any, axes: Axes, *, expected: str | None, probe: list[int]) -> None:
         self.client, self.top_k = client, max(axes.top_k, 1)
-        if expected and client.model_id and Path(client.model_id).name != Path(expected).name:
+        facts = client.info()
+        name = str(facts.get("model") or facts.get("served") or "")
+        if expected and name and Path(name).name != Path(expected).name:
             raise ConfigError(
-                f"the server has the model {client.model_id!r}, and teacher_model_name_or_path names "
-                f"{expected!r}. Fix: start it with "
-                "that model, or name the one it has."
+                f"the server has the model {name!r}, and teacher_model_name_or_path names {expected!r}. Fix: start it with that "
+                "model, or name the one it has."
             )
         if axes.support not in ("teacher_topk", "sampled", "top1_pair"):
             raise ConfigError(
-                f"loss_top_k={axes.top_k} with beta={axes.beta}: a server gives its own likeliest ids and "
-                "the sampled token, and this "
-                "loss sees others. Fix: beta=0 with any loss_top_k, or loss_top_k=1."
+                f"loss_top_k={axes.top_k} with beta={axes.beta}: a server gives its own likeliest ids and the sampled token, and "
+                "this loss sees others. Fix: beta=0 with any loss_top_k, or loss_top_k=1."
             )
-        if self.top_k > client.top_k:
+        # Our host has no limit but the vocabulary; vLLM's is an option of its own, 20 where the server does not name it.
+        own = facts.get("engine") in ("native", "hf")
+        cap = int(facts["vocab_size"] if own else facts.get("max_logprobs") or 20)
+        if self.top_k > cap:
             raise ConfigError(
-                f"loss_top_k={self.top_k}: the server gives at most {client.top_k} log-probs a position. Fix: loss_top_k="
-                f"{client.top_k}, or start it with --max-logprobs {self.top_k}."
+                f"loss_top_k={self.top_k}: the server gives at most {cap} log-probs a position. Fix: loss_top_k={cap}, or start "
+                f"it with --max-logprobs {self.top_k}."
             )
         if axes.teacher_temperature != 1:
             raise ConfigError(
-                f"temperature={axes.teacher_temperature} with a teacher server: its log-probs of given "
-                "tokens are at temperature 1, "
-                "and the student's would not be. Fix: temperature=1.0, or a teacher model in this process."
+                f"temperature={axes.teacher_temperature} with a teacher server: its log-probs of given tokens are at temperature "
+                "1, and the student's would not be. Fix: temperature=1.0, or a teacher model in this process."
             )
         self.score([probe[:1]], [probe[1:]])
 
-    def score(self, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> list[TokenScores]:
-        """Scores of all completions; every token has them, or this raises."""
-        found = self.client.score(prompts, completions, self.top_k)
+    def score(self, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> list[dict[str, Any]]:
+        """Fields of `TokenScores` of all completions; every token has them, or this raises."""
+        whole = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
+        found = self.client.score(whole, [len(prompt) for prompt in prompts], top=self.top_k)
         for ids, one in zip(completions, found, strict=True):
-            good = len(one.actual) == len(one.logps) == len(ids) and one.logps.shape[-1:] == (self.top_k,)
-            finite = good and bool(one.logps.isfinite().all() and one.actual.isfinite().all())
-            ranked = good and bool((one.logps.diff(dim=-1) <= 1e-6).all() and (one.logps <= 1e-4).all())
-            if not (finite and ranked):
+            logps, actual = torch.tensor(one.top_logps), torch.tensor(one.logps)
+            good = len(actual) == len(logps) == len(ids) and logps.shape[-1:] == (self.top_k,)
+            finite = good and bool(logps.isfinite().all() and actual.isfinite().all())
+            if not (finite and bool((logps.diff(dim=-1) <= 1e-6).all() and (logps <= 1e-4).all())):
                 raise ModelError(
-                    f"the teacher server scored {len(one.actual)} of {len(ids)} tokens with "
-                    f"{one.logps.shape[-1]} of {self.top_k} "
+                    f"the teacher server scored {len(actual)} of {len(ids)} tokens with {logps.shape[-1]} of {self.top_k} "
                     "log-probs each, or scores that are not finite, falling log-probs. Fix: look at the server's log."
                 )
-        return found
+        return [{"ids": one.top_ids, "logps": one.top_logps, "actual": one.logps} for one in found]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -20,16 +20,16 @@ from posttrain.algorithms.distillation.data import (
     tokenized_answers,
     with_prompt_column,
 )
-from posttrain.algorithms.distillation.objective import Comparison, distillation_objective
+from posttrain.algorithms.distillation.objective import Comparison, TokenScores, distillation_objective
 from posttrain.algorithms.distillation.scores import ScoreFile
 from posttrain.algorithms.distillation.teacher import (
+    AdapterAverage,
     ModelTeacher,
-    ServedModel,
     ServerTeacher,
-    TokenScores,
     frozen,
     load_teacher,
-    sparse_view,
+    refuse_student,
+    scores_of_batch,
 )
 from posttrain.algorithms.grpo.trainer import grpo_objective
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
@@ -44,14 +44,42 @@ from posttrain.models.reference import Reference
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
+from posttrain.rollouts.server.client import VLLMClient
 from posttrain.training.construct import choose_layout
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.prompts import PromptSource
 from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Row
 
-__all__ = ["DistillationTrainer"]
+__all__ = ["DistillationTrainer", "positional"]
 
-logger = logging.getLogger(__name__)
+DATA = ("train_dataset", "eval_dataset", "processing_class")
+
+
+def positional(*names: str) -> Callable[[Any], Any]:
+    """Let a trainer's constructor take its arguments in TRL's order too, and not by their names alone."""
+
+    def decorate(cls: Any) -> Any:
+        inner = cls.__init__
+
+        def init(self: Any, *given: Any, **named: Any) -> None:
+            if len(given) > len(names):
+                raise TypeError(
+                    f"{cls.__name__} takes {len(names)} arguments by position, and {len(given)} were given."
+                )
+            inner(self, **dict(zip(names, given, strict=False)), **named)
+
+        by_name = [
+            p for p in inspect.signature(inner).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in names
+        ]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        first = [inspect.Parameter(name, kind, default=None) for name in names[1:]]
+        ends = [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+        heads = [inspect.Parameter(name, kind) for name in ("self", names[0])]
+        cls.__init__ = functools.wraps(inner)(init)
+        cls.__init__.__signature__ = inspect.Signature([*heads, *first, *by_name, *ends])
+        return cls
+
+    return decorate
 
 
 def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
@@ -59,6 +87,9 @@ def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
     raise AssertionError("distillation without rewards scores nothing")
 
 
+@positional(
+    "model", "teacher_model", "args", *DATA, "callbacks", "optimizers", "quantization_config", "peft_config", "tools"
+)
 class DistillationTrainer(OnlineTrainer):
     """Distillation with four axes: whose tokens (``lmbda``, ``seq_kd``), which divergence, which teacher, what else.
 
@@ -70,7 +101,7 @@ class DistillationTrainer(OnlineTrainer):
         eval_dataset: Likewise.
         processing_class: The student's tokenizer; None loads the model's.
         teacher_processing_class: The teacher's; None loads that of a teacher given by id, else the student's is taken for it.
-        teacher_server: Client of a server that scores, see `ScoringServer`.
+        teacher_server: Client of a server that scores, see `ServerTeacher`.
 
     Reference: GKD, arXiv:2306.13649.
 
@@ -84,40 +115,45 @@ class DistillationTrainer(OnlineTrainer):
     takes_rewards: ClassVar[bool] = False  # Whether GRPO's loss stands beside the divergence.
     privileged: ClassVar[bool] = False  # Whether the teacher reads another prompt, which `facts` gives.
     may_read_images = False
-    _tag_names: ClassVar[list[str]] = ["posttrain", "distillation"]
     _name: ClassVar[str] = "Distillation"
-    _suffix: ClassVar[str] = "Distillation"
     args: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._tag_names = ["posttrain", cls._name.lower()]
+        cls._suffix = cls.__name__.removesuffix("Trainer")
 
     def __init__(
         self,
         model: str | nn.Module,
         teacher_model: str | nn.Module | None = None,
         args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
         *,
         teacher_processing_class: Any = None,
         teacher_server: Any = None,
         reward_funcs: Any = None,
+        formatting_func: Any = None,
         **kwargs: Any,
     ) -> None:
         if reward_funcs is not None and not self.takes_rewards:
             raise ConfigError(
                 f"{type(self).__name__} reads no rewards. Fix: MiniLLM or SDPO, or leave reward_funcs out."
             )
-        # Completions that are being trained or evaluated, by number: what a teacher needs to know of them.
+        if formatting_func is not None:
+            raise ConfigError(
+                "formatting_func has no place here. Fix: dataset.map to the columns prompt and completion."
+            )
+        # What the teacher needs to know of completions that are trained or evaluated, by their number, as JSON.
         self.kept: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
+        self.score_files: dict[str, ScoreFile] = {}
         self.columns: int | None = None
-        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
-        if isinstance(teacher_model, nn.Module) and teacher_model is model:
-            load_teacher(teacher_model, args, teacher_model)
-        super().__init__(model, reward_funcs or _unrewarded, args, **data, **kwargs)
+        refuse_student(teacher_model, model)
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        super().__init__(model, reward_funcs or _unrewarded, args, **({"train_dataset": None} | kwargs))
         self.axes = self.args.axes()
-        self.score_file: ScoreFile | None = None
         self.teacher: ModelTeacher | None = None
         self.teacher_model: nn.Module | None = None
+        self.server: ServerTeacher | None = None
         self._make_teacher(teacher_model, teacher_processing_class, teacher_server)
         if self.keeps_completions:
             self.args.balance_ranks = False  # What is known of a completion stays on its rank.
@@ -126,48 +162,34 @@ class DistillationTrainer(OnlineTrainer):
 
     def _make_teacher(self, given: Any, tokenizer: Any, server: Any) -> None:
         args = self.args
-        self.server: ServerTeacher | None = None
-        if self.axes.support == "none":
+        if self.axes.support == "none" or self.score_files:
             return
-        if args.teacher_scores:
-            self.score_file = ScoreFile(args.teacher_scores)
-            self.score_file.check(self.train_dataset, self.processing_class, temperature=self.axes.teacher_temperature)
-        elif args.teacher_model_server_url or server is not None:
-            self.server = self._make_server(server)
-        elif args.teacher_model_kind != "model":
-            self._own_teacher(given)
-        else:
+        if args.teacher_model_server_url or server is not None:
+            client = VLLMClient(args.teacher_model_server_url) if server is None else server
+            probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
+            expected = args.teacher_model_name_or_path
+            self.server = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
+        elif args.teacher_model_kind == "model":
             self._other_teacher(given, tokenizer)
-
-    def _make_server(self, client: Any) -> ServerTeacher:
-        client = ServedModel(self.args.teacher_model_server_url) if client is None else client
-        probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
-        expected = self.args.teacher_model_name_or_path
-        return ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
-
-    def _own_teacher(self, given: Any) -> None:
-        """The student's weights, now or then."""
-        if given is not None:
+        elif given is None:
+            self._own_teacher(args.teacher_model_kind)
+        else:
             raise ConfigError(
-                f"teacher_model with teacher_model_kind={self.args.teacher_model_kind!r}: there would be "
-                "two teachers. Leave one out."
+                f"teacher_model with teacher_model_kind={args.teacher_model_kind!r}: there would be two teachers. Leave one out."
             )
-        kind, own = self.args.teacher_model_kind, None
-        if kind != "live":
-            own = Reference(self.model, fresh_adapter=self.fresh_adapter and kind == "base")
+
+    def _own_teacher(self, kind: str) -> None:
+        """The student's weights, now or then."""
+        own = None if kind == "live" else Reference(self.model, fresh_adapter=self.fresh_adapter and kind == "base")
         if own is not None and own.copy is not None:
-            own.copy.to(self.args.device)
+            self.teacher_model = own.copy.to(self.args.device)
             install_token_head(own.copy)
         if kind == "ema" and own is not None:
-            if own.copy is None:
-                raise ConfigError(
-                    "teacher_model_kind='ema' with an adapter: averages of factors are not averages of their product. Fix: "
-                    "teacher_model_kind='base', or train all weights."
-                )
-            self.add_callback(SyncRefModelCallback(own.copy, self.accelerator))
+            whole = own.copy is not None
+            self.add_callback(SyncRefModelCallback(own, self.accelerator) if whole else AdapterAverage(own))
 
         @contextmanager
-        def running() -> Any:
+        def running() -> Iterator[nn.Module]:
             with self.inference() as policy:
                 if own is None:
                     yield policy
@@ -175,7 +197,6 @@ class DistillationTrainer(OnlineTrainer):
                     with own.active(policy) as model:
                         yield model
 
-        self.teacher_model = None if own is None else own.copy
         self.teacher = ModelTeacher(running, self.layout, True, self.pad_token_id)
 
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
@@ -219,41 +240,39 @@ class DistillationTrainer(OnlineTrainer):
 
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Prompts as every online trainer's; answers of the dataset as ids, where they are trained or evaluated."""
-        train = self._prepared(train, "train_dataset", answers=self.args.lmbda < 1 and not self.args.seq_kd)
-        wanted = self.args.eval_mode != "student"
-        many = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
-        found = {
-            name: None if one is None else self._prepared(one, name, answers=wanted and self._has_answers(one))
-            for name, one in many.items()
-        }
-        return super().prepare_datasets(train, found if isinstance(evaluation, dict) else found["eval_dataset"])
+        train = self.prepare(train, "train_dataset", training=True)
+        return super().prepare_datasets(train, None if evaluation is None else self.prepare_evaluation(evaluation))
 
-    def prepare_evaluation(self, dataset: Any) -> Any:
-        """Raw sets as in `prepare_datasets`; prepared ones come back equal."""
-        if isinstance(dataset, dict):
-            return {name: self.prepare_evaluation(one) for name, one in dataset.items()}
-        if "prompt_ids" in (getattr(dataset, "column_names", None) or ()):
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """A raw set with its answers as ids, where they are trained or evaluated; a prepared one comes back as it is."""
+        args, dataset = self.args, with_prompt_column(dataset)
+        columns = getattr(dataset, "column_names", None) or ()
+        if "prompt_ids" in columns:
             return dataset
-        wanted = self.args.eval_mode != "student"
-        return self._prepared(dataset, "eval_dataset", answers=wanted and self._has_answers(dataset))
-
-    @staticmethod
-    def _has_answers(dataset: Any) -> bool:
-        names = getattr(dataset, "column_names", None) or ()
-        return "completion" in names or "messages" in names
-
-    def _prepared(self, dataset: Any, name: str, *, answers: bool) -> Any:
-        dataset = with_prompt_column(dataset)
-        if not answers:
-            return dataset
-        if "completion" not in (getattr(dataset, "column_names", None) or ()):
+        answered = args.eval_mode != "student" and "completion" in columns
+        if training:
+            answered = args.lmbda < 1 and not args.seq_kd
+        if answered and "completion" not in columns:
             raise DataError(
-                f"{name} has no completion column, and lmbda={self.args.lmbda} trains on the dataset's "
-                "completions. Fix: a completion "
+                f"{name} has no completion column, and lmbda={args.lmbda} trains on the dataset's completions. Fix: a completion "
                 "column, seq_kd=True (the teacher samples them), or lmbda=1 (the student does)."
             )
-        limits = {"max_length": self.args.max_length, "max_prompt_length": self.args.max_prompt_length}
-        return tokenized_answers(dataset, self.processing_class, name=name, **limits)
+        if answered:
+            limits = {"max_length": args.max_length, "max_prompt_length": args.max_prompt_length}
+            dataset = tokenized_answers(dataset, self.processing_class, name=name, **limits)
+        if args.teacher_scores:
+            self._open_scores(dataset, name, training=training, answered=answered)
+        return dataset
+
+    def _open_scores(self, dataset: Any, name: str, *, training: bool, answered: bool) -> None:
+        path = self.args.teacher_scores if training else self.args.eval_teacher_scores
+        if path is None or not answered:
+            raise ConfigError(
+                f"teacher_scores without scores of the dataset {name!r}. Fix: score its answers too "
+                "(posttrain teacher-scores) and set eval_teacher_scores, or leave eval_dataset out."
+            )
+        file = self.score_files["train" if training else "eval"] = ScoreFile(path)
+        file.check(dataset, self.processing_class, temperature=self.args.axes().teacher_temperature)
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Rows of the dataset's own answers; without them completions come later."""
@@ -271,7 +290,7 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def can_dry_run(self) -> bool:
-        """Reward functions alone are tried on rows."""
+        """Whether there are reward functions, which alone are tried on rows."""
         return self.takes_rewards and self.rewards.functions[0] is not _unrewarded
 
     # Whose tokens ------------------------------------------------------------------------------------------------
@@ -287,8 +306,7 @@ class DistillationTrainer(OnlineTrainer):
 
     def generated(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """As the parent's; answers of the dataset need no engine, and a rank without examples then does nothing."""
-        answered = mode == "eval" and "completion_ids" in self.spare_examples()[0]
-        if not examples and answered:
+        if not examples and mode == "eval" and "completion_ids" in self.spare_examples()[0]:
             return RolloutBatch([], [], [], born=self.state.global_step)
         return super().generated(examples, mode)
 
@@ -300,9 +318,10 @@ class DistillationTrainer(OnlineTrainer):
         own = [example for example, mine in zip(examples, sampled, strict=True) if mine]
         others = [example for example, mine in zip(examples, sampled, strict=True) if not mine]
         mine = iter(self.student_rollouts(own, mode)[0] if own else ())
-        given = iter(
-            self._teacher_rollouts(others, mode) if self.args.seq_kd and mode == "train" else self._answers(others)
-        )
+        if self.args.seq_kd and mode == "train":
+            given = iter(self._teacher_rollouts(others, mode))
+        else:
+            given = iter([as_rollout(example, self.processing_class) for example in others])
         rollouts = [next(mine) if one else next(given) for one in sampled]
         chat = not isinstance(examples[0]["prompt"], str)
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
@@ -310,9 +329,6 @@ class DistillationTrainer(OnlineTrainer):
     def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
         """Samples of the student."""
         return super().roll_out(examples, mode)
-
-    def _answers(self, examples: list[dict[str, Any]]) -> list[Rollout]:
-        return [as_rollout(example, self.processing_class) for example in examples]
 
     @functools.cached_property
     def _teacher_engine(self) -> Any:
@@ -323,63 +339,67 @@ class DistillationTrainer(OnlineTrainer):
     def _teacher_rollouts(self, examples: list[dict[str, Any]], mode: str) -> list[Rollout]:
         requests = [Request(prompt) for prompt in self.tokenize(examples)]
         rollouts = self._teacher_engine.generate(requests, self.sampling(mode))
-        texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
-        for rollout, text in zip(rollouts, texts, strict=True):
-            rollout.text, rollout.logp = text, []
+        for rollout in rollouts:
+            rollout.logp = []  # The teacher's, and no student's.
         return rollouts
 
     # One generation ----------------------------------------------------------------------------------------------
 
-    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
-        """Completions, rewards where the method has them, and what the teacher needs to know of each."""
-        generation = self.generated(examples, mode)
-        rewarded = self.can_dry_run
-        table = self.score(generation, mode) if rewarded else self._no_rewards(len(generation.rollouts))
-        self.weight_sync.rest()
-        self.attach_logps(generation, mode)
-        if rewarded:
-            mine = self.advantages(generation, table, mode)[table.start :][: len(generation.rollouts)]
-            generation.columns["advantages"] = mine.tolist()
-        if len(self._own) == len(generation.rollouts):
-            generation.columns["on_policy"] = [float(one) for one in self._own]
+    def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
+        """Rewards, where the method has them."""
+        if self.can_dry_run:
+            return super().score(generation, mode)
+        return RewardTable(torch.empty(len(generation.rollouts), 0), [], torch.empty(0))
+
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
+        """As GRPO's, 0 without rewards; and what the teacher needs to know of each completion is kept."""
+        self.totals = found = torch.zeros(len(generation.rollouts))
+        if self.can_dry_run:
+            args = self.args
+            stats = group_advantages(
+                table.values, table.weights, self.group_size(mode), scale_rewards=str(args.scale_rewards)
+            )
+            scored = stats.totals[~stats.totals.isnan()]
+            std = {"reward_std": float(scored.std()) if scored.numel() > 1 else 0.0}
+            std["frac_reward_zero_std"] = stats.zero_std_share
+            self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode, **std)
+            self.totals, found = stats.totals, stats.advantages
+        if len(self._sampled) == len(generation.rollouts):
+            generation.columns["on_policy"] = [float(one) for one in self._sampled]
         self.keep(generation, table, mode)
-        self.record.add_completions(self.completion_rows(generation, table), evaluation=mode == "eval")
-        return generation
-
-    @property
-    def _own(self) -> list[bool]:
-        return getattr(self, "_sampled", [])
-
-    @staticmethod
-    def _no_rewards(count: int) -> RewardTable:
-        return RewardTable(torch.empty(count, 0), [], torch.empty(0))
+        return found
 
     @property
     def keeps_completions(self) -> bool:
         """Whether the teacher needs more of a completion than its tokens."""
-        return self.privileged or self.server is not None or self.score_file is not None
+        return self.privileged or self.server is not None or bool(self.score_files)
 
     def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
-        """Number the completions, and remember what the teacher needs to know of each."""
+        """Number the completions, from 1 in training and from -1 in evaluation, and keep the `facts` of each."""
         if not self.keeps_completions:
             return
-        facts = self.facts(generation, table, mode)
         sign = 1 if mode == "train" else -1
-        self.kept[mode] = {sign * (i + 1): fact for i, fact in enumerate(facts)}
-        generation.columns["key"] = [float(key) for key in self.kept[mode]]
+        if self.score_files:
+            keys = [sign * (int(example["score_row"]) + 1) for example in generation.examples]
+        else:
+            facts = self.facts(generation, table, mode)
+            keys = [sign * (i + 1) for i in range(len(facts))]
+            self.kept[mode] = dict(zip(keys, facts, strict=True))
+        generation.columns["key"] = [float(key) for key in keys]
 
     def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
-        """What the teacher needs to know of each completion, as JSON."""
-        rollouts = generation.rollouts
-        if self.score_file is not None:
-            if mode == "eval":
-                raise ConfigError("teacher_scores has no scores of evaluation sets. Fix: eval_strategy='no'.")
-            return [int(example["score_row"]) for example in generation.examples]
+        """What the teacher needs to know of each completion, as JSON: a server's scores, a prompt of its own."""
         assert self.server is not None
-        return self.server.score([r.prompt_ids for r in rollouts], [r.token_ids for r in rollouts])
+        return self.server.score(
+            [r.prompt_ids for r in generation.rollouts], [r.token_ids for r in generation.rollouts]
+        )
 
     def _fact(self, key: int) -> Any:
-        return self.kept["train" if key > 0 else "eval"][key]
+        mode = "train" if key > 0 else "eval"
+        if self.score_files:
+            return self.score_files[mode].read(abs(key) - 1)
+        fact = self.kept[mode][key]
+        return fact if self.server is None else TokenScores(**{name: torch.tensor(x) for name, x in fact.items()})
 
     def teacher_prompt(self, prompt: Any, extra: str, template: str, most: int | None) -> list[int]:
         """Ids of ``template`` of the prompt and what only the teacher sees, with room for a completion."""
@@ -388,30 +408,12 @@ class DistillationTrainer(OnlineTrainer):
         kwargs = self.args.chat_template_kwargs or {}
         return privileged_prompt(prompt, extra, template, self.processing_class, most=most, kwargs=kwargs)
 
-    # Rewards, where a GRPO term reads them -----------------------------------------------------------------------
-
-    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
-        """As GRPO's."""
-        args, size = self.args, self.group_size(mode)
-        stats = group_advantages(table.values, table.weights, size, scale_rewards=str(args.scale_rewards))
-        scored = stats.totals[~stats.totals.isnan()]
-        whole = float(scored.std()) if scored.numel() > 1 else 0.0
-        std = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
-        self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode, **std)
-        self.rewarded = stats.totals
-        return stats.advantages
-
-    def policy_terms(self, outputs: ModelOutputs, batch: Batch, extra: Tensor | None = None) -> LossTerms:
-        """GRPO's loss; ``extra (B, T)`` is added to the advantage of each token."""
-        logp = outputs.logp
-        assert logp is not None
-        shared = torch.zeros_like(logp) if batch.advantages is None else spread(batch.advantages, batch.sequence)
-        total = shared if extra is None else shared + extra
-        return grpo_objective(outputs, replace(batch, advantages=total), self.args)
-
     def needs_old_logp(self, mode: str) -> bool:
-        """Ratios are clipped in the policy's loss, and where ``is_clip`` is set; exact divergences have none."""
-        return (self.takes_rewards or self.axes.is_clip is not None) and super().needs_old_logp(mode)
+        """Where ratios are clipped: in the policy's loss, with ``is_clip``, in IW-OPD; exact divergences have none."""
+        axes = self.axes
+        return (self.takes_rewards or axes.is_clip is not None or axes.prefix is not None) and super().needs_old_logp(
+            mode
+        )
 
     def make_reference(self) -> Reference | None:
         """``beta`` is the divergence's, and no KL penalty, but where there is a GRPO term."""
@@ -419,24 +421,18 @@ class DistillationTrainer(OnlineTrainer):
 
     # The loss ----------------------------------------------------------------------------------------------------
 
-    def teacher_view(self, batch: Batch) -> Any:
-        """The teacher at the loss positions of a batch."""
-        if (file := self.score_file) is not None:
-            return sparse_view(batch, lambda key: file.read(self._fact(key)))
-        if self.server is not None:
-            return sparse_view(batch, self._fact)
-        assert self.teacher is not None
-        if self.privileged and "key" in batch.columns:
-            return self.teacher.of_prompts(batch, self.kept["train"] | self.kept["eval"])
-        return self.teacher.of_batch(batch)
-
     def comparison(self, batch: Batch) -> Any:
         """What the student's head compares itself with; None where there is no teacher."""
         if self.axes.support == "none":
             return None
         own = self.args.temperature if self.takes_rewards else self.axes.student_temperature
         options: dict[str, Any] = {"columns": self.columns, "policy_temperature": own}
-        return Comparison(self.axes, self.teacher_view(batch), **options)
+        if self.score_files or self.server is not None:
+            return Comparison(self.axes, scores_of_batch(batch, self._fact), **options)
+        assert self.teacher is not None
+        if self.privileged and "key" in batch.columns:
+            return Comparison(self.axes, self.teacher.of_prompts(batch, self._fact), **options)
+        return Comparison(self.axes, self.teacher.of_batch(batch), **options)
 
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """The teacher first, then the student, whose head compares the two."""
@@ -445,12 +441,8 @@ class DistillationTrainer(OnlineTrainer):
                 "an optimiser step has no answer token: there is nothing to learn. Fix: longer completions."
             )
         needs = {"logp", "entropy"} | ({"aux"} if self.router_coefficient else set())
-        options: dict[str, Any] = {
-            "temperature": self.axes.student_temperature,
-            "chunk_size": self.args.logits_chunk_size,
-        }
-        compare = self.comparison(batch)
-        outputs = forward(model, batch, frozenset(needs), compare=compare, **options)
+        options: dict[str, Any] = {"compare": self.comparison(batch), "chunk_size": self.args.logits_chunk_size}
+        outputs = forward(model, batch, frozenset(needs), temperature=self.axes.student_temperature, **options)
         terms = self.objective(outputs, batch)
         if self.router_coefficient and outputs.aux_loss is not None:
             term = self.router_coefficient * outputs.aux_loss[None]
@@ -461,6 +453,14 @@ class DistillationTrainer(OnlineTrainer):
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `distillation_objective`."""
         return distillation_objective(outputs, batch, self.axes)
+
+    def policy_terms(self, outputs: ModelOutputs, batch: Batch, extra: Tensor | None = None) -> LossTerms:
+        """GRPO's loss; ``extra (B, T)`` is added to the advantage of each token."""
+        assert outputs.logp is not None and batch.advantages is not None
+        shared = spread(batch.advantages, batch.sequence)
+        return grpo_objective(
+            outputs, replace(batch, advantages=shared if extra is None else shared + extra), self.args
+        )
 
     def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Sequences that have a teacher, and aligned groups, where the loss divides by them."""
@@ -474,24 +474,9 @@ class DistillationTrainer(OnlineTrainer):
 
     def state_to_save(self) -> dict[str, Any]:
         """As the parent's, with what the teacher must know of completions that wait."""
-        facts = {key: _plain(fact) for key, fact in self.kept["train"].items()}
-        return super().state_to_save() | {"kept": facts}
+        return super().state_to_save() | {"kept": self.kept["train"]}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
         super().load_saved_state(state)
-        self.kept["train"] = {int(key): _restored(fact) for key, fact in state.get("kept", {}).items()}
-
-
-def _plain(fact: Any) -> Any:
-    return (
-        {name: getattr(fact, name).tolist() for name in TokenScores.__annotations__}
-        if isinstance(fact, TokenScores)
-        else fact
-    )
-
-
-def _restored(fact: Any) -> Any:
-    return (
-        TokenScores(**{name: torch.tensor(value) for name, value in fact.items()}) if isinstance(fact, dict) else fact
-    )
+        self.kept["train"] = {int(key): fact for key, fact in state.get("kept", {}).items()}
