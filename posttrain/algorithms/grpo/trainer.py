@@ -23,7 +23,6 @@ from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm
 from posttrain.models.heads import cast_head_to_fp32
-from posttrain.models.reference import active_dropout
 from posttrain.report.completions import CompletionsHubCallback, RolloutTableCallback
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
@@ -45,6 +44,16 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "entropy_ctrl_state.json"
 # Optimiser steps without a single bonus, after which the target counts as out of reach.
 PATIENCE = 50
+
+
+def _active_dropout(model: nn.Module) -> str:
+    """The first dropout that acts in training, as ``name=rate`` (an adapter's own included); empty where there is none."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return f"{name}={module.p}"
+    config: Any = getattr(model, "config", None)
+    rate = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
+    return f"attention_dropout={rate}" if rate else ""
 
 
 class EntropyBonus:
@@ -187,7 +196,7 @@ class GRPOTrainer(OnlineTrainer):
         if args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
         self._log_completions()
-        if dropout := active_dropout(self.model):
+        if dropout := _active_dropout(self.model):
             logger.warning(
                 "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
                 "disable_dropout=True.", dropout,
