@@ -61,7 +61,7 @@ def shell(method, model, folder, data, capsys, *flags):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_that_are_equal_everywhere_are_refused(tiny_tokenizer, tmp_path, method):
-    match = "PT-D026: .* 100 %" if method in ("kto", "bco") else r"no row of the train dataset is left: of 8, 8 with equal"
+    match = r"PT-D026: .*\(100 %\)" if method in ("kto", "bco") else r"no row of the train dataset is left: of 8, 8 with equal"
     with pytest.raises(ValueError, match=match):
         make(method, tiny_tokenizer, tmp_path, rows(rejected="a number"))
 
