@@ -82,6 +82,6 @@ def test_trap_s43_one_seed_for_all_completions_is_refused(tmp_path):
 
 
 def test_trap_s57_bitsandbytes_in_the_process_of_vllm_is_told():
-    (found,) = versions.check_binaries({"vllm": True}, torch="2.9.1", vllm_torch="2.9.1", bitsandbytes=True)
+    (found,) = versions.check_binaries(torch="2.9.1", vllm_torch="2.9.1", bitsandbytes=True)
     assert found.severity == "warning" and "bitsandbytes and vLLM are used in one process" in found.what
-    assert versions.check_binaries({"vllm": False}, torch="2.9.1", vllm_torch="2.9.1", bitsandbytes=True) == []
+    assert versions.check_binaries(torch="2.9.1", vllm_torch="2.9.1") == []

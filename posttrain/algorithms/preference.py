@@ -488,7 +488,7 @@ class PreferenceTrainer(PostTrainer):
             options = {"limit": self.args.max_length, "stops": terminal_token_ids(self.processing_class)}
             with self.checks.preflight.record_check("data", JUDGED_CODES if self.judged else PAIR_CODES):
                 if self.judged:
-                    self.checks.report(check_judged(self.rows(sample), **options))
+                    self.checks.report([check_judged(self.rows(sample))])
                 else:
                     self.checks.report(check_pairs(answer_rows(sample, self.branches[:2]), **options))
         return self.pairs.numbered(prepared) if training else prepared

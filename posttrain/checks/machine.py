@@ -1,13 +1,14 @@
-"""What a run assumes of the machine it starts on: room on the disk, memory of the GPU, free ports, a folder of its own."""
+"""What a run assumes of the machine it starts on: its disk, ports, packages, GPUs and memory."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.metadata
+import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +17,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from posttrain.checks.registry import Context, Severity, finding, probe, register
+from posttrain.checks.registry import Context, finding, probe
+from posttrain.errors import ModelError
 from posttrain.integrations.machine import port_is_free
 from posttrain.types import Finding
 
@@ -30,47 +32,42 @@ __all__ = [
     "check_devices",
     "check_disk_space",
     "check_gpu_memory",
-    "check_ports",
     "check_precision",
     "check_strangers",
     "check_versions",
     "features_in_use",
+    "gib",
     "installed_version",
+    "memory_limit",
     "ports_of_servers",
     "required_version",
-    "size",
     "verdict",
 ]
 
+logger = logging.getLogger(__name__)
 
-GIB, MIB = 2**30, 2**20
-CHECKPOINTS = 2  # A new one is written before an old one is removed.
+# A new checkpoint is written before an old one is removed.
+CHECKPOINTS = 2
+# Names that an error lists.
 SHOWN = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
-
-for _code, _name, _title, _page in (
-    ("PT-L001", "folder-of-another-run", "checkpoints of another run in output_dir", "k"),
-    ("PT-L002", "disk-nearly-full", "no room for two checkpoints", "k"),
-    ("PT-L004", "port-in-use", "a port that the run needs is taken", "k"),
-    ("PT-L003", "gpu-in-use", "less free GPU memory than the optimiser alone needs", "k"),
-    ("PT-V001", "package-missing", "a package that the config needs is not installed", "m"),
-    ("PT-V002", "package-too-old", "a version older than what works", "m"),
-    ("PT-V003", "package-untested", "a version newer than the last one tried", "m"),
-    ("PT-V004", "package-excluded", "a version known not to work", "m"),
-    ("PT-V005", "package-binaries", "compiled packages made for another torch", "m"),
-):
-    register(_code, _name, moment="config", title=_title, page=_page)
+# Share of the memory below which a rough bound is enough, and nothing is traced.
+PLAINLY = 0.25
+# Tokens of a pass in the rough bound.
+MOST_TOKENS = 16_384
 
 
-def size(count: float) -> str:
+def gib(count: float) -> str:
     """Bytes in words.
 
-    >>> size(3 * 2**29), size(5 * 2**20)
+    >>> gib(3 * 2**29), gib(5 * 2**20)
     ('1.5 GiB', '5 MiB')
     """
-    if count < MIB:
-        return f"{count / 1024:.0f} KiB"
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
+    unit, name = next(((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if count >= unit), (1024, "KiB"))
+    return f"{count / unit:.{1 if name == 'GiB' else 0}f} {name}"
+
+
+# Disk, GPU and ports -------------------------------------------------------------------------------------------------
 
 
 def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Finding | None:
@@ -111,7 +108,7 @@ def check_disk_space(free: int, checkpoint: int, *, folder: str, limit: int | No
     return finding(
         "PT-L002",
         "error" if free < checkpoint else "warning",
-        f"{size(free)} are free in {folder!r}, and a checkpoint needs about {size(checkpoint)}.",
+        f"{gib(free)} are free in {folder!r}, and a checkpoint needs about {gib(checkpoint)}.",
         "output_dir",
         "the run would stop at its first checkpoint, and what it learned by then would be lost."
         if free < checkpoint
@@ -141,55 +138,39 @@ def check_gpu_memory(
     if free >= needed:
         return None
     listed = [
-        f"GPU {index}: pid {pid} ({name}, {size(held)})"
+        f"GPU {index}: pid {pid} ({name}, {gib(held)})"
         for index, rows in (others or {}).items()
         for pid, name, held in rows
     ]
     return finding(
         "PT-L003",
         "warning",
-        f"{device}: {size(total - free)} of {size(total)} are in use, {size(free)} are free, and gradients and optimiser alone "
-        f"need {size(needed)}." + (f" Other processes: {', '.join(listed)}." if listed else ""),
+        f"{device}: {gib(total - free)} of {gib(total)} are in use, {gib(free)} are free, and gradients and optimiser alone "
+        f"need {gib(needed)}." + (f" Other processes: {', '.join(listed)}." if listed else ""),
         device,
         "the first optimiser step would run out of memory.",
         "stop the other process, choose another GPU with CUDA_VISIBLE_DEVICES, train an adapter, or use an 8-bit optimiser.",
     )
 
 
-def check_ports(ports: Mapping[str, int], taken: Sequence[int], *, severity: Severity = "error") -> list[Finding]:
-    """Ports that a run will listen on and that a bind found taken.
-
-    Args:
-        ports: By the name of the option.
-        taken: Those on which nothing could be bound.
-        severity: ``warning`` where the port may not be needed.
-    """
-    return [
-        finding(
-            "PT-L004",
-            severity,
-            f"{name}={port} is in use by another process.",
-            name,
-            "the run could not listen there, or, worse, would talk to another run's server.",
-            f"stop that process (`ss -ltnp 'sport = :{port}'` names it), or set {name} to a free port.",
-        )
-        for name, port in ports.items()
-        if port in taken
-    ]
-
-
 @probe("config", "PT-L004")
 def ports_of_servers(context: Context) -> list[Finding]:
     """The port on which trainer and server of this machine meet to pass weights; a second run would meet the first."""
     args = context.args
-    if not getattr(args, "use_vllm", False) or getattr(args, "vllm_mode", None) != "server":
-        return []
-    url = getattr(args, "vllm_server_base_url", None)
+    url, port = getattr(args, "vllm_server_base_url", None), getattr(args, "vllm_group_port", 0)
     host = urlsplit(url).hostname if isinstance(url, str) else getattr(args, "vllm_server_host", None)
-    port = getattr(args, "vllm_group_port", 0)
-    if host not in HERE or not port or port_is_free(port):
+    server = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "server"
+    if not server or host not in HERE or not port or port_is_free(port):
         return []
-    return check_ports({"vllm_group_port": port}, [port], severity="warning")  # Weights may go another way.
+    # No more than a warning: weights may go another way.
+    return [finding(
+        "PT-L004", "warning", f"vllm_group_port={port} is in use by another process.", "vllm_group_port",
+        "the run could not listen there, or, worse, would talk to another run's server.",
+        f"stop that process (`ss -ltnp 'sport = :{port}'` names it), or set vllm_group_port to a free port.",
+    )]  # fmt: skip
+
+
+# Versions ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,9 +302,6 @@ def base_version(text: str) -> Version:
         return Version("0")
 
 
-SMALL_BITS = ("8bit", "4bit", "bnb", "paged_")
-
-
 def features_in_use(args: Any, *, parts: Mapping[str, Any] | None = None) -> dict[str, bool]:
     """Keys of `FEATURES`, and whether a config asks for them.
 
@@ -331,46 +309,38 @@ def features_in_use(args: Any, *, parts: Mapping[str, Any] | None = None) -> dic
         args: A trainer's config.
         parts: What else the trainer was given, by argument name.
     """
-    init = getattr(args, "model_init_kwargs", None)
-    init = init if isinstance(init, Mapping) else {}
-    deepspeed, fsdp = bool(getattr(args, "deepspeed", None)), bool(getattr(args, "fsdp", None))
-    server = getattr(args, "vllm_mode", "") == "server"
+
+    def given(name: str) -> Any:
+        return getattr(args, name, None)
+
+    def option(name: str) -> Any:
+        return fsdp and fsdp.get(name, fsdp.get(f"fsdp_{name}"))
+
+    init = given("model_init_kwargs") if isinstance(given("model_init_kwargs"), Mapping) else {}
+    zero = (given("deepspeed").get("zero_optimization") or {}) if isinstance(given("deepspeed"), Mapping) else {}
+    fsdp = (given("fsdp_config") or {}) if given("fsdp") else {}
+    ranks = {name: int(getattr(given("parallelism_config"), name, 1) or 1) for name in ("sp_size", "cp_size")}
     # Servers are asked over HTTP: vLLM is installed there.
-    vllm = bool(getattr(args, "use_vllm", False)) and not server
-    reports = getattr(args, "report_to", None) or ()
-    optimiser = str(getattr(getattr(args, "optim", ""), "value", getattr(args, "optim", "")))
+    vllm = bool(given("use_vllm")) and given("vllm_mode") != "server"
+    optimiser = str(getattr(given("optim"), "value", given("optim")))
+    small = any(part in optimiser for part in ("8bit", "4bit", "bnb", "paged_"))
     return {
         "core": True,
-        "liger": bool(getattr(args, "use_liger_kernel", False)),
-        "bitsandbytes": any(part in optimiser for part in SMALL_BITS) or "quantization_config" in init,
-        "deepspeed": deepspeed,
-        "deepspeed-zero3-generation": deepspeed and hasattr(args, "num_generations") and _zero_stage(args) == 3,
-        "fsdp2": fsdp and _fsdp(args, "version") == 2,
-        "fsdp2-ram-efficient": fsdp and _fsdp(args, "version") == 2 and bool(_fsdp(args, "cpu_ram_efficient_loading")),
-        "sequence-parallel": _parallel(args, "sp_size") > 1,
-        "context-parallel": _parallel(args, "cp_size") > 1,
+        "liger": bool(given("use_liger_kernel")),
+        "bitsandbytes": small or "quantization_config" in init,
+        "deepspeed": bool(given("deepspeed")),
+        "deepspeed-zero3-generation": hasattr(args, "num_generations") and zero.get("stage") == 3,
+        "fsdp2": option("version") == 2,
+        "fsdp2-ram-efficient": option("version") == 2 and bool(option("cpu_ram_efficient_loading")),
+        "sequence-parallel": ranks["sp_size"] > 1,
+        "context-parallel": ranks["cp_size"] > 1,
         "vllm": vllm,
-        "vllm-sleep": vllm and bool(getattr(args, "vllm_enable_sleep_mode", False)),
-        "paged": bool(getattr(args, "use_transformers_continuous_batching", False)),
+        "vllm-sleep": vllm and bool(given("vllm_enable_sleep_mode")),
+        "paged": bool(given("use_transformers_continuous_batching")),
         "environments": bool((parts or {}).get("environment_factory")),
         "flash-attention-2": init.get("attn_implementation") == "flash_attention_2",
-        **{name: name in reports for name in ("wandb", "trackio", "tensorboard")},
+        **{name: name in (given("report_to") or ()) for name in ("wandb", "trackio", "tensorboard")},
     }
-
-
-def _zero_stage(args: Any) -> int:
-    config = args.deepspeed if isinstance(args.deepspeed, Mapping) else {}
-    stage = (config.get("zero_optimization") or {}).get("stage", 0)
-    return stage if isinstance(stage, int) else 0
-
-
-def _fsdp(args: Any, name: str) -> Any:
-    config = getattr(args, "fsdp_config", None) or {}
-    return config.get(name, config.get(f"fsdp_{name}"))
-
-
-def _parallel(args: Any, name: str) -> int:
-    return int(getattr(getattr(args, "parallelism_config", None), name, 1) or 1)
 
 
 def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | None] | None = None) -> list[Finding]:
@@ -416,24 +386,16 @@ def _compared(need: Need, version: str | None) -> Finding | None:
 
 
 def check_binaries(
-    features: Mapping[str, bool],
-    *,
-    torch: str | None,
-    vllm_torch: str | None,
-    vllm: str | None = None,
-    bitsandbytes: bool = False,
+    *, torch: str | None, vllm_torch: str | None, vllm: str | None = None, bitsandbytes: bool = False
 ) -> list[Finding]:
     """Compiled packages that meet in vLLM's process.
 
     Args:
-        features: See `features_in_use`.
         torch: Its installed version, with the build's suffix (``2.9.1+cu128``).
         vllm_torch: The version that vLLM was built for; None where it is unknown.
         vllm: Its installed version, with the build's suffix.
         bitsandbytes: Whether bitsandbytes is used in vLLM's process.
     """
-    if not features.get("vllm"):
-        return []
     found = []
     if torch and vllm_torch and base_version(torch) != base_version(vllm_torch):
         found.append(finding(
@@ -441,12 +403,13 @@ def check_binaries(
             "its kernels are compiled against that torch: importing it fails, or worse, it computes garbage.",
             f"pip install 'torch=={vllm_torch}', or a vllm that was built for torch {base_version(torch)}.",
         ))  # fmt: skip
-    ours, theirs = _cuda(torch), _cuda(vllm)
-    if ours and theirs and ours != theirs:
+    # Major versions of CUDA that the builds name in their suffixes.
+    ours, theirs = (re.search(r"\+cu(\d+)\d$", version or "") for version in (torch, vllm))
+    if ours and theirs and ours[1] != theirs[1]:
         found.append(finding(
-            "PT-V005", "error", f"vllm {vllm} was built for CUDA {theirs}, and torch {torch} for CUDA {ours}.", "vllm",
+            "PT-V005", "error", f"vllm {vllm} was built for CUDA {theirs[1]}, and torch {torch} for CUDA {ours[1]}.", "vllm",
             "libraries of two major versions of CUDA do not work in one process.",
-            f"install builds of one: torch from the index of CUDA {theirs}, or a vllm of CUDA {ours}.",
+            f"install builds of one: torch from the index of CUDA {theirs[1]}, or a vllm of CUDA {ours[1]}.",
         ))  # fmt: skip
     if bitsandbytes:
         found.append(finding(
@@ -457,47 +420,32 @@ def check_binaries(
     return found
 
 
-def _cuda(version: str | None) -> int | None:
-    """Major version of the CUDA that a build names in its suffix.
-
-    >>> _cuda("2.9.1+cu128"), _cuda("0.25.1"), _cuda("2.9.1+cpu")
-    (12, None, None)
-    """
-    match = re.search(r"\+cu(\d+)\d$", version or "")
-    return int(match[1]) if match else None
+def _binaries(*, bitsandbytes: bool = False) -> list[Finding]:
+    """`check_binaries` of what is installed."""
+    built_for, (torch, vllm) = required_version("vllm", "torch"), map(installed_version, ("torch", "vllm"))
+    return check_binaries(torch=torch, vllm_torch=built_for, vllm=vllm, bitsandbytes=bitsandbytes)
 
 
 @probe("config", "PT-V001", "PT-V002", "PT-V003", "PT-V004", "PT-V005")
 def versions(context: Context) -> Iterable[Finding | None]:
     """Versions of everything that the config asks for."""
     features = features_in_use(context.args, parts=context.parts)
-    return [
-        *check_versions(features),
-        *check_binaries(
-            features,
-            torch=installed_version("torch"),
-            vllm_torch=required_version("vllm", "torch"),
-            vllm=installed_version("vllm"),
-            bitsandbytes=features["bitsandbytes"],
-        ),
-    ]
+    yield from check_versions(features)
+    if features["vllm"]:
+        yield from _binaries(bitsandbytes=features["bitsandbytes"])
 
 
 def verdict() -> list[str]:
     """A line for every installed package that could make trouble, whatever feature would need it; empty: all fit."""
-    there = dict.fromkeys(FEATURES, True)
-    found = [item for item in check_versions(there) if item.code != "PT-V001"]
-    found += check_binaries(
-        {"vllm": True}, torch=installed_version("torch"), vllm_torch=required_version("vllm", "torch")
-    )
-    return [f"{item.code} ({item.severity}): {item.what} {item.fix}" for item in found]
+    found = [item for item in check_versions(dict.fromkeys(FEATURES, True)) if item.code != "PT-V001"]
+    return [f"{item.code} ({item.severity}): {item.what} {item.fix}" for item in [*found, *_binaries()]]
 
+
+# The model on its device ---------------------------------------------------------------------------------------------
 
 # Weights of transformers are about this large: the usual standard deviation of their initialisation.
 TYPICAL_WEIGHT = 0.02
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
-# Parameters from which a second copy of the weights in float32 is worth a thought.
-LARGE_MODEL = 1_000_000_000
 # Tokens from which a dense T x T mask costs more than it is worth.
 LONG_ROW = 4096
 
@@ -511,76 +459,51 @@ def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
     return math.ldexp(0.5, math.frexp(weight)[1] - 1 - MANTISSA_BITS[dtype])
 
 
-def check_precision(
-    trainable: Mapping[str, int], *, learning_rate: float, autocast: str | None = None
-) -> Finding | None:
-    """Trained weights in 16 bits that a small learning rate cannot move, or float32 ones that 16 bits would do for.
+def check_precision(trainable: Mapping[str, int], *, learning_rate: float) -> Finding | None:
+    """Trained weights in 16 bits that a small learning rate cannot move.
 
     Args:
         trainable: Parameters that are trained, counted by dtype (``{"bfloat16": 134_000_000}``).
         learning_rate: Peak of the schedule; about the size of one step of Adam.
-        autocast: Dtype of the computation where it differs from that of the weights.
     """
     half = {dtype: count for dtype, count in trainable.items() if dtype in MANTISSA_BITS and count}
-    if half:
-        dtype = max(half, key=lambda name: smallest_update(name))
-        least = smallest_update(dtype)
-        if learning_rate < least:
-            return Finding(
-                "PT-C001",
-                "warning",
-                f"{sum(half.values())} trained parameters are stored in {dtype}, and learning_rate={learning_rate:g}.",
-                "the model's parameters",
-                f"a step of Adam is about as large as the learning rate, and a {dtype} weight of {TYPICAL_WEIGHT} cannot move by "
-                f"less than {least:.1g}: most updates are rounded away while the loss looks alive.",
-                "load the model with dtype='float32' and set bf16=True (the computation stays fast), train an adapter, or use "
-                "an optimiser that keeps float32 weights.",
-            )
-    if autocast in MANTISSA_BITS and trainable.get("float32", 0) > LARGE_MODEL:
-        return Finding(
-            "PT-C002",
-            "info",
-            f"{trainable['float32']} trained parameters are stored in float32 and computed in {autocast}.",
-            "the model's parameters",
-            "that is exact, and costs 16 bytes a parameter with Adam.",
-            "nothing, if it fits; else train an adapter on a 16-bit model, or shard the optimiser.",
-        )
-    return None
+    dtype = max(half, key=smallest_update, default="")
+    if not half or learning_rate >= (least := smallest_update(dtype)):
+        return None
+    return finding(
+        "PT-C001",
+        "warning",
+        f"{sum(half.values())} trained parameters are stored in {dtype}, and learning_rate={learning_rate:g}.",
+        "the model's parameters",
+        f"a step of Adam is about as large as the learning rate, and a {dtype} weight of {TYPICAL_WEIGHT} cannot move by less "
+        f"than {least:.1g}: most updates are rounded away while the loss looks alive.",
+        "load the model with dtype='float32' and set bf16=True (the computation stays fast), train an adapter, or use an "
+        "optimiser that keeps float32 weights.",
+    )
 
 
-def check_devices(*, visible: int, processes: int = 1, placed: Collection[str] = ()) -> Finding | None:
-    """Several GPUs and one process: replicas that would be wrong, or layers that wait for each other.
+def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
+    """Several GPUs and one process: replicas whose gradient would be wrong.
 
     Args:
         visible: GPUs that this process sees.
         processes: Processes of the run.
-        placed: Devices that ``device_map`` put layers of the model on.
     """
-    launch = f"accelerate launch --num_processes {visible} your_script.py"
-    devices = sorted({str(device) for device in placed})
-    if len(devices) > 1:
-        return Finding(
-            "PT-C003",
-            "warning",
-            f"the model's layers lie on {len(devices)} devices ({', '.join(devices)}).",
-            "device_map",
-            "layers on different devices run one after the other: one device works, the others wait.",
-            f"leave device_map out and start one process a GPU: {launch}. Keep it only where the model fits no other way.",
-        )
-    if visible > 1 and processes == 1:
-        return Finding(
-            "PT-C004",
-            "error",
-            f"{visible} GPUs are visible to one process.",
-            "this process",
-            "torch.nn.DataParallel would copy the model for each and call the forward of the original: the gradient is wrong.",
-            f"start one process a GPU: {launch}; or show this one a single GPU with CUDA_VISIBLE_DEVICES=0.",
-        )
-    return None
+    if visible <= 1 or processes > 1:
+        return None
+    return finding(
+        "PT-C004",
+        "error",
+        f"{visible} GPUs are visible to one process.",
+        "this process",
+        "torch.nn.DataParallel would copy the model for each and call the forward of the original: the gradient is wrong.",
+        f"start one process a GPU: accelerate launch --num_processes {visible} your_script.py; or show this one a single GPU "
+        "with CUDA_VISIBLE_DEVICES=0.",
+    )
 
 
 def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> Finding | None:
-    """Packed rows whose attention builds a T x T mask: right, and slow where rows are long.
+    """Packed rows whose attention builds a T x T mask: exact, and slow where rows are long.
 
     Args:
         implementation: Attention backend of the model.
@@ -589,7 +512,7 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
     """
     if not packed or implementation not in ("sdpa", "eager") or row_tokens < LONG_ROW:
         return None
-    return Finding(
+    return finding(
         "PT-C005",
         "warning",
         f"rows of {row_tokens} tokens hold several documents, and attn_implementation={implementation!r} keeps them apart with "
@@ -598,3 +521,37 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
         "documents are isolated, but time and memory grow with the square of the row.",
         "load the model with attn_implementation='flex_attention' on a GPU, or lower max_row_tokens.",
     )
+
+
+def memory_limit(args: Any) -> int | None:
+    """Bytes that ``memory_limit_gib`` allows; None: what the device has."""
+    limit = getattr(args, "memory_limit_gib", None)
+    return None if limit is None else int(limit * 2**30)
+
+
+@probe("data", "PT-M001", "PT-M002")
+def memory_fits(context: Context) -> Iterable[Finding | None]:
+    """An estimate against what is free; traced (seconds) only where a rough bound leaves a doubt."""
+    trainer = context.parts.get("trainer") or context.parts.get("trainer_class")
+    if trainer is None or context.model_config is None:
+        return
+    from posttrain.models.device import available_memory
+
+    has = available_memory(context.args.device, memory_limit(context.args))
+    if _bound(context.model_config) >= PLAINLY * has.free:
+        from posttrain.checks.memory import compare_estimate
+
+        yield compare_estimate(context, trainer, has)
+
+
+def _bound(config: Any) -> float:
+    """More than a run takes: weights, gradients, two moments and a reference in float32, and every activation of a pass."""
+    from posttrain.models.device import compute_flops_per_token
+
+    text = config.get_text_config()
+    try:
+        parameters = compute_flops_per_token(text, 1) / 6
+        layer = 4 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size) + 12 * text.hidden_size
+        return 24 * parameters + 4 * MOST_TOKENS * text.num_hidden_layers * layer
+    except (ModelError, AttributeError, TypeError):
+        return float("inf")

@@ -1,87 +1,54 @@
-"""Whether a run fits in memory, and whether it uses what it has; `plan` makes the workload that is estimated."""
+"""Whether the longest step fits in memory, and whether a run uses what it has; `plan` makes the workload that is estimated."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from posttrain.checks.registry import Context, finding, probe, register
+import torch
+
+from posttrain.checks.machine import gib
+from posttrain.checks.registry import Context, finding
 from posttrain.errors import ModelError
 from posttrain.types import Finding, Row
 
 if TYPE_CHECKING:
     from posttrain.data.forest import Layout
+    from posttrain.models.device import Available
     from posttrain.models.memory_estimate import Generating, Shards, Workload
 
 __all__ = [
-    "FULL",
     "MOST",
     "Lengths",
     "Profile",
     "assumed_lengths",
     "check_dry_step",
     "check_estimate",
-    "check_fragmentation",
     "check_profile",
-    "check_ranks",
-    "check_room",
-    "check_shares",
-    "gib",
+    "compare_estimate",
     "larger_batch",
-    "memory_fits",
     "plan",
     "samples",
 ]
 
 logger = logging.getLogger(__name__)
 
-
 # Share of the memory that a run may plan with: estimates are right within a fifth, and allocators waste some.
 MOST = 0.9
-# Share from which a longer sample than any seen so far is likely to run out of memory.
-FULL = 0.94
-# A peak below this share leaves room for twice the tokens.
-IDLE = 0.5
-# Share of the device that is reserved and holds nothing.
+# Peaks as shares of the memory: above the first a longer sample is likely to run out, below the second half of it is unused.
+FULL, IDLE = 0.94, 0.5
+# Share of the device that is reserved and holds no tensor.
 FRAGMENTED = 0.15
 # Tokens of the busiest rank against the mean.
 IMBALANCE = 1.25
 # Share of a step that is spent on sampling.
 GENERATION = 0.75
-# Longest sample of the data against the longest that was trained.
-MUCH_LONGER = 1.5
-# Share of the memory below which a rough bound is enough, and nothing is traced.
-PLAINLY = 0.25
 # Tokens of a row, and of a prompt, where neither the data nor the config says.
 ASSUMED, ASSUMED_PROMPT = 1024, 256
-# Tokens of a pass in the rough bound.
-MOST_TOKENS = 16_384
-
-register(
-    "PT-M001", "weights-exceed-memory", moment="data", title="weights and optimizer alone exceed the memory", page="e"
-)
-register("PT-M002", "estimate-exceeds-memory", moment="data", title="the longest step is likely not to fit", page="e")
-register("PT-M003", "dry-step-out-of-memory", moment="first_batch", title="the longest step did not fit", page="e")
-register("PT-M004", "memory-nearly-full", moment="log_step", title="little memory left for longer samples", page="l")
-register(
-    "PT-M005", "memory-unused", moment="log_step", title="much memory unused, and passes that could be larger", page="l"
-)
-register("PT-M006", "memory-fragmented", moment="log_step", title="reserved memory that holds nothing", page="l")
-register("PT-M007", "ranks-uneven", moment="log_step", title="one rank keeps the others waiting", page="l")
-register("PT-M008", "generation-dominates", moment="log_step", title="most of a step is spent on sampling", page="l")
-
-
-def gib(size: float) -> str:
-    """Bytes in words.
-
-    >>> gib(3 * 2**30), gib(200 * 2**20)
-    ('3.0 GiB', '200 MiB')
-    """
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def check_estimate(
@@ -168,8 +135,7 @@ class Profile:
         longest_seen, longest: Tokens of the longest row that was trained, and of the data (0: not known).
         tokens_per_second: Real tokens of all processes.
         mfu: Percent of the hardware's peak; None where that is not known.
-        padding: Share of computed tokens.
-        imbalance: Tokens of the busiest process against the mean.
+        imbalance: Tokens of the busiest process against the mean. (Times would not tell: all wait for the slowest.)
         generation: Share of the time that sampling took; None for methods that do not sample.
         checkpointing: Whether activations are computed again.
     """
@@ -188,21 +154,69 @@ class Profile:
     longest: int = 0
     tokens_per_second: float = 0.0
     mfu: float | None = None
-    padding: float = 0.0
     imbalance: float = 1.0
     generation: float | None = None
     checkpointing: bool = False
 
 
-def check_profile(seen: Profile) -> list[Finding]:
-    """All that the numbers of some steps say."""
-    found: Iterable[Finding | None] = (
-        check_room(seen),
-        check_fragmentation(seen),
-        check_ranks(seen.imbalance),
-        check_shares(seen),
+def check_profile(seen: Profile) -> Iterator[Finding]:
+    """Memory that is nearly full, unused or fragmented, uneven ranks, and steps that are mostly sampling."""
+    here, share, wasted = f"step {seen.step}", seen.peak / max(seen.total, 1), seen.reserved - seen.allocated
+    held = f"peak memory {gib(seen.peak)} of {gib(seen.total)} ({100 * share:.0f} %) after {seen.step} steps"
+    if share >= FULL:
+        longer = seen.longest / max(seen.longest_seen, 1)
+        coming = f" The longest row of the data ({seen.longest} tokens) is {longer:.1f}x the longest so far."
+        yield finding(
+            "PT-M004", "warning", f"{held}.{coming if longer > 1 else ''}", here,
+            "a longer row, an evaluation or a checkpoint may be what does not fit.",
+            f"set max_row_tokens={max(seen.pass_tokens // 2, 1)}, kept_layers=0 or a smaller max_length; posttrain estimate "
+            "tells what each saves.",
+        )  # fmt: skip
+    # The allocator of a CPU reserves nothing, and passes there are as large as they are fast.
+    elif share < IDLE and seen.reserved and (advice := _larger_passes(seen)):
+        why = "larger passes cost less time a token where they fit; each has a fixed cost."
+        yield finding("PT-M005", "info", f"{held}.", here, why, advice)
+    if seen.reserved >= IDLE * seen.total and wasted > FRAGMENTED * seen.total:
+        yield finding(
+            "PT-M006", "warning", f"{gib(wasted)} of {gib(seen.total)} are reserved and hold nothing.", here,
+            "blocks of many sizes leave gaps: memory runs out before it is full.",
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (env: in the YAML config does it), or pad_to_multiple_of=128.",
+        )  # fmt: skip
+    if seen.imbalance > IMBALANCE:
+        yield finding(
+            "PT-M007", "warning", f"the busiest process computes {seen.imbalance:.2f} times as many tokens as the mean.", here,
+            f"the others wait for it: {100 * (1 - 1 / seen.imbalance):.0f} % of the machine idles.",
+            "let rows of like length come together (group_by_length=True), pack them, or deal completions by tokens "
+            "(balance_ranks=True).",
+        )  # fmt: skip
+    if (seen.generation or 0.0) > GENERATION:
+        yield finding(
+            "PT-M008", "info", f"{100 * (seen.generation or 0.0):.0f} % of a step is sampling.", here,
+            "a faster update would hardly show.",
+            "shorten max_completion_length if few completions reach it, train on each generation more than once "
+            "(num_iterations=2), or sample more prompts at a time (steps_per_generation).",
+        )  # fmt: skip
+
+
+def _larger_passes(seen: Profile) -> str:
+    """What to change: the row budget where passes fill it, else the batch; empty where nothing larger fits."""
+    factor = min(max((MOST * seen.total - seen.standing) / max(seen.peak - seen.standing, 1), 1.0), 64.0)
+    # Room is needed for longer rows that were not seen yet.
+    factor /= max(seen.longest / max(seen.longest_seen, 1), 1.0)
+    advice = (
+        ["gradient_checkpointing=False (or a larger kept_layers) computes nothing twice"] if seen.checkpointing else []
     )
-    return [one for one in found if one is not None]
+    if seen.row_tokens and seen.pass_tokens > 0.6 * seen.row_tokens:
+        larger = int(seen.row_tokens * factor) // 128 * 128
+        if larger >= 1.5 * seen.row_tokens:
+            advice.insert(0, f"max_row_tokens={seen.row_tokens} -> {larger} fills larger passes")
+    elif found := larger_batch(seen.batch, seen.accumulation, factor):
+        advice.insert(
+            0,
+            f"per_device_train_batch_size {seen.batch} -> {found[0]} with gradient_accumulation_steps {seen.accumulation} -> "
+            f"{found[1]} keeps the effective batch of {seen.batch * seen.accumulation} a process",
+        )
+    return "; ".join(advice)
 
 
 def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int] | None:
@@ -214,114 +228,6 @@ def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int
     whole = batch * accumulation
     fits = [size for size in range(batch + 1, int(batch * factor) + 1) if whole % size == 0]
     return (fits[-1], whole // fits[-1]) if fits else None
-
-
-def check_room(seen: Profile) -> Finding | None:
-    """Memory that is nearly full while longer rows are still to come, or that lies idle."""
-    if not seen.total:
-        return None
-    share = seen.peak / seen.total
-    held = f"peak memory {gib(seen.peak)} of {gib(seen.total)} ({100 * share:.0f} %) after {seen.step} steps"
-    if share >= FULL:
-        longer = seen.longest / seen.longest_seen if seen.longest and seen.longest_seen else 0.0
-        coming = (
-            f" The longest row of the data ({seen.longest} tokens) is {longer:.1f}x the longest so far."
-            if longer > 1
-            else ""
-        )
-        return finding(
-            "PT-M004",
-            "warning",
-            f"{held}.{coming}",
-            f"step {seen.step}",
-            "a longer row, an evaluation or a checkpoint may be what does not fit.",
-            f"set max_row_tokens={max(seen.pass_tokens // 2, 1)}, kept_layers=0 or a smaller max_length; posttrain estimate "
-            "tells what each saves.",
-        )
-    # The allocator of a CPU reserves nothing, and passes there are as large as they are fast.
-    return None if share >= IDLE or not seen.reserved else _unused(seen, held)
-
-
-def _unused(seen: Profile, held: str) -> Finding | None:
-    """What to raise: the row budget where passes fill it, else the batch."""
-    moving = max(seen.peak - seen.standing, 1)
-    factor = min(max((MOST * seen.total - seen.standing) / moving, 1.0), 64.0)
-    if seen.longest > MUCH_LONGER * max(seen.longest_seen, 1):
-        factor = factor * seen.longest_seen / seen.longest  # Room is needed for what was not seen yet.
-    advice = None
-    if seen.row_tokens and seen.pass_tokens > 0.6 * seen.row_tokens:
-        larger = int(seen.row_tokens * factor) // 128 * 128
-        if larger >= 1.5 * seen.row_tokens:
-            advice = f"max_row_tokens={seen.row_tokens} -> {larger} fills larger passes"
-    else:
-        found = larger_batch(seen.batch, seen.accumulation, factor)
-        if found is not None:
-            advice = (
-                f"per_device_train_batch_size {seen.batch} -> {found[0]} with gradient_accumulation_steps "
-                f"{seen.accumulation} -> {found[1]} keeps the effective batch of {seen.batch * seen.accumulation} a process"
-            )
-    if seen.checkpointing:
-        saved = "gradient_checkpointing=False (or a larger kept_layers) computes nothing twice"
-        advice = f"{advice}; {saved}" if advice else saved
-    if advice is None:
-        return None
-    return finding(
-        "PT-M005",
-        "info",
-        f"{held}.",
-        f"step {seen.step}",
-        "larger passes cost less time a token where they fit; each has a fixed cost.",
-        f"{advice}.",
-    )
-
-
-def check_fragmentation(seen: Profile) -> Finding | None:
-    """Memory that the allocator holds and no tensor fills."""
-    wasted = seen.reserved - seen.allocated
-    if not seen.total or seen.reserved < IDLE * seen.total or wasted < FRAGMENTED * seen.total:
-        return None
-    return finding(
-        "PT-M006",
-        "warning",
-        f"{gib(wasted)} of {gib(seen.total)} are reserved and hold nothing.",
-        f"step {seen.step}",
-        "blocks of many sizes leave gaps: memory runs out before it is full.",
-        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (env: in the YAML config does it), or pad_to_multiple_of=128.",
-    )
-
-
-def check_ranks(imbalance: float) -> Finding | None:
-    """One process that computes more than the others, which wait for it.
-
-    Args:
-        imbalance: Tokens of the busiest process against the mean of all. (Times would not tell: all wait for the slowest.)
-    """
-    if imbalance <= IMBALANCE:
-        return None
-    return finding(
-        "PT-M007",
-        "warning",
-        f"the busiest process computes {imbalance:.2f} times as many tokens as the mean.",
-        "the latest steps",
-        f"the others wait for it: {100 * (1 - 1 / imbalance):.0f} % of the machine idles.",
-        "let rows of like length come together (group_by_length=True), pack them, or deal completions by tokens "
-        "(balance_ranks=True).",
-    )
-
-
-def check_shares(seen: Profile) -> Finding | None:
-    """A step that is mostly sampling."""
-    if seen.generation is None or seen.generation <= GENERATION:
-        return None
-    return finding(
-        "PT-M008",
-        "info",
-        f"{100 * seen.generation:.0f} % of a step is sampling.",
-        f"step {seen.step}",
-        "a faster update would hardly show.",
-        "shorten max_completion_length if few completions reach it, train on each generation more than once (num_iterations=2), "
-        "or sample more prompts at a time (steps_per_generation): posttrain bench-rollouts compares engines.",
-    )
 
 
 @dataclass(frozen=True)
@@ -384,8 +290,6 @@ def _longest_rows(trainer: Any, args: Any, lengths: Lengths, size: int) -> list[
 
 def _layout(args: Any, config: Any, device: str) -> Layout:
     """How the trainer will lay out rows, if the model takes token forests."""
-    import torch
-
     from posttrain.models.attention import layout_for
 
     given = dict(getattr(args, "model_init_kwargs", None) or {}).get("attn_implementation")
@@ -478,8 +382,6 @@ def plan(
 
 
 def _dtype(args: Any, config: Any) -> Any:
-    import torch
-
     name = dict(getattr(args, "model_init_kwargs", None) or {}).get("dtype", "float32")
     if name in ("auto", None):
         name = getattr(config, "dtype", None) or torch.float32
@@ -488,8 +390,6 @@ def _dtype(args: Any, config: Any) -> Any:
 
 def _autocast(args: Any, dtype: Any) -> Any:
     """Dtype of the computation where it is not that of the weights."""
-    import torch
-
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     return half if half is not dtype else None
 
@@ -533,54 +433,37 @@ def _shards(args: Any, processes: int) -> Shards:
     return Shards(*(processes if stage >= least else 1 for least in (3, 2, 1)), processes=processes)
 
 
-@probe("data", "PT-M001", "PT-M002")
-def memory_fits(context: Context) -> Iterable[Finding | None]:
-    """An estimate against what is free; traced (seconds) only where a rough bound leaves a doubt."""
-    trainer = context.parts.get("trainer") or context.parts.get("trainer_class")
-    config, args = context.model_config, context.args
-    if trainer is None or config is None:
-        return []
-    from posttrain.models.device import available_memory, in_use
+def compare_estimate(context: Context, trainer: Any, has: Available) -> Finding | None:
+    """The estimate of the longest step against the memory there is.
+
+    Args:
+        context: Of the run.
+        trainer: The trainer, or its class.
+        has: Memory that is free.
+    """
+    from posttrain.models.device import in_use
     from posttrain.models.memory_estimate import estimate_memory
 
-    limit = getattr(args, "memory_limit_gib", None)
-    device = args.device
-    has = available_memory(device, None if limit is None else int(limit * 2**30))
-    if _bound(config) < PLAINLY * has.free:
-        return []
-    process = 0
-    if device.type == "cpu" and context.model is not None:
+    args, process = context.args, 0
+    if args.device.type == "cpu" and context.model is not None:
         # The estimate counts the weights, which are in memory already.
         process = max(in_use("cpu") - sum(parameter.nbytes for parameter in context.model.parameters()), 0)
     work = plan(
-        trainer, args, config, lengths=_sampled_lengths(trainer, context), peft_config=context.peft_config,
-        device=device.type, process=process, processes=context.processes,
+        trainer, args, context.model_config, lengths=_sampled_lengths(trainer, context), peft_config=context.peft_config,
+        device=args.device.type, process=process, processes=context.processes,
     )  # fmt: skip
     try:
         found = estimate_memory(work)
     except ModelError as error:
         logger.warning("%s", error)
-        return []
+        return None
     fixes = [f"see what each setting saves with posttrain estimate (the estimate is {gib(found.peak)})"]
     if work.policy.peft_config is None:
         fixes.append("train an adapter (peft_config)")
     if work.kept_layers != 0:
         fixes.append("kept_layers=0")
     fixes.append("lower max_row_tokens, max_length or max_completion_length")
-    return [check_estimate(found.components, has.free, total=has.total, where=has.where, fixes=fixes)]
-
-
-def _bound(config: Any) -> float:
-    """More than a run takes: weights, gradients, two moments and a reference in float32, and every activation of a pass."""
-    from posttrain.models.device import compute_flops_per_token
-
-    text = config.get_text_config()
-    try:
-        parameters = compute_flops_per_token(text, 1) / 6
-        layer = 4 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size) + 12 * text.hidden_size
-        return 24 * parameters + 4 * MOST_TOKENS * text.num_hidden_layers * layer
-    except (ModelError, AttributeError, TypeError):
-        return float("inf")
+    return check_estimate(found.components, has.free, total=has.total, where=has.where, fixes=fixes)
 
 
 def _sampled_lengths(trainer: Any, context: Context) -> Lengths:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.checks.registry import finding, register
-from posttrain.checks.rows import answers_of, count_of
+from posttrain.checks.registry import finding
+from posttrain.checks.rows import answers_of, count_of, where
 from posttrain.data.chat import common_prefix
 from posttrain.data.pictures import has_pictures
 from posttrain.types import Finding, Row
 
 __all__ = [
     "AGREEMENT_CODES",
-    "CHECKS",
     "JUDGED_CODES",
     "PAIR_CODES",
     "PAIR_TEXT_CODES",
-    "SCORES",
     "SIGHT_CODES",
     "PairScan",
     "SecondSight",
@@ -35,203 +34,110 @@ __all__ = [
 ]
 
 
-PAIR_CODES = ("PT-D020", "PT-D022", "PT-D023", "PT-D024", "PT-D025")
-JUDGED_CODES = ("PT-D025", "PT-D026")
+PAIR_CODES = ("PT-D022", "PT-D023", "PT-D024")
+JUDGED_CODES = ("PT-D026",)
+PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")
+SIGHT_CODES, AGREEMENT_CODES = ("PT-P008",), ("PT-D036",)
 
-LONGER = 0.85  # Share of pairs in which one side is longer, above which length is what there is to learn.
-ENDS = 0.8  # Share of pairs of which one side alone ends.
-CUT_ONE_SIDE = 0.05  # Share of pairs of which one answer alone was cut.
-ENOUGH = 20  # Pairs below which shares say nothing.
+# Pairs below which a share says nothing.
+ENOUGH = 20
+# Shares of the pairs: one side is longer, one side alone ends, one side alone was cut, the reference prefers rejected.
+LONGER, ENDS, CUT_ONE_SIDE, FLIPPED = 0.85, 0.8, 0.05, 0.9
+
+
+# Tokenised rows ------------------------------------------------------------------------------------------------------
 
 
 def check_pairs(rows: Sequence[Row], *, limit: int | None = None, stops: Sequence[int] = ()) -> list[Finding]:
-    """Findings about rows of two completions, chosen first; the worst first.
+    """Differences between chosen and rejected that are not about quality: lengths, cut answers, missing ends.
 
     Args:
-        rows: Tokenised pairs.
+        rows: Tokenised rows; those of two completions are looked at, chosen first.
         limit: ``max_length``: a longer side was cut.
         stops: Token ids that end an answer.
-
-    >>> rows = [Row([1], [[2], [3]], [[1], [1]]), Row([1], [[3], [2]], [[1], [1]])]
-    >>> [finding.code for finding in check_pairs(rows)]
-    ['PT-D020']
     """
     pairs = [row for row in rows if len(row.completions) == 2]
-    found = [finding for check in CHECKS if (finding := check(pairs, limit, frozenset(stops))) is not None]
-    return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
+    return [*_length_bias(pairs), *_one_sided_ends(pairs, limit, frozenset(stops))]
 
 
-def _where(indices: list[int], rows: Sequence[Row], what: str = "pairs") -> str:
-    shown = ", ".join(map(str, indices[:5]))
-    return f"{len(indices)} of {len(rows)} {what} (rows {shown}{', ...' if len(indices) > 5 else ''})"
+def _length_bias(rows: Sequence[Row]) -> Iterator[Finding]:
+    sizes = [[len(answer) for answer in row.completions] for row in rows]
+    sizes = [(a, b) for a, b in sizes if a != b]
+    longer = sum(a > b for a, b in sizes) / max(len(sizes), 1)
+    side, share = ("chosen", longer) if longer > 0.5 else ("rejected", 1 - longer)
+    if len(sizes) >= ENOUGH and share > LONGER:
+        yield finding(
+            "PT-D022",
+            "warning",
+            f"the {side} answer is the longer one in {share:.0%} of the pairs",
+            f"{len(sizes)} pairs of different lengths",
+            "summed log-ratios reward a difference in length, so length is the cheapest thing to learn",
+            "balance lengths, or use loss_type='sigmoid_norm' or ld_alpha below 1, and watch the logged lengths of both sides",
+        )
 
 
-def check_judged(rows: Sequence[Row], *, limit: int | None = None, stops: Sequence[int] = ()) -> list[Finding]:
-    """Findings about rows of one completion with a ``label``: judged both ways, or without an end.
+def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Iterator[Finding]:
+    if not stops:
+        return
+    # Templates may put a line break or two behind the end-of-turn token.
+    ended = [[not stops.isdisjoint(answer[-3:]) for answer in row.completions] for row in rows]
+    odd = [index for index, (a, b) in enumerate(ended) if a != b]
+    # The answer without an end reaches the limit: it was cut.
+    cut = [
+        i for i in odd if limit and len(rows[i].prompt_ids) + len(rows[i].completions[ended[i].index(False)]) >= limit
+    ]
+    if len(cut) > CUT_ONE_SIDE * len(rows):
+        yield finding(
+            "PT-D023",
+            "warning",
+            f"max_length={limit} cuts one answer of a pair and not the other, in {count_of(len(cut), len(rows))}",
+            where(cut),
+            "the cut answer has lost its end and its eos, so the pair teaches how to stop, not what is better",
+            "raise max_length, or leave these pairs out",
+        )
+    if len(rows) >= ENOUGH and len(odd) >= ENDS * len(rows):
+        yield finding(
+            "PT-D024",
+            "warning",
+            f"only the {'chosen' if ended[odd[0]][0] else 'rejected'} answers end with an end-of-turn token",
+            where(odd),
+            "the last token alone tells the two sides apart, and the model learns to stop or never to stop",
+            "end both answers alike (give messages, or strings without a template)",
+        )
 
-    Args:
-        rows: Tokenised rows.
-        limit: ``max_length``.
-        stops: Token ids that end an answer.
+
+def check_judged(rows: Sequence[Row]) -> Finding | None:
+    """Rows of one completion with a ``label``: the same answer judged both ways.
 
     >>> rows = [Row([1], [[2]], [[1]], {"label": [label]}) for label in (1.0, 0.0)]
-    >>> [(finding.code, finding.severity) for finding in check_judged(rows)]
-    [('PT-D026', 'error')]
+    >>> found = check_judged(rows)
+    >>> found.code, found.severity
+    ('PT-D026', 'error')
     """
     labels: dict[tuple, set[float]] = {}
     keys = [(tuple(row.prompt_ids), tuple(row.completions[0])) for row in rows]
     for row, key in zip(rows, keys, strict=True):
         labels.setdefault(key, set()).update(row.sequence_columns["label"])
     against = [index for index, key in enumerate(keys) if len(labels[key]) > 1]
-    found = [finding for check in (unended,) if (finding := check(rows, limit, frozenset(stops))) is not None]
-    if not against:
-        return found
-    everywhere = len(against) == len(rows)
-    return [
-        *found,
-        Finding(
-            "PT-D026",
-            "error" if everywhere else "warning",
-            "the same answer to the same prompt is labelled good and bad" + (", in every row" if everywhere else ""),
-            _where(against, rows, "rows"),
-            "the two cancel each other and teach nothing; of pairs that were taken apart, chosen and rejected are equal",
-            "remove these rows; if all are of this kind, look at how answers and labels were made",
-        ),
-    ]
-
-
-def _ended(answer: Sequence[int], stops: frozenset[int]) -> bool:
-    """Whether an answer ends; templates may put a line break or two behind the end-of-turn token."""
-    return not stops.isdisjoint(answer[-3:])
-
-
-def contradictory(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Finding | None:
-    """The same two answers to one prompt, preferred both ways."""
-    seen: dict[tuple, tuple[int, bool]] = {}
-    against: list[int] = []
-    for index, row in enumerate(rows):
-        a, b = tuple(row.completions[0]), tuple(row.completions[1])
-        if a == b:
-            continue
-        key = (tuple(row.prompt_ids), tuple(map(tuple, row.pictures)), *sorted((a, b)))
-        first = seen.setdefault(key, (index, a < b))
-        if first[1] != (a < b):
-            against.append(index)
     if not against:
         return None
-    return Finding(
-        "PT-D020",
-        "warning",
-        "the same two answers are preferred both ways",
-        _where(against, rows),
-        "the two pairs cancel each other; many of them mean that labels were flipped or averaged",
-        "keep the more frequent direction, or use loss_type='robust' with label_smoothing near the share of flips",
+    return finding(
+        "PT-D026",
+        "error" if len(against) == len(rows) else "warning",
+        f"the same answer to the same prompt is labelled good and bad in {count_of(len(against), len(rows))}",
+        where(against),
+        "the two cancel each other and teach nothing; of pairs that were taken apart, chosen and rejected are equal",
+        "remove these rows; if all are of this kind, look at how answers and labels were made",
     )
 
 
-def length_bias(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Finding | None:
-    """One side is nearly always longer: length alone predicts the label."""
-    differing = [(len(row.completions[0]), len(row.completions[1])) for row in rows]
-    differing = [(a, b) for a, b in differing if a != b]
-    if len(differing) < ENOUGH:
-        return None
-    longer = sum(a > b for a, b in differing) / len(differing)
-    if max(longer, 1 - longer) <= LONGER:
-        return None
-    side, share = ("chosen", longer) if longer > 0.5 else ("rejected", 1 - longer)
-    return Finding(
-        "PT-D022",
-        "warning",
-        f"the {side} answer is the longer one in {share:.0%} of the pairs",
-        f"{len(differing)} pairs of different lengths",
-        "summed log-ratios reward a difference in length, so length is the cheapest thing to learn",
-        "balance lengths, or use loss_type='sigmoid_norm' or ld_alpha below 1, and watch the logged lengths of both sides",
-    )
-
-
-def cut_on_one_side(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Finding | None:
-    """Pairs of which one answer was cut and the other was not."""
-    if limit is None or not stops:
-        return None
-    one = []
-    for index, row in enumerate(rows):
-        full = [len(row.prompt_ids) + len(answer) >= limit for answer in row.completions]
-        ended = [_ended(answer, stops) for answer in row.completions]
-        cut = [f and not e for f, e in zip(full, ended, strict=True)]
-        if cut[0] != cut[1]:
-            one.append(index)
-    if len(one) <= CUT_ONE_SIDE * len(rows):
-        return None
-    return Finding(
-        "PT-D023",
-        "warning",
-        f"max_length={limit} cuts one answer of a pair and not the other",
-        _where(one, rows),
-        "the cut answer has lost its end and its eos, so the pair teaches how to stop, not what is better",
-        "raise max_length, or leave these pairs out",
-    )
-
-
-def ends_on_one_side(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Finding | None:
-    """One side ends with an end-of-turn token and the other does not, nearly always."""
-    if not stops or len(rows) < ENOUGH:
-        return None
-    ended = [[_ended(answer, stops) for answer in row.completions] for row in rows]
-    odd = [i for i, (a, b) in enumerate(ended) if a != b]
-    if len(odd) < ENDS * len(rows):
-        return None
-    side = "chosen" if ended[odd[0]][0] else "rejected"
-    return Finding(
-        "PT-D024",
-        "warning",
-        f"only the {side} answers end with an end-of-turn token",
-        _where(odd, rows),
-        "the last token alone tells the two sides apart, and the model learns to stop or never to stop",
-        "end both answers alike (give messages, or strings without a template)",
-    )
-
-
-def unended(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Finding | None:
-    """Answers that were not cut and still do not end with an end-of-turn token, more than half of them."""
-    whole = [
-        (index, _ended(answer, stops))
-        for index, row in enumerate(rows)
-        for answer in row.completions
-        if limit is None or len(row.prompt_ids) + len(answer) < limit
-    ]
-    open_ended = [index for index, ends in whole if not ends]
-    if not stops or 2 * len(open_ended) <= len(whole):
-        return None
-    return Finding(
-        "PT-D025",
-        "warning",
-        f"{len(open_ended)} of {len(whole)} answers do not end with an end-of-turn token",
-        _where(sorted(set(open_ended)), rows, "rows"),
-        "the model is not taught to stop, so that it goes on after each answer once it is trained",
-        "use a chat template that ends the assistant's turns, or strings, which get an eos",
-    )
-
-
-CHECKS: tuple[Callable[[Sequence[Row], int | None, frozenset[int]], Finding | None], ...] = (
-    contradictory,
-    length_bias,
-    cut_on_one_side,
-    ends_on_one_side,
-    unended,
-)
-
-
-register("PT-D033", "pair-near-identical", moment="data", title="chosen and rejected hardly differ", page="f")
-register("PT-D034", "pair-against-scores", moment="data", title="pairs that contradict their own scores", page="f")
-register("PT-D035", "pair-swapped", moment="data", title="pairs that appear with both sides swapped", page="f")
+# Pairs as text -------------------------------------------------------------------------------------------------------
 
 PICTURED = ("prompt", "image", "images")
-PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")
-SCORES = ("score", "rating", "reward", "score_overall")  # chosen_score, score_chosen, ...
-NEAR = 0.02  # Of the longer text.
-SOME = 0.001  # Share of near-equal pairs that every real set has.
-SHOWN = 5
-ENOUGH_TEXTS = 20  # Pairs that were judged twice, below which their share says nothing.
+# chosen_score, score_chosen, ...
+SCORES = ("score", "rating", "reward", "score_overall")
+# Difference of two texts that count as equal, of the longer one; and share of such pairs that every real set has.
+NEAR, SOME = 0.02, 0.001
 
 
 @dataclass
@@ -264,41 +170,37 @@ class PairScan:
         estimates = []
         if self.scored and self.contradicted:
             estimates.append(len(self.contradicted) / self.scored)
-        if self.repeated >= ENOUGH_TEXTS and self.swapped:
+        if self.repeated >= ENOUGH and self.swapped:
             against = min(0.5, len(self.swapped) / 2 / self.repeated)
             estimates.append(0.5 - (0.25 - against / 2) ** 0.5)
         return (min(estimates), max(estimates)) if estimates else None
 
     def findings(self) -> list[Finding]:
         """What to tell."""
-        found = []
-        if self.swapped:
-            found.append(self._finding("PT-D035", self.swapped, "appear with chosen and rejected swapped"))
-        if self.contradicted:
-            found.append(self._finding("PT-D034", self.contradicted, "contradict their own scores"))
-        if len(self.near) > SOME * self.total:
-            found.append(self._finding("PT-D033", self.near, f"differ by {NEAR:.0%} of their text at most"))
-        return found
-
-    def _finding(self, code: str, rows: Sequence[int], what: str) -> Finding:
         rate = self.flip_rate()
-        shown = ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
-        estimate = f" Estimated flip rate {_span(*rate)}." if rate and code != "PT-D033" else ""
-        advice = f"label_smoothing={rate[1]:.2f}" if rate else "label_smoothing near the share of flips"
-        return finding(
-            code,
-            "warning",
-            f"{count_of(len(rows), self.total)} {what}.{estimate}",
-            f"rows {shown}",
-            "what such pairs prefer is noise: they pull against the others, and a margin measured on them means nothing.",
-            "look at them in suspect_pairs.jsonl; remove them"
-            + (
-                "."
-                if code == "PT-D033"
-                else f", or use a loss that expects flips: loss_type='robust' (or 'sigmoid') with {advice}. "
-                "bad_rows='drop' leaves out pairs that appear both ways round."
-            ),
+        smoothing = f"label_smoothing={rate[1]:.2f}" if rate else "label_smoothing near the share of flips"
+        estimate = f" Estimated flip rate {_span(*rate)}." if rate else ""
+        robust = (
+            f", or use a loss that expects flips: loss_type='robust' (or 'sigmoid') with {smoothing}. bad_rows='drop' leaves out "
+            "pairs that appear both ways round."
         )
+        near = self.near if len(self.near) > SOME * self.total else []
+        return [
+            finding(
+                code,
+                "warning",
+                f"{count_of(len(rows), self.total)} {what}",
+                where(rows),
+                "what such pairs prefer is noise: they pull against the others, and a margin measured on them means nothing.",
+                f"look at them in suspect_pairs.jsonl; remove them{advice}",
+            )
+            for code, rows, what, advice in (
+                ("PT-D035", self.swapped, f"appear with chosen and rejected swapped.{estimate}", robust),
+                ("PT-D034", self.contradicted, f"contradict their own scores.{estimate}", robust),
+                ("PT-D033", near, f"differ by {NEAR:.0%} of their text at most.", "."),
+            )
+            if rows
+        ]
 
 
 def _span(low: float, high: float) -> str:
@@ -384,15 +286,11 @@ def nearly_equal(first: str, second: str, share: float = NEAR) -> bool:
     return max(len(a), len(b)) - start - end <= most
 
 
-ENOUGH_PAIRS, FLIPPED = (
-    20,
-    0.9,
-)  # Pairs below which a share says nothing, and the share above which labels look flipped.
-# Measured on a 135M model before its first update: in the same batches policy and reference agree to the last bit, in float32,
-# under autocast to bfloat16 and with bfloat16 weights. Log-probs that were computed beforehand, in other batches, differ by
-# rounding, which tokens share unevenly: by 0.063, 0.017, 0.009 and 0.003 nats a token in answers of 4, 8, 15 and 60 words at
-# most, 0.15 to 0.44 in the sum of an answer, and the first loss by 0.0085 at most. Twice and four times that; a reference of
-# other weights is further away a token, one of another precision in the loss (0.055 was seen).
+# Policy, reference and judge before and while training ---------------------------------------------------------------
+
+# Log-probs that were computed beforehand, in other batches, differ from the policy's by rounding: at most 0.063 nats a token
+# (short answers) and 0.0085 in the first loss, on a 135M model in bfloat16. Twice and four times that are allowed; a reference
+# of other weights is further away a token, one of another precision in the loss (0.055 was seen).
 TOLERANCE = {"float32": 1e-3, "half": 0.15}  # Nats a token between policy and reference.
 LOSS_OFF = {"float32": 0.02, "half": 0.04}  # Difference of the first sigmoid loss from ln 2.
 
@@ -412,33 +310,26 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, giv
     if gap <= tolerance and not off:
         return None
     seen = "" if loss is None else f"; the first loss is {loss:.4f} instead of ln 2 = {math.log(2):.4f}"
-    if given:
-        return Finding(
-            "PT-P001",
-            "info",
-            f"policy and ref_model differ by {gap:.2g} nats a token before the first update{seen}",
-            "the first training batch",
-            "ref_model has other weights than the model, or another dtype or active dropout",
-            "nothing where that is meant; to start from the model's own weights, leave ref_model out",
-        )
-    return Finding(
+    return finding(
         "PT-P001",
-        "warning",
+        "info" if given else "warning",
         f"policy and reference differ by {gap:.2g} nats a token before the first update{seen}",
         "the first training batch",
         "the reference has other weights, another dtype or active dropout, or its precomputed log-probs are stale",
-        "set disable_dropout=True, recompute the precomputed columns, or pass the model you mean as ref_model",
+        "nothing where another ref_model is meant; to start from the model's own weights, leave it out"
+        if given
+        else "set disable_dropout=True, recompute the precomputed columns, or pass the model you mean as ref_model",
     )
 
 
 def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float]) -> Finding | None:
     """Summed log-probs of the reference: where it finds the rejected answer likelier nearly always, labels may be flipped."""
-    if len(chosen) < ENOUGH_PAIRS:
+    if len(chosen) < ENOUGH:
         return None
     share = sum(r > c for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
     if share <= FLIPPED:
         return None
-    return Finding(
+    return finding(
         "PT-P002",
         "warning",
         f"the reference finds the rejected answer likelier in {share:.0%} of the pairs",
@@ -448,24 +339,15 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
     )
 
 
-register("PT-P008", "margins-stay-negative", moment="log_step", title="pairs that stay against their labels", page="f")
-register(
-    "PT-D036",
-    "reward-model-agreement",
-    moment="data",
-    title="how often a reward model agrees with the labels",
-    page="f",
-)
-
-SIGHT_CODES, AGREEMENT_CODES = ("PT-P008",), ("PT-D036",)
-BEGUN = 0.1  # Of the run, before which margins are mostly noise.
-BELOW = 0.5  # Standard deviations under zero.
-ENOUGH_MARGINS = 50  # Pairs that were met again, below which a share says nothing.
-# A share, its ratio to the one that is expected, and its distance from it in standard errors. Drawn from mixtures of two
-# hills 2 / 0.3 of their spreads apart, 5 to 40 % of the pairs in the lower one, the ratio was 1.56 to 3.3; from single
-# hills of other shapes (uniform, exponential, Student's t with 3 degrees), 0.3 to 1.33.
-LEAST, TIMES, CLEAR = 0.02, 1.5, 3.0
-AGAIN = 1.1  # Looked at anew when a tenth more pairs were met.
+# Share of the run before which margins are mostly noise.
+BEGUN = 0.1
+# Standard deviations under zero at which a margin stands against its label; pairs below which their share says nothing.
+BELOW, ENOUGH_MARGINS = 0.5, 50
+# A share of such pairs, and its ratio to the share that a single bell curve has there. Drawn from mixtures of two hills the
+# ratio was 1.56 to 3.3; from single hills of other shapes (uniform, exponential, Student's t), 0.3 to 1.33.
+LEAST, TIMES = 0.02, 1.5
+# Margins are looked at anew when a tenth more pairs were met.
+AGAIN = 1.1
 # Two careful people agree on which answer is better in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs
 # (arXiv:2203.02155, section 3.4); a judge that agrees less often with labels than this does not see in them what people do.
 AGREES, INVERTED = 0.55, 0.45
@@ -504,46 +386,36 @@ class SecondSight:
 
     def suspects(self) -> list[int]:
         """Rows whose margin stays below minus half a standard deviation, the lowest first."""
-        bound = -BELOW * _spread(list(self.margins.values()))
+        bound = -BELOW * statistics.pstdev(self.margins.values())
         return sorted((row for row, margin in self.margins.items() if margin < bound), key=self.margins.__getitem__)
-
-
-def _spread(values: Sequence[float]) -> float:
-    centre = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / len(values))
 
 
 def check_second_sight(margins: Sequence[float]) -> Finding | None:
     """More pairs whose margin stays below -0.5 standard deviations than a single bell curve would have there.
 
-    Margins of sound pairs scatter around one mean m with one spread s, and ``Phi(-0.5 - m / s)`` of them lie below; pairs
-    with flipped labels move the other way and make a second hill.
+    Margins of sound pairs scatter around one mean; pairs with flipped labels move the other way and make a second hill.
 
     Args:
         margins: Of pairs that were trained on before.
     """
-    if len(margins) < ENOUGH_MARGINS:
-        return None
-    spread = _spread(margins)
+    spread = statistics.pstdev(margins) if len(margins) >= ENOUGH_MARGINS else 0.0
     if spread == 0:
         return None
-    centre, count = math.fsum(margins) / len(margins), len(margins)
-    share = sum(margin < -BELOW * spread for margin in margins) / count
-    expected = 0.5 * math.erfc((BELOW + centre / spread) / math.sqrt(2))
-    error = math.sqrt(max(expected * (1 - expected), 1 / count) / count)
-    if share < LEAST or share < TIMES * expected or share - expected < CLEAR * error:
+    low = sum(margin < -BELOW * spread for margin in margins)
+    share, expected = low / len(margins), statistics.NormalDist(statistics.fmean(margins), spread).cdf(-BELOW * spread)
+    # Three standard errors away, so that a small set does not say it by chance.
+    noise = 3 * math.sqrt(max(expected * (1 - expected), 1 / len(margins)) / len(margins))
+    if share < max(LEAST, TIMES * expected, expected + noise):
         return None
-    rate = min(share, 0.5)
     return finding(
         "PT-P008",
         "warning",
-        f"{round(share * count)} of {count} pairs ({100 * share:.0f} %) that were trained on before keep a margin below "
-        f"-{BELOW:g} standard deviations; {100 * expected:.0f} % would be expected. About {100 * rate:.0f} % of the labels may "
-        "be flipped.",
+        f"{low} of {len(margins)} pairs ({share:.0%}) that were trained on before keep a margin below -{BELOW:g} standard "
+        f"deviations; {expected:.0%} would be expected. As many labels may be flipped.",
         "margins on second sight",
         "the other pairs pull these the other way although their own labels were trained: they teach the opposite.",
         "look at them in suspect_pairs.jsonl; remove them, or use loss_type='robust' with "
-        f"label_smoothing={min(rate, 0.49):.2f}.",
+        f"label_smoothing={min(share, 0.49):.2f}.",
     )
 
 
@@ -562,19 +434,20 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
         return None
     agree = sum((good > bad) + (good == bad) / 2 for good, bad in scores.values())
     share = agree / len(scores)
-    noise = 2 * math.sqrt(0.25 / len(scores))  # Of a judge that tosses a coin.
-    what = f"{model} prefers the chosen answer in {agree:g} of {len(scores)} pairs ({100 * share:.0f} %)."
-    fix = f"look at the pairs where it disagrees, in suspect_pairs.jsonl, and swap the columns if {model} is right."
-    if share < INVERTED and share < 0.5 - noise:
-        return finding(
-            "PT-D036", "warning", what, "the pairs", "labels may be inverted: it prefers the rejected answers.", fix
+    # Two standard errors of a judge that tosses a coin.
+    noise = 2 * math.sqrt(0.25 / len(scores))
+    why = "it agrees with the labels."
+    if share < min(INVERTED, 0.5 - noise):
+        why = "labels may be inverted: it prefers the rejected answers."
+    elif share < AGREES:
+        why = (
+            "people agree with each other more often: the labels are noisy, or this reward model judges something else."
         )
-    if share < AGREES:
-        return finding(
-            "PT-D036", "warning", what, "the pairs",
-            "people who judge such pairs agree with each other more often: the labels are noisy, or this reward model judges "
-            "something else.", "look at the pairs where it disagrees, in suspect_pairs.jsonl.",
-        )  # fmt: skip
     return finding(
-        "PT-D036", "info", what, "the pairs", "it agrees with the labels.", "nothing, or look at the others."
+        "PT-D036",
+        "info" if share >= AGREES else "warning",
+        f"{model} prefers the chosen answer in {agree:g} of {len(scores)} pairs ({100 * share:.0f} %).",
+        "the pairs",
+        why,
+        f"look at the pairs where it disagrees, in suspect_pairs.jsonl; swap the columns if {model} is right.",
     )

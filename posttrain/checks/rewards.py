@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.checks.registry import Context, finding, probe, register
+from posttrain.checks.registry import Context, finding, probe
 from posttrain.types import Finding
 
 __all__ = [
@@ -20,13 +21,11 @@ __all__ = [
     "check_clipped",
     "check_no_signal",
     "check_overlong",
-    "check_overlong_tools",
     "check_references",
     "check_reward_columns",
     "check_reward_ranges",
     "check_reward_values",
     "histogram",
-    "missing_columns",
     "reference_column",
 ]
 
@@ -34,46 +33,36 @@ __all__ = [
 FLAT_GENERATIONS = 20
 HEAVY, LARGE = 50.0, 100.0  # Times the median; and in size, where nothing divides by a spread.
 BINS = 8
-TOOL_TOKENS = 0.5  # Share of the completions' tokens.
 
 
-def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool) -> list[Finding]:
+def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool) -> Iterator[Finding]:
     """Outliers, and sizes that make a step large where advantages are not divided by a spread.
 
     Args:
         rewards: Values of each function over a generation; NaN where it did not apply.
         scaled: Whether advantages are divided by a spread.
     """
-    found = []
     for name, column in rewards.items():
         sizes = sorted(abs(value) for value in column if not math.isnan(value) and value != 0)
-        if not sizes:
-            continue
-        middle, largest = statistics.median(sizes), sizes[-1]
+        middle, largest = (statistics.median(sizes), sizes[-1]) if sizes else (0.0, 0.0)
         if len(sizes) > 3 and largest > HEAVY * middle:
-            found.append(
-                Finding(
-                    "PT-R019",
-                    "warning",
-                    f"{name} is {largest:g} for one completion and about {middle:g} for the others.",
-                    f"rewards/{name}",
-                    "inside a group an outlier takes all the credit: the others become indistinguishable (4, 8, 16 and 2048 get "
-                    "-0.51, -0.50, -0.49 and 1.50).",
-                    "set reward_transform to 'log1p', 'rank' or 'clip:a:b' for it.",
-                )
+            yield finding(
+                "PT-R019",
+                "warning",
+                f"{name} is {largest:g} for one completion and about {middle:g} for the others.",
+                f"rewards/{name}",
+                "inside a group an outlier takes all the credit: the others become indistinguishable.",
+                "set reward_transform to 'log1p', 'rank' or 'clip:a:b' for it.",
             )
         elif not scaled and largest > LARGE:
-            found.append(
-                Finding(
-                    "PT-R020",
-                    "warning",
-                    f"{name} reaches {largest:g}, and advantages are not divided by a spread.",
-                    f"rewards/{name}",
-                    "the size of a step grows with the size of the reward.",
-                    "divide the reward, set reward_transform ('running', 'log1p', 'tanh:s'), or scale_rewards='group'.",
-                )
+            yield finding(
+                "PT-R020",
+                "warning",
+                f"{name} reaches {largest:g}, and advantages are not divided by a spread.",
+                f"rewards/{name}",
+                "the size of a step grows with the size of the reward.",
+                "divide the reward, set reward_transform ('running', 'log1p', 'tanh:s'), or scale_rewards='group'.",
             )
-    return found
 
 
 def check_clipped(far: int, total: int, most: float, largest: float | None = None) -> Finding | None:
@@ -112,7 +101,7 @@ def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
     if limit <= longest:
         return None
     reach = "none of it" if longest <= limit - ramp else "only part of it"
-    return Finding(
+    return finding(
         "PT-R021",
         "warning",
         f"soft_overlong_punishment_reward is whole at {limit} tokens, and completions end at max_completion_length={longest}: "
@@ -120,25 +109,6 @@ def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
         "reward_funcs",
         "completions that are cut are hardly punished.",
         f"make it get_soft_overlong_punishment({longest}, {min(ramp, longest // 5)}), or raise max_completion_length.",
-    )
-
-
-def check_overlong_tools(share: float | None) -> Finding | None:
-    """A punishment of length that is felt for what tools said.
-
-    Args:
-        share: Of the completions' tokens, those that tools wrote; None where there are no tools.
-    """
-    if share is None or share <= TOOL_TOKENS:
-        return None
-    return finding(
-        "PT-R031",
-        "warning",
-        f"{100 * share:.0f} % of the completions' tokens are results of tools, and soft_overlong_punishment_reward counts them.",
-        "tools/token_share",
-        "the model is punished for the length of answers that it did not write.",
-        "lower max_tool_output_tokens, raise the punishment's limit by what tools say, or write a reward that counts the model's "
-        "own turns in `completions`.",
     )
 
 
@@ -170,7 +140,7 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
     unscored = bool(rewards) and all(math.isnan(reward) for reward in rewards)
     if flat < (1 if unscored else limit):
         return None
-    return Finding(
+    return finding(
         "PT-R022",
         "warning",
         f"all advantages of {flat} generations in a row were 0. Rewards of these completions: {histogram(rewards)}.",
@@ -181,19 +151,10 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
     )
 
 
-register("PT-R027", "reward-scales-apart", moment="log_step", title="one reward is larger than all others", page="j")
-register(
-    "PT-R029",
-    "reward-column-missing",
-    moment="data",
-    title="a reward function needs a column that is not there",
-    page="b",
-)
-
 RATIO = 20.0  # Of two spreads.
 # What every reward function can have beside the dataset's columns.
 SUPPLIED = frozenset(
-    {
+    [
         "prompts",
         "prompt_ids",
         "completions",
@@ -203,7 +164,7 @@ SUPPLIED = frozenset(
         "log_metric",
         "environments",
         "prompt_suffixes",
-    }
+    ]
 )
 
 
@@ -284,61 +245,39 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
     )
 
 
-def missing_columns(function: Callable, columns: Collection[str]) -> list[str]:
-    """Parameters that a reward function requires and nobody supplies.
-
-    >>> def right(completions, solution, **kwargs): ...
-    >>> missing_columns(right, ["prompt", "answer"])
-    ['solution']
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty)
-    return [p.name for p in named if p.name not in SUPPLIED and p.name not in columns]
+@probe("data", "PT-R029", part="rewards")
+def columns_of_rewards(context: Context) -> Iterable[Finding]:
+    """Columns that reward functions require and the set lacks, for ``posttrain check``: trainers try the functions themselves."""
+    rewards: Any = context.parts.get("rewards")
+    columns = getattr(context.train_dataset, "column_names", None)
+    if "trainer" not in context.parts and columns:
+        yield from check_reward_columns(dict(zip(rewards.names, rewards.functions, strict=True)), columns)
 
 
-def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[str]) -> list[Finding]:
+def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[str]) -> Iterator[Finding]:
     """Reward functions that would fail at the first generation.
 
     Args:
         functions: By name.
         columns: Of the training set.
     """
-    found = []
     for name, function in functions.items():
-        for column in missing_columns(function, columns):
-            found.append(
-                finding(
-                    "PT-R029",
-                    "error",
-                    f"reward function `{name}` needs column `{column}`; the dataset has {sorted(columns)}.",
-                    "reward_funcs",
-                    "it would fail after the first generation, when data and model are loaded and time was spent.",
-                    f"add or rename a column to `{column}` (dataset.rename_column), or give the parameter a default.",
-                )
-            )
-    return found
+        with contextlib.suppress(TypeError, ValueError):
+            for column, parameter in inspect.signature(function).parameters.items():
+                named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+                if named and parameter.default is parameter.empty and column not in SUPPLIED and column not in columns:
+                    yield finding(
+                        "PT-R029",
+                        "error",
+                        f"reward function `{name}` needs column `{column}`; the dataset has {sorted(columns)}.",
+                        "reward_funcs",
+                        "it would fail after the first generation, when data and model are loaded and time was spent.",
+                        f"add or rename a column to `{column}` (dataset.rename_column), or give the parameter a default.",
+                    )
 
 
-@probe("data", "PT-R029", part="rewards")
-def columns_of_rewards(context: Context) -> Iterable[Finding]:
-    """What reward functions need, against the columns there are, where nothing else may add some."""
-    rewards: Any = context.parts.get("rewards")
-    trainer = context.parts.get("trainer")
-    names = getattr(context.train_dataset, "column_names", None)
-    adds = any(getattr(trainer, name, None) for name in ("rollout_func", "environment_factory", "environments"))
-    adds = adds or (trainer is not None and not type(trainer).__module__.startswith("posttrain."))  # A user's subclass.
-    if rewards is None or not names or adds:
-        return []
-    return check_reward_columns(dict(zip(rewards.names, rewards.functions, strict=True)), names)
-
-
-register("PT-R030", "references-unread", moment="data", title="reference answers that say nothing", page="d")
-
-MANY = 0.05  # Share of the rows.
-ROWS = 100_000  # That are read.
+# Share of the rows whose reference may be unreadable; rows that are read.
+MANY, ROWS = 0.05, 100_000
 
 
 def reference_column(function: Callable) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from posttrain.checks.registry import Context, Severity, probe, register
+from posttrain.checks.registry import Context, Severity, probe
 from posttrain.data.chat import common_prefix, encode, render, terminal_token_ids
 from posttrain.data.formats import ROLES
 from posttrain.errors import PosttrainError
@@ -468,10 +468,6 @@ def _beyond_model(context: Context) -> bool:
     ids = (token for row in context.rows for part in (row.prompt_ids, *row.completions) for token in part)
     return size is None or any(not 0 <= token < size for token in ids)
 
-
-register("PT-D030", "bad-rows", moment="data", title="rows that cannot be trained", page="b")
-register("PT-D031", "doubtful-rows", moment="data", title="rows without an answer, blank or equal ones", page="b")
-register("PT-D032", "too-many-bad-rows", moment="data", title="more bad rows than may be dropped", page="b")
 
 ROW_CODES = ("PT-D030", "PT-D031", "PT-D032")
 CONVERSATIONS = ("messages", "conversations")

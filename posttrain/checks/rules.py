@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from posttrain.checks.registry import REGISTRY, Severity, register
+from posttrain.checks.registry import REGISTRY, Severity
 from posttrain.types import Finding
 
 __all__ = ["RULES", "History", "Rule", "Verdict", "check_log", "review", "window"]
@@ -24,7 +24,6 @@ ENTROPY_LEFT = 0.1  # Of what the run began with.
 CUT = 0.5  # Of the completions, at the length limit.
 CUT_AT_FIRST = 0.9  # The same in the first generation.
 GROWTH = 1.5  # Of the mean length, while the reward moves by less than a tenth of its spread.
-DROWNS = 400.0  # Ratio of two variances: of 20 between the spreads.
 MASKED, MASKED_MOST = 0.2, 0.9  # Tokens without weight.
 REWARD_SHARE = 0.3  # Of the step time.
 RISING = 50  # Optimiser steps.
@@ -172,32 +171,6 @@ def _above(most: float, what: str, *, newest: bool = False) -> Callable[[View], 
     return holds
 
 
-def _flat(view: View) -> str | None:
-    share = view.mean()
-    what = f"{100 * share:.0f} % of the groups of the last {view.steps} steps have equal rewards"
-    return what if share > FLAT_SHARE else None
-
-
-def _best(view: View) -> float | None:
-    """The best reward of the run, where the latest rewards are there."""
-    rewards = [row["reward"] for row in training_rows(view.history) if "reward" in row]
-    recent = view.values("reward") or [math.nan]
-    span = max(rewards, default=0.0) - min(rewards, default=0.0)
-    return max(rewards) if span > 0 and ends(recent)[1] >= max(rewards) - 0.05 * span else None
-
-
-def _solved(view: View) -> Iterator[Sign]:
-    flat = _flat(view)
-    if flat and (best := _best(view)) is not None:
-        yield Sign(f"{flat}, at the best reward of the run ({best:g}).")
-
-
-def _no_spread(view: View) -> Iterator[Sign]:
-    flat = _flat(view)
-    if flat and _best(view) is None:
-        yield Sign(f"{flat}.")
-
-
 def _length_grows(view: View) -> Iterator[Sign]:
     lengths, rewards, spread = view.values(), view.values("reward"), view.values("reward_std")
     if lengths is None or rewards is None or len(lengths) < 5:
@@ -254,17 +227,6 @@ def _no_gradient(view: View) -> Iterator[Sign]:
     norms = view.values()
     if norms is not None and not any(norms):
         yield Sign(f"the gradient norm was 0 for {view.steps} steps.")
-
-
-def _drowns(view: View) -> Iterator[Sign]:
-    shares = {name: view.mean(f"rewards/{name}/variance_share") for name in columns(view.history, "variance_share")}
-    top = max(shares, key=lambda name: shares[name], default=None)
-    others = {name: share for name, share in shares.items() if name != top and share > 0}
-    if top is not None and others and shares[top] > DROWNS * max(others.values()):
-        yield Sign(
-            f"{100 * shares[top]:.3g} % of the rewards' variance is {top}'s; {', '.join(sorted(others))} count for nothing.",
-            f"rewards/{top}/variance_share",
-        )
 
 
 def _never_applies(view: View) -> Iterator[Sign]:
@@ -368,26 +330,16 @@ def _discarded(view: View) -> Iterator[Sign]:
         )
 
 
-register("PT-T005", "train-gradient-spikes", moment="log_step", title="steps with a far larger gradient than usual")
-register("PT-R024", "policy-mismatch", moment="log_step", title="the policy moves away from what samples", page="c")
-register("PT-R025", "rollouts-discarded", moment="log_step", title="many rollouts are thrown away as too old", page="c")
-register(
-    "PT-R026", "rollouts-at-the-bound", moment="log_step", title="most rollouts are as old as they may be", page="c"
-)
-
 MASKED_FIX = "set vllm_importance_sampling_mode='geometric' or 'token_truncate', or shorten completions."
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "PT-R001", ("frac_reward_zero_std",), 10, _solved,
-        "what is always right teaches nothing more: the steps cost time and the policy drifts.",
-        "stop here, add harder prompts, or leave out those that are solved.",
-    ),
-    Rule(
-        "PT-R002", ("frac_reward_zero_std",), 10, _no_spread,
+        "PT-R002", ("frac_reward_zero_std",), 10,
+        _above(FLAT_SHARE, "{percent:.0f} % of the groups of the last {steps} steps have equal rewards."),
         "completions of a group are compared with each other: equal rewards have advantage 0 and move nothing, but they fill "
         "the denominator (and a KL penalty still pulls).",
-        "raise temperature or num_generations, take prompts the model solves sometimes, or give partial credit.",
+        "raise temperature or num_generations, take prompts the model solves sometimes (harder ones where the reward is at its "
+        "best), or give partial credit.",
     ),
     Rule(
         "PT-R003", ("completions/mean_length",), 100, _length_grows,
@@ -419,12 +371,6 @@ RULES: tuple[Rule, ...] = (
         "PT-R012", ("grad_norm",), 20, _no_gradient,
         "a loss of 0 is normal here (the ratio is 1), a gradient of 0 is not: nothing is learned.",
         "look at frac_reward_zero_std and completions/masked_ratio, and at what is frozen.",
-    ),
-    Rule(
-        "PT-R013", (), 10, _drowns,
-        "rewards are summed: the one with the larger numbers decides every advantage.",
-        "set reward_weights, a reward_transform ('rank', 'zscore', 'log1p'), or "
-        "multi_objective_aggregation='normalize_then_sum'.",
     ),
     Rule(
         "PT-R005", ("ratio/max",), 1,

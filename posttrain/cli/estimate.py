@@ -111,6 +111,7 @@ def estimate(trainer: str, parsed: Sequence[Any], *, given: tuple[int | None, in
     """
     import torch
 
+    from posttrain.checks.machine import memory_limit
     from posttrain.checks.memory import plan
     from posttrain.models.device import available_memory, in_use
     from posttrain.models.load import get_peft_config
@@ -133,8 +134,7 @@ def estimate(trainer: str, parsed: Sequence[Any], *, given: tuple[int | None, in
     }  # fmt: skip
     work = plan(kind, args, config, **settings)
     memory = estimate_memory(work)
-    limit = getattr(args, "memory_limit_gib", None)
-    available = available_memory(device, None if limit is None else int(limit * 2**30))
+    available = available_memory(device, memory_limit(args))
     size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
     row_tokens = max(batch.input_ids.numel() for batch in work.batches)
     found = Answer(trainer, source, lengths, memory, available, size, accumulation, row_tokens, notes=notes)
@@ -253,7 +253,7 @@ def _short(error: BaseException) -> str:
 
 def screen(found: Answer) -> str:
     """The answer as lines for a terminal."""
-    from posttrain.checks.memory import gib
+    from posttrain.checks.machine import gib
 
     memory, peak, lengths = found.memory, found.memory.peak, found.lengths
     sizes = sorted(memory.components.items(), key=lambda item: -item[1])

@@ -29,7 +29,6 @@ from posttrain.types import Batch
 
 __all__ = [
     "Reference",
-    "active_dropout",
     "check_reference",
     "create_reference_model",
     "disable_dropout_in_model",
@@ -86,19 +85,6 @@ def disable_dropout_in_model(model: nn.Module) -> None:
         for name, value in list(vars(holder).items()):
             if "drop" in name and isinstance(value, float):
                 setattr(holder, name, 0.0)
-
-
-def active_dropout(model: nn.Module) -> str:
-    """The first dropout that acts in training, as ``name=rate`` (an adapter's own included); empty where there is none."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return f"{name}={module.p}"
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    rates = vars(text) if text is not None else {}
-    return next(
-        (f"{k}={v}" for k, v in rates.items() if k == "attention_dropout" and isinstance(v, float) and v > 0), ""
-    )
 
 
 def create_reference_model(

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import filelock
 import transformers
 
-from posttrain.errors import CheckpointError, ConfigError
-from posttrain.given import scalar
+from posttrain.errors import CheckpointError, ConfigError, scalar
 from posttrain.types import Finding
 
 if TYPE_CHECKING:

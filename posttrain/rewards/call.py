@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
-from posttrain.given import scalar
+from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean, scalar
 from posttrain.metrics import Metric, mean, total
 
 __all__ = [

@@ -19,7 +19,7 @@ from typing import Any
 import transformers
 from transformers.trainer_callback import ExportableState
 
-from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers, size
+from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers, gib
 from posttrain.data.chat import turn_end
 from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
@@ -376,7 +376,7 @@ class Checkpointer:
             whole = last_complete_checkpoint(part.parent)
             raise CheckpointError(
                 f"the checkpoint of step {state.global_step} could not be written into {str(part.parent)!r}: {text} "
-                f"({size(free_disk(part.parent))} are free, a checkpoint needs about {size(self.size())}). Nothing "
+                f"({gib(free_disk(part.parent))} are free, a checkpoint needs about {gib(self.size())}). Nothing "
                 "half-written was left; "
                 + (
                     f"the last whole one is {whole.name}: free some space and resume from it"

@@ -35,7 +35,6 @@ from posttrain.types import Batch, Finding
 __all__ = [
     "Checks",
     "check_first_gradients",
-    "check_idle_memory",
     "check_padding",
     "check_positions",
     "check_reward_models",
@@ -124,26 +123,20 @@ class Checks(transformers.TrainerCallback):
                 refuse_data([describe(found) for found in findings])
         return train_dataset
 
-    def start(self, model: nn.Module, layout: Layout, mixed_precision: str) -> None:
-        """Once the model is there: precision of what is trained, where layers are placed, dense masks over long rows."""
+    def start(self, model: nn.Module, layout: Layout) -> None:
+        """Once the model is there: precision of what is trained, one process for each GPU, dense masks."""
         trainable: dict[str, int] = {}
         for parameter in model.parameters():
             if parameter.requires_grad:
                 name = str(parameter.dtype).removeprefix("torch.")
                 trainable[name] = trainable.get(name, 0) + parameter.numel()
-        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision)
         config: Any = getattr(model, "config", None)
-        implementation = str(getattr(config.get_text_config() if config else None, "_attn_implementation", None))
-        packed = layout.kind == "tree"
-        with self.preflight.record_check("config", ("PT-C001", "PT-C002", "PT-C003", "PT-C004", "PT-C005")):
+        attention = str(getattr(config.get_text_config() if config else None, "_attn_implementation", None))
+        with self.preflight.record_check("config", ("PT-C001", "PT-C004", "PT-C005")):
             self.report([
-                machine.check_precision(trainable, learning_rate=self.args.learning_rate, autocast=mixed),
-                machine.check_devices(
-                    visible=max(self.args.n_gpu, 1),
-                    processes=self.context.processes,
-                    placed=(getattr(model, "hf_device_map", None) or {}).values(),
-                ),
-                machine.check_dense_masks(implementation, packed=packed, row_tokens=layout.row_tokens),
+                machine.check_precision(trainable, learning_rate=self.args.learning_rate),
+                machine.check_devices(visible=max(self.args.n_gpu, 1), processes=self.context.processes),
+                machine.check_dense_masks(attention, packed=layout.kind == "tree", row_tokens=layout.row_tokens),
             ])  # fmt: skip
 
     def data(self, head: DatasetHead, eval_dataset: Any) -> None:
@@ -199,7 +192,7 @@ class Checks(transformers.TrainerCallback):
             found = parallel.all_gather_objects(self._overlong, PartialState()) if overlong else []
             self.report(found[:1])
         if self._steps == 0:
-            self._keep(())
+            self.keep(())
             self.run_probes("first_batch", batches=batches)
             ids = [int(batch.input_ids.max()) for batch in batches if batch.input_ids.numel()]
             with self.preflight.record_check("first_batch", ("PT-K004",)):
@@ -250,17 +243,12 @@ class Checks(transformers.TrainerCallback):
         return float(len(self._overlong))
 
     def _check_economy(self, state: Any) -> None:
-        """Once, after a few steps: padding that is computed, and memory that is never used."""
+        """Once, after a few steps: padding that is computed."""
         self._steps += 1
         if self._steps != min(ECONOMY_STEPS + 1, max(int(state.max_steps or 1), 1)):
             return
-        peak, total = device_memory(self.args.device)
-        checkpointing = bool(getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing)
-        with self.preflight.record_check("log_step", ("PT-T002", "PT-T004")):
-            self.report([
-                check_padding(*self.tokens_seen),
-                check_idle_memory(peak=peak, total=total, checkpointing=checkpointing, steps=self._steps - 1),
-            ])  # fmt: skip
+        with self.preflight.record_check("log_step", ("PT-T002",)):
+            self.report([check_padding(*self.tokens_seen)])
 
     def gradient(self, norm: Any, model: nn.Module, *, scaled: bool, sharded: bool, step: int) -> bool:
         """Whether a step's gradient is finite; of the first one, also whether every parameter has one.
@@ -326,10 +314,10 @@ class Checks(transformers.TrainerCallback):
         try:
             told = self.preflight.report(findings, log=PartialState().is_main_process)
         except PreflightError as error:
-            self._keep(error.findings)
+            self.keep(error.findings)
             self.write(refused=True)
             raise
-        self._keep(told)
+        self.keep(told)
 
     def report_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
         """Let the main process look and report to every rank; all ranks must call this."""
@@ -337,7 +325,8 @@ class Checks(transformers.TrainerCallback):
         found = parallel.run_and_share(lambda: list(look()) if state.is_main_process else [], state)  # type: ignore[arg-type]
         self.report(parallel.all_gather_objects(found, state))  # type: ignore[arg-type]
 
-    def _keep(self, findings: Iterable[Finding]) -> None:
+    def keep(self, findings: Iterable[Finding]) -> None:
+        """Write findings into the record of the run, once there is one."""
         self._early += findings
         if self.record is not None:
             self.record.add_findings(self._early)
@@ -386,13 +375,6 @@ def model_config_of(model: Any, args: Any) -> Any:
 BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
 
 
-def device_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of an accelerator that were in use at most, and all of them; zeros on a CPU."""
-    if device.type != "cuda":
-        return 0, 0
-    return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-
-
 def _norm(gradient: torch.Tensor | None) -> float | None:
     return None if gradient is None else float(gradient.float().norm())
 
@@ -401,8 +383,7 @@ def _norm(gradient: torch.Tensor | None) -> float | None:
 
 EMPTY_STEPS = 3  # In a row, without a trained token.
 PADDING_MOST = 0.4
-ECONOMY_STEPS = 10  # Steps after which wasted time and memory are known.
-MEMORY_LEAST = 0.5
+ECONOMY_STEPS = 10  # Steps after which wasted time is known.
 
 
 def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
@@ -504,27 +485,6 @@ def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding
         if rotary
         else "there is no embedding for later positions: the forward pass would fail.",
         f"set max_length={known} or less, or split long rows.",
-    )
-
-
-def check_idle_memory(*, peak: int, total: int, checkpointing: bool, steps: int) -> Finding | None:
-    """Activations that are computed twice although there is room to keep them.
-
-    Args:
-        peak: Most bytes of the device that were in use.
-        total: Bytes of the device.
-        checkpointing: Whether activations are computed again in backward.
-        steps: Optimiser steps that ``peak`` is about.
-    """
-    if not checkpointing or steps < ECONOMY_STEPS or not total or peak >= MEMORY_LEAST * total:
-        return None
-    return Finding(
-        "PT-T004",
-        "warning",
-        f"{steps} steps needed at most {100 * peak / total:.0f} % of the device's memory, with gradient checkpointing on.",
-        "the device",
-        "checkpointing computes every layer's forward pass twice: a fifth to a third of the time.",
-        "set gradient_checkpointing=False, or a larger per_device_train_batch_size.",
     )
 
 

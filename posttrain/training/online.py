@@ -38,9 +38,12 @@ from posttrain.training.dynamic_sampling import DynamicSampler, groups_without_s
 from posttrain.training.online_config import OnlineConfig, resolve_auto
 from posttrain.training.prompts import (
     PromptSource,
+    RolloutSource,
+    SyncRollouts,
     check_stream,
     describe_schedule,
     empty_prompts,
+    make_driver,
     named_sets,
     without_workers,
 )
@@ -54,7 +57,6 @@ from posttrain.training.scoring import (
     reward_runner,
     rollout_metrics,
 )
-from posttrain.training.sources import RolloutSource, SyncRollouts, make_driver
 from posttrain.training.trainer import PostTrainer
 from posttrain.training.weight_sync import WeightSync, training_engine, vllm_engine
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Request, Rollout, Row, Sampling
@@ -167,9 +169,7 @@ class OnlineTrainer(PostTrainer):
             step=lambda: self.state.global_step,
             inference=self.inference,
             log=self.log_metrics_now,
-            preflight=self.checks.preflight,
-            tell=self.checks.report,
-            record=lambda found: self.record.add_findings(found),
+            checks=self.checks,
         )
 
     def make_source(self) -> RolloutSource:
@@ -547,8 +547,7 @@ class OnlineTrainer(PostTrainer):
         self.reward_watch = RewardWatch(
             self.rewards,
             self.accelerator,
-            preflight=self.checks.preflight,
-            tell=self.checks.report,
+            checks=self.checks,
             log=self.log_metrics_now,
             scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
             stop_after=getattr(self.args, "stop_without_signal", None),
@@ -566,8 +565,6 @@ class OnlineTrainer(PostTrainer):
         """Of generating and learning, where a step was logged."""
         yield from super().log_checks(logs)
         rows = self.state.log_history
-        if rows:
-            yield from self.reward_watch.tool_findings(rows[-1].get("tools/token_share"))
         if rows and "loss" in rows[-1]:
             yield from log_rules.check_log(rows, generations_per_step=self.generations_per_step)
 

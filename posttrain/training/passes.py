@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from posttrain.checks import memory as checks
+from posttrain.checks.machine import gib, memory_limit
 from posttrain.checks.registry import codes_of
 from posttrain.data.forest import collate
 from posttrain.data.samplers import longest_examples
@@ -46,7 +48,6 @@ __all__ = [
     "dry_step",
     "fit_memory",
     "longest_rows",
-    "memory_limit",
 ]
 
 logger = logging.getLogger(__name__)
@@ -199,17 +200,17 @@ class MemoryProfile(transformers.TrainerCallback):
         trainer = self.trainer
         assert self._begun is not None
         seconds = max(time.perf_counter() - self._begun[0], 1e-9)
-        real, computed = tokens[0] - self._begun[1], tokens[1] - self._begun[2]
+        real, computed = (now - before for now, before in zip(tokens, self._begun[1:], strict=True))
         ranks = parallel.all_gather_objects([(real, computed)], trainer.accelerator)
         rate = sum(one for one, _ in ranks) / seconds
         work = [one for _, one in ranks]
         imbalance = max(work) * len(work) / max(sum(work), 1)
-        seen = self._profile(step, rate, 1 - real / max(computed, 1), imbalance)
+        seen = self._profile(step, rate, imbalance)
         trainer.log_metrics_now({name: mean(value) for name, value in _logged(seen).items()})
         with trainer.checks.preflight.record_check("log_step", codes_of("M", "log_step")):
             trainer.checks.report(checks.check_profile(seen))
 
-    def _profile(self, step: int, rate: float, padding: float, imbalance: float) -> checks.Profile:
+    def _profile(self, step: int, rate: float, imbalance: float) -> checks.Profile:
         trainer, args = self.trainer, self.trainer.args
         device, peak = args.device, peak_in_use(args.device)
         has = available_memory(device, memory_limit(args))
@@ -230,7 +231,6 @@ class MemoryProfile(transformers.TrainerCallback):
             longest_seen=largest[1],
             tokens_per_second=rate,
             mfu=_mfu(trainer, rate, largest[1]) if gpu else None,
-            padding=padding,
             imbalance=imbalance,
             generation=self._generation(),
             checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
@@ -278,12 +278,6 @@ def _mfu(trainer: Any, rate: float, length: int) -> float | None:
     except ModelError:
         return None
     return compute_mfu(each, rate, trainer.accelerator.num_processes, peak)
-
-
-def memory_limit(args: Any) -> int | None:
-    """Bytes that ``memory_limit_gib`` allows; None: what the device has."""
-    limit = getattr(args, "memory_limit_gib", None)
-    return None if limit is None else int(limit * 2**30)
 
 
 @dataclass(frozen=True)
@@ -436,7 +430,7 @@ def _check_dry(trainer: PostTrainer, step: DryStep) -> None:
         ])  # fmt: skip
     logger.info(
         "dry step: %d tokens in %.1f s, at most %s with the optimizer's states, of %s",
-        step.tokens, step.seconds, checks.gib(step.needed), checks.gib(has.free),
+        step.tokens, step.seconds, gib(step.needed), gib(has.free),
     )  # fmt: skip
 
 
@@ -494,22 +488,43 @@ def _choose_batch_size(trainer: PostTrainer) -> None:
             "per_device_train_batch_size='auto' with a loss that compares the rows of a micro-batch: its size is part of "
             "the loss. Set a number."
         )
-    has = available_memory(trainer.args.device, memory_limit(trainer.args))
-    found = _Bisection(trainer, int(checks.MOST * has.free))
-    sizes = batch_sizes(trainer.args)
-    size = min(parallel.all_gather_objects([found.largest(sizes)], trainer.accelerator))
+    has, sizes = available_memory(trainer.args.device, memory_limit(trainer.args)), batch_sizes(trainer.args)
+    limit, tried = int(checks.MOST * has.free), {}
+
+    def fits(size: int) -> bool:
+        batch = largest_pass(trainer, size)
+        shape = (*batch.input_ids.shape, int(batch.loss_mask.sum()))
+        if shape not in tried:
+            tried[shape] = _predicted(trainer, batch.input_ids.numel(), tried.values(), limit) or dry_step(
+                trainer, size
+            )
+        return not tried[shape].failed and tried[shape].needed <= limit
+
+    # Larger steps never need less.
+    count = bisect.bisect_left(sizes, True, lo=1, key=lambda size: not fits(size)) if fits(sizes[0]) else 0
+    size = min(parallel.all_gather_objects([sizes[count - 1] if count else 0], trainer.accelerator))
     if size == 0:
+        least = min(step.needed for step in tried.values())
         raise ConfigError(
-            f"per_device_train_batch_size='auto': not even one row fits: a step at the longest lengths needs "
-            f"{checks.gib(found.least)}, and {has.where} has {checks.gib(has.free)} (of which {checks.MOST:.0%} are planned "
-            "with). Lower max_length or max_completion_length, train an adapter, or take optim='adafactor'."
+            f"per_device_train_batch_size='auto': not even one row fits: a step at the longest lengths needs {gib(least)}, and "
+            f"{has.where} has {gib(has.free)} (of which {checks.MOST:.0%} are planned with). Lower max_length or "
+            "max_completion_length, train an adapter, or take optim='adafactor'."
         )
     _take_batch_size(trainer, size)
     logger.warning(
-        "per_device_train_batch_size='auto': %d, with gradient_accumulation_steps=%d, of sizes %s; the longest step needs "
-        "%s of %s.",
-        size, trainer.args.gradient_accumulation_steps, sizes, checks.gib(found.needed(size)), checks.gib(has.free),
+        "per_device_train_batch_size='auto': %d, with gradient_accumulation_steps=%d, of sizes %s, in %s.",
+        size, trainer.args.gradient_accumulation_steps, sizes, gib(has.free),
     )  # fmt: skip
+
+
+def _predicted(trainer: PostTrainer, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
+    """A step far beyond the limit by what smaller passes took: on a CPU the system would end the process."""
+    last = max((step for step in tried if not step.failed), key=lambda step: step.tokens, default=None)
+    if last is None:
+        return None
+    each = max(last.peak - in_use(trainer.args.device), 0) / max(last.tokens, 1)
+    needed = last.needed + int(each * (tokens - last.tokens))
+    return DryStep(needed, needed, tokens, 0.0, failed=True) if needed > 1.5 * limit else None
 
 
 def _take_batch_size(trainer: PostTrainer, size: int) -> None:
@@ -524,60 +539,6 @@ def _take_batch_size(trainer: PostTrainer, size: int) -> None:
         args.micro_batch_size = size * args.world_size
     trainer._train_batch_size = args.train_batch_size
     trainer.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
-
-
-class _Bisection:
-    """Dry steps by size; sizes whose largest pass is equal are tried once."""
-
-    def __init__(self, trainer: PostTrainer, limit: int) -> None:
-        self.trainer, self.limit = trainer, limit
-        self.tried: dict[tuple[int, ...], DryStep] = {}
-
-    def step(self, size: int) -> DryStep:
-        """Of this size, or of another with the same pass."""
-        batch = largest_pass(self.trainer, size)
-        shape = (*batch.input_ids.shape, int(batch.loss_mask.sum()))
-        if shape not in self.tried:
-            self.tried[shape] = self._predicted(shape) or dry_step(self.trainer, size)
-        return self.tried[shape]
-
-    def _predicted(self, shape: tuple[int, ...]) -> DryStep | None:
-        """Far beyond the limit by what smaller passes took: on a CPU the system would end the process."""
-        known = [step for step in self.tried.values() if not step.failed]
-        if not known:
-            return None
-        base, tokens = in_use(self.trainer.args.device), shape[0] * shape[1]
-        last = max(known, key=lambda step: step.tokens)
-        needed = last.needed + max(last.peak - base, 0) * (tokens - last.tokens) // max(last.tokens, 1)
-        return DryStep(needed, needed, tokens, 0.0, failed=True) if needed > 1.5 * self.limit else None
-
-    def fits(self, size: int) -> bool:
-        """Whether a step of this size stays within the limit."""
-        step = self.step(size)
-        return not step.failed and step.needed <= self.limit
-
-    def largest(self, sizes: Sequence[int]) -> int:
-        """The largest that fits, 0 if none does; larger steps never need less."""
-        low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not.
-        if not self.fits(sizes[0]):
-            return 0
-        low = 1
-        while low < high:
-            middle = (low + high) // 2
-            if self.fits(sizes[middle]):
-                low = middle + 1
-            else:
-                high = middle
-        return sizes[low - 1]
-
-    def needed(self, size: int) -> int:
-        """Bytes of a step of this size."""
-        return self.step(size).needed
-
-    @property
-    def least(self) -> int:
-        """Bytes of the smallest step."""
-        return min(step.needed for step in self.tried.values())
 
 
 def _kind(device: torch.device) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from posttrain.checks import rewards as reward_checks
-from posttrain.checks.registry import Preflight, describe
+from posttrain.checks.registry import describe
 from posttrain.checks.rewards import FLAT_GENERATIONS, RunningReward, check_reward_ranges
 from posttrain.errors import RewardError
 from posttrain.losses.advantages import MOST
@@ -21,7 +21,7 @@ from posttrain.rewards.format import SoftOverlongPunishment
 from posttrain.rewards.runner import RewardRunner, RewardTable, correlation
 from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
 from posttrain.rollouts.episodes.environments import EnvironmentPool, PooledReward
-from posttrain.types import Finding
+from posttrain.training.checks import Checks
 
 __all__ = [
     "WATCHED_CODES",
@@ -289,8 +289,7 @@ class RewardWatch:
     Args:
         rewards: The reward functions of the run.
         accelerator: Of the run.
-        preflight: Counts what was looked for.
-        tell: Reports findings; raises where one is refused.
+        checks: Reports findings; raises where one is refused.
         log: Takes metrics and a mode.
         scaled: Whether rewards are divided by their standard deviation.
         stop_after: Rollout batches without a signal, in a row, that end the run; None: it goes on.
@@ -301,15 +300,14 @@ class RewardWatch:
         rewards: RewardRunner,
         accelerator: Any,
         *,
-        preflight: Preflight,
-        tell: Callable[[Iterable[Finding | None]], None],
+        checks: Checks,
         log: Callable[[dict[str, Metric], str], None],
         scaled: bool,
         stop_after: int | None = None,
     ) -> None:
-        self.rewards, self.accelerator, self.preflight = rewards, accelerator, preflight
+        self.rewards, self.accelerator, self.checks = rewards, accelerator, checks
         self.stop_after = stop_after
-        self.tell, self.log_metrics, self.scaled = tell, log, scaled
+        self.log_metrics, self.scaled = log, scaled
         # Statistics of each reward function since the run began.
         self.running: dict[str, RunningReward] = {}
         self._flat_batches = 0
@@ -323,17 +321,10 @@ class RewardWatch:
             longest: Most tokens of a completion; None where there is no bound.
         """
         self.rewards.start(device)
-        for function in self._overlong() if longest is not None else ():
-            with self.preflight.record_check("config", ("PT-R021",)):
-                self.tell([reward_checks.check_overlong(function.limit, function.cache, longest)])
-
-    def _overlong(self) -> list[SoftOverlongPunishment]:
-        return [function for function in self.rewards.functions if isinstance(function, SoftOverlongPunishment)]
-
-    def tool_findings(self, token_share: float | None) -> Iterable[Finding | None]:
-        """A length punishment that also counts tool output; ``token_share`` is that of tool output in all completions."""
-        if self._overlong():
-            yield reward_checks.check_overlong_tools(token_share)
+        for function in self.rewards.functions if longest is not None else ():
+            if isinstance(function, SoftOverlongPunishment):
+                with self.checks.preflight.record_check("config", ("PT-R021",)):
+                    self.checks.report([reward_checks.check_overlong(function.limit, function.cache, longest)])
 
     def bounded(self, advantages: Tensor, mode: str) -> Tensor:
         """Standardised advantages stop at 10, so that no completion is worth a step of its own.
@@ -376,8 +367,8 @@ class RewardWatch:
 
     def clipped(self, far: int, total: int, largest: float | None = None) -> None:
         """Report that ``far`` of ``total`` advantages were clipped; ``largest`` is their greatest size, where it is known."""
-        with self.preflight.record_check("log_step", ("PT-R028",)):
-            self.tell([reward_checks.check_clipped(far, total, MOST, largest)])
+        with self.checks.preflight.record_check("log_step", ("PT-R028",)):
+            self.checks.report([reward_checks.check_clipped(far, total, MOST, largest)])
 
     def batch(self, table: RewardTable, totals: Tensor, advantages: Tensor) -> None:
         """Look at the rewards of one rollout batch, of all ranks.
@@ -394,10 +385,10 @@ class RewardWatch:
         for name, column in columns.items():
             self.running.setdefault(name, RunningReward()).add(column)
         weights = dict(zip(table.names, table.weights.tolist(), strict=True))
-        self.preflight.notes["rewards"] = {name: running.to_dict() for name, running in self.running.items()}
-        with self.preflight.record_check("log_step", BATCH_CODES):
-            self.tell([check_reward_ranges(self.running, weights)])
-            self.tell(reward_checks.check_reward_values(columns, scaled=self.scaled))
+        self.checks.preflight.notes["rewards"] = {name: running.to_dict() for name, running in self.running.items()}
+        with self.checks.preflight.record_check("log_step", BATCH_CODES):
+            self.checks.report([check_reward_ranges(self.running, weights)])
+            self.checks.report(reward_checks.check_reward_values(columns, scaled=self.scaled))
         self._check_signal(totals, advantages)
 
     def _check_signal(self, totals: Tensor, advantages: Tensor) -> None:
@@ -405,11 +396,11 @@ class RewardWatch:
         self._flat_rewards = [*self._flat_rewards, totals.tolist()][-FLAT_GENERATIONS:] if self._flat_batches else []
         rewards = [reward for batch in self._flat_rewards for reward in batch]
         ends = self.stop_after is not None and self._flat_batches >= self.stop_after
-        with self.preflight.record_check("log_step", ("PT-R022",)):
+        with self.checks.preflight.record_check("log_step", ("PT-R022",)):
             found = reward_checks.check_no_signal(
                 self._flat_batches, rewards, **({"limit": self.stop_after} if ends else {})
             )
             if found is not None and ends:
-                self.preflight.add(dataclasses.replace(found, severity="error"))
+                self.checks.preflight.add(dataclasses.replace(found, severity="error"))
                 raise RewardError(f"{describe(found)} stop_without_signal={self.stop_after} ends the run here.")
-            self.tell([found])
+            self.checks.report([found])

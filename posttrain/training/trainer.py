@@ -235,7 +235,7 @@ class PostTrainer(transformers.Trainer):
         """The model and its layout, then the rows; a method adds what it needs to begin."""
         if self.args.strict_data and self.train_dataset is not None:
             self.data_report()
-        self.checks.start(self.model, self.layout, self.accelerator.mixed_precision)
+        self.checks.start(self.model, self.layout)
         self.check_data()
 
     def check_data(self) -> None:

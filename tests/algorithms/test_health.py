@@ -54,17 +54,6 @@ def test_t51_padding_is_logged_and_told_where_rows_must_be_padded(tiny_tokenizer
     assert "PT-T002" not in caplog.text
 
 
-def test_t50_idle_memory_is_told_once_after_ten_steps(tiny_tokenizer, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("posttrain.training.checks.device_memory", lambda device: (20, 100))
-    sft(tmp_path, tiny_tokenizer, max_steps=10).train()
-    assert "PT-T004" not in caplog.text
-    sft(tmp_path, tiny_tokenizer, max_steps=12).train()
-    assert caplog.text.count("PT-T004: 10 steps needed at most 20 % of the device's memory") == 1
-    caplog.clear()
-    sft(tmp_path, tiny_tokenizer, max_steps=12, gradient_checkpointing=False).train()
-    assert "PT-T004" not in caplog.text
-
-
 def test_trap_27_documents_and_trained_tokens_of_a_step_are_logged(tiny_tokenizer, tmp_path):
     trainer = sft(tmp_path, tiny_tokenizer, max_steps=3, gradient_accumulation_steps=2, logging_steps=3)
     trainer.train()

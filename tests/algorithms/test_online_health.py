@@ -92,7 +92,7 @@ def test_r18_r19_an_outlier_and_a_reward_that_drowns_are_told(tiny_tokenizer, tm
 
     trainer = grpo(tmp_path, tiny_tokenizer, rewards=[game, form], max_steps=10, num_train_epochs=20)
     trainer.train()
-    assert {"PT-R019", "PT-R013"} <= set(said(caplog))
+    assert {"PT-R019", "PT-R027"} <= set(said(caplog))
     assert trainer.state.log_history[0]["rewards/game/variance_share"] > 0.999
 
 

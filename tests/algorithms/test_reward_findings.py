@@ -7,41 +7,15 @@ import pytest
 
 from posttrain import ScriptedEngine
 from posttrain.errors import PreflightError
-from posttrain.rewards import get_soft_overlong_punishment, string_match_reward, think_format_reward
+from posttrain.rewards import string_match_reward, think_format_reward
 from tests.algorithms.helpers import grpo
-from tests.algorithms.test_tools import CALL, Walk, qwen, speaker, trainer_of
-
-
-def long_answer(n: int) -> str:
-    """Say a lot.
-
-    Args:
-        n: How much.
-    """
-    return "and so on " * n
+from tests.algorithms.test_tools import Walk, qwen, speaker, trainer_of
 
 
 def test_references_that_say_nothing_end_the_run_before_anything_is_generated(tiny_tokenizer, tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": f"Say {i}", "answer": ""} for i in range(16)])
     with pytest.raises(PreflightError, match="16 of 16 references in `answer` cannot be read by string_match_reward"):
         grpo(tmp_path, tiny_tokenizer, rewards=string_match_reward(), data=rows)
-
-
-def test_r30_a_punishment_that_counts_what_tools_said_is_told(tiny_tokenizer, tmp_path, caplog):
-    tokenizer = qwen(tiny_tokenizer)
-    engine = speaker(tokenizer, CALL.replace("double", "long_answer"), lambda i: "so" + "!" * i)
-    trainer = trainer_of(
-        tmp_path,
-        tokenizer,
-        engine,
-        rewards=get_soft_overlong_punishment(200, 100),
-        keys={"tools": [long_answer]},
-        max_steps=1,
-    )
-    trainer.train()
-    share = trainer.state.log_history[0]["tools/token_share"]
-    assert 0.5 < share < 1
-    assert f"PT-R031: {100 * share:.0f} % of the completions' tokens are results of tools" in caplog.text
 
 
 @pytest.mark.parametrize(("opens", "reward"), [(True, 1.0), (False, 0.0)])

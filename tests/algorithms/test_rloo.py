@@ -2,6 +2,7 @@
 
 import logging
 import math
+import types
 
 import pytest
 import torch
@@ -151,8 +152,10 @@ class Stub(RLOOTrainer):
         self.args, self.metrics, self.reference, self.size = args, {}, object() if args.beta else None, group
         self.accelerator = type("A", (), {"num_processes": 1})()
         self.rewards = type("R", (), {"disagreements": {}})()
-        told = {"preflight": Preflight("off"), "tell": list, "log": self.log_metrics_now}
-        self.reward_watch = RewardWatch(self.rewards, self.accelerator, **told, scaled=False)
+        checks = types.SimpleNamespace(preflight=Preflight("off"), report=list)
+        self.reward_watch = RewardWatch(
+            self.rewards, self.accelerator, checks=checks, log=self.log_metrics_now, scaled=False
+        )
 
     def group_size(self, mode):
         return self.size

@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.checks import machine
 from posttrain.checks.registry import Context
-from posttrain.integrations.machine import free_disk, gpu_processes, port_is_free
+from posttrain.integrations.machine import free_disk, gpu_processes
 
 GIB = 2**30
 
@@ -42,19 +42,6 @@ def test_a_gpu_that_another_process_fills_is_named_with_that_process():
     assert machine.check_gpu_memory(60 * GIB, 80 * GIB, 52 * GIB, device="cuda:0") is None
 
 
-def test_a_port_on_which_somebody_listens_is_found_by_a_bind_and_named():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        port = server.getsockname()[1]
-        assert not port_is_free(port)
-        (found,) = machine.check_ports({"vllm_group_port": port, "MASTER_PORT": 1}, [port])
-        assert (found.code, found.severity) == ("PT-L004", "error")
-        assert f"vllm_group_port={port}" in found.what and str(port) in found.fix
-    assert port_is_free(port)
-    assert machine.check_ports({"vllm_group_port": port}, []) == []
-
-
 def test_the_group_port_of_a_server_here_is_tried_and_of_one_elsewhere_is_not():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -66,6 +53,7 @@ def test_the_group_port_of_a_server_here_is_tried_and_of_one_elsewhere_is_not():
             return machine.ports_of_servers(Context("grpo", types.SimpleNamespace(**(options | changes))))
 
         assert [(f.code, f.severity) for f in found()] == [("PT-L004", "warning")]
+        assert f"vllm_group_port={port}" in found()[0].what and str(port) in found()[0].fix
         assert found(vllm_server_base_url="http://node7:8000") == found(vllm_group_port=0) == []
         assert found(use_vllm=False) == found(vllm_mode="colocate") == []
     assert found() == []
@@ -106,4 +94,4 @@ def test_processes_of_a_gpu_are_listed_without_ours(monkeypatch):
 
 @pytest.mark.parametrize(("count", "text"), [(3 * GIB // 2, "1.5 GiB"), (5 * 2**20, "5 MiB")])
 def test_sizes_are_in_words(count, text):
-    assert machine.size(count) == text
+    assert machine.gib(count) == text

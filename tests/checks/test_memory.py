@@ -67,6 +67,13 @@ def test_unused_memory_names_figures_that_keep_the_effective_batch():
     assert (before, old) == (4, 8) and after > before and after * new == 32
 
 
+def test_t50_memory_that_lies_idle_under_checkpointing_is_told():
+    idle = {"peak": 24 * GIB, "reserved": 25 * GIB, "allocated": 24 * GIB, "accumulation": 1}
+    (found,) = checks.check_profile(dataclasses.replace(HEALTHY, checkpointing=True, **idle))
+    assert found.code == "PT-M005" and "gradient_checkpointing=False" in found.fix
+    assert codes(**idle, pass_tokens=900) == []
+
+
 def test_rows_that_are_full_already_need_a_larger_row_and_no_larger_batch():
     (found,) = checks.check_profile(dataclasses.replace(HEALTHY, peak=31 * GIB, reserved=32 * GIB, allocated=31 * GIB))
     larger = int(re.search(r"max_row_tokens=2048 -> (\d+)", found.fix)[1])

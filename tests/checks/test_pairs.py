@@ -30,11 +30,6 @@ def test_sound_pairs_say_nothing():
     assert codes(sound(), limit=64, stops=[3]) == []
 
 
-def test_pairs_preferred_both_ways_are_found():
-    rows = [*sound(), pair([5, 3], [6, 3]), pair([6, 3], [5, 3])]
-    assert codes(rows) == ["PT-D020"]
-
-
 @pytest.mark.parametrize(("flip", "side"), [(False, "chosen"), (True, "rejected")])
 def test_length_that_predicts_the_label_is_told(flip, side):
     rows = []

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from posttrain.checks.rewards import RunningReward, check_reward_columns, check_reward_ranges, missing_columns
+from posttrain.checks.rewards import RunningReward, check_reward_columns, check_reward_ranges
 
 
 def running(*generations):
@@ -47,10 +47,11 @@ def test_a_reward_function_needs_its_columns():
     def right(completions, solution, tolerance=0.1, **kwargs):
         return []
 
-    assert missing_columns(right, ["prompt", "answer"]) == ["solution"]
-    assert missing_columns(functools.partial(right, solution="x"), ["prompt"]) == []
-    assert missing_columns(lambda prompts, completions, completion_ids, trainer_state, log_metric: [], []) == []
+    partial = {"partial": functools.partial(right, solution="x")}
+    assert list(check_reward_columns(partial, ["prompt"])) == []
+    ours = {"ours": lambda prompts, completions, completion_ids, trainer_state, log_metric: []}
+    assert list(check_reward_columns(ours, [])) == []
     (found,) = check_reward_columns({"right": right}, ["prompt", "answer"])
     assert found.severity == "error"
     assert found.what == "reward function `right` needs column `solution`; the dataset has ['answer', 'prompt']."
-    assert check_reward_columns({"right": right}, ["prompt", "solution"]) == []
+    assert list(check_reward_columns({"right": right}, ["prompt", "solution"])) == []

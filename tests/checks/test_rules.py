@@ -60,7 +60,6 @@ def test_a_healthy_log_says_nothing():
 
 BROKEN = [
     ("PT-R002", 10, {"frac_reward_zero_std": 0.9, "reward": 0.0}),
-    ("PT-R001", 10, {"frac_reward_zero_std": 0.9, "reward": lambda i: min(1.0, 0.3 * i)}),
     ("PT-R003", 100, {"completions__mean_length": lambda i: 50 + i, "reward": 0.5}),
     ("PT-R004", 50, {"kl": lambda i: 0.001 * 1.2**i}),
     ("PT-R007", 20, {"entropy": lambda i: 0.8 if i < 10 else 0.02}),
@@ -71,7 +70,6 @@ BROKEN = [
     ("PT-R005", 1, {"ratio__max": 11.0}),
     ("PT-R006", 10, {"clip_ratio__region_mean": 0.4}),
     ("PT-R006", 10, {"cispo_clip_ratio": 0.4}),
-    ("PT-R013", 10, {"rewards__right__variance_share": 0.999, "rewards__form__variance_share": 0.001}),
     ("PT-R014", 10, {"rewards__form__applicable": 0.0}),
     ("PT-R016", 1, {"rewards__form__nan": 3.0}),
     ("PT-R017", 10, {"rewards__right__seconds": 2.0}),
@@ -105,14 +103,10 @@ def test_r27_the_time_of_a_reward_counts_by_generation():
     assert codes(log(10, rewards__right__seconds=0.5), generations_per_step=4.0) == ["PT-R017"]
 
 
-def test_a_reward_that_no_longer_varies_is_not_drowned():
-    assert codes(log(10, rewards__right__variance_share=1.0, rewards__form__variance_share=0.0)) == []
-
-
 def test_findings_say_what_to_do():
-    (found,) = check_log(log(10, rewards__right__variance_share=0.999, rewards__form__variance_share=0.001))
-    assert found.what == "99.9 % of the rewards' variance is right's; form count for nothing."
-    assert "reward_weights" in found.fix
+    (found,) = check_log(log(10, frac_reward_zero_std=0.9))
+    assert found.what == "90 % of the groups of the last 10 steps have equal rewards."
+    assert "temperature" in found.fix
 
 
 # One generation -------------------------------------------------------------------------------------------------------
@@ -128,12 +122,12 @@ def test_r18_an_outlier_is_named_with_its_size():
 
 
 def test_rare_successes_are_no_outliers():
-    assert check_reward_values({"right": [0.0] * 63 + [1.0], "none": [NAN] * 4}, scaled=True) == []
+    assert list(check_reward_values({"right": [0.0] * 63 + [1.0], "none": [NAN] * 4}, scaled=True)) == []
 
 
 def test_large_rewards_matter_only_where_nothing_divides_them():
     column = {"points": [300.0, 320.0, 280.0, 350.0]}
-    assert check_reward_values(column, scaled=True) == []
+    assert list(check_reward_values(column, scaled=True)) == []
     assert [f.code for f in check_reward_values(column, scaled=False)] == ["PT-R020"]
 
 

@@ -177,7 +177,7 @@ CASES = (
     Case("tokenizer", "more tokens than embedding rows", small_embedding, r"embedding", "first batch"),
     Case("tokenizer", "pad equals eos", pad_is_eos, r"PT-K101", "step 1"),
     Case("data", "chosen equals rejected", equal_pairs, r"PT-D01[23]|equal", "data"),
-    Case("data", "pairs in both orders", both_orders, r"PT-D020", "data"),
+    Case("data", "pairs in both orders", both_orders, r"PT-D035", "data"),
     Case("data", "5 % of the pairs flipped", flipped(0.05), r"score", "data"),
     Case("data", "20 % of the pairs flipped", flipped(0.2), r"score", "data"),
     Case("data", "50 % of the pairs flipped", flipped(0.5), r"score", "data"),

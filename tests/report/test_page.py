@@ -101,8 +101,8 @@ def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path):
 def test_illnesses_are_seen_where_they_are_and_nowhere_else(tmp_path):
     sick, well = (read_run(grpo_record(tmp_path / n, sick=n == "sick")) for n in ("sick", "well"))
     found = verdicts(sick.rows)
-    assert seen(sick.rows) == {"PT-B002", "PT-R001", "PT-R004"}
-    (span,) = found["PT-R001"].spans
+    assert seen(sick.rows) == {"PT-B002", "PT-R002", "PT-R004"}
+    (span,) = found["PT-R002"].spans
     assert 20 < span[0] <= 30 and span[1] == 40
     assert found["PT-B002"].spans == [(40, 40)]
     assert found["PT-P003"].status == "unknown"

@@ -4,12 +4,12 @@ import pytest
 import requests
 import torch
 
-from posttrain.checks.server import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.errors import ServerUnreachable, WeightSyncError
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.workers.shared_weights import Weights
+from posttrain.training.weight_sync import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.types import Request, Rollout, Sampling
 from tests.algorithms.helpers import grpo, grpo_args
 from tests.conftest import build_model, build_tokenizer

@@ -31,8 +31,8 @@ from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
 from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights
 from posttrain.rollouts.workers.worker import ActiveClock
+from posttrain.training.prompts import RolloutSource
 from posttrain.training.scoring import RewardWatch, completion_rows, reward_options
-from posttrain.training.sources import RolloutSource
 from posttrain.training.weight_sync import WeightSync, sync_option, whole_update
 from posttrain.types import Sampling
 

@@ -27,7 +27,6 @@ from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm
 from posttrain.models.heads import cast_head_to_fp32
-from posttrain.models.reference import active_dropout
 from posttrain.report.completions import CompletionsHubCallback, RolloutTableCallback
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
@@ -214,6 +213,16 @@ STATE_FILE = "entropy_ctrl_state.json"
 PATIENCE = 50
 
 
+def _active_dropout(model: nn.Module) -> str:
+    """The first dropout that acts in training, as ``name=rate`` (an adapter's own included); empty where there is none."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return f"{name}={module.p}"
+    config: Any = getattr(model, "config", None)
+    rate = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
+    return f"attention_dropout={rate}" if rate else ""
+
+
 class EntropyBonus:
     """The coefficient of the entropy term: fixed, or steered so that the entropy stays near its target.
 
@@ -355,7 +364,7 @@ class GRPOTrainer(OnlineTrainer):
         if args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
         self._log_completions()
-        if dropout := active_dropout(self.model):
+        if dropout := _active_dropout(self.model):
             logger.warning(
                 "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
                 "disable_dropout=True.", dropout,

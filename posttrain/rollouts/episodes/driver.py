@@ -9,8 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.data.formats import is_conversational
-from posttrain.errors import ArgumentTypeError, ConfigError, RolloutError
-from posttrain.given import given_truth, listed, scalar, token_ids, token_logps
+from posttrain.errors import (
+    ArgumentTypeError,
+    ConfigError,
+    RolloutError,
+    given_truth,
+    listed,
+    scalar,
+    token_ids,
+    token_logps,
+)
 from posttrain.rollouts.batch import completions_for_rewards
 from posttrain.rollouts.episodes.environments import EnvironmentPool
 from posttrain.rollouts.episodes.loop import MAX_ITERATIONS, Episode, Generate, ToolLoop

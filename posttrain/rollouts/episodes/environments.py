@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.errors import ConfigError, DataError, RolloutError, did_you_mean
-from posttrain.given import BadValue, given_number, given_truth
+from posttrain.errors import BadValue, ConfigError, DataError, RolloutError, did_you_mean, given_number, given_truth
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, TooSlow, tool_schema
 
 __all__ = ["EnvironmentPool", "Observed", "PooledReward", "add_observation", "is_done", "step_environment"]

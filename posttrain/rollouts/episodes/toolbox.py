@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from transformers.utils import get_json_schema
 
-from posttrain.errors import ConfigError, did_you_mean
-from posttrain.given import BadValue
+from posttrain.errors import BadValue, ConfigError, did_you_mean
 
 __all__ = ["TooSlow", "ToolBox", "ToolResult", "ToolRunner", "as_text", "by_schema", "tool_schema"]
 

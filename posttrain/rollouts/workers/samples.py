@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from posttrain.errors import RolloutError
-from posttrain.given import ROUNDING, given_number, token_ids, token_logps
+from posttrain.errors import ROUNDING, RolloutError, given_number, token_ids, token_logps
 from posttrain.types import Rollout
 
 if TYPE_CHECKING:
