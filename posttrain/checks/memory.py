@@ -540,7 +540,7 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
     config, args = context.model_config, context.args
     if trainer is None or config is None:
         return []
-    from posttrain.models.device import available_memory, in_use
+    from posttrain.models.memory import available_memory, in_use
     from posttrain.models.memory_estimate import estimate_memory
 
     limit = getattr(args, "memory_limit_gib", None)
@@ -572,7 +572,7 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
 
 def _bound(config: Any) -> float:
     """More than a run takes: weights, gradients, two moments and a reference in float32, and every activation of a pass."""
-    from posttrain.models.device import compute_flops_per_token
+    from posttrain.models.memory import compute_flops_per_token
 
     text = config.get_text_config()
     try:

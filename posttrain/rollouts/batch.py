@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.data.responses import parse_response
-from posttrain.losses.ratio import engine_gap
+from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.types import Rollout, Row

@@ -19,7 +19,7 @@ from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutServerError
-from posttrain.losses.ratio import engine_gap
+from posttrain.losses.policy import engine_gap
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.forward import batch_logps

@@ -8,9 +8,22 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from posttrain.losses.kl import k3
-from posttrain.losses.policy import LOSS_TYPES, cispo, clip_metrics, clipped, geometric_ratio, sapo, vespo, vespo_weight
-from posttrain.losses.ratio import engine_gap, entropy_mask, importance_log_ratio, off_policy_mask, rollout_correction
+from posttrain.losses.policy import (
+    LOSS_TYPES,
+    cispo,
+    clip_metrics,
+    clipped,
+    engine_gap,
+    entropy_mask,
+    geometric_ratio,
+    importance_log_ratio,
+    k3,
+    off_policy_mask,
+    rollout_correction,
+    sapo,
+    vespo,
+    vespo_weight,
+)
 from posttrain.losses.reduce import spread
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.types import Batch, LossTerms, ModelOutputs
