@@ -85,7 +85,7 @@ class Calls(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in activations.ATTENTION_OPS
+        self.count += func in memory.ATTENTION_OPS
         return func(*args, **kwargs or {})
 
 
