@@ -24,7 +24,7 @@ import torch
 from engines import Work, lengths, measure, seconds_at_least
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain.models.activations import KeepHostMemory
+from posttrain.models.memory import KeepHostMemory
 
 CASES = [  # Prompt tokens, prompts, completions of each, most new tokens, shape of lengths.
     (130, 4, 8, 48, "equal"), (130, 8, 8, 96, "skewed"), (64, 1, 8, 64, "equal"), (2048, 1, 8, 32, "equal"),

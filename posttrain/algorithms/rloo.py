@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import group_advantages, leave_one_out_advantages, standardized
-from posttrain.losses.kl import k1
-from posttrain.losses.policy import clip_metrics, clipped
-from posttrain.losses.ratio import engine_gap, rollout_correction
+from posttrain.losses.policy import clip_metrics, clipped, engine_gap, k1, rollout_correction
 from posttrain.losses.reduce import sequence_mean, sequence_sum
 from posttrain.metrics import maximum, mean
 from posttrain.models import parallel

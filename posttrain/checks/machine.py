@@ -535,7 +535,7 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
     trainer = context.parts.get("trainer") or context.parts.get("trainer_class")
     if trainer is None or context.model_config is None:
         return
-    from posttrain.models.device import available_memory
+    from posttrain.models.memory import available_memory
 
     has = available_memory(context.args.device, memory_limit(context.args))
     if _bound(context.model_config) >= PLAINLY * has.free:
@@ -546,7 +546,7 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
 
 def _bound(config: Any) -> float:
     """More than a run takes: weights, gradients, two moments and a reference in float32, and every activation of a pass."""
-    from posttrain.models.device import compute_flops_per_token
+    from posttrain.models.memory import compute_flops_per_token
 
     text = config.get_text_config()
     try:

@@ -18,7 +18,7 @@ from posttrain.types import Finding, Row
 
 if TYPE_CHECKING:
     from posttrain.data.forest import Layout
-    from posttrain.models.device import Available
+    from posttrain.models.memory import Available
     from posttrain.models.memory_estimate import Generating, Shards, Workload
 
 __all__ = [
@@ -441,7 +441,7 @@ def compare_estimate(context: Context, trainer: Any, has: Available) -> Finding 
         trainer: The trainer, or its class.
         has: Memory that is free.
     """
-    from posttrain.models.device import in_use
+    from posttrain.models.memory import in_use
     from posttrain.models.memory_estimate import estimate_memory
 
     args, process = context.args, 0

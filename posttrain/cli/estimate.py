@@ -14,7 +14,7 @@ from posttrain.errors import ConfigError, PosttrainError, check_choice
 
 if TYPE_CHECKING:
     from posttrain.checks.memory import Lengths
-    from posttrain.models.device import Available
+    from posttrain.models.memory import Available
     from posttrain.models.memory_estimate import MemoryEstimate, Workload
 
 __all__ = ["DOES_NOT_FIT", "Answer", "estimate", "run"]
@@ -113,8 +113,8 @@ def estimate(trainer: str, parsed: Sequence[Any], *, given: tuple[int | None, in
 
     from posttrain.checks.machine import memory_limit
     from posttrain.checks.memory import plan
-    from posttrain.models.device import available_memory, in_use
     from posttrain.models.load import get_peft_config
+    from posttrain.models.memory import available_memory, in_use
     from posttrain.models.memory_estimate import estimate_memory
 
     script_args, args, model_args, _ = parsed

@@ -269,7 +269,7 @@ COMMANDS: dict[str, Command] = {
     "ppo": Command("ppo", "PPO", PPOScriptArguments),
     "online-dpo": Command("online_dpo", "OnlineDPO", JudgedScriptArguments),
     "grpo": Command("grpo", "GRPO", EpisodeScriptArguments),
-    "gmpo": Command("grpo.gmpo", "GMPO", EpisodeScriptArguments),
+    "gmpo": Command("grpo.trainer", "GMPO", EpisodeScriptArguments),
     "async-grpo": Command("async_grpo", "AsyncGRPO", EpisodeScriptArguments),
     "a2po": Command("a2po", "A2PO", GRPOScriptArguments),
     "distill": Command("distillation.trainer", "Distillation"),

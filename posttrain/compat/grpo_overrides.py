@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from posttrain.data.forest import collate, split_by_sequence
 from posttrain.errors import ConfigError, RewardError, did_you_mean
-from posttrain.losses.policy import vespo_weight
-from posttrain.losses.ratio import entropy_mask, off_policy_mask
+from posttrain.losses.policy import entropy_mask, off_policy_mask, vespo_weight
 from posttrain.models import parallel
 from posttrain.models.attention import padded_layout
 from posttrain.models.forward import forward
@@ -384,7 +383,7 @@ class GRPOOverrides(Behind):
         mask: Tensor,
         off_policy_threshold: float,
     ) -> Tensor:
-        """``(B, 1)`` 1 on sequences to keep; see `posttrain.losses.ratio.off_policy_mask`."""
+        """``(B, 1)`` 1 on sequences to keep; see `posttrain.losses.policy.off_policy_mask`."""
         forest = _rows_as_sequences(mask)
         keep = off_policy_mask(
             per_token_logps, sampling_per_token_logps, advantages.flatten(), *forest, threshold=off_policy_threshold

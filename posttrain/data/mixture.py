@@ -324,7 +324,11 @@ def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
         )
     parts = [_load_member(member, streaming) for member in members]
     if weights is not None:
-        parts = [_take(*item, mixture_config.sample, seed) for item in _counts(parts, weights, members)]
+        total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True) if weight > 0)
+        parts = [
+            _take(part, min(round(weight * total), len(part)), member.path, mixture_config.sample, seed)
+            for part, weight, member in zip(parts, weights, members, strict=True)
+        ]
     _check_columns(parts, members)
     joined = datasets.concatenate_datasets(parts)
     if mixture_config.test_split_size is None:
@@ -356,29 +360,15 @@ def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
 
 
 def _load_member(member: DatasetConfig, streaming: bool) -> Any:
-    loaded = load_rows(
-        member.path,
-        name=member.name,
-        split=member.split,
-        data_dir=member.data_dir,
-        data_files=member.data_files,
-        streaming=streaming,
-    )
+    options = {name: getattr(member, name) for name in ("name", "split", "data_dir", "data_files")}
+    loaded = load_rows(member.path, **options, streaming=streaming)
     if not member.columns:
         return loaded
-    known = loaded.column_names
-    for column in member.columns:
-        if known is not None and column not in known:
-            raise DataError(
-                f"dataset {member.path!r} has no column {column!r}{did_you_mean(column, known)}; it has {known}."
-            )
+    for column in member.columns if loaded.column_names is not None else ():
+        if column not in loaded.column_names:
+            near = did_you_mean(column, loaded.column_names)
+            raise DataError(f"dataset {member.path!r} has no column {column!r}{near}; it has {loaded.column_names}.")
     return loaded.select_columns(member.columns)
-
-
-def _counts(parts: list[Any], weights: list[float], members: list[DatasetConfig]) -> list[tuple[Any, int, str]]:
-    total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True) if weight > 0)
-    triples = zip(parts, weights, members, strict=True)
-    return [(part, min(round(weight * total), len(part)), member.path) for part, weight, member in triples]
 
 
 def _take(part: Any, count: int, path: str, sample: str, seed: int) -> Any:

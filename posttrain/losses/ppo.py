@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import DataError
-from posttrain.losses.kl import KL_ESTIMATORS
+from posttrain.losses.policy import KL_ESTIMATORS
 
 __all__ = [
     "Moments",
@@ -59,7 +59,7 @@ def token_rewards(
         scores: ``(S,)`` what each response is worth.
         lengths: ``(S,)`` int, tokens of each response; what stands behind them is not read.
         kl_coef: Weight of the penalty.
-        kl_estimator: ``k1`` or ``k3``, see `posttrain.losses.kl`.
+        kl_estimator: ``k1`` or ``k3``, see `posttrain.losses.policy`.
 
     Returns:
         Rewards and divergences, ``(S, T)`` each, 0 behind a response.

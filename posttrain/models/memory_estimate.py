@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.errors import ModelError
-from posttrain.models.activations import keep_last_activations, recompute_activations
 from posttrain.models.attention import attention_mask
-from posttrain.models.device import key_value_width, layer_configs
 from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, install_token_head
+from posttrain.models.memory import keep_last_activations, key_value_width, layer_configs, recompute_activations
 from posttrain.models.value_head import attach_value
 from posttrain.types import Batch
 

@@ -192,16 +192,31 @@ class Reference:
 
     A new adapter: the base model, adapters off; no second model in memory. A model that came with a trained adapter: a
     frozen copy of that adapter. Otherwise a frozen copy of the **given** weights, which are not always the hub's.
+
+    Args:
+        model: The policy.
+        fresh_adapter: Whether its adapter is new, so that the base model is where training begins.
+        given: Another model that is the reference.
+        adapter: Name of the policy's adapter that is the reference.
     """
 
-    def __init__(self, model: nn.Module, *, fresh_adapter: bool = False, given: nn.Module | None = None) -> None:
-        self.adapter: str | None = None
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        fresh_adapter: bool = False,
+        given: nn.Module | None = None,
+        adapter: str | None = None,
+    ) -> None:
+        self.adapter = adapter if given is None else None
         self.copy: nn.Module | None = None
         model = unwrapped(model)  # Behind DDP's wrapper an adapter would not be seen.
         self.policy: Any = model if _is_peft(model) else None
         if given is not None:
             _check_vocabulary(model, given)
             self.copy = given.requires_grad_(False).eval()
+        elif adapter is not None:
+            return
         elif self.policy is None:
             self.copy = create_reference_model(model)
         elif fresh_adapter:
@@ -233,7 +248,7 @@ class Reference:
             finally:
                 if self.adapter is not None:
                     for name, parameter in self.policy.named_parameters():
-                        if f".{REF_ADAPTER}" in name:
+                        if f".{self.adapter}" in name:
                             parameter.requires_grad_(False)  # peft re-enables gradients of the adapter it activates.
 
 

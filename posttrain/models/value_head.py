@@ -121,20 +121,10 @@ def without_value(policy: nn.Module) -> Iterator[None]:
             held[0]._modules[held[1]] = held[2]
 
 
-def value_state(policy: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The value function's own tensors, without the policy's prefix.
-
-    Args:
-        policy: With a value function attached.
-        state: A gathered state dict of the policy, where parameters are sharded; None reads the module.
-    """
+def value_state(policy: nn.Module) -> dict[str, Tensor]:
+    """The value function's own tensors, without the policy's prefix."""
     held = _held(policy)
-    if held is None:
-        return {}
-    if state is None:
-        return dict(held[2].state_dict())
-    mark = f"{held[1]}."
-    return {key.rpartition(mark)[2]: tensor for key, tensor in state.items() if mark in key}
+    return {} if held is None else dict(held[2].state_dict())
 
 
 def load_value_state(policy: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -276,7 +276,7 @@ class RewardRunner:
         reward_funcs: A callable, a sequence-classification model (or its id), or a list of them. The list is copied.
         reward_weights: One a function; None is ones.
         processing_classes: Tokenizers of reward models, one (or None) a function.
-        transforms: One a function (see `posttrain.rewards.transform`), applied before the weights; None is none.
+        transforms: One a function (see `posttrain.rewards.runner`), applied before the weights; None is none.
         timeout: Seconds a function may take for one batch; None waits for ever. A plain function then runs on a thread.
         model_options: Keywords for `posttrain.rewards.model.ModelReward`.
         environments: One instance of each environment; those with ``get_reward`` add a column a class, with weight 1.

@@ -12,7 +12,7 @@ import torch
 
 from posttrain.data.processors import Placed
 from posttrain.data.responses import parse_response
-from posttrain.losses.ratio import engine_gap
+from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.types import Rollout, Row
@@ -137,7 +137,9 @@ class RolloutBatch:
             rollout = self.rollouts[i]
             if before != _prompt(rollout):
                 before = _prompt(rollout)
-                rows.append(Row(list(rollout.prompt_ids), [], [], pictures=[list(p)] if (p := rollout.pictures) else []))
+                rows.append(
+                    Row(list(rollout.prompt_ids), [], [], pictures=[list(p)] if (p := rollout.pictures) else [])
+                )
             row = rows[-1]
             row.pictures += [[]] if row.pictures else []
             row.completions.append(list(rollout.token_ids))

@@ -18,11 +18,11 @@ from torch import nn
 from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
-from posttrain.models.activations import check_offloading
 from posttrain.models.attention import padded_layout, probe_head, probe_layout
 from posttrain.models.forward import install_token_head, learns_prompts
 from posttrain.models.heads import train_new_tokens, train_score_head
 from posttrain.models.load import check_model_source, wrap_with_peft
+from posttrain.models.memory import check_offloading
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.report.record import check_writable
 from posttrain.training.checks import Checks, log_codes

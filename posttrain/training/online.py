@@ -19,7 +19,7 @@ from posttrain.data.formats import is_conversational, refuse_images
 from posttrain.data.pictures import undecoded
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import ConfigError, RolloutServerError
-from posttrain.losses.ratio import engine_gap
+from posttrain.losses.policy import engine_gap
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.forward import batch_logps
@@ -234,7 +234,9 @@ class OnlineTrainer(PostTrainer):
         pictured = self.vision.images
         if pictured:
             train, evaluation = undecoded(train), undecoded(evaluation)
-        train, evaluation, head = self.prompt_source.prepared(train, evaluation, images=self.may_read_images or pictured)
+        train, evaluation, head = self.prompt_source.prepared(
+            train, evaluation, images=self.may_read_images or pictured
+        )
         if pictured:
             self.prompt_source.tokenized = self.tokenize
             for name, dataset in named_sets({"train_dataset": train, "eval_dataset": evaluation}):

@@ -24,16 +24,18 @@ from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError, ModelError
 from posttrain.metrics import MetricBuffer, mean, total
 from posttrain.models import parallel
-from posttrain.models.activations import get_act_offloading_ctx_manager, keep_last_activations, recompute_activations
-from posttrain.models.device import (
+from posttrain.models.forward import causal_lm, forward
+from posttrain.models.memory import (
     available_memory,
     compute_flops_per_token,
     compute_mfu,
+    get_act_offloading_ctx_manager,
     in_use,
+    keep_last_activations,
     peak_in_use,
+    recompute_activations,
     reset_peak,
 )
-from posttrain.models.forward import causal_lm, forward
 from posttrain.models.memory_estimate import optimizer_bytes
 from posttrain.types import Batch, Row
 

@@ -25,7 +25,7 @@ from posttrain.data.forest import Layout, collate, halves
 from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
-from posttrain.models import activations, load, parallel
+from posttrain.models import load, memory, parallel
 from posttrain.models.forward import causal_lm, forward, noisy_embeddings, router_coefficient
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
@@ -146,9 +146,9 @@ class PostTrainer(transformers.Trainer):
         size = lambda: checkpoint.checkpoint_bytes(self.model, args)  # noqa: E731
         self.checkpoints = checkpoint.Checkpointer(args, self.accelerator, self.record.lock, size)
         self.checks.record = self.record
-        memory = (activations.KeepLastActivations(), activations.KeepHostMemory())
+        keepers = (memory.KeepLastActivations(), memory.KeepHostMemory())
         reports = (self.record, DataReportCallback(lambda: self.data_report()))
-        for callback in (self.interrupt, *reports, *memory, self.checks):
+        for callback in (self.interrupt, *reports, *keepers, self.checks):
             self.add_callback(callback)
 
     # What a subclass gives ---------------------------------------------------------------------------------------
@@ -358,9 +358,9 @@ class PostTrainer(transformers.Trainer):
         """Forward and backward over the batches of one micro-batch; returns their summed loss."""
         model.train()
         total = torch.zeros((), device=self.args.device)
-        offloading = activations.get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
+        offloading = memory.get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
         passes = parallel.equal_passes(len(inputs), self.accelerator)
-        with activations.gradients_first(model, passes=passes):
+        with memory.gradients_first(model, passes=passes):
             for index in range(passes):
                 batch = inputs[min(index, len(inputs) - 1)]
                 idle = index >= len(inputs)  # Only to keep collectives equal over ranks.

@@ -9,7 +9,7 @@ import torch
 
 from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError
-from posttrain.models.device import Available
+from posttrain.models.memory import Available
 from posttrain.training import passes as memory_health
 from posttrain.training.passes import DryStep
 from tests.algorithms.helpers import chats, grpo, losses, sft, weights

@@ -14,7 +14,6 @@ from posttrain.compat.bema import BEMACallback
 from posttrain.data.forest import Layout, collate
 from posttrain.metrics import MetricBuffer, mean, minimum
 from posttrain.models import attention, parallel
-from posttrain.models.activations import OffloadActivations
 from posttrain.models.forward import forward, install_token_head, sequence_logps
 from posttrain.models.load import (
     check_model_source,
@@ -24,6 +23,7 @@ from posttrain.models.load import (
     wrap_with_peft,
 )
 from posttrain.models.logprob import token_logprobs
+from posttrain.models.memory import OffloadActivations
 from posttrain.models.reference import Reference, create_reference_model, disable_dropout_in_model
 from posttrain.report.completions import EvalPrompts
 from posttrain.training.checks import check_first_gradients

@@ -7,10 +7,21 @@ import torch
 
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.advantages import group_advantages, leave_one_out_advantages, standardized
-from posttrain.losses.kl import k1, k2, k3
 from posttrain.losses.likelihood import dft
-from posttrain.losses.policy import LOSS_TYPES, cispo, clipped, sapo, vespo_weight
-from posttrain.losses.ratio import entropy_mask, importance_log_ratio, off_policy_mask, rollout_correction
+from posttrain.losses.policy import (
+    LOSS_TYPES,
+    cispo,
+    clipped,
+    entropy_mask,
+    importance_log_ratio,
+    k1,
+    k2,
+    k3,
+    off_policy_mask,
+    rollout_correction,
+    sapo,
+    vespo_weight,
+)
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.types import LossTerms
 from tests.losses.properties import double, layouts, outputs, policy, toy_rows

@@ -204,7 +204,7 @@ def test_the_kl_of_a_filtered_token_stays(tmp_path):
 
 def test_r44_quantiles_of_more_than_two_to_the_24_tokens():
     """torch.quantile refuses so many; sorting does not."""
-    from posttrain.losses.ratio import entropy_mask
+    from posttrain.losses.policy import entropy_mask
 
     count = 2**24 + 8
     entropy = torch.arange(count, dtype=torch.float32).remainder(1000.0)[None]

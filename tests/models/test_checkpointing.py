@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain import ConfigError, SFTConfig, SFTTrainer
-from posttrain.models import activations
-from posttrain.models.activations import keep_last_activations, layers_to_keep
+from posttrain.models import memory
+from posttrain.models.memory import keep_last_activations, layers_to_keep
 from tests.conftest import build_model
 
 
@@ -85,7 +85,7 @@ class Calls(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in activations.ATTENTION_OPS
+        self.count += func in memory.ATTENTION_OPS
         return func(*args, **kwargs or {})
 
 
@@ -116,4 +116,4 @@ def counting(step, counter, *given):
 
 def test_selective_checkpointing_is_never_reentrant():
     with pytest.raises(ConfigError, match="use_reentrant=False"):
-        activations.recompute_activations(build_model(64), {"selective": True, "use_reentrant": True})
+        memory.recompute_activations(build_model(64), {"selective": True, "use_reentrant": True})

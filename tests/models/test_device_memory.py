@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from posttrain.models import device as device_memory
-from posttrain.models.device import available_memory, in_use, peak_in_use, reset_peak
+from posttrain.models import memory as device_memory
+from posttrain.models.memory import available_memory, in_use, peak_in_use, reset_peak
 
 HOST = SimpleNamespace(total=1_000_000 * 1024, available=600_000 * 1024)
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.models.device import H100_BF16_PEAK, adjusted_mfu, compute_flops_per_token, compute_mfu
+from posttrain.models.memory import H100_BF16_PEAK, adjusted_mfu, compute_flops_per_token, compute_mfu
 from tests.conftest import build_model
 
 SMALL = {

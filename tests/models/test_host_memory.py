@@ -12,13 +12,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from posttrain.models.activations import KeepHostMemory, _glibc, gradients_first
+from posttrain.models.memory import KeepHostMemory, _glibc, gradients_first
 from tests.conftest import build_model
 
 SCRIPT = """
 import resource, torch
 from types import SimpleNamespace
-from posttrain.models.activations import KeepHostMemory
+from posttrain.models.memory import KeepHostMemory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError
-from posttrain.models.activations import OffloadActivations, get_act_offloading_ctx_manager
+from posttrain.models.memory import OffloadActivations, get_act_offloading_ctx_manager
 from tests.algorithms.helpers import sft
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from posttrain.errors import ConfigError, check_choice, check_rules
-from posttrain.losses.ratio import CORRECTIONS
+from posttrain.losses.policy import CORRECTIONS
 from posttrain.rewards.runner import transform_names
 from posttrain.training.online_config import EpisodeFields, OnlineConfig
 

@@ -21,9 +21,7 @@ from posttrain.data.forest import collate
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
 from posttrain.losses.advantages import weighted_total
-from posttrain.losses.kl import k3
-from posttrain.losses.policy import clip_metrics, clipped
-from posttrain.losses.ratio import importance_log_ratio, rollout_correction
+from posttrain.losses.policy import clip_metrics, clipped, importance_log_ratio, k3, rollout_correction
 from posttrain.losses.reduce import spread
 from posttrain.metrics import Metric, maximum, mean
 from posttrain.models import parallel

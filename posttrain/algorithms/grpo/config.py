@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from posttrain.errors import ConfigError, check_choice, check_rules
-from posttrain.losses.policy import LOSS_TYPES
-from posttrain.losses.ratio import CORRECTIONS
+from posttrain.losses.policy import CORRECTIONS, LOSS_TYPES
 from posttrain.training.online_config import EpisodeFields, OnlineConfig, reject_truncated_sampling, truncated_sampling
 from posttrain.training.pictures import PictureConfig
 

@@ -19,9 +19,22 @@ from posttrain.algorithms.grpo.config import GRPOConfig, check_correction
 from posttrain.checks.rewards import RunningReward
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.advantages import AdvantageStats, group_advantages
-from posttrain.losses.kl import k3
-from posttrain.losses.policy import LOSS_TYPES, cispo, clip_metrics, clipped, geometric_ratio, sapo, vespo, vespo_weight
-from posttrain.losses.ratio import engine_gap, entropy_mask, importance_log_ratio, off_policy_mask, rollout_correction
+from posttrain.losses.policy import (
+    LOSS_TYPES,
+    cispo,
+    clip_metrics,
+    clipped,
+    engine_gap,
+    entropy_mask,
+    geometric_ratio,
+    importance_log_ratio,
+    k3,
+    off_policy_mask,
+    rollout_correction,
+    sapo,
+    vespo,
+    vespo_weight,
+)
 from posttrain.losses.reduce import Denominators, reduce, spread
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel

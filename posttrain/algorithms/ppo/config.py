@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -215,6 +216,21 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
                 f"whiten_rewards=True with mini-batches of {self.local_mini_batch_size} responses a process: their spread is "
                 f"too uncertain to divide by. Take at least {WHITEN_LEAST}, or turn whitening off."
             )
+
+    def plan(self, rows: int | None) -> None:
+        """Fill in how many rollout batches and optimiser steps there will be, and micro-batches of a step.
+
+        Args:
+            rows: Of the training set; None where it is not known.
+        """
+        self.gradient_accumulation_steps = math.ceil(self.local_mini_batch_size / self.per_device_train_batch_size)
+        if self.total_episodes is None and self.max_steps > 0:
+            self.num_total_batches = math.ceil(self.max_steps / self.updates)
+            self.total_episodes = self.num_total_batches * self.batch_size
+        elif self.total_episodes is not None or rows is not None:
+            self.total_episodes = self.total_episodes or max(int(self.num_train_epochs * (rows or 0)), 1)
+            self.num_total_batches = math.ceil(self.total_episodes / self.batch_size)
+            self.max_steps = self.num_total_batches * self.updates
 
     # What `OnlineTrainer` reads, in its own words --------------------------------------------------------------------
 

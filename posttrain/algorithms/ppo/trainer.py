@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import datasets
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from posttrain.algorithms.ppo.config import PPOConfig
@@ -25,39 +27,36 @@ from posttrain.algorithms.ppo.objective import (
     states_mask,
     training_rows,
 )
-from posttrain.algorithms.ppo.parts import (
-    AdapterReference,
-    TokenPrompts,
-    check_pad,
-    check_vocabularies,
-    join_value,
-    load_with_value,
-    open_models,
-    place_rewards,
-    plan,
-    response_ends,
-    reward_functions,
-    save_value,
-    value_state_keys,
-)
 from posttrain.data.forest import collate, share_prompts, split_by_sequence
+from posttrain.data.samplers import check_prompts
+from posttrain.errors import CheckpointError, ConfigError, DataError, ModelError, did_you_mean
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.ppo import Moments, merge_moments
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
-from posttrain.models.forward import forward
-from posttrain.models.load import get_config_model_id
+from posttrain.models.attention import probe_layout
+from posttrain.models.forward import causal_lm, forward
+from posttrain.models.load import create_model_from_path, get_config_model_id, load_classifier, resolve_pad_token
 from posttrain.models.reference import Reference, disable_dropout_in_model
 from posttrain.models.value_head import (
+    ValueHead,
+    attach_value,
+    check_scorer,
+    check_vocabulary,
+    load_value_state,
+    value_state,
     without_value,
 )
+from posttrain.rewards.model import TokenReward
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.online import OnlineTrainer
+from posttrain.training.prompts import PromptSource
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row, Sampling
 
 __all__ = [
     "PPOTrainer",
+    "TokenPrompts",
 ]
 
 logger = logging.getLogger(__name__)
@@ -66,6 +65,73 @@ logger = logging.getLogger(__name__)
 TABLE_TEMPERATURE = 0.01  # Sample tables show what the model says at its most certain.
 # A mean divergence that stays below is no noise of the k1 estimate.
 KL_LOW, KL_UPDATES = -1.0, 5
+
+
+VALUE_FILE = "value_function.safetensors"  # In checkpoints only: a saved policy is a plain model.
+
+
+class TokenPrompts(PromptSource):
+    """Prompts of a PPO run, of which each is completed once; rows may hold token ids.
+
+    Args:
+        args: Of the trainer.
+        tokenizer: Of the policy.
+        collator: The user's, which turns rows with ``input_ids`` into a padded batch first; None needs none.
+    """
+
+    args: PPOConfig
+
+    def __init__(self, args: PPOConfig, tokenizer: Any, *, collator: Any = None) -> None:
+        super().__init__(args, tokenizer, length_option="response_length")
+        self.collator, self.drops_columns = collator, False
+
+    def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With the text of token ids, and with the ids that a rollout brings."""
+        return [{**row, "prompt_ids": [0]} for row in self.readable(head[:2])]
+
+    def checked_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+        """As the parent's; rows with ``input_ids`` must hold a token that is no padding."""
+        first = next(iter(dataset), None)
+        if first is None or "input_ids" not in first:
+            return check_prompts(dataset, name, self.tokenizer)
+        if isinstance(dataset, datasets.Dataset):
+            rows = dataset.select_columns([c for c in ("input_ids", "attention_mask") if c in first]).with_format(None)
+        else:
+            rows = dataset.take(64)
+        for index, row in enumerate(rows):
+            if not self._real(row):
+                raise DataError(f"{name} row {index}, column 'input_ids': it holds no token but padding. Drop the row.")
+        return [row for _, row in zip(range(2), dataset, strict=False)]
+
+    def repeats(self) -> tuple[int, int]:
+        """Prompts of a rollout batch, and how many micro-batches are trained on it."""
+        args = self.args
+        return args.batch_size, args.updates * args.gradient_accumulation_steps
+
+    def readable(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows as rewards see them: token ids without padding, and the text they stand for."""
+        if not inputs or "input_ids" not in inputs[0]:
+            return [dict(row) for row in inputs]
+        given = inputs
+        if self.collator is not None:
+            batch = self.collator([{k: row[k] for k in ("input_ids", "attention_mask") if k in row} for row in inputs])
+            masks = batch.get("attention_mask", [None] * len(inputs))
+            given = [{"input_ids": ids, "attention_mask": m} for ids, m in zip(batch["input_ids"], masks, strict=True)]
+        found = []
+        for row, one in zip(inputs, given, strict=True):
+            ids = self._real(one)
+            found.append({"prompt": self.tokenizer.decode(ids), **row, "input_ids": ids})
+            found[-1].pop("attention_mask", None)
+        return found
+
+    def _real(self, row: dict[str, Any]) -> list[int]:
+        """A row's tokens without padding: what its mask keeps, or what stands between pad tokens."""
+        ids, mask = [int(token) for token in row["input_ids"]], row.get("attention_mask")
+        if mask is not None:
+            return [token for token, kept in zip(ids, mask, strict=True) if kept]
+        pad = self.tokenizer.pad_token_id
+        real = [i for i, token in enumerate(ids) if token != pad]
+        return ids[real[0] : real[-1] + 1] if real else []
 
 
 class PPOTrainer(OnlineTrainer):
@@ -121,20 +187,48 @@ class PPOTrainer(OnlineTrainer):
         self._given_collator, self._owns_tokenizer = data_collator, processing_class is None
         self._low_kl = 0
         self._clock: tuple[float, float] | None = None  # Episodes and time at which this run began.
-        self._given = open_models(args, model, ref_model, value_model)
-        plan(args, train_dataset)
-        self.reward_model, rewards = reward_model, reward_functions(reward_model, args)
-        super().__init__(
-            self._given.policy, rewards, args, processing_class=processing_class, train_dataset=train_dataset, **kwargs
-        )
+        model, self._given_reference, self._given_value = _opened(args, model, ref_model, value_model)
+        args.plan(len(train_dataset) if hasattr(train_dataset, "__len__") else None)
+        self.reward_model, rewards = reward_model, _reward_functions(reward_model, args)
+        super().__init__(model, rewards, args, processing_class=processing_class, train_dataset=train_dataset, **kwargs)
         # One slice, a rollout batch; its mini-batches are dealt anew in every pass.
         self.window.count = 1
-        own = {"disable_dropout": args.disable_dropout, "pad_token_id": self.pad_token_id}
-        self.layout = join_value(self.model, self._given.value, **own) or self.layout
-        place_rewards(self.rewards.functions, self.args.device, self.pad_token_id)
+        self._join_value()
+        for reward in self._token_rewards():
+            reward.model.to(self.args.device)
+            reward.pad_token_id = self.pad_token_id
         self.buffers["table"] = MetricBuffer()
         self.counters.setdefault("episode", 0.0)
-        self.stops, self.end_ids = response_ends(args, self.processing_class, self.stop_ids)
+        self.stops = self._stops()
+        self.end_ids = {self.processing_class.eos_token_id, *self.stops}  # One of them shows that a response ended.
+
+    def _token_rewards(self) -> list[TokenReward]:
+        return [function for function in self.rewards.functions if isinstance(function, TokenReward)]
+
+    def _join_value(self) -> None:
+        """Make the value function a part of the policy; one that cannot read the policy's layout makes it padded."""
+        value = attach_value(self.model, self._given_value)
+        if self.args.disable_dropout:
+            disable_dropout_in_model(value)
+        if not isinstance(value, ValueHead):
+            config: Any = value.config
+            config.get_text_config().pad_token_id = self.pad_token_id
+            layout = probe_layout(value)
+            self.layout = layout if layout.kind == "padded" else self.layout
+
+    def _stops(self) -> tuple[int, ...]:
+        """Tokens at which generation stops."""
+        chosen, vocabulary = self.args.stop_token_id, len(self.processing_class)
+        if chosen is not None and not 0 <= chosen < vocabulary:
+            raise ConfigError(f"stop_token_id={chosen} is no token. Fix: give an id from 0 to {vocabulary - 1}.")
+        if self.args.stop_token == "eos":
+            return tuple(self.stop_ids)
+        if chosen is None:
+            logger.warning(
+                "stop_token=None: nothing ends a response, all have response_length=%d tokens and go on behind an end token. "
+                "Set stop_token='eos' to stop there.", self.args.response_length,
+            )  # fmt: skip
+        return () if chosen is None else (chosen,)
 
     def make_prompt_source(self) -> TokenPrompts:
         """Prompts as text, messages or token ids."""
@@ -142,20 +236,19 @@ class PPOTrainer(OnlineTrainer):
 
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Refuse what cannot be generated from or scored, before the policy loads."""
-        check_pad(self.processing_class, may_change=self._owns_tokenizer)
-        check_vocabularies(self.processing_class, self.rewards.functions, self._given.value)
+        _check_pad(self.processing_class, may_change=self._owns_tokenizer)
+        for reward in self._token_rewards():
+            check_vocabulary(self.processing_class, reward.model, "reward_model")
+        if self._given_value is not None and not isinstance(self._given_value, ValueHead):
+            check_vocabulary(self.processing_class, self._given_value, "value_model")
         return super().prepare_datasets(train, evaluation)
 
     def make_reference(self) -> Reference:
         """The model that was given, a named adapter, the policy without its adapter, or a frozen copy."""
-        given = self._given.reference
-        if given is not None:
-            if self.args.disable_dropout:
-                disable_dropout_in_model(given)
-            return Reference(self.model, given=given)
-        if self.args.ref_adapter_name is not None:
-            return AdapterReference(self.model, self.args.ref_adapter_name)
-        return Reference(self.model, fresh_adapter=self.fresh_adapter)
+        given, adapter = self._given_reference, self.args.ref_adapter_name
+        if given is not None and self.args.disable_dropout:
+            disable_dropout_in_model(given)
+        return Reference(self.model, fresh_adapter=self.fresh_adapter, given=given, adapter=adapter)
 
     @property
     def policy_model(self) -> Any:
@@ -170,8 +263,6 @@ class PPOTrainer(OnlineTrainer):
     @property
     def value_model(self) -> Any:
         """The value function: the model that was given, or the head on the policy's trunk."""
-        from posttrain.models.forward import causal_lm
-
         inner = causal_lm(self.model)
         return getattr(inner, "value_model", None) or getattr(inner, "v_head", None)
 
@@ -346,9 +437,8 @@ class PPOTrainer(OnlineTrainer):
     # Saving and loading ----------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is not None:
-            mine = set(value_state_keys(self.model, state_dict))
-            state_dict = {key: tensor for key, tensor in state_dict.items() if key not in mine}
+        if state_dict is not None:  # Gathered: the policy's own tensors alone.
+            state_dict = {k: v for k, v in state_dict.items() if "v_head." not in k and "value_model." not in k}
         with without_value(self.model):
             super()._save(output_dir, state_dict)
 
@@ -356,7 +446,8 @@ class PPOTrainer(OnlineTrainer):
         """The policy; a checkpoint holds the value function too, in a file of its own."""
         super().save_model(output_dir, _internal_call)
         if _internal_call and output_dir and self.args.should_save and not parallel.shards_parameters(self.accelerator):
-            save_value(self.model, output_dir)
+            tensors = {key: tensor.contiguous() for key, tensor in value_state(self.model).items()}
+            save_file(tensors, Path(output_dir, VALUE_FILE))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load = super()._load_from_checkpoint
@@ -369,7 +460,15 @@ class PPOTrainer(OnlineTrainer):
         if parallel.shards_parameters(self.accelerator):
             load_policy()  # The sharded state holds both.
             return
-        load_with_value(self.model, folder, load_policy)
+        with without_value(self.model):
+            load_policy()
+        path = Path(folder, VALUE_FILE)
+        if not path.is_file():
+            raise CheckpointError(
+                f"the checkpoint {folder!r} has no {VALUE_FILE}: it is not one of a PPO run, or it is incomplete. Fix: resume "
+                "from another one, or start with its model as a new run."
+            )
+        load_value_state(self.model, load_file(path))
 
     # Sample tables ---------------------------------------------------------------------------------------------------
 
@@ -404,8 +503,6 @@ class PPOTrainer(OnlineTrainer):
         rows = parallel.all_gather_objects(rows, self.accelerator)
         self.buffers["table"] = MetricBuffer()
         self.record.add_completions(rows, evaluation=True)
-        for row in rows[:4]:
-            logger.info("step %d: %s", self.state.global_step, {k: v for k, v in row.items() if k != "step"})
         return rows
 
     def _answers(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
@@ -413,3 +510,90 @@ class PPOTrainer(OnlineTrainer):
         examples = self.prompt_source.readable(inputs or self.spare_examples())
         rollouts, completions = self.roll_out(examples, "table")
         return RolloutBatch(examples, rollouts, completions) if inputs else RolloutBatch([], [], [])
+
+
+def _opened(args: PPOConfig, model: Any, ref_model: Any, value_model: Any) -> tuple[Any, Any, Any]:
+    """Policy, reference and value function: strings loaded, `AutoModelForCausalLMWithValueHead` taken apart.
+
+    Raises:
+        ModelError: The reference is the policy itself.
+        ConfigError: Two value functions, or an adapter that the policy does not have.
+    """
+    if isinstance(ref_model, nn.Module) and ref_model is model:
+        raise ModelError(
+            "ref_model is the same object as model, so it would move with training and the divergence would stay 0. Fix: "
+            "leave ref_model out: a frozen copy is made (or the adapter is switched off)."
+        )
+    if hasattr(model, "v_head") and hasattr(model, "pretrained_model"):
+        if value_model is not None:
+            raise ConfigError(
+                "model already has a value head (it is an AutoModelForCausalLMWithValueHead), and value_model is given "
+                "too. Fix: leave value_model out, or pass model.pretrained_model."
+            )
+        model, value_model = model.pretrained_model, model.v_head
+    known = sorted(getattr(model, "peft_config", {}))
+    for name in (args.model_adapter_name, args.ref_adapter_name):
+        if name is not None and name not in known:
+            raise ConfigError(f"the model has no adapter {name!r}; it has {known}{did_you_mean(name, known)}.")
+    if args.model_adapter_name is not None:
+        model.set_adapter(args.model_adapter_name)
+    ref_model = getattr(ref_model, "pretrained_model", ref_model)
+    if isinstance(ref_model, str):
+        ref_model = create_model_from_path(ref_model, trust_remote_code=args.trust_remote_code)
+    value_model = _classifier(value_model, args)
+    if value_model is not None and not isinstance(value_model, ValueHead):
+        check_scorer(value_model, "value_model")
+    return model, ref_model, value_model
+
+
+def _reward_functions(reward_model: Any, args: PPOConfig) -> list[Any]:
+    """Models as readers of token ids, functions as they are."""
+    given = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
+    if not given or any(reward is None for reward in given):
+        raise ConfigError(
+            "reward_model is None. Fix: give a sequence classifier, a reward function, or a list of them."
+        )
+    functions: list[Any] = []
+    for reward in given:
+        if isinstance(reward, str | nn.Module):
+            reward = _classifier(reward, args)
+            check_scorer(reward, "reward_model")
+            if args.disable_dropout:
+                disable_dropout_in_model(reward)
+            reward = TokenReward(reward, batch_size=args.local_rollout_forward_batch_size)
+        functions.append(reward)
+    return functions
+
+
+def _classifier(model: Any, args: PPOConfig) -> Any:
+    if not isinstance(model, str):
+        return model
+    return load_classifier(model, "sequence", num_labels=1, trust_remote_code=args.trust_remote_code)
+
+
+def _check_pad(tokenizer: Any, *, may_change: bool) -> None:
+    """Padding and the end of a response must be two tokens, or rows that come padded could not be told apart.
+
+    Args:
+        tokenizer: Of the policy.
+        may_change: Whether it is ours, so that another pad token may be set.
+
+    Raises:
+        ConfigError: They are one token.
+    """
+    if tokenizer.pad_token_id is None:
+        resolve_pad_token(tokenizer)
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    free = [token for token in (tokenizer.unk_token, *added, tokenizer.bos_token) if token]
+    other = next((token for token in free if token != tokenizer.eos_token), None)
+    if may_change and other is not None:
+        logger.info("the pad token equals the eos token %r; %r pads instead.", tokenizer.eos_token, other)
+        tokenizer.pad_token = other
+        return
+    fix = f"tokenizer.pad_token = {other!r}" if other else "tokenizer.add_special_tokens({'pad_token': '[PAD]'})"
+    raise ConfigError(
+        f"the pad token of processing_class equals its eos token {tokenizer.eos_token!r} (id {tokenizer.eos_token_id}): the "
+        f"end of a response would be taken for padding. Set another one before training: {fix}."
+    )

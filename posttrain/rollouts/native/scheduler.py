@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.errors import RolloutError
-from posttrain.models.device import key_value_width, layer_configs
+from posttrain.models.memory import key_value_width, layer_configs
 from posttrain.rollouts.native.attention import Block, Group, Store, grown
 from posttrain.rollouts.native.layers import PACK_FROM, PACK_STEPS, PACK_TOKENS, Packed
 from posttrain.rollouts.native.prefix_cache import Filler, Kept, mark_stems, match
