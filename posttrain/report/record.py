@@ -257,8 +257,7 @@ class FolderLock:
                 self.path.parent, owner["pid"], owner["host"],
             )  # fmt: skip
         part = self.path.with_name(f"{LOCK}.{os.getpid()}")
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        owner = dict(zip(("pid", "host"), self._me, strict=True)) | {"since": since, "run": self.run}
+        owner = {"pid": self._me[0], "host": self._me[1], "since": time.strftime("%Y-%m-%d %H:%M:%S"), "run": self.run}
         part.write_text(json.dumps(owner | {"launcher": _launcher()}), encoding="utf-8")
         os.replace(part, self.path)
         if self.held:
