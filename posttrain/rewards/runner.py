@@ -405,7 +405,7 @@ class RewardRunner:
         if not strict and self.score_twice and self._calls == 0 and "environments" not in always:
             self._score_again(call, values)
         self._calls += not strict
-        scores = torch.tensor(values, dtype=torch.float32).reshape(len(values), -1).T.contiguous()  # (n, K)
+        scores = torch.tensor(values, dtype=torch.float32).reshape(len(values), len(prompts)).T.contiguous()  # (n, K)
         return RewardTable(
             scores, list(self.names), self.weights, call.extra_columns(self.names), call.all_metrics(), seconds
         )
