@@ -9,8 +9,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 @dataclass
 class Stage:
-    """One thing that was looked at: what it said, or why it failed."""
+    """One part of a training command: what was found out about it, or why it cannot work."""
 
     name: str
     said: str = ""
@@ -47,14 +47,14 @@ class Stage:
 
 @dataclass
 class Checkup:
-    """A training command that is looked at stage by stage; a stage that fails does not keep the others from looking.
+    """Checks a training command stage by stage; a stage that fails does not stop the others.
 
     Attributes:
         command: A training command.
         tokens: Its arguments.
         examples: Rows that are tokenised, at most.
-        stages: What was looked at.
-        findings: What the checks told.
+        stages: What was checked.
+        findings: What the checks found.
     """
 
     command: str
@@ -67,31 +67,19 @@ class Checkup:
     parsed: list[Any] = field(default_factory=list)
 
     def make(self) -> None:
-        """Look at everything."""
-        if not self.stage("config", self._config):
-            return
-        for name, look in (
-            ("model", self._model),
-            ("tokenizer", self._tokenizer),
-            ("rewards", self._rewards),
-            ("data", self._data),
-            ("settings", self._settings),
-            ("rows", self._rows),
-        ):
-            self.stage(name, look)
-
-    def stage(self, name: str, look: Callable[[], str]) -> bool:
-        """Run one stage; False where it failed."""
-        started = time.perf_counter()
-        stage = Stage(name)
-        try:
-            stage.said = look()
-        except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-            stage.error = str(error) or type(error).__name__
-        stage.seconds = round(time.perf_counter() - started, 3)
-        if stage.said or stage.error:
-            self.stages.append(stage)
-        return not stage.error
+        """Run every stage."""
+        for name in ("config", "model", "tokenizer", "rewards", "data", "settings", "rows"):
+            started = time.perf_counter()
+            stage = Stage(name)
+            try:
+                stage.said = getattr(self, f"_{name}")()
+            except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+                stage.error = str(error) or type(error).__name__
+            stage.seconds = round(time.perf_counter() - started, 3)
+            if stage.said or stage.error:
+                self.stages.append(stage)
+            if stage.error and name == "config":
+                return
 
     @property
     def refused(self) -> bool:
@@ -110,8 +98,6 @@ class Checkup:
             "findings": [asdict(finding) for finding in self.findings],
             **found,
         }
-
-    # Stages ------------------------------------------------------------------------------------------------------
 
     def _config(self) -> str:
         from posttrain.checks.registry import Preflight
@@ -141,7 +127,7 @@ class Checkup:
         dtype = str(model_args.dtype)
         if count and not model_args.use_peft:
             autocast = "bfloat16" if config.bf16 else "float16" if config.fp16 else None
-            self._tell([check_precision({dtype: count}, learning_rate=config.learning_rate, autocast=autocast)])
+            self._report([check_precision({dtype: count}, learning_rate=config.learning_rate, autocast=autocast)])
         size = f"{count / 1e6:.1f} M parameters, " if count else ""
         return f"{source}: {(found.architectures or [found.model_type])[0]}, {size}{dtype}, weights not read"
 
@@ -177,7 +163,7 @@ class Checkup:
             with self.preflight.record_check("data", row_codes(data[split])):
                 usable, found = usable_rows(data[split], config, main=False)
         self.known["usable"] = usable
-        self._tell(found)
+        self._report(found)
         count = f"{len(data[split]):,} rows" if hasattr(data[split], "__len__") else "a stream"
         return f"{count}, split {split!r}, columns {', '.join(data[split].column_names or [])}"
 
@@ -186,7 +172,7 @@ class Checkup:
         from posttrain.checks import registry as core
 
         before = len(self.findings)
-        self._tell(self.preflight.run("config", self._context()))
+        self._report(self.preflight.run("config", self._context()))
         codes = sorted({code for probe in core.PROBES.values() if probe.moment == "config" for code in probe.codes})
         new = len(self.findings) - before
         return f"{len(codes)} checks of settings, {new} finding{'s' if new != 1 else ''}"
@@ -203,42 +189,33 @@ class Checkup:
             made = inspect.ROWS[self.command](drawn, tokenizer, config)
         self.known["rows"] = made.rows
         limit = None if made.cut == 0 else getattr(config, "max_length", None)
-        templates = [_milder(finding) for finding in template_findings(drawn, tokenizer)]
-        self._tell([*made.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])
+        milder = {"error": "warning"}
+        templates = [replace(f, severity=milder.get(f.severity, "info")) for f in template_findings(drawn, tokenizer)]
+        self._report([*made.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])
         return _described(made.rows)
 
     def _context(self, **more: Any) -> Any:
         from posttrain.checks.registry import Context
 
         script_args, config, model_args, _ = self.parsed
-        parts = {k: v for k, v in self.known.items() if k not in Context.__dataclass_fields__}
+        fields = {name: value for name, value in self.known.items() if name in Context.__dataclass_fields__}
+        parts = {name: value for name, value in self.known.items() if name not in fields}
+        kind = train._load(train.COMMANDS[self.command].trainer)
         return Context(
-            trainer=train.COMMANDS[self.command].trainer.partition(":")[2].removesuffix("Trainer").lower(),
+            trainer=kind.__name__.removesuffix("Trainer").lower(),
             args=config,
             peft_config=model_args if model_args.use_peft else None,
-            parts={
-                **parts,
-                "script_args": script_args,
-                "model_args": model_args,
-                "trainer_class": train._load(train.COMMANDS[self.command].trainer),
-            },
-            **{k: v for k, v in self.known.items() if k in Context.__dataclass_fields__},
+            parts={**parts, "script_args": script_args, "model_args": model_args, "trainer_class": kind},
+            **fields,
             **more,
         )
 
-    def _tell(self, findings: Sequence[Finding | None]) -> None:
-        told = (finding for finding in findings if finding is not None)
-        self.findings += [finding for finding in told if self.preflight.add(finding) == "told"]
-
-
-def _milder(finding: Finding) -> Finding:
-    from dataclasses import replace
-
-    return replace(finding, severity="warning" if finding.severity == "error" else "info")
+    def _report(self, findings: Sequence[Finding | None]) -> None:
+        self.findings += [f for f in findings if f is not None and self.preflight.add(f) == "told"]
 
 
 def _parameters(config: Any) -> int:
-    """How many the model has, from its configuration alone; 0 where that cannot be told."""
+    """How many the model has, from its configuration alone; 0 where that does not say."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -72,7 +72,7 @@ def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
 
     def command(argv: list[str]) -> int:
         module, _, name = path.partition(":")
-        return getattr(importlib.import_module(f"posttrain.cli.{module}"), name)(*first, argv)
+        return getattr(importlib.import_module(f"posttrain.{module}"), name)(*first, argv)
 
     return command
 
@@ -98,23 +98,17 @@ def _serve(argv: list[str]) -> int:
     return run_server(config)
 
 
-def _vllm_serve(argv: list[str]) -> int:
-    from posttrain.serve.server import run_vllm
-
-    return run_vllm(argv)
-
-
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    **{name: _lazy("train:run", name) for name in TRAINING},
-    "teacher-scores": _lazy("teacher_scores:run"),
-    "check": _lazy("check:run"),
-    "estimate": _lazy("estimate:run"),
-    "inspect": _lazy("inspect:run"),
-    "report": _lazy("report:run"),
-    "watch": _lazy("report:watch"),
+    **{name: _lazy("cli.train:run", name) for name in TRAINING},
+    "teacher-scores": _lazy("cli.teacher_scores:run"),
+    "check": _lazy("cli.check:run"),
+    "estimate": _lazy("cli.estimate:run"),
+    "inspect": _lazy("cli.inspect:run"),
+    "report": _lazy("cli.report:run"),
+    "watch": _lazy("cli.report:watch"),
     "serve": _serve,
-    "vllm-serve": _vllm_serve,
-    "demo": _lazy("demo:run"),
+    "vllm-serve": _lazy("serve.server:run_vllm"),
+    "demo": _lazy("cli.demo:run"),
     "env": _env,
 }
 

@@ -18,9 +18,6 @@ from posttrain.errors import ConfigError, did_you_mean
 
 __all__ = ["PosttrainArgumentParser", "TrlParser"]
 
-# Read when CUDA starts.
-EARLY = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_")
-
 
 class PosttrainArgumentParser(HfArgumentParser):
     """`transformers.HfArgumentParser` that also reads a YAML file; every boolean field has a ``--no_`` flag.
@@ -163,10 +160,7 @@ def _apply_env(env: Any) -> None:
         return
     if not isinstance(env, dict):
         raise ConfigError(f"the 'env' block of the config must be a mapping of names to values, not {env!r}.")
-    torch = sys.modules.get("torch")
     for name, value in env.items():
-        if name.startswith(EARLY) and torch is not None and torch.cuda.is_initialized():
-            raise ConfigError(f"env: {name} only works before CUDA starts, and it has started. Export it in the shell.")
         os.environ[name] = str(value)
 
 

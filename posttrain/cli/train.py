@@ -44,7 +44,7 @@ HELD_OUT = 100
 
 
 def named_object(path: str, option: str) -> Any:
-    """``module.name``, ``module:name`` or ``folder/file.py:name``; modules are looked for from the working directory.
+    """``module.name``, ``module:name`` or ``folder/file.py:name``; modules are found from the working directory.
 
     Args:
         path: What was given.
@@ -69,7 +69,7 @@ def named_object(path: str, option: str) -> Any:
 
 def _from_file(file: Path, name: str, option: str) -> Any:
     if not file.is_file():
-        raise ConfigError(f"{option}: there is no file {str(file)!r} (looked for from {os.getcwd()}).")
+        raise ConfigError(f"{option}: there is no file {str(file)!r} (from {os.getcwd()}).")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -374,7 +374,7 @@ def _train_split(script_args: Any, mixture: Any) -> str:
 
 
 def _parts(script_args: Any, config: Any, task_reward: Any) -> dict[str, Any]:
-    """What the trainer takes beside model, config and data."""
+    """What the trainer takes besides model, config and data."""
     if isinstance(script_args, PPOScriptArguments):
         return ppo_parts(script_args, config, task_reward)
     if not isinstance(script_args, GRPOScriptArguments):
@@ -471,7 +471,7 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Let processes finish their step and save; a terminal has told them already, anyone else has not."""
+    """Let processes finish their step and save. A terminal interrupts them too; another parent does not."""
     if not sys.stdin.isatty():
         process.send_signal(signal.SIGINT)
     try:

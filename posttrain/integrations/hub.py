@@ -1,4 +1,4 @@
-"""Names of models and datasets that nothing answers to: what was looked for, where, and what is there instead."""
+"""Models and datasets that are not found: which folder, cache and hub were tried, and the nearest name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
         else f"it is not in the hub's cache ({HF_HUB_CACHE}), and the hub did not give it"
     )
     quoted = str(error).strip().splitlines()[0].rstrip(".") if error is not None and str(error).strip() else ""
-    said = f" The loader says: {quoted}." if quoted and not path_like else ""
+    loader = f" The loader says: {quoted}." if quoted and not path_like else ""
     fix = (
         "Check the path."
         if path_like
@@ -64,7 +64,7 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
     )
     return (
         f"{kind} {name!r} was not found{_nearest(name)}: there is no folder {str(asked.absolute())!r}, {hub} "
-        f"({offline_variables(kind)}).{said} {fix}"
+        f"({offline_variables(kind)}).{loader} {fix}"
     )
 
 

@@ -116,7 +116,7 @@ class Summary:
 
     Attributes:
         title: Which command and data.
-        rows: How many were looked at.
+        rows: How many there are.
         sequences: Prompts with one completion each, over all rows.
         prompts_only: Whether no row has a completion yet (they are sampled during training).
         tokens, trained_tokens: Over all sequences; a first token is never trained, nothing predicts it.
@@ -201,7 +201,7 @@ def summarise(
         tokenizer: The tokenizer they were made with.
         limit: Tokens at which sequences were cut, or None.
         truncated: How many were, where that is known; None counts those as long as the limit.
-        findings: What the checks found, shown beside the numbers.
+        findings: What the checks found.
         show: How many rows to show as text, spread evenly over the list.
         numbers: What to call each row; None: its index.
         examples: A row of each finding, by code, to show as well.

@@ -256,8 +256,7 @@ class FolderLock:
                 self.path.parent, owner["pid"], owner["host"],
             )  # fmt: skip
         part = self.path.with_name(f"{LOCK}.{os.getpid()}")
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        owner = dict(zip(("pid", "host"), self._me, strict=True)) | {"since": since, "run": self.run}
+        owner = {"pid": self._me[0], "host": self._me[1], "since": time.strftime("%Y-%m-%d %H:%M:%S"), "run": self.run}
         part.write_text(json.dumps(owner | {"launcher": _launcher()}), encoding="utf-8")
         os.replace(part, self.path)
         if self.held:
@@ -353,7 +352,7 @@ class RunRecord:
         _append(self.metrics_path, {"step": step, "time": round(time.time(), 3), **values})
 
     def finding(self, step: int, finding: Finding) -> None:
-        """Append what a check saw to ``findings.jsonl``, with the step at which it was told."""
+        """Append what a check saw to ``findings.jsonl``, with its step."""
         _append(
             self.folder / "findings.jsonl",
             {"step": step, "time": round(time.time(), 3), **dataclasses.asdict(finding)},
@@ -534,7 +533,7 @@ class RunRecordCallback(transformers.TrainerCallback):
             self.record.data(describe())
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
-        """Keep findings with the step they are told at; the checks of later ranks say the same and are not written."""
+        """Keep findings with their step; those of other ranks are the same and are not written."""
         for finding in findings if self.args.process_index == 0 else ():
             if self._findings is None:
                 self.record.finding(self._step, finding)

@@ -53,7 +53,7 @@ def is_sharded(model: nn.Module) -> bool:
 def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
     """The checkpoint folder this run was resumed from: the one that holds this very trainer state.
 
-    A callback is not told the folder. The candidates are ``args.resume_from_checkpoint`` and the output directory's own
+    A callback does not get the folder. The candidates are ``args.resume_from_checkpoint`` and the output directory's own
     checkpoint of this step; one of another run, whose history differs, is passed over.
     """
     given = args.resume_from_checkpoint
@@ -181,7 +181,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         return [(name, ref, theirs[name]) for name, ref in ours.items()]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Put the reference beside the policy's checkpoint, once it has moved."""
+        """Put the reference into the policy's checkpoint, once it has moved."""
         if self.ref_model is None or state.global_step < _settings(args)[0] or args.save_only_model:
             return
         named = _parameters(self.ref_model)

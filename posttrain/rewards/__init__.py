@@ -1,62 +1,66 @@
-"""The calling contract of reward functions, and the functions that ship."""
+"""The calling contract of reward functions, and the functions that ship.
+
+Names are imported when they are asked for: a process that runs a `pooled` function starts without torch.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import posttrain
-from posttrain.rewards.call import environment_rewards, parallel
-from posttrain.rewards.code import CodeTestsReward, Limits, get_code_tests_reward, run_tests
-from posttrain.rewards.format import (
-    get_cosine_scaled_reward,
-    get_repetition_penalty_reward,
-    get_soft_overlong_punishment,
-    think_format_reward,
-)
-from posttrain.rewards.math import (
-    accuracy_reward,
-    answers_match,
-    normalize_answer,
-    reasoning_accuracy_reward,
-    string_match_reward,
-)
-from posttrain.rewards.model import ModelReward
-from posttrain.rewards.pool import pooled
-from posttrain.rewards.runner import RewardRunner, RewardTable
+
+# Module -> its names that users import from here.
+_PUBLIC = {
+    "call": ("environment_rewards", "parallel"),
+    "code": ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests"),
+    "format": (
+        "get_cosine_scaled_reward",
+        "get_repetition_penalty_reward",
+        "get_soft_overlong_punishment",
+        "think_format_reward",
+    ),
+    "math": (
+        "accuracy_reward",
+        "answers_match",
+        "normalize_answer",
+        "reasoning_accuracy_reward",
+        "string_match_reward",
+    ),
+    "model": ("ModelReward",),
+    "pool": ("pooled",),
+    "runner": ("RewardRunner", "RewardTable"),
+}
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 
 # TRL's `rewards.accuracy_rewards` and its like: see `posttrain.compat.paths`.
 __path__.append(posttrain.__path__[-1])
 
-__all__ = [
-    "REWARDS",
-    "CodeTestsReward",
-    "Limits",
-    "ModelReward",
-    "RewardRunner",
-    "RewardTable",
-    "accuracy_reward",
-    "answers_match",
-    "environment_rewards",
-    "get_code_tests_reward",
-    "get_cosine_scaled_reward",
-    "get_repetition_penalty_reward",
-    "get_soft_overlong_punishment",
-    "normalize_answer",
-    "parallel",
-    "pooled",
-    "reasoning_accuracy_reward",
-    "run_tests",
-    "string_match_reward",
-    "think_format_reward",
-]
+__all__ = sorted(["REWARDS", *_MODULES])
 
-# What the command line can name. A name that begins with `get_` is that factory's reward with the constants given here.
-REWARDS: dict[str, Callable] = {
-    "accuracy_reward": accuracy_reward,
-    "code_tests_reward": get_code_tests_reward(),
-    "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
-    "reasoning_accuracy_reward": reasoning_accuracy_reward,
-    "repetition_penalty_reward": get_repetition_penalty_reward(),
-    "string_match_reward": string_match_reward(),
-    "think_format_reward": think_format_reward,
-}
+
+def __getattr__(name: str) -> Any:
+    if name == "REWARDS":
+        value: Any = _rewards()
+    elif name in _MODULES:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def _rewards() -> dict[str, Callable]:
+    """What the command line can name; a name that begins with `get_` is that factory's reward with the constants given here."""
+    from posttrain.rewards import code, format, math
+
+    return {
+        "accuracy_reward": math.accuracy_reward,
+        "code_tests_reward": code.get_code_tests_reward(),
+        "get_soft_overlong_punishment": format.get_soft_overlong_punishment(1280, 256),
+        "reasoning_accuracy_reward": math.reasoning_accuracy_reward,
+        "repetition_penalty_reward": format.get_repetition_penalty_reward(),
+        "string_match_reward": math.string_match_reward(),
+        "think_format_reward": format.think_format_reward,
+    }

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 RESERVED = ("prompt", "completion", "completion_ids")
-# Arguments of the trainer, beside prompts, completions and dataset columns.
+# Arguments that the trainer gives, besides prompts, completions and dataset columns.
 OURS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
 LARGEST = torch.finfo(torch.float32).max

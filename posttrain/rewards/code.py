@@ -407,8 +407,10 @@ def _run_one(box: Sandbox, source: str, test: Mapping[str, str], limits: Limits)
     if "code" in test:
         early = "it ended its process before the test was over"
         return CaseResult(True) if word in outcome.output.splitlines() else CaseResult(False, early)
-    said, wanted = ([line.rstrip() for line in text.strip().splitlines()] for text in (outcome.output, test["output"]))
-    return CaseResult(True) if said == wanted else CaseResult(False, f"wrote {outcome.output[:100]!r}")
+    written, wanted = (
+        [line.rstrip() for line in text.strip().splitlines()] for text in (outcome.output, test["output"])
+    )
+    return CaseResult(True) if written == wanted else CaseResult(False, f"wrote {outcome.output[:100]!r}")
 
 
 # The secret word comes last: code that leaves early, with status 0, does not print it.

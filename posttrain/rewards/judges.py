@@ -260,7 +260,8 @@ class JudgeReward:
     [0.0, 1.0]
     """
 
-    runs_in_thread = True  # It waits for a server: beside other reward functions.
+    # It waits for a server; other functions go on meanwhile.
+    runs_in_thread = True
 
     def __init__(self, judge: BaseJudge, *, group_size: int = 2, halves: bool = False, soft: bool = False) -> None:
         if not isinstance(judge, BaseJudge):
@@ -279,7 +280,7 @@ class JudgeReward:
         """One number a completion, in [0, 1].
 
         Raises:
-            RewardError: The judge said something that is no verdict, or not one a prompt.
+            RewardError: The judge gave something that is no verdict, or not one a prompt.
         """
         groups = self._groups(len(prompts))
         texts = [as_text(completion) for completion in completions]
@@ -317,7 +318,7 @@ class JudgeReward:
         if self.soft:
             first = float(verdict)
             if not 0 <= first <= 1:
-                raise RewardError(f"{self.__name__} gave the score {verdict!r}; a probability lies in [0, 1].")
+                raise RewardError(f"{self.__name__} gave the score {verdict!r}; a probability is between 0 and 1.")
             return [first, 1.0 - first]
         if verdict not in (NO_VERDICT, 0, 1):
             raise RewardError(

@@ -48,8 +48,8 @@ def extract_answer(text: str, how: str = "auto") -> str | None:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
-    said = ANSWER_IS.search(lines[-1])
-    return (said[1] if said else lines[-1]).strip().rstrip(".").strip("*` ")
+    announced = ANSWER_IS.search(lines[-1])
+    return (announced[1] if announced else lines[-1]).strip().rstrip(".").strip("*` ")
 
 
 class ReasoningGymReward:

@@ -276,7 +276,7 @@ class RewardRunner:
         reward_funcs: A callable, a sequence-classification model (or its id), or a list of them. The list is copied.
         reward_weights: One a function; None is ones.
         processing_classes: Tokenizers of reward models, one (or None) a function.
-        transforms: One a function (see `posttrain.rewards.runner`), applied before the weights; None is none.
+        transforms: One a function (of this module), applied before the weights; None is none.
         timeout: Seconds a function may take for one batch; None waits for ever. A plain function then runs on a thread.
         model_options: Keywords for `posttrain.rewards.model.ModelReward`.
         environments: One instance of each environment; those with ``get_reward`` add a column a class, with weight 1.
@@ -405,7 +405,7 @@ class RewardRunner:
         if not strict and self.score_twice and self._calls == 0 and "environments" not in always:
             self._score_again(call, values)
         self._calls += not strict
-        scores = torch.tensor(values, dtype=torch.float32).reshape(len(values), -1).T.contiguous()  # (n, K)
+        scores = torch.tensor(values, dtype=torch.float32).reshape(len(values), len(prompts)).T.contiguous()  # (n, K)
         return RewardTable(
             scores, list(self.names), self.weights, call.extra_columns(self.names), call.all_metrics(), seconds
         )

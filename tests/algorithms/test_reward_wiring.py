@@ -61,7 +61,7 @@ def test_scores_of_the_probe_and_the_weights_are_shown(tiny_tokenizer, tmp_path,
 
     grpo(tmp_path / "run", tiny_tokenizer, rewards=[judge_folder, even], max_steps=1)
     assert "answers to 'What is 6 times 7?'" in caplog.text
-    assert "rewards are summed with these weights" in caplog.text
+    assert "reward even: weight 1, transform none, reads answer" in caplog.text
 
 
 def test_determinism_is_checked_when_asked_for(tiny_tokenizer, tmp_path, caplog):

@@ -1,30 +1,10 @@
-"""A process of its own that races for a run folder, or writes checkpoints until it is killed; used by test_checkpoints."""
+"""A process of its own that writes checkpoints until it is killed; used by test_checkpoints."""
 
 from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
-
-
-def race(folder: str, result: str, start: str) -> None:
-    """Wait for the moment, try to take the folder, and hold it until told otherwise."""
-    from posttrain.errors import ConfigError
-    from posttrain.report.record import FolderLock
-
-    Path(result + ".ready").touch()
-    while time.time() < float(Path(start).read_text() or "inf") if Path(start).is_file() else True:
-        time.sleep(0.001)
-    try:
-        lock = FolderLock(folder)
-        lock.acquire()
-        text = f"won {lock.run}"
-    except ConfigError as error:
-        text = f"lost {error}"
-    part = Path(result + ".part")
-    part.write_text(text)
-    part.rename(result)
-    time.sleep(60)
 
 
 def save(folder: str, *_: str) -> None:
@@ -47,4 +27,4 @@ def save(folder: str, *_: str) -> None:
 
 
 if __name__ == "__main__":
-    {"race": race, "save": save}[sys.argv[1]](*sys.argv[2:])
+    save(*sys.argv[2:])
