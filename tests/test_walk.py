@@ -16,7 +16,7 @@ PAGE = PACKAGE.parent / "docs" / "concepts.md"
 ASIDE = ("checks/", "report/", "integrations/", "errors.py", "metrics.py", "types.py", "rollouts/server/")
 ASIDE += ("models/load.py", "models/parallel.py", "models/device.py", "models/memory_estimate.py")
 ASIDE += ("models/activations.py",)
-ASIDE += tuple(f"training/{name}.py" for name in ("checkpoint", "checks", "config", "construct", "data_report"))
+ASIDE += tuple(f"training/{name}.py" for name in ("checkpoint", "checks", "config", "data_report"))
 ASIDE += ("training/evaluation.py",)
 
 

@@ -28,7 +28,7 @@ from posttrain.rewards.runner import RewardTable
 from posttrain.rewards.transform import transform_names
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.checkpoint import STATE_FILE, last_complete_checkpoint
-from posttrain.training.construct import takes
+from posttrain.training.config import takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
 from posttrain.training.prompts import named_sets

@@ -20,7 +20,7 @@ from posttrain.models import parallel
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.training.construct import attributes, takes
+from posttrain.training.config import attributes, takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig, reject_truncated_sampling
 from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged

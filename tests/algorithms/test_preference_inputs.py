@@ -61,7 +61,11 @@ def shell(method, model, folder, data, capsys, *flags):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_that_are_equal_everywhere_are_refused(tiny_tokenizer, tmp_path, method):
-    match = r"PT-D026: .*\(100 %\)" if method in ("kto", "bco") else r"no row of the train dataset is left: of 8, 8 with equal"
+    match = (
+        r"PT-D026: .*\(100 %\)"
+        if method in ("kto", "bco")
+        else r"no row of the train dataset is left: of 8, 8 with equal"
+    )
     with pytest.raises(ValueError, match=match):
         make(method, tiny_tokenizer, tmp_path, rows(rejected="a number"))
 
@@ -69,8 +73,9 @@ def test_answers_that_are_equal_everywhere_are_refused(tiny_tokenizer, tmp_path,
 def test_an_answer_judged_both_ways_is_told_with_its_rows(tiny_tokenizer, tmp_path, caplog):
     data = [{"prompt": f"{i} ", "completion": "a number", "label": i % 2 == 0} for i in range(6)]
     make("kto", tiny_tokenizer, tmp_path, [*data, data[1] | {"label": True}])
-    assert "PT-D026: the same answer to the same prompt is labelled good and bad in 2 of 7 rows (28.6 %) (rows 1, 6)" in (
-        caplog.text
+    assert (
+        "PT-D026: the same answer to the same prompt is labelled good and bad in 2 of 7 rows (28.6 %) (rows 1, 6)"
+        in (caplog.text)
     )
 
 
