@@ -15,7 +15,7 @@ PAGE = PACKAGE.parent / "docs" / "concepts.md"
 # What the page leaves out: what every row uses anywhere, and what happens beside its way.
 ASIDE = ("checks/", "report/", "integrations/", "errors.py", "metrics.py", "types.py", "rollouts/server/")
 ASIDE += ("models/load.py", "models/parallel.py", "models/memory.py", "models/memory_estimate.py")
-ASIDE += tuple(f"training/{name}.py" for name in ("checkpoint", "checks", "config", "construct", "data_report"))
+ASIDE += tuple(f"training/{name}.py" for name in ("checkpoint", "checks", "config", "data_report"))
 ASIDE += ("training/evaluation.py",)
 
 

@@ -27,7 +27,7 @@ from posttrain.models.reference import Reference, disable_dropout_in_model
 from posttrain.rewards.runner import RewardTable, transform_names
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.checkpoint import STATE_FILE, last_complete_checkpoint
-from posttrain.training.construct import takes
+from posttrain.training.config import takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
 from posttrain.training.prompts import named_sets

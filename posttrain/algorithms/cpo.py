@@ -13,7 +13,7 @@ from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer, Unr
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
-from posttrain.training.construct import attributes, takes
+from posttrain.training.config import attributes, takes
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["CPOConfig", "CPOTrainer"]

@@ -17,8 +17,7 @@ from posttrain.losses.likelihood import nll
 from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_sum
 from posttrain.metrics import mean
-from posttrain.training.config import warn_keep_end
-from posttrain.training.construct import attributes, takes
+from posttrain.training.config import attributes, takes, warn_keep_end
 from posttrain.training.pictures import PictureConfig
 from posttrain.types import Batch, LossTerms, ModelOutputs
 

@@ -20,7 +20,7 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, precomputed_logps
-from posttrain.training.construct import attributes, takes
+from posttrain.training.config import attributes, takes
 from posttrain.training.pictures import PictureConfig
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 

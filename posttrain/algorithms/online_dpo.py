@@ -22,7 +22,7 @@ from posttrain.rewards.judges import BaseJudge, JudgeReward, PairRewards
 from posttrain.rewards.model import WholeTextReward
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.training.construct import takes
+from posttrain.training.config import takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling

@@ -13,7 +13,7 @@ from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer, Unr
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import log_odds_ratio, orpo
 from posttrain.metrics import mean
-from posttrain.training.construct import attributes, takes
+from posttrain.training.config import attributes, takes
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = ["ORPOConfig", "ORPOTrainer"]

@@ -18,8 +18,7 @@ from posttrain.losses.reduce import row_terms
 from posttrain.metrics import maximum, mean, minimum
 from posttrain.models.forward import forward
 from posttrain.models.load import load_classifier
-from posttrain.training.config import PostTrainingConfig, refuse_cut_sequences
-from posttrain.training.construct import takes
+from posttrain.training.config import PostTrainingConfig, refuse_cut_sequences, takes
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 

@@ -18,7 +18,7 @@ from posttrain.models import parallel
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.training.construct import attributes, takes
+from posttrain.training.config import attributes, takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig, reject_truncated_sampling
 from posttrain.training.pictures import PictureConfig

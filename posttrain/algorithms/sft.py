@@ -25,8 +25,7 @@ from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.metrics import mean
 from posttrain.models.forward import learns_prompts
-from posttrain.training.config import PostTrainingConfig, warn_keep_end
-from posttrain.training.construct import attributes, takes
+from posttrain.training.config import PostTrainingConfig, attributes, takes, warn_keep_end
 from posttrain.training.evaluation import full_logits
 from posttrain.training.pictures import PictureConfig, picture_options
 from posttrain.training.trainer import PostTrainer

@@ -13,7 +13,7 @@ from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
 from posttrain.metrics import mean
-from posttrain.training.construct import attributes, takes
+from posttrain.training.config import attributes, takes
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 __all__ = ["TPOConfig", "TPOTrainer"]

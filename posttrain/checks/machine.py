@@ -18,7 +18,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from posttrain.checks.registry import Context, finding, probe
-from posttrain.errors import ModelError
 from posttrain.integrations.machine import port_is_free
 from posttrain.types import Finding
 
@@ -51,8 +50,8 @@ CHECKPOINTS = 2
 # Names that an error lists.
 SHOWN = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
-# Share of the memory below which a rough bound is enough, and nothing is traced.
-PLAINLY = 0.25
+# Bytes below which any machine has room, and share of the memory below which a rough bound is enough and nothing is traced.
+PLAINLY, SHARE = 2**30, 0.25
 # Tokens of a pass in the rough bound.
 MOST_TOKENS = 16_384
 
@@ -533,25 +532,22 @@ def memory_limit(args: Any) -> int | None:
 def memory_fits(context: Context) -> Iterable[Finding | None]:
     """An estimate against what is free; traced (seconds) only where a rough bound leaves a doubt."""
     trainer = context.parts.get("trainer") or context.parts.get("trainer_class")
-    if trainer is None or context.model_config is None:
+    limit, bound = memory_limit(context.args), _bound(context.model)
+    if trainer is None or context.model_config is None or (limit is None and bound < PLAINLY):
         return
+    from posttrain.checks.memory import compare_estimate
     from posttrain.models.memory import available_memory
 
-    has = available_memory(context.args.device, memory_limit(context.args))
-    if _bound(context.model_config) >= PLAINLY * has.free:
-        from posttrain.checks.memory import compare_estimate
-
+    has = available_memory(context.args.device, limit)
+    if bound >= SHARE * has.free:
         yield compare_estimate(context, trainer, has)
 
 
-def _bound(config: Any) -> float:
+def _bound(model: Any) -> float:
     """More than a run takes: weights, gradients, two moments and a reference in float32, and every activation of a pass."""
-    from posttrain.models.memory import compute_flops_per_token
-
-    text = config.get_text_config()
+    text = model.config.get_text_config() if hasattr(model, "config") else None
     try:
-        parameters = compute_flops_per_token(text, 1) / 6
         layer = 4 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size) + 12 * text.hidden_size
-        return 24 * parameters + 4 * MOST_TOKENS * text.num_hidden_layers * layer
-    except (ModelError, AttributeError, TypeError):
-        return float("inf")
+        return 24 * sum(p.numel() for p in model.parameters()) + 4 * MOST_TOKENS * text.num_hidden_layers * layer
+    except (AttributeError, TypeError):
+        return math.inf

@@ -126,8 +126,7 @@ class Checkup:
         count = _parameters(found)
         dtype = str(model_args.dtype)
         if count and not model_args.use_peft:
-            autocast = "bfloat16" if config.bf16 else "float16" if config.fp16 else None
-            self._report([check_precision({dtype: count}, learning_rate=config.learning_rate, autocast=autocast)])
+            self._report([check_precision({dtype: count}, learning_rate=config.learning_rate)])
         size = f"{count / 1e6:.1f} M parameters, " if count else ""
         return f"{source}: {(found.architectures or [found.model_type])[0]}, {size}{dtype}, weights not read"
 

@@ -18,7 +18,7 @@ from posttrain.models.forward import forward
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.driver import EpisodeDriver
-from posttrain.training.construct import user_override
+from posttrain.training.config import user_override
 from posttrain.types import Batch, Rollout, Row, Sampling
 
 __all__ = [

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import ConfigError
-from posttrain.training.construct import PADDED_STEPS, user_override
+from posttrain.training.config import PADDED_STEPS, user_override
 
 __all__ = ["REFUSED", "SILENT", "OwnPreparation", "adapt", "hook_for", "missing", "table"]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from posttrain.algorithms.sft import SFTTrainer
 from posttrain.errors import ConfigError
 from posttrain.losses.reduce import Denominators
-from posttrain.training.construct import PADDED_STEPS, user_override
+from posttrain.training.config import PADDED_STEPS, user_override
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, ModelOutputs
 

@@ -1,30 +1,58 @@
-"""Config fields that several methods share, each documented once."""
+"""The config that all trainers share, and what is made of it before a trainer trains: arguments checked, a model prepared."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import logging
 import warnings
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import datasets
 import torch
 import transformers
+from torch import nn
 
 from posttrain.checks.registry import MODES, silenced_codes
-from posttrain.errors import ConfigError, check_choice
-from posttrain.models.load import with_dtype
+from posttrain.data.forest import Layout
+from posttrain.data.samplers import with_lengths
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
+from posttrain.models.attention import padded_layout, probe_head, probe_layout
+from posttrain.models.forward import install_token_head, learns_prompts
+from posttrain.models.heads import train_new_tokens, train_score_head
+from posttrain.models.load import check_model_source, with_dtype, wrap_with_peft
+from posttrain.models.memory import check_offloading
 from posttrain.models.parallel import bf16_is_faster
+from posttrain.models.reference import disable_dropout_in_model
+from posttrain.report.record import check_writable
+from posttrain.training.checks import Checks, log_codes
+
+if TYPE_CHECKING:
+    from posttrain.training.trainer import PostTrainer
 
 __all__ = [
     "AUTO",
-    "GenerationFields",
-    "MemoryFields",
+    "Alias",
     "PostTrainingConfig",
-    "ReferenceFields",
-    "VllmFields",
+    "absent",
+    "as_config",
+    "attributes",
+    "check_arguments",
     "check_gathering",
+    "check_hooks",
+    "choose_layout",
+    "loading_options",
+    "make_checks",
+    "measured",
+    "prepared_model",
     "refuse_cut_sequences",
+    "takes",
+    "user_override",
     "warn_keep_end",
+    "warn_of_unused",
 ]
 
 logger = logging.getLogger(__name__)
@@ -32,54 +60,6 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 PLANNED = 8  # What 'auto' counts the effective batch from: the default of per_device_train_batch_size.
-
-
-@dataclass
-class MemoryFields:
-    """A part of `PostTrainingConfig`."""
-
-    per_device_train_batch_size: int | str = field(
-        default=PLANNED,
-        metadata={
-            "help": "Rows of a micro-batch on each device. auto: the largest that fits 90 % of the memory at the longest "
-            "lengths, found by dry steps; with gradient_accumulation_steps it makes the effective batch that 8 would make."
-        },
-    )
-    dry_step: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Before step 0, try a step at the longest lengths without an update. None: on a GPU yes, on a CPU no (a step "
-            "takes long there, and a system out of memory ends the process instead of telling it)."
-        },
-    )
-    memory_limit_gib: float | None = field(
-        default=None, metadata={"help": "Most memory of the device to plan with, in GiB; None: what is free."}
-    )
-
-    logits_chunk_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Positions whose logits exist at once, in the loss and its backward; None: as many as 24 MiB hold on a "
-            "CPU, 64 on an accelerator."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if self.logits_chunk_size is not None and self.logits_chunk_size < 1:
-            raise ConfigError(
-                f"logits_chunk_size={self.logits_chunk_size} must be at least 1, or None for a size that is fast."
-            )
-        given = self.per_device_train_batch_size
-        self.auto_batch_size = given == AUTO
-        if self.auto_batch_size:
-            self.per_device_train_batch_size = PLANNED
-        elif isinstance(given, str):
-            if not given.strip().isdigit():
-                raise ConfigError(f"per_device_train_batch_size={given!r} must be a number or {AUTO!r}.")
-            self.per_device_train_batch_size = int(given)
-        if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
-            raise ConfigError(f"memory_limit_gib={self.memory_limit_gib} must be above 0, or None for what is free.")
-        super().__post_init__()  # type: ignore[misc]
 
 
 def check_gathering(config: Any) -> None:
@@ -115,7 +95,7 @@ def refuse_cut_sequences(config: Any, what: str) -> None:
 
 
 @dataclass
-class PostTrainingConfig(MemoryFields, transformers.TrainingArguments):
+class PostTrainingConfig(transformers.TrainingArguments):
     """Arguments of every trainer: those of `transformers.TrainingArguments` with defaults made for post-training.
 
     Activations are recomputed in backward unless ``gradient_checkpointing=False`` (or ``activation_checkpointing``, its
@@ -131,6 +111,30 @@ class PostTrainingConfig(MemoryFields, transformers.TrainingArguments):
         "max_prompt_length": "filter the data, or set max_length",
     }
 
+    per_device_train_batch_size: int | str = field(
+        default=PLANNED,
+        metadata={
+            "help": "Rows of a micro-batch on each device. auto: the largest that fits 90 % of the memory at the longest "
+            "lengths, found by dry steps; with gradient_accumulation_steps it makes the effective batch that 8 would make."
+        },
+    )
+    dry_step: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Before step 0, try a step at the longest lengths without an update. None: on a GPU yes, on a CPU no (a step "
+            "takes long there, and a system out of memory ends the process instead of telling it)."
+        },
+    )
+    memory_limit_gib: float | None = field(
+        default=None, metadata={"help": "Most memory of the device to plan with, in GiB; None: what is free."}
+    )
+    logits_chunk_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Positions whose logits exist at once, in the loss and its backward; None: as many as 24 MiB hold on a "
+            "CPU, 64 on an accelerator."
+        },
+    )
     logging_steps: float = field(
         default=10, metadata={"help": "Optimiser steps between two log lines; below 1 a share of all steps."}
     )
@@ -205,6 +209,7 @@ class PostTrainingConfig(MemoryFields, transformers.TrainingArguments):
         if hasattr(self, "pad_to_multiple_of"):
             self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
         self._resolve_bf16()
+        self._resolve_batch_size()
         super().__post_init__()
         for item in fields(self):
             if item.name in type(self)._VALID_DICT_FIELDS and isinstance(getattr(self, item.name), str):
@@ -218,6 +223,22 @@ class PostTrainingConfig(MemoryFields, transformers.TrainingArguments):
         self._check_preflight()
         # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
         self.logging_nan_inf_filter = False
+
+    def _resolve_batch_size(self) -> None:
+        if self.logits_chunk_size is not None and self.logits_chunk_size < 1:
+            raise ConfigError(
+                f"logits_chunk_size={self.logits_chunk_size} must be at least 1, or None for a size that is fast."
+            )
+        given = self.per_device_train_batch_size
+        self.auto_batch_size = given == AUTO
+        if self.auto_batch_size:
+            self.per_device_train_batch_size = PLANNED
+        elif isinstance(given, str):
+            if not given.strip().isdigit():
+                raise ConfigError(f"per_device_train_batch_size={given!r} must be a number or {AUTO!r}.")
+            self.per_device_train_batch_size = int(given)
+        if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
+            raise ConfigError(f"memory_limit_gib={self.memory_limit_gib} must be above 0, or None for what is free.")
 
     def _check_preflight(self) -> None:
         check_choice("preflight", self.preflight, MODES)
@@ -275,84 +296,304 @@ def warn_keep_end(truncation_mode: str) -> None:
         )
 
 
-@dataclass
-class GenerationFields:
-    """How completions are sampled during training."""
+def takes(parameters: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a constructor be called with arguments by position, in TRL's order; further ones are keywords.
 
-    num_generations: int = field(default=8, metadata={"help": "Completions per prompt, the group G; at least 2."})
-    num_generations_eval: int | None = field(default=None, metadata={"help": "G in evaluation; None or 0: the same."})
-    max_completion_length: int = field(default=512, metadata={"help": "Most tokens of a completion, EOS included."})
-    shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts of the training set."})
-    generation_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions of one generation over all processes. None: per-device batch x processes x steps_per_generation."
-        },
-    )
-    steps_per_generation: int | None = field(
-        default=None, metadata={"help": "Micro-batches trained per generation. None: gradient_accumulation_steps."}
-    )
-    temperature: float = field(
-        default=1.0, metadata={"help": "Divides the logits, in sampling and in every log-prob; > 0."}
-    )
-    top_p: float = field(default=1.0, metadata={"help": "Nucleus mass in (0, 1]; 1 is off."})
-    top_k: int | None = field(default=0, metadata={"help": "Keep the k most likely tokens; 0 or None is off."})
-    min_p: float | None = field(default=None, metadata={"help": "Least share of the top probability; None is off."})
-    repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1 discourages repeats; 1 is off."})
-    generation_kwargs: dict | str | None = field(default=None, metadata={"help": "Override sampling settings by name."})
-    chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "Passed at every template call."})
-    cache_implementation: str | None = field(default=None, metadata={"help": "Cache of the hf engine."})
-    rollout_engine: str = field(
-        default="auto",
-        metadata={
-            "help": "native (in process, on the trainer's weights), hf (transformers generate), paged, vllm, or auto: native if "
-            "exact; on a GPU vllm, else paged, first."
-        },
-    )
-    pad_to_multiple_of: int | str | None = field(
-        default=None, metadata={"help": "Rounds row widths up; auto or None: what the layout wants."}
-    )
-    ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Gather ZeRO-3 shards to generate."})
+    ``args`` of `transformers.TrainingArguments` becomes the trainer's own config before the constructor sees it.
 
+    Args:
+        parameters: Names of all that have a position, the model first, with commas between.
+    """
+    names = parameters.split(", ")
 
-@dataclass
-class VllmFields:
-    """Generation by vLLM or by rollout servers."""
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(init).parameters
+        standard = {"optimizers": (None, None)}
+        ordered = [
+            own[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            if name in own
+            else inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=standard.get(name))
+            for name in names
+        ]
+        further = [
+            parameter if parameter.kind is parameter.VAR_KEYWORD else parameter.replace(kind=parameter.KEYWORD_ONLY)
+            for name, parameter in own.items()
+            if name not in ("self", *names)
+        ]
+        signature = inspect.Signature([own["self"], *ordered, *further])
 
-    use_vllm: bool = field(default=False, metadata={"help": "Generate with rollout servers, or vLLM."})
-    vllm_mode: Literal["server", "colocate"] = field(default="colocate", metadata={"help": "Where vLLM runs."})
-    vllm_model_impl: str = field(default="vllm", metadata={"help": "vllm or transformers."})
-    vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "Free vLLM's memory while training."})
-    vllm_structured_outputs_regex: str | None = field(default=None, metadata={"help": "Completions match this."})
-    vllm_server_base_url: str | None = field(default=None, metadata={"help": "Overrides host and port."})
-    vllm_server_host: str = field(default="0.0.0.0", metadata={"help": "Host of the rollout server."})
-    vllm_server_port: int = field(default=8000, metadata={"help": "Port of the rollout server."})
-    vllm_server_timeout: float = field(default=240.0, metadata={"help": "Seconds to wait for the server."})
-    vllm_group_port: int = field(default=51216, metadata={"help": "Port of the weight-update group."})
-    vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Share of GPU memory, colocate."})
-    vllm_max_model_length: int | None = field(default=None, metadata={"help": "Context length."})
-    vllm_tensor_parallel_size: int = field(default=1, metadata={"help": "Colocate only."})
-    vllm_importance_sampling_correction: bool = field(default=True, metadata={"help": "Correct for engine mismatch."})
-    vllm_importance_sampling_mode: Literal[
-        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"
-    ] = field(default="sequence_mask", metadata={"help": "How the ratio of trainer to engine is bounded."})
-    vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata={"help": "Upper bound of the ratio."})
-    vllm_importance_sampling_clip_min: float | None = field(default=None, metadata={"help": "Lower bound; None is 0."})
-    vllm_importance_sampling_cap: float | None = field(
-        default=None, metadata={"help": "The old name of vllm_importance_sampling_clip_max."}
-    )
-    use_transformers_continuous_batching: bool = field(default=False, metadata={"help": "Paged generation."})
-    transformers_continuous_batching_config: dict | str | None = field(default=None, metadata={"help": "Its settings."})
-    use_transformers_paged: bool | None = field(
-        default=None, metadata={"help": "The old name of use_transformers_continuous_batching."}
-    )
+        @functools.wraps(init)
+        def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(self, *args, **kwargs).arguments
+            given |= given.pop("kwargs", {})
+            if "args" in given:
+                given["args"] = as_config(type(self).config_class, given["args"])
+            init(**given)
+
+        vars(constructor)["__signature__"] = signature
+        return constructor
+
+    return decorate
 
 
-@dataclass
-class ReferenceFields:
-    """The KL penalty and the model it is measured against."""
+def as_config(config: type, args: Any) -> Any:
+    """The config of a trainer: what was given; made of the fields of a plain `transformers.TrainingArguments`, or of a folder.
 
-    beta: float = field(default=0.0, metadata={"help": "Weight of the KL penalty; 0 needs no reference model."})
-    sync_ref_model: bool = field(default=False, metadata={"help": "Let the reference follow the policy (TR-DPO)."})
-    ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Share of the policy in each sync."})
-    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimiser steps between two syncs."})
+    Raises:
+        ArgumentTypeError: It is something else, or the config of another trainer.
+    """
+    if args is None or isinstance(args, config):
+        return args
+    if isinstance(args, str):
+        return config(args)
+    if not isinstance(args, transformers.TrainingArguments) or isinstance(args, PostTrainingConfig):
+        raise ArgumentTypeError(f"args must be a {config.__name__}, not {type(args).__name__}.")
+    fields = args.to_dict()
+    fields.pop("push_to_hub_token", None)
+    return config(**fields | {"hub_token": args.hub_token})  # to_dict() hides the token.
+
+
+class Alias:
+    """An attribute of a trainer by TRL's name: reading and setting it reads and sets what stands at a path.
+
+    Args:
+        path: From the trainer, such as ``args.beta``; several, joined by " or ", where None stands for the next one.
+        fixed: Setting it is an error, as a trainer that is made would not read it again.
+    """
+
+    def __init__(self, path: str, *, fixed: bool = False) -> None:
+        self.paths, self.fixed = path.split(" or "), fixed
+
+    def __get__(self, trainer: Any, owner: type) -> Any:
+        if trainer is None:
+            return self
+        found = (self._at(trainer, path.split(".")) for path in self.paths)
+        return next((value for value in found if value is not None), None)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if self.fixed:
+            raise AttributeError(
+                f"{type(trainer).__name__} has read {self.paths[0]} already. Fix: set it before the trainer is made."
+            )
+        *holder, name = self.paths[0].split(".")
+        setattr(self._at(trainer, holder), name, value)
+
+    def _at(self, trainer: Any, names: list[str]) -> Any:
+        return functools.reduce(lambda at, name: None if at is None else getattr(at, name), names, trainer)
+
+
+def attributes(*fields: str, fixed: bool = False, **paths: str) -> Callable[[Any], Any]:
+    """A class decorator that adds an `Alias` for fields of the config by their names, and for others by their paths."""
+
+    def decorate(cls: Any) -> Any:
+        for name, path in ({name: f"args.{name}" for name in fields} | paths).items():
+            setattr(cls, name, Alias(path, fixed=fixed))
+        return cls
+
+    return decorate
+
+
+def check_arguments(trainer: type[PostTrainer], model: Any, args: Any, train_dataset: Any, collator: Any) -> None:
+    """Refuse what cannot be trained before anything is loaded.
+
+    Args:
+        trainer: The trainer's class: its ``config_class``, ``takes_collator`` and ``generative``.
+        model: As it was given.
+        args: As it was given.
+        train_dataset: As it was given.
+        collator: The user's ``data_collator``.
+
+    Raises:
+        ArgumentTypeError: ``train_dataset`` is of another type.
+        ConfigError: A collator that has no place, a stream without ``max_steps``.
+        DataError: There is no training set.
+    """
+    name: str = trainer.__name__
+    if collator is not None and not trainer.takes_collator:
+        raise ConfigError(
+            f"{name} makes its own batches of tokenised rows, and data_collator={collator!r:.80} "
+            "has no place there. Leave it out; pad_to_multiple_of and max_row_tokens shape batches."
+        )
+    if train_dataset is None:
+        raise DataError(f"{name} needs train_dataset, and it is None.")
+    if not isinstance(train_dataset, datasets.Dataset | datasets.IterableDataset):
+        hint = " Pass one split of it: dataset['train']." if isinstance(train_dataset, dict) else ""
+        raise ArgumentTypeError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}.{hint}")
+    if isinstance(train_dataset, datasets.IterableDataset):
+        if args.max_steps <= 0:
+            raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
+        if args.accelerator_config.dispatch_batches:
+            logger.warning("dispatch_batches=True with a streaming train_dataset is set to False: ranks read alone.")
+        args.accelerator_config.dispatch_batches = False
+    check_offloading(args)
+    check_writable(args.output_dir)
+    check_model_source(model, generative=trainer.generative)
+
+
+def warn_of_unused(given: Mapping[str, Any]) -> None:
+    """Warn of options for loading where the model was given as an object."""
+    for name in [name for name, value in given.items() if value]:
+        logger.warning("%s is ignored: the model was given as an object, already loaded.", name)
+
+
+def loading_options(args: Any, init: dict[str, Any], quantization_config: Any) -> dict[str, Any]:
+    """Keywords for ``from_pretrained``.
+
+    Raises:
+        ConfigError: ``quantization_config`` is given twice.
+    """
+    if quantization_config is not None and init.get("quantization_config") is not None:
+        raise ConfigError("quantization_config is given both as an argument and in model_init_kwargs. Give it once.")
+    if quantization_config is not None:
+        init["quantization_config"] = quantization_config
+    init.setdefault("trust_remote_code", args.trust_remote_code)
+    return init
+
+
+def prepared_model(model: Any, args: Any, peft_config: Any, *, added_tokens: Sequence[int], generative: bool) -> Any:
+    """The model with its adapter, without dropout where that is asked for, and with a head for chosen tokens.
+
+    Args:
+        model: As it was loaded.
+        args: The trainer's config.
+        peft_config: Of a new adapter, or None.
+        added_tokens: New rows of the vocabulary, which are trained beside an adapter.
+        generative: Whether it has a language-model head; else its score head is trained.
+    """
+    if args.disable_dropout:
+        disable_dropout_in_model(model)
+    peft_config = train_new_tokens(peft_config, model, list(added_tokens))
+    if not generative:
+        peft_config = train_score_head(peft_config, model)
+    checkpointing = bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
+    model = wrap_with_peft(model, peft_config, activation_checkpointing=checkpointing)
+    install_token_head(model)
+    refuse_float16(model, args)
+    return model
+
+
+def refuse_float16(model: nn.Module, args: Any) -> None:
+    """Refuse to train weights in float16, whose gradients leave its range; ``preflight="warn"`` goes on with a warning.
+
+    Raises:
+        ConfigError: A trained parameter is stored in float16, and DeepSpeed does not keep a copy in float32.
+    """
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad and p.dtype == torch.float16)
+    if not count or args.deepspeed:
+        return
+    text = (
+        f"{count} trained parameters are stored in float16: gradients below 6e-8 become 0 and those above 65504 infinite, and "
+        "no scaler works on them. Fix: load the model with dtype='float32' and set fp16=True or bf16=True, or train an adapter."
+    )
+    if args.preflight == "error":
+        raise ConfigError(text)
+    logger.warning("%s", text)
+
+
+def choose_layout(model: Any, args: Any, *, padded: bool) -> Layout:
+    """How rows are laid out for this model: trees where a probe shows that they are exact, else one sequence a row.
+
+    Args:
+        model: Ready to run.
+        args: ``max_row_tokens``, ``pad_to_multiple_of``.
+        padded: Whether something wants one sequence a row; virtual tokens do in any case.
+    """
+    probe_head(model)
+    layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model)
+    if args.max_row_tokens is not None:
+        layout = replace(layout, row_tokens=args.max_row_tokens)
+    multiple = getattr(args, "pad_to_multiple_of", None)
+    return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
+
+
+def make_checks(trainer: PostTrainer, args: Any) -> Checks:
+    """The checks of a run, before its model is there.
+
+    Args:
+        trainer: With its ``processing_class``; rewards and environments where the method has them.
+        args: The trainer's config.
+    """
+    checks = Checks(
+        args,
+        trainer=type(trainer).__name__.removesuffix("Trainer").lower(),
+        ignored_codes=trainer.ignored_codes,
+        log_codes=log_codes(trainer.check_area, trainer.excluded_codes),
+        zero_gradient_is_normal=trainer.zero_gradient_is_normal,
+        fills_prompts=getattr(trainer, "environments", None) is not None,
+    )
+    checks.log_checks.append(trainer.log_checks)
+    parts = {"trainer": trainer, "rewards": getattr(trainer, "rewards", None)}
+    checks.knows(tokenizer=trainer.processing_class, parts=parts)
+    return checks
+
+
+# Steps of transformers' and TRL's trainers whose overrides are written for dicts of padded tensors.
+PADDED_STEPS = ("compute_loss", "training_step", "prediction_step", "_compute_loss", "_prepare_inputs")
+
+
+def user_override(trainer: Any, name: str) -> type | None:
+    """The class outside this package that defines ``name`` for a trainer; None where the package's own is in force."""
+    if name in vars(trainer):
+        return type(trainer)
+    # Adapters of compat/ stand around a user's class and take nothing away from it.
+    classes = [cls for cls in type(trainer).__mro__ if not cls.__module__.startswith("posttrain.compat.")]
+    owner = next((cls for cls in classes if name in vars(cls)), None)
+    return None if owner is None or owner.__module__.split(".")[0] in ("posttrain", "transformers") else owner
+
+
+def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
+    """Refuse a loss function or an override that would not be called; adapt to methods by TRL's names.
+
+    Raises:
+        ConfigError: Names the class and what to override instead.
+    """
+    if compute_loss_func is not None and not trainer.takes_loss_func:
+        raise ConfigError(
+            f"compute_loss_func is given, and {type(trainer).__name__} would not call it: its loss compares sequences, and "
+            "never holds logits. Fix: override objective(outputs, batch) in a subclass (docs/hooks.md)."
+        )
+    if type(trainer).__module__.split(".")[0] != "posttrain":
+        # The one door to compat/: nothing stands before the calls of a trainer that overrides none of TRL's names.
+        importlib.import_module("posttrain.compat.overrides").adapt(trainer)
+
+
+# Public methods of TRL's trainers that ours lack; compat/ knows what does their job.
+PUBLIC_IN_TRL = {
+    "build_tokenized_answer",
+    "compute_liger_loss",
+    "compute_ref_log_probs",
+    "concatenated_forward",
+    "concatenated_inputs",
+    "cpo_loss",
+    "generate_from_model",
+    "get_batch_logps",
+    "get_batch_loss_metrics",
+    "get_gamma_weights",
+    "get_high_entropy_mask",
+    "get_off_policy_mask",
+    "odds_ratio_loss",
+    "process_vision_row",
+    "store_metrics",
+    "tokenize_row",
+}
+
+
+def absent(trainer: Any, name: str) -> Any:
+    """Raise the error for an attribute that a trainer does not have; of a method of TRL's it names the hook.
+
+    Raises:
+        AttributeError: Always, but for a property that read what was not there: its own error comes out again.
+    """
+    found = inspect.getattr_static(type(trainer), name, None)
+    if isinstance(found, property | functools.cached_property):
+        return found.__get__(trainer, type(trainer))
+    if name not in PUBLIC_IN_TRL:
+        raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}", name=name)
+    raise importlib.import_module("posttrain.compat.overrides").missing(type(trainer), name)
+
+
+def measured(dataset: Any, args: Any) -> Any:
+    """The dataset with the lengths of its rows, where the sampling strategy wants rows of like length."""
+    if args.train_sampling_strategy not in ("group_by_length", "batch_rebalance"):
+        return dataset
+    return with_lengths(dataset, args.length_column_name)

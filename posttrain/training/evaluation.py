@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from posttrain.types import Batch, LossTerms
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer
 
-__all__ = ["Evaluation", "count_rounds", "evaluate", "evaluation_loader", "full_logits", "predicted_rows"]
+__all__ = ["count_rounds", "evaluate", "evaluation_loader", "full_logits", "predicted_rows"]
 
 IGNORED = -100
 OWN = "own"  # What the user's own loss is a mean over.
@@ -75,57 +75,34 @@ class _Tally:
         return sum(value / max(counts[_divisor(name, counts)], 1.0) for name, value in sums.items())
 
 
-class Evaluation:
+class _Evaluation:
     """One pass over an evaluation set: loss divided by the set's own counts, metrics, predictions.
 
     Args:
-        args: The trainer's config.
-        accelerator: Of the run.
+        trainer: Whose model, objective and hooks are used.
         model: In evaluation mode.
-        batches: What the loader yields, as batches; may be empty on this rank.
-        counts: `PostTrainer.named_counts`.
-        sums: ``(model, batch, counts) -> {reduction: sum}`` of one pass; may add counts.
-        idle: Runs a forward pass that only keeps ranks in step.
-        spare: A batch for it.
-        predictions: ``(model, batches) -> [(logits, labels), ...]``; see `PostTrainer.predictions`.
-        compute_metrics: The user's; None: none.
         keeps_predictions: Whether predictions are wanted though nobody computes metrics.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        accelerator: Any,
-        model: nn.Module,
-        *,
-        batches: Callable[[Any], list[Batch]],
-        counts: Callable[[Sequence[Batch]], dict[str, float]],
-        sums: Callable[[nn.Module, Batch, dict[str, float]], dict[str, float]],
-        idle: Callable[[nn.Module, Batch], None],
-        spare: Callable[[], Batch],
-        predictions: Callable[[nn.Module, list[Batch]], list[tuple[Any, np.ndarray]]],
-        compute_metrics: Callable[..., dict[str, float]] | None,
-        keeps_predictions: bool,
-    ) -> None:
-        self.args, self.accelerator, self.model = args, accelerator, model
-        self.batches, self.counts, self.sums, self.idle, self.spare = batches, counts, sums, idle, spare
-        self.predictions, self.compute_metrics = predictions, compute_metrics
-        self.wanted = compute_metrics is not None or keeps_predictions
-        self.by_batch = compute_metrics is not None and args.batch_eval_metrics
-        self.keeps_predictions = keeps_predictions
-        self.tally = _Tally.named(counts([]))
+    def __init__(self, trainer: PostTrainer, model: nn.Module, *, keeps_predictions: bool) -> None:
+        self.trainer, self.model, self.keeps_predictions = trainer, model, keeps_predictions
+        self.args, self.accelerator = trainer.args, trainer.accelerator
+        self.compute_metrics: Callable[..., dict[str, float]] | None = trainer.compute_metrics
+        self.wanted = self.compute_metrics is not None or keeps_predictions
+        self.by_batch = self.compute_metrics is not None and self.args.batch_eval_metrics
+        self.tally = _Tally.named(trainer.named_counts([]))
 
     @torch.no_grad()
     def run(self, dataloader: Any) -> float:
         """Go over the set; returns the loss over all ranks' rows."""
         for inputs, last in _with_last(dataloader):
-            batches = [batch.to(self.args.device) for batch in self.batches(inputs)]
+            batches = [batch.to(self.args.device) for batch in self.trainer.eval_batches(inputs)]
             seen = _Seen()
-            for batch, counts in parallel.in_step(batches, self.accelerator, self.spare):
+            for batch, counts in parallel.in_step(batches, self.accelerator, self.trainer.spare_batch):
                 if counts:
                     self._add(batch, seen)
                 else:
-                    self.idle(self.model, batch)
+                    self._idle(batch)
             if self.wanted:
                 self._see(batches, seen)
             if self.by_batch:
@@ -133,11 +110,6 @@ class Evaluation:
                 self.tally.seen = self.tally.seen if self.keeps_predictions else []
             self.tally.rounds += 1
         return self.tally.loss(self.accelerator)
-
-    @property
-    def rounds(self) -> int:
-        """Batches of the loader."""
-        return self.tally.rounds
 
     def num_rows(self, dataloader: Any, answers_per_row: int) -> int:
         """Rows of the dataset, over all ranks; of a stream, as many as its sequences make."""
@@ -157,10 +129,25 @@ class Evaluation:
             metrics = self.compute_metrics(found)
         return found.predictions, found.label_ids, metrics
 
+    def _idle(self, batch: Batch) -> None:
+        """A forward pass that only keeps ranks in step."""
+        with self.trainer.compute_loss_context_manager():
+            forward(self.model, batch, self.trainer.needs, chunk_size=self.args.logits_chunk_size)
+
+    def _sums(self, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
+        """The loss of one pass as sums by reduction; the user's own loss may add counts."""
+        with self.trainer.compute_loss_context_manager():
+            if self.trainer.own_loss:
+                return _own_loss(self.trainer, self.model, batch, counts)
+            terms, _ = self.trainer.compute_loss_terms(self.model, batch)
+            self.trainer.buffers["eval"].add(terms.metrics)
+            return _loss_sums(terms)
+
     def _add(self, batch: Batch, seen: _Seen) -> None:
         """Add up the loss of one pass."""
-        counts = {"token": batch.num_loss_tokens, "sequence": batch.num_sequences, "pass": 1} | self.counts([batch])
-        sums = self.sums(self.model, batch, counts)
+        counts: dict[str, float] = {"token": batch.num_loss_tokens, "sequence": batch.num_sequences, "pass": 1}
+        counts |= self.trainer.named_counts([batch])
+        sums = self._sums(batch, counts)
         for name, value in counts.items():
             self.tally.counts[name] += value
         for name, value in sums.items():
@@ -170,9 +157,9 @@ class Evaluation:
 
     def _see(self, batches: list[Batch], seen: _Seen) -> None:
         """Predictions of one evaluation batch, and the ids and losses of its sequences."""
-        pairs = self.predictions(self.model, batches)
+        pairs = self.trainer.predictions(self.model, batches)
         for _ in range(parallel.equal_passes(len(batches), self.accelerator) - len(batches)):
-            self.idle(self.model, self.spare())
+            self._idle(self.trainer.spare_batch())
         seen.predictions, seen.labels = [p for p, _ in pairs], [label for _, label in pairs]
         # As transformers does it: each row has the loss of its batch.
         average = sum(seen.losses) / max(len(seen.losses), 1)
@@ -223,38 +210,11 @@ def evaluate(trainer: PostTrainer, dataloader: Any, prefix: str, *, predicts: bo
     """
     model = trainer.model_wrapped if parallel.shards_parameters(trainer.accelerator) else trainer.model
     model.eval()
-    if (
-        trainer.accelerator.mixed_precision != "no"
-        and model is trainer.model
-        and not hasattr(model, "_original_forward")
-    ):
+    half = trainer.accelerator.mixed_precision != "no"
+    if half and model is trainer.model and not hasattr(model, "_original_forward"):
         model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
 
-    def idle(model: nn.Module, batch: Batch) -> None:
-        with trainer.compute_loss_context_manager():
-            forward(model, batch, trainer.needs, chunk_size=trainer.args.logits_chunk_size)
-
-    def sums(model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
-        with trainer.compute_loss_context_manager():
-            if trainer.own_loss:
-                return _own_loss(trainer, model, batch, counts)
-            terms, _ = trainer.compute_loss_terms(model, batch)
-            trainer.buffers["eval"].add(terms.metrics)
-            return _loss_sums(terms)
-
-    run = Evaluation(
-        trainer.args,
-        trainer.accelerator,
-        model,
-        batches=trainer.eval_batches,
-        counts=trainer.named_counts,
-        sums=sums,
-        idle=idle,
-        spare=trainer.spare_batch,
-        predictions=trainer.predictions,
-        compute_metrics=trainer.compute_metrics,
-        keeps_predictions=predicts,
-    )
+    run = _Evaluation(trainer, model, keeps_predictions=predicts)
     metrics = {f"{prefix}_loss": run.run(dataloader)}
     for name, value in trainer.reduced_metrics("eval").items():
         metrics[f"{prefix}_{name}"] = value
@@ -264,7 +224,7 @@ def evaluate(trainer: PostTrainer, dataloader: Any, prefix: str, *, predicts: bo
     for name, value in own.items():
         metrics[name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"] = value
     rows = run.num_rows(dataloader, trainer.answers_per_row)
-    return EvalLoopOutput(predictions, labels, metrics, num_samples=rows), run.rounds
+    return EvalLoopOutput(predictions, labels, metrics, num_samples=rows), run.tally.rounds
 
 
 def _own_loss(trainer: PostTrainer, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:

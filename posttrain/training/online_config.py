@@ -14,14 +14,7 @@ import transformers
 from posttrain.errors import ConfigError, MissingDependencyError, check_choice, check_rules
 from posttrain.rollouts.base import choose_engine
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
-from posttrain.training.config import (
-    GenerationFields,
-    PostTrainingConfig,
-    ReferenceFields,
-    VllmFields,
-    check_gathering,
-    refuse_cut_sequences,
-)
+from posttrain.training.config import PostTrainingConfig, check_gathering, refuse_cut_sequences
 
 __all__ = [
     "EpisodeFields",
@@ -33,6 +26,89 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class GenerationFields:
+    """How completions are sampled during training."""
+
+    num_generations: int = field(default=8, metadata={"help": "Completions per prompt, the group G; at least 2."})
+    num_generations_eval: int | None = field(default=None, metadata={"help": "G in evaluation; None or 0: the same."})
+    max_completion_length: int = field(default=512, metadata={"help": "Most tokens of a completion, EOS included."})
+    shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts of the training set."})
+    generation_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions of one generation over all processes. None: per-device batch x processes x steps_per_generation."
+        },
+    )
+    steps_per_generation: int | None = field(
+        default=None, metadata={"help": "Micro-batches trained per generation. None: gradient_accumulation_steps."}
+    )
+    temperature: float = field(
+        default=1.0, metadata={"help": "Divides the logits, in sampling and in every log-prob; > 0."}
+    )
+    top_p: float = field(default=1.0, metadata={"help": "Nucleus mass in (0, 1]; 1 is off."})
+    top_k: int | None = field(default=0, metadata={"help": "Keep the k most likely tokens; 0 or None is off."})
+    min_p: float | None = field(default=None, metadata={"help": "Least share of the top probability; None is off."})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1 discourages repeats; 1 is off."})
+    generation_kwargs: dict | str | None = field(default=None, metadata={"help": "Override sampling settings by name."})
+    chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "Passed at every template call."})
+    cache_implementation: str | None = field(default=None, metadata={"help": "Cache of the hf engine."})
+    rollout_engine: str = field(
+        default="auto",
+        metadata={
+            "help": "native (in process, on the trainer's weights), hf (transformers generate), paged, vllm, or auto: native if "
+            "exact; on a GPU vllm, else paged, first."
+        },
+    )
+    pad_to_multiple_of: int | str | None = field(
+        default=None, metadata={"help": "Rounds row widths up; auto or None: what the layout wants."}
+    )
+    ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Gather ZeRO-3 shards to generate."})
+
+
+@dataclass
+class VllmFields:
+    """Generation by vLLM or by rollout servers."""
+
+    use_vllm: bool = field(default=False, metadata={"help": "Generate with rollout servers, or vLLM."})
+    vllm_mode: Literal["server", "colocate"] = field(default="colocate", metadata={"help": "Where vLLM runs."})
+    vllm_model_impl: str = field(default="vllm", metadata={"help": "vllm or transformers."})
+    vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "Free vLLM's memory while training."})
+    vllm_structured_outputs_regex: str | None = field(default=None, metadata={"help": "Completions match this."})
+    vllm_server_base_url: str | None = field(default=None, metadata={"help": "Overrides host and port."})
+    vllm_server_host: str = field(default="0.0.0.0", metadata={"help": "Host of the rollout server."})
+    vllm_server_port: int = field(default=8000, metadata={"help": "Port of the rollout server."})
+    vllm_server_timeout: float = field(default=240.0, metadata={"help": "Seconds to wait for the server."})
+    vllm_group_port: int = field(default=51216, metadata={"help": "Port of the weight-update group."})
+    vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Share of GPU memory, colocate."})
+    vllm_max_model_length: int | None = field(default=None, metadata={"help": "Context length."})
+    vllm_tensor_parallel_size: int = field(default=1, metadata={"help": "Colocate only."})
+    vllm_importance_sampling_correction: bool = field(default=True, metadata={"help": "Correct for engine mismatch."})
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"
+    ] = field(default="sequence_mask", metadata={"help": "How the ratio of trainer to engine is bounded."})
+    vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata={"help": "Upper bound of the ratio."})
+    vllm_importance_sampling_clip_min: float | None = field(default=None, metadata={"help": "Lower bound; None is 0."})
+    vllm_importance_sampling_cap: float | None = field(
+        default=None, metadata={"help": "The old name of vllm_importance_sampling_clip_max."}
+    )
+    use_transformers_continuous_batching: bool = field(default=False, metadata={"help": "Paged generation."})
+    transformers_continuous_batching_config: dict | str | None = field(default=None, metadata={"help": "Its settings."})
+    use_transformers_paged: bool | None = field(
+        default=None, metadata={"help": "The old name of use_transformers_continuous_batching."}
+    )
+
+
+@dataclass
+class ReferenceFields:
+    """The KL penalty and the model it is measured against."""
+
+    beta: float = field(default=0.0, metadata={"help": "Weight of the KL penalty; 0 needs no reference model."})
+    sync_ref_model: bool = field(default=False, metadata={"help": "Let the reference follow the policy (TR-DPO)."})
+    ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Share of the policy in each sync."})
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimiser steps between two syncs."})
 
 
 @dataclass

@@ -29,7 +29,7 @@ from posttrain.models import load, memory, parallel
 from posttrain.models.forward import causal_lm, forward, noisy_embeddings, router_coefficient
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
-from posttrain.training import checkpoint, construct
+from posttrain.training import checkpoint, config
 from posttrain.training.config import PostTrainingConfig
 from posttrain.training.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
@@ -42,7 +42,7 @@ __all__ = ["PostTrainer", "PostTrainingConfig"]
 logger = logging.getLogger(__name__)
 
 
-@construct.attributes(_metrics="buffers")
+@config.attributes(_metrics="buffers")
 class PostTrainer(transformers.Trainer):
     """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
 
@@ -79,7 +79,7 @@ class PostTrainer(transformers.Trainer):
     _window_start: float | None = None
     _head: DatasetHead | None = None
     if not TYPE_CHECKING:
-        __getattr__ = construct.absent
+        __getattr__ = config.absent
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class PostTrainer(transformers.Trainer):
         **trainer_kwargs: Any,
     ) -> None:
         model_id = model if isinstance(model, str) else load.get_config_model_id(causal_lm(model).config)
-        args = construct.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
-        construct.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
+        args = config.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
+        config.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         self.user_collator = trainer_kwargs.pop("data_collator", None)
-        construct.check_arguments(type(self), model, args, train_dataset, self.user_collator)
+        config.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
         self.vision = Vision(args, processing_class, model_id, (train_dataset, eval_dataset), takes=self.takes_images)
@@ -112,7 +112,7 @@ class PostTrainer(transformers.Trainer):
                 whole, self.processing_class, args.chat_template_path
             )
         load.prepare_tokenizer(self.processing_class, args)
-        self.checks, self._raw = construct.make_checks(self, args), train_dataset
+        self.checks, self._raw = config.make_checks(self, args), train_dataset
         train_dataset = self.checks.config(model, train_dataset, eval_dataset, peft_config)
         with parallel.main_process_first(), warnings_are_errors(args.strict_data):
             train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
@@ -186,9 +186,9 @@ class PostTrainer(transformers.Trainer):
     def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         if not isinstance(model, str):
             given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-            construct.warn_of_unused(given if not self.added_tokens else {})
+            config.warn_of_unused(given if not self.added_tokens else {})
             return model
-        return self.load_model(model, **construct.loading_options(args, init, quantization_config))
+        return self.load_model(model, **config.loading_options(args, init, quantization_config))
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
         """The model behind a string."""
@@ -199,12 +199,12 @@ class PostTrainer(transformers.Trainer):
         self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None
         peft = self.vision.prepare(model, peft_config)
-        return construct.prepared_model(model, args, peft, added_tokens=self.added_tokens, generative=self.generative)
+        return config.prepared_model(model, args, peft, added_tokens=self.added_tokens, generative=self.generative)
 
     def _choose_layout(self) -> Layout:
         # User functions on logits want one sequence a row.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
-        return construct.choose_layout(self.model, self.args, padded=any(function is not None for function in wanted))
+        return config.choose_layout(self.model, self.args, padded=any(function is not None for function in wanted))
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
@@ -218,10 +218,10 @@ class PostTrainer(transformers.Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        return super()._get_train_sampler(construct.measured(dataset, self.args))
+        return super()._get_train_sampler(config.measured(dataset, self.args))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return super()._get_eval_sampler(construct.measured(eval_dataset, self.args))
+        return super()._get_eval_sampler(config.measured(eval_dataset, self.args))
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         return dataset  # Rows are read by name; what is not read costs nothing.
@@ -574,7 +574,7 @@ class PostTrainer(transformers.Trainer):
     @property
     def own_loss(self) -> bool:
         """Whether the user's code says what the loss is: a subclass's ``compute_loss``, or ``compute_loss_func``."""
-        return self.compute_loss_func is not None or construct.user_override(self, "compute_loss") is not None
+        return self.compute_loss_func is not None or config.user_override(self, "compute_loss") is not None
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
         """One (logits, labels) a row, in the order of the dataset; ``preprocess_logits_for_metrics`` makes them small."""

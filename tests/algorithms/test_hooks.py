@@ -1,9 +1,16 @@
 """What a subclass may override takes effect in training and evaluation alike; what cannot is refused at construction."""
 
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
 import pytest
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
 
+import posttrain.algorithms
 from posttrain import ConfigError
 from tests.algorithms.every_trainer import EVERY, OFFLINE, data, every
 from tests.algorithms.helpers import losses
@@ -74,3 +81,28 @@ def test_the_best_checkpoint_is_chosen_by_the_user_s_loss(tokenizer, tmp_path):
     trainer.train()
     assert trainer.state.best_metric == 1.0
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+
+
+def overridden():
+    """Private methods of `transformers.Trainer` that a class of this package defines anew."""
+    modules = pkgutil.walk_packages(posttrain.algorithms.__path__, "posttrain.algorithms.")
+    trainers = {one for m in modules for one in vars(importlib.import_module(m.name)).values() if isinstance(one, type)}
+    own = {
+        c
+        for one in trainers
+        if issubclass(one, transformers.Trainer)
+        for c in one.__mro__
+        if "posttrain" in c.__module__
+    }
+    private = {name for name in vars(transformers.Trainer) if name.startswith("_") and not name.startswith("__")}
+    return {name for one in own for name in vars(one)} & private
+
+
+def test_the_list_of_private_methods_is_that_of_the_code_and_names_the_version_that_was_tried():
+    root = Path(posttrain.__file__).parents[1]
+    section = (
+        (root / "docs" / "hooks.md").read_text(encoding="utf-8").partition("## Private methods of transformers")[2]
+    )
+    assert set(re.findall(r"^\| `(_\w+)` \|", section, re.M)) == overridden()
+    pinned = re.search(r"^transformers==(.+)$", (root / "constraints" / "cpu.txt").read_text(encoding="utf-8"), re.M)
+    assert f"transformers {pinned[1]}" in section

@@ -11,7 +11,7 @@ from posttrain import ConfigError
 from posttrain.algorithms.async_grpo import AsyncGRPOConfig
 from posttrain.compat.overrides import REFUSED as REFUSED_ROWS
 from posttrain.compat.overrides import SILENT, hook_for, table
-from posttrain.training.construct import PUBLIC_IN_TRL
+from posttrain.training.config import PUBLIC_IN_TRL
 from tests.algorithms import async_helpers
 from tests.algorithms.every_trainer import EVERY, data, every
 from tests.algorithms.helpers import prompts

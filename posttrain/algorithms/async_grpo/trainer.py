@@ -32,7 +32,7 @@ from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.workers.ledger import Ledger, MismatchGuard
 from posttrain.rollouts.workers.samples import TaskSource
 from posttrain.rollouts.workers.worker import check_picklable
-from posttrain.training.construct import attributes, takes
+from posttrain.training.config import attributes, takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs
 

@@ -45,7 +45,7 @@ from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
 from posttrain.rollouts.server.client import VLLMClient
-from posttrain.training.construct import choose_layout
+from posttrain.training.config import choose_layout
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.prompts import PromptSource
 from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Row

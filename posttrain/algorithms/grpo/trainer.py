@@ -44,7 +44,7 @@ from posttrain.report.completions import CompletionsHubCallback, RolloutTableCal
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.training.construct import attributes, takes
+from posttrain.training.config import attributes, takes
 from posttrain.training.dynamic_sampling import groups_without_signal
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
