@@ -34,6 +34,39 @@ EXAMPLES = 1000
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
+# Defaults that differ from TRL's on purpose. Config, field: TRL's value, why ours differs, what restores TRL's.
+DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
+    ("KTO", "train_sampling_strategy"): (
+        "sequential",
+        "the baseline of KTO wants mixed batches",
+        'train_sampling_strategy="sequential"',
+    ),
+    ("AsyncGRPO", "vllm_server_base_url"): (
+        "http://localhost:8000",
+        "workers on this machine sample; no server has to run",
+        'vllm_server_base_url="http://localhost:8000"',
+    ),
+    ("AsyncGRPO", "max_inflight_tasks"): (-1, "-1 is shown as the number it stands for", "max_inflight_tasks=-1"),
+    ("GMPO", "loss_type"): ("dapo", "GMPO is a row of GRPO's loss types", "GRPOConfig(loss_type=...)"),
+}
+
+
+def differences(config: Any) -> list[str]:
+    """What a config's defaults do otherwise than TRL's on purpose, and what restores TRL's."""
+    name = type(config).__name__.removesuffix("Config")
+    told = [
+        f"{field}={getattr(config, field)!r} (TRL: {theirs!r}): {why}; {switch}"
+        for (kind, field), (theirs, why, switch) in DIFFERENT.items()
+        if kind == name and getattr(config, field) != theirs
+    ]
+    if getattr(config, "assistant_only_loss", False):
+        told.append(
+            "assistant_only_loss trains an answer and its end token, not the line break that TRL's templates train behind it; "
+            "chat_template_path=FILE takes another template"
+        )
+    return told
+
+
 @dataclass
 class Stage:
     """One thing that was looked at: what it said, or why it failed."""
@@ -75,6 +108,7 @@ class Checkup:
             ("rewards", self._rewards),
             ("data", self._data),
             ("settings", self._settings),
+            ("from TRL", lambda: "\n".join(differences(self.parsed[1]))),
             ("rows", self._rows),
         ):
             self.stage(name, look)

@@ -276,9 +276,10 @@ class Checks(transformers.TrainerCallback):
         Raises:
             PosttrainError: The third gradient in a row is not finite.
         """
-        if norm is None or scaled or bool(torch.isfinite(torch.as_tensor(norm))):
+        finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
+        if finite or scaled:
             self._bad_steps = 0
-            if not sharded:
+            if finite and not sharded:  # A scaler finds its scale by overflows, from the first step on.
                 self._check_first_gradients(model)
             return True
         self._bad_steps += 1

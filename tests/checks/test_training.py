@@ -9,6 +9,7 @@ from posttrain.checks.machine import check_dense_masks, check_devices, check_pre
 from posttrain.checks.registry import Context
 from posttrain.training.checkpoint import check_special_tokens
 from posttrain.training.checks import (
+    Checks,
     check_first_gradients,
     check_idle_memory,
     check_padding,
@@ -165,3 +166,17 @@ def test_the_policy_its_reference_and_reward_models_are_all_looked_at(tiny_token
     assert (found.code, found.where) == ("PT-K005", "the reward model judge")
     sound = Context("dpo", None, model=build_model(size), tokenizer=tiny_tokenizer)
     assert list(check_tokens(sound, ids)) == []
+
+
+def test_a_scaler_that_still_looks_for_its_scale_ends_no_run(tmp_path):
+    """The first steps of float16 overflow; the scaler skips them and halves its scale."""
+    model = torch.nn.Linear(2, 1)
+    model.weight.grad = torch.full_like(model.weight, torch.inf)
+    checks = Checks(
+        types.SimpleNamespace(output_dir=str(tmp_path), preflight="error", silence_findings={}), trainer="sft"
+    )
+    checks._trained = (5,)
+    assert checks.gradient(torch.tensor(torch.inf), model, scaled=True, sharded=False, step=1)
+    model.weight.grad = torch.full_like(model.weight, 1.0)
+    assert checks.gradient(torch.tensor(1.0), model, scaled=True, sharded=False, step=2)
+    assert checks._first_gradients_checked
