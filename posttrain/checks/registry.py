@@ -255,7 +255,7 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-C001", "train-half-precision", "config", "weights in 16 bits that the learning rate cannot move", ""),
     ("PT-C002", "train-float32-large", "config", "a large model trained in float32", ""),
     ("PT-C003", "train-layers-spread", "config", "layers on several devices, one of which works", ""),
-    ("PT-C004", "train-data-parallel", "config", "several GPUs and one process", ""),
+    ("PT-C004", "train-data-parallel", "config", "several GPUs or processes were meant, and one process runs", ""),
     ("PT-C005", "train-dense-mask", "config", "packed rows with a dense attention mask", ""),
     ("PT-D001", "data-id-out-of-range", "data", "token ids outside the vocabulary", "b"),
     ("PT-D002", "data-bos-double", "data", "rows that begin with two bos tokens", "b"),

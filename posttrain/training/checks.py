@@ -145,6 +145,7 @@ class Checks(transformers.TrainerCallback):
                     placed=(getattr(model, "hf_device_map", None) or {}).values(),
                 ),
                 machine.check_dense_masks(implementation, packed=packed, row_tokens=layout.row_tokens),
+                parallel.check_launch(os.environ, self.context.processes),
             ])  # fmt: skip
 
     def data(self, head: DatasetHead, eval_dataset: Any) -> None:
