@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[1]
 FREE = ("seconds", "per_second", "runtime", "step_time", "epoch")
 
 
-def run_ranks(module: str, *arguments: object, processes: int, folder: Path, timeout: float = 240) -> Any:
+def run_ranks(
+    module: str, *arguments: object, processes: int, folder: Path, timeout: float = 240, python: str | None = None
+) -> Any:
     """Run ``python -m module arguments`` on ``processes`` gloo processes and read what the first one `leave`\\ s.
 
     Through a file: lines that several processes print to one pipe can run into each other.
@@ -26,7 +28,7 @@ def run_ranks(module: str, *arguments: object, processes: int, folder: Path, tim
     result = folder / "result.json"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *(launch if processes > 1 else []), "-m", module, *map(str, arguments)]
+    command = [python or sys.executable, *(launch if processes > 1 else []), "-m", module, *map(str, arguments)]
     done = subprocess.run(
         command, cwd=ROOT, env=env | {"POSTTRAIN_TEST_RESULT": str(result)}, capture_output=True, text=True,
         timeout=timeout, check=False,

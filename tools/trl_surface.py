@@ -161,21 +161,6 @@ def constructors(trainers: dict[str, dict[str, Any]]) -> dict[str, tuple[list[st
     return found
 
 
-# Defaults that differ on purpose: why, and what restores TRL's.
-ON_PURPOSE = {
-    ("KTO", "train_sampling_strategy"): (
-        "the baseline of KTO wants mixed batches",
-        'train_sampling_strategy="sequential"',
-    ),
-    ("AsyncGRPO", "vllm_server_base_url"): (
-        "workers on this machine sample; no server has to run",
-        'vllm_server_base_url="http://localhost:8000"',
-    ),
-    ("AsyncGRPO", "max_inflight_tasks"): ("-1 is shown as the number it stands for", "max_inflight_tasks=-1"),
-    ("GMPO", "loss_type"): ("GMPO is a row of GRPO's loss types", "GRPOConfig(loss_type=...)"),
-}
-
-
 def spelled_alike(theirs: Any, ours: Any) -> bool:
     """None here means what 0, False or an empty value means there."""
     return not theirs and not ours
@@ -183,6 +168,7 @@ def spelled_alike(theirs: Any, ours: Any) -> bool:
 
 def tables(trl: dict[str, Any]) -> str:
     """The comparison as Markdown."""
+    from posttrain.cli.check import DIFFERENT
     from posttrain.compat.paths import INSTEAD
 
     paths = import_paths(trl["modules"])
@@ -202,7 +188,7 @@ def tables(trl: dict[str, Any]) -> str:
         for field, what in fields.items():
             if isinstance(what, str):
                 continue
-            why, switch = ON_PURPOSE.get((name, field), ("", f"{field}={what[0]!r}"))
+            _, why, switch = DIFFERENT.get((name, field), (None, "", f"{field}={what[0]!r}"))
             why = f"{why}: " if why else ""
             lines.append(f"| `{name}Config.{field}` | `{what[0]!r}` | `{what[1]!r}` | {why}`{switch}` |")
     return "\n".join(lines)
@@ -218,6 +204,8 @@ def write_page(page: Path, trl: dict[str, Any]) -> None:
 
 def report(trl: dict[str, Any]) -> None:
     """Print the comparison."""
+    from posttrain.cli.check import DIFFERENT
+
     paths = import_paths(trl["modules"])
     print(f"TRL {trl['version']}: public names by module path")
     for kind, names in paths.items():
@@ -227,7 +215,7 @@ def report(trl: dict[str, Any]) -> None:
     print("config fields that are missing or have another default (TRL's, ours)")
     for name, fields in config_differences(trl["configs"]).items():
         for field, what in fields.items():
-            why = f" ({ON_PURPOSE[name, field][0]})" if (name, field) in ON_PURPOSE else ""
+            why = f" ({DIFFERENT[name, field][1]})" if (name, field) in DIFFERENT else ""
             print(f"  {name}Config.{field}: {what}{why}")
     print("constructors with another positional order")
     for name, (theirs, ours) in constructors(trl["trainers"]).items():

@@ -29,6 +29,7 @@ from posttrain.checks.pairs import (
 )
 from posttrain.checks.rules import check_log
 from posttrain.data.chat import terminal_token_ids
+from posttrain.data.forest import unbatched_answers
 from posttrain.data.formats import PreparationReport, maybe_convert_to_chatml
 from posttrain.data.picture_rows import prepare_picture_rows
 from posttrain.data.preference import (
@@ -352,6 +353,7 @@ class PreferenceTrainer(PostTrainer):
     keep_groups_together: ClassVar[bool] = True
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_chosen_logps", "ref_rejected_logps")
     keep: ClassVar[tuple[str, ...]] = ()
+    takes_collator: ClassVar[bool] = True
     args: Any
 
     def __init__(
@@ -495,6 +497,8 @@ class PreferenceTrainer(PostTrainer):
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """See `answer_rows`; the label of a judged answer is a column."""
+        if self.user_collator is not None:
+            examples = unbatched_answers(self.user_collator(examples), examples, self.branches)
         columns = {"ref_logps": self.reference_columns} if self.compared else {}
         columns[ROW_NUMBER] = (ROW_NUMBER,) * len(self.branches)
         rows = answer_rows(examples, self.branches, columns)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from posttrain.data.forest import unbatched_pairs
+from posttrain.data.forest import unbatched_answers
 from posttrain.data.preference import pair_rows, prepare_reward_dataset
 from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.preference import bradley_terry, centering
@@ -131,7 +131,7 @@ class RewardTrainer(PostTrainer):
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """See `pair_rows`."""
         if self.user_collator is not None:
-            examples = unbatched_pairs(self.user_collator(examples))
+            examples = unbatched_answers(self.user_collator(examples), examples, ("chosen", "rejected"))
         return pair_rows(examples)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:

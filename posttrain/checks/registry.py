@@ -253,7 +253,7 @@ __all__: list[str] = []
 # Code, name, moment, what is wrong when it fires, page.
 CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-C001", "train-half-precision", "config", "weights in 16 bits that the learning rate cannot move", ""),
-    ("PT-C004", "train-data-parallel", "config", "several GPUs and one process", ""),
+    ("PT-C004", "train-data-parallel", "config", "several GPUs or processes were meant, and one process runs", ""),
     ("PT-C005", "train-dense-mask", "config", "packed rows with a dense attention mask", ""),
     ("PT-D001", "data-id-out-of-range", "data", "token ids outside the vocabulary", "b"),
     ("PT-D002", "data-bos-double", "data", "rows that begin with two bos tokens", "b"),

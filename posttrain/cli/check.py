@@ -35,6 +35,39 @@ EXAMPLES = 1000
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
+# Defaults that differ from TRL's on purpose. Config, field: TRL's value, why ours differs, what restores TRL's.
+DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
+    ("KTO", "train_sampling_strategy"): (
+        "sequential",
+        "the baseline of KTO wants mixed batches",
+        'train_sampling_strategy="sequential"',
+    ),
+    ("AsyncGRPO", "vllm_server_base_url"): (
+        "http://localhost:8000",
+        "workers on this machine sample; no server has to run",
+        'vllm_server_base_url="http://localhost:8000"',
+    ),
+    ("AsyncGRPO", "max_inflight_tasks"): (-1, "-1 is shown as the number it stands for", "max_inflight_tasks=-1"),
+    ("GMPO", "loss_type"): ("dapo", "GMPO is a row of GRPO's loss types", "GRPOConfig(loss_type=...)"),
+}
+
+
+def differences(config: Any) -> list[str]:
+    """What a config's defaults do otherwise than TRL's on purpose, and what restores TRL's."""
+    name = type(config).__name__.removesuffix("Config")
+    told = [
+        f"{field}={getattr(config, field)!r} (TRL: {theirs!r}): {why}; {switch}"
+        for (kind, field), (theirs, why, switch) in DIFFERENT.items()
+        if kind == name and getattr(config, field) != theirs
+    ]
+    if getattr(config, "assistant_only_loss", False):
+        told.append(
+            "assistant_only_loss trains an answer and its end token, not the line break that TRL's templates train behind it; "
+            "chat_template_path=FILE takes another template"
+        )
+    return told
+
+
 @dataclass
 class Stage:
     """One part of a training command: what was found out about it, or why it cannot work."""
@@ -68,11 +101,11 @@ class Checkup:
 
     def make(self) -> None:
         """Run every stage."""
-        for name in ("config", "model", "tokenizer", "rewards", "data", "settings", "rows"):
+        for name in ("config", "model", "tokenizer", "rewards", "data", "settings", "from TRL", "rows"):
             started = time.perf_counter()
             stage = Stage(name)
             try:
-                stage.said = getattr(self, f"_{name}")()
+                stage.said = getattr(self, "_" + name.lower().replace(" ", "_"))()
             except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
                 stage.error = str(error) or type(error).__name__
             stage.seconds = round(time.perf_counter() - started, 3)
@@ -175,6 +208,10 @@ class Checkup:
         codes = sorted({code for probe in core.PROBES.values() if probe.moment == "config" for code in probe.codes})
         new = len(self.findings) - before
         return f"{len(codes)} checks of settings, {new} finding{'s' if new != 1 else ''}"
+
+    def _from_trl(self) -> str:
+        """Defaults that differ from TRL's on purpose."""
+        return "\n".join(differences(self.parsed[1]))
 
     def _rows(self) -> str:
         from posttrain.training.data_report import template_findings

@@ -145,16 +145,16 @@ class DataCollatorForLanguageModeling(Collator):
     Attributes:
         pad_token_id: Fills ``input_ids``; never read back.
         padding_free: Concatenate instead of padding.
+        return_position_ids: Padded batches have ``position_ids`` too, which sequence parallelism needs.
         pad_to_multiple_of: Rounds L or T up.
         return_tensors: Only ``pt``.
-        return_position_ids: Padded batches have ``position_ids`` too, which sequence parallelism needs.
     """
 
     pad_token_id: int
     padding_free: bool = False
+    return_position_ids: bool = False
     pad_to_multiple_of: int | None = None
     return_tensors: str = "pt"
-    return_position_ids: bool = False
 
     def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
         ids = [token_row(example, "input_ids", row) for row, example in enumerate(examples)]

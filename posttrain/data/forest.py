@@ -22,7 +22,7 @@ __all__ = [
     "split_by_sequence",
     "to_rows",
     "unbatched",
-    "unbatched_pairs",
+    "unbatched_answers",
 ]
 
 
@@ -536,7 +536,7 @@ def unbatched(batch: Any) -> list[dict[str, Any]]:
     >>> unbatched({"input_ids": torch.tensor([[1, 2], [3, 9]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])})
     [{'input_ids': [1, 2]}, {'input_ids': [3]}]
     """
-    names = [name for name in ("input_ids", "labels") if _has(batch, name)]
+    names = [name for name in ("input_ids", "labels", "completion_mask") if _has(batch, name)]
     if "input_ids" not in names or not (_has(batch, "attention_mask") or _has(batch, "position_ids")):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise DataError(
@@ -554,24 +554,39 @@ def unbatched(batch: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def unbatched_pairs(batch: Any) -> list[dict[str, Any]]:
-    """Pairs with ``chosen_ids`` and ``rejected_ids`` (and ``margin``) of a batch whose first half is chosen.
+def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: Sequence[str]) -> list[dict[str, Any]]:
+    """Examples with what a collator made of them: all rows with the first answer, then all with the second one, and so on.
+
+    Args:
+        batch: As `unbatched` reads it; with ``completion_mask (B, L)`` prompts are told from answers. Columns with one number
+            an example, ``(len(examples),)``, take the place of the example's.
+        examples: What the collator got.
+        branches: Names of the answers, in order.
 
     Raises:
-        DataError: It is no such batch.
+        DataError: It is no such batch, or answers of an example have different prompts.
     """
-    ids = [row["input_ids"] for row in unbatched(batch)]
-    if len(ids) % 2:
-        raise DataError(f"data_collator gave {len(ids)} rows; pairs are all chosen rows, then as many rejected ones.")
-    half = len(ids) // 2
-    pairs: list[dict[str, Any]] = [
-        {"chosen_ids": chosen, "rejected_ids": rejected}
-        for chosen, rejected in zip(ids[:half], ids[half:], strict=True)
-    ]
-    if _has(batch, "margin"):
-        for pair, margin in zip(pairs, batch["margin"].tolist(), strict=True):
-            pair["margin"] = margin
-    return pairs
+    rows, count = unbatched(batch), len(examples)
+    if len(rows) != len(branches) * count:
+        raise DataError(
+            f"data_collator gave {len(rows)} rows for {count} examples with {len(branches)} answers each "
+            f"({', '.join(branches)}). Fix: give all rows with the first answer, then as many with the next."
+        )
+    columns = {name: value.tolist() for name, value in batch.items() if getattr(value, "shape", None) == (count,)}
+    found = [{**example, **{name: c[i] for name, c in columns.items()}} for i, example in enumerate(examples)]
+    for index, row in enumerate(rows):
+        branch, at = divmod(index, count)
+        ids, mask = row["input_ids"], row.get("completion_mask")
+        start = 0 if mask is None else (*mask, 1).index(1)
+        if branch and mask is not None and found[at]["prompt_ids"] != ids[:start]:
+            raise DataError(
+                f"data_collator gave example {at} of a batch another prompt with its {branches[branch]} answer than with the "
+                "first one; a prompt is computed once for all of them. Fix: cut or change prompts in train_dataset."
+            )
+        found[at][f"{branches[branch]}_ids"] = ids[start:]
+        if mask is not None:
+            found[at] |= {"prompt_ids": ids[:start], f"{branches[branch]}_mask": mask[start:]}
+    return found
 
 
 def _has(batch: Any, name: str) -> bool:

@@ -56,7 +56,7 @@ UNUSABLE = "whose prompt tokenises differently with its answers"
 FULL = "whose prompt fills max_length"
 EQUAL = "with equal answers"
 EMPTY = "with an empty answer"
-MOST = {UNUSABLE: 0.01, EQUAL: 0.2}  # A larger share of such rows is refused.
+MOST_UNUSABLE = 0.01  # A larger share of such rows is refused.
 COUNTERS = ("_truncated", "_diverged", "_inner")
 HINT = "Look at the rows with posttrain inspect."
 
@@ -251,8 +251,7 @@ def prepare_answers(
         The dataset, and a report (counted for map-style datasets).
 
     Raises:
-        DataError: A row that cannot be read, more than 1 % whose prompt cannot be told from its answers, more than 20 % whose
-            answers are equal, or none left.
+        DataError: A row that cannot be read, more than 1 % whose prompt cannot be told from its answers, or none left.
     """
     first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
@@ -272,9 +271,8 @@ def prepare_answers(
 
 def _tell(report: PreparationReport, options: AnswerOptions) -> None:
     name, n = report.name, report.rows_in
-    for reason, most in MOST.items():
-        if (count := report.dropped.get(reason, 0)) > most * n:
-            raise DataError(f"{name} dataset: {count} of {n} rows {reason}, more than {most:.0%}. {HINT}")
+    if (count := report.dropped.get(UNUSABLE, 0)) > MOST_UNUSABLE * n:
+        raise DataError(f"{name} dataset: {count} of {n} rows {UNUSABLE}, more than {MOST_UNUSABLE:.0%}. {HINT}")
     if report.diverged:
         logger.warning(
             "%s dataset: in %d of %d rows the end of the prompt tokenises differently with its answers; the boundary is where "

@@ -137,6 +137,7 @@ class Checks(transformers.TrainerCallback):
                 machine.check_precision(trainable, learning_rate=self.args.learning_rate),
                 machine.check_devices(visible=max(self.args.n_gpu, 1), processes=self.context.processes),
                 machine.check_dense_masks(attention, packed=layout.kind == "tree", row_tokens=layout.row_tokens),
+                parallel.check_launch(os.environ, self.context.processes),
             ])  # fmt: skip
 
     def data(self, head: DatasetHead, eval_dataset: Any) -> None:
@@ -263,9 +264,10 @@ class Checks(transformers.TrainerCallback):
         Raises:
             PosttrainError: The third gradient in a row is not finite.
         """
-        if norm is None or scaled or bool(torch.isfinite(torch.as_tensor(norm))):
+        finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
+        if finite or scaled:
             self._bad_steps = 0
-            if not sharded:
+            if finite and not sharded:  # A scaler finds its scale by overflows, from the first step on.
                 self._check_first_gradients(model)
             return True
         self._bad_steps += 1

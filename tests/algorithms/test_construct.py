@@ -228,3 +228,58 @@ def test_sampling_options_have_the_spellings_of_trl(tmp_path):
     assert (args.sync_timeout_s, args.dtype, args.router_aux_loss_coef) == (60, "float32", None)
     with pytest.raises(ConfigError, match="dtype='int8'"):
         config(pt.AsyncGRPOConfig, tmp_path, dtype="int8")
+
+
+COLLATORS = {
+    "reward": pt.DataCollatorForReward,
+    **dict.fromkeys(("dpo", "cpo", "orpo"), pt.DataCollatorForPreference),
+    **dict.fromkeys(("kto", "bco"), pt.DataCollatorForUnpairedPreference),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(COLLATORS))
+def test_a_collator_of_trls_gives_the_same_rows_and_one_that_changes_tokens_changes_them(kind, tokenizer, tmp_path):
+    made = every(kind, tmp_path, tokenizer)
+    examples = [made.train_dataset[i] for i in range(3)]
+    collator = COLLATORS[kind](tokenizer.pad_token_id)
+    plain = made.rows(examples)
+    made.user_collator = collator
+    assert [(r.prompt_ids, r.completions, r.sequence_columns) for r in made.rows(examples)] == [
+        (r.prompt_ids, r.completions, r.sequence_columns) for r in plain
+    ]
+
+    def other(examples):
+        batch = collator(examples)
+        batch["input_ids"] = batch["input_ids"] + 1
+        return batch
+
+    made.user_collator = other
+    assert [[token + 1 for token in r.completions[0]] for r in plain] == [r.completions[0] for r in made.rows(examples)]
+
+
+def test_a_collator_of_answers_must_keep_their_number_and_their_prompt(tokenizer, tmp_path):
+    collator = pt.DataCollatorForPreference(tokenizer.pad_token_id)
+
+    def other_prompts(examples):
+        batch = collator(examples)
+        batch["input_ids"][-1, 0] += 1
+        return batch
+
+    made = every("dpo", tmp_path, tokenizer)
+    examples = [made.train_dataset[i] for i in range(2)]
+    for wrong in (lambda examples: collator(examples[:1]), other_prompts):
+        made.user_collator = wrong
+        with pytest.raises(pt.DataError, match="data_collator gave"):
+            made.rows(examples)
+
+
+def test_a_collator_is_given_to_the_constructor_and_trained_with(tokenizer, tmp_path):
+    collator = pt.DataCollatorForPreference(tokenizer.pad_token_id)
+    args = pt.DPOConfig(str(tmp_path), use_cpu=True, **SHORT)
+    keys = {"train_dataset": data("dpo", 8), "processing_class": tokenizer}
+    losses = []
+    for given in (None, collator):
+        trainer = pt.DPOTrainer(build_model(len(tokenizer)), args=args, data_collator=given, **keys)
+        trainer.train()
+        losses.append(next(row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -7,8 +7,10 @@ import torch
 
 from posttrain.checks.machine import check_dense_masks, check_devices, check_precision, smallest_update
 from posttrain.checks.registry import Context
+from posttrain.models import parallel
 from posttrain.training.checkpoint import check_special_tokens
 from posttrain.training.checks import (
+    Checks,
     check_first_gradients,
     check_padding,
     check_reward_models,
@@ -150,3 +152,33 @@ def test_the_policy_its_reference_and_reward_models_are_all_looked_at(tiny_token
     assert (found.code, found.where) == ("PT-K005", "the reward model judge")
     sound = Context("dpo", None, model=build_model(size), tokenizer=tiny_tokenizer)
     assert list(check_tokens(sound, ids)) == []
+
+
+def test_a_scaler_that_still_looks_for_its_scale_ends_no_run(tmp_path):
+    """The first steps of float16 overflow; the scaler skips them and halves its scale."""
+    model = torch.nn.Linear(2, 1)
+    model.weight.grad = torch.full_like(model.weight, torch.inf)
+    checks = Checks(
+        types.SimpleNamespace(output_dir=str(tmp_path), preflight="error", silence_findings={}), trainer="sft"
+    )
+    checks._trained = (5,)
+    assert checks.gradient(torch.tensor(torch.inf), model, scaled=True, sharded=False, step=1)
+    model.weight.grad = torch.full_like(model.weight, 1.0)
+    assert checks.gradient(torch.tensor(1.0), model, scaled=True, sharded=False, step=2)
+    assert checks._first_gradients_checked
+
+
+@pytest.mark.parametrize("asked", [1, 2])
+def test_a_launch_on_a_cpu_that_starts_one_process_of_two_is_told(asked, monkeypatch):
+    """By what accelerate itself exports: its launcher for a CPU runs the script once."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    given = launch_command_parser().parse_args(["--cpu", "--num_processes", str(asked), "train.py"])
+    command, environment = prepare_simple_launcher_cmd_env(_validate_launch_command(given)[0])
+    assert command[1:] == ["train.py"]
+    assert codes(parallel.check_launch(environment, 1)) == (["PT-C004"] if asked > 1 else [])
+    assert parallel.check_launch(environment | {"WORLD_SIZE": "2"}, 1) is None
+    assert parallel.check_launch(environment, 2) is None

@@ -102,3 +102,30 @@ def test_launched_processes_hand_their_exit_code_on(folder):
     )
     assert done.returncode == 78, done.stderr[-2000:]
     assert "PT-D030: 1 of 13 rows" in done.stderr
+
+
+def test_what_trl_would_do_otherwise_is_said_once_with_what_restores_it(folder, capsys):
+    write("judged.jsonl", [{"prompt": f"{i}?", "completion": str(i), "label": bool(i % 2)} for i in range(8)])
+    _, found = checked(capsys, "kto", "--config", "sft.yaml", "--dataset_name", "judged.jsonl")
+    (stage,) = [stage for stage in found["stages"] if stage["name"] == "from TRL"]
+    assert 'train_sampling_strategy="sequential"' in stage["said"] and not stage["error"]
+    _, found = checked(
+        capsys,
+        "kto",
+        "--config",
+        "sft.yaml",
+        "--dataset_name",
+        "judged.jsonl",
+        "--train_sampling_strategy",
+        "sequential",
+    )
+    assert not [stage for stage in found["stages"] if stage["name"] == "from TRL"]
+
+
+def test_the_defaults_that_differ_on_purpose_are_those_of_the_configs(tmp_path):
+    import posttrain
+    from posttrain.cli.check import DIFFERENT
+
+    for (kind, field), (theirs, _, _) in DIFFERENT.items():
+        config = getattr(posttrain, f"{kind}Config")(str(tmp_path), use_cpu=True)
+        assert getattr(config, field) != theirs, (kind, field)

@@ -458,7 +458,7 @@ def test_a_subclass_may_extend_a_batch():
 def test_positional_arguments_keep_their_places():
     assert DataCollatorForPreference(1, 2, "keep_end", 4).pad_to_multiple_of == 4
     assert DataCollatorForUnpairedPreference(1, 2, 4).pad_to_multiple_of == 4
-    assert DataCollatorForLanguageModeling(1, True, 4).pad_to_multiple_of == 4
+    assert DataCollatorForLanguageModeling(1, True, False, 4).pad_to_multiple_of == 4
     assert DataCollatorForReward(1, 4).pad_to_multiple_of == 4
 
 

@@ -1,0 +1,184 @@
+"""Every method on several processes against one process: ``python -m tests.matrix --page docs/verified.md``.
+
+Each cell trains three optimiser steps of a tiny model, evaluates and saves, and compares losses, gradient norms, the
+evaluation loss and the saved weights with those of one process that accumulates as many rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import leave, part, run_ranks
+
+STEPS, TOLERANCE = 3, 1e-5
+KINDS = ("sft", "reward", "dpo", "kto", "grpo", "grpo native", "ppo", "gkd")
+FSDP2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
+# Way: processes, arguments of the config.
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "DDP": (2, {}),
+    "FSDP2": (2, {"fsdp": True, "fsdp_config": FSDP2}),
+    "ZeRO-2": (2, {"zero": 2}),
+    "ZeRO-3": (2, {"zero": 3}),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lora": {"lora": True},
+    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """A DeepSpeed config that leaves everything else to the trainer."""
+    return {
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def trainer_of(kind: str, folder: Path, tokenizer: Any, **settings: Any) -> Any:
+    """A trainer on uneven rows; the last evaluation batch leaves a rank without rows."""
+    from tests.algorithms.every_trainer import data, every
+
+    lora = settings.pop("lora", False)
+    common = {"optim": "sgd", "learning_rate": 0.1, "use_cpu": True, "max_steps": STEPS, "shuffle_dataset": False}
+    common |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_grad_norm": 1.0} | settings
+    if kind == "gkd":
+        from posttrain import GKDConfig, GKDTrainer
+        from tests.algorithms.test_distillation import answers, make
+
+        own = {"cls": GKDTrainer, "config": GKDConfig, "lmbda": 0.0, "max_new_tokens": 8}
+        return make(folder, tokenizer, data=answers(24), eval_dataset=answers(5), **adapter(lora), **own, **common)
+    name = kind.split()[0]
+    if name in ("reward", "dpo", "kto", "ppo"):
+        common.pop("shuffle_dataset")
+    keys = {"train": data(name, 24), "eval_dataset": data(name, 5)}
+    if name == "grpo":
+        return grpo_of(kind, folder, tokenizer, common | adapter(lora))
+    return every(name, folder, tokenizer, **keys, **adapter(lora), **common)
+
+
+def adapter(lora: bool) -> dict[str, Any]:
+    """LoRA on two projections."""
+    from peft import LoraConfig
+
+    return {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if lora else {}
+
+
+def grpo_of(kind: str, folder: Path, tokenizer: Any, settings: dict[str, Any]) -> Any:
+    """GRPO on scripted completions, or on those of the native engine."""
+    from tests.algorithms.helpers import grpo, prompts
+
+    own = {"num_generations": 2, "beta": 0.05, "max_completion_length": 8, "scale_rewards": "group"}
+    engine = {"engine": "native"} if kind == "grpo native" else {}
+    return grpo(folder, tokenizer, data=prompts(24), eval_dataset=prompts(3), **engine, **(own | settings))
+
+
+def work(way: str, folder: Path, cells: list[str]) -> None:
+    """What each process runs; the first one leaves what every cell found, as soon as it is known."""
+    from tests.conftest import build_tokenizer
+
+    processes, given = WAYS[way]
+    if "zero" in given:
+        given = {"deepspeed": zero(given["zero"])}
+    found = {}
+    for cell in cells:
+        kind, variant = cell.split("/")
+        tokenizer = build_tokenizer()
+        tokenizer.pad_token = "<|endoftext|>"
+        settings = {**VARIANTS[variant], **given, "gradient_accumulation_steps": max(2, 4 // processes)}
+        trainer = trainer_of(kind, folder / cell, tokenizer, **settings)
+        trainer.train()
+        evaluated = trainer.evaluate()
+        trainer.save_model(str(folder / cell / "saved"))
+        history = [row for row in trainer.state.log_history if "grad_norm" in row]
+        found[cell] = {
+            "loss": [row["loss"] for row in history],
+            "norm": [float(row["grad_norm"]) for row in history],
+            "eval": evaluated.get("eval_loss", evaluated.get("eval_reward")),
+        }
+        if trainer.accelerator.is_main_process:
+            leave(found)
+        del trainer
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    """Tensors of a saved folder."""
+    from safetensors.torch import load_file
+
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def far(one: dict[str, Any], other: dict[str, Any], one_folder: Path, other_folder: Path) -> dict[str, float]:
+    """The largest difference of each figure, absolute below 1 and relative above."""
+    a, b = saved(one_folder), saved(other_folder)
+    assert a.keys() == b.keys() and a, sorted(a.keys() ^ b.keys())[:4]
+    apart = {"weights": max(float((a[k].float() - b[k].float()).abs().max()) for k in a)}
+    for name in ("loss", "norm", "eval"):
+        pairs = zip(*(x[name] if isinstance(x[name], list) else [x[name]] for x in (one, other)), strict=True)
+        apart[name] = max(abs(p - q) / max(1.0, abs(p)) for p, q in pairs)
+    return apart
+
+
+def run(way: str, cells: list[str], folder: Path, python: str | None = None) -> dict[str, Any]:
+    """Found of each cell: figures, or the end of what was said when it failed; later cells then run in a new launch."""
+    found: dict[str, Any] = {}
+    while rest := [cell for cell in cells if cell not in found]:
+        (folder / "result.json").unlink(missing_ok=True)
+        failure = "it ended without a result"
+        try:
+            arguments = ("--worker", way, folder, ",".join(rest))
+            run_ranks("tests.matrix", *arguments, processes=WAYS[way][0], folder=folder, timeout=420, python=python)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            failure = str(error)
+        if (folder / "result.json").exists():
+            found |= json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        if left := [cell for cell in rest if cell not in found]:
+            found[left[0]] = failure
+    return found
+
+
+def main() -> None:
+    """Be a worker, or run cells and print how far they are from one process."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--worker", nargs=3, metavar=("WAY", "FOLDER", "CELLS"))
+    parser.add_argument("--ways", default="DDP,FSDP2")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--keep", type=Path, help="folder to keep results in; None takes a temporary one")
+    parser.add_argument("--python", help="interpreter of the ways with DeepSpeed")
+    args = parser.parse_args()
+    if args.worker:
+        way, folder, cells = args.worker
+        work(way, Path(folder), cells.split(","))
+        part()
+        return
+    cells = [f"{kind}/{variant}" for variant in args.variants.split(",") for kind in args.kinds.split(",")]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep or Path(temporary)
+        one = run("one", cells, folder / "one")
+        for way in args.ways.split(","):
+            other = run(way, cells, folder / way, args.python if "zero" in WAYS[way][1] else None)
+            for cell in cells:
+                print(way, cell, compared(one[cell], other[cell], folder, way, cell), flush=True)
+
+
+def compared(one: Any, other: Any, folder: Path, way: str, cell: str) -> Any:
+    """Differences of a cell, or what failed."""
+    for found in (one, other):
+        if isinstance(found, str):
+            return "FAILED: " + found[-1200:]
+    return far(one, other, folder / "one" / cell / "saved", folder / way / cell / "saved")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
