@@ -254,3 +254,37 @@ def test_the_table_of_completions_names_the_tokens_on_which_the_two_differ_most(
     log = trainer.state.log_history[0]
     assert len(named) == 5 and worst == pytest.approx(log["distill/divergence_max"], abs=0.01)
     assert not {"key", "advantage"} & rows[0].keys()
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Numbers of the largest tensor that any operation made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for one in out if isinstance(out, tuple | list) else (out,):
+            self.most = max(self.most, one.numel() if isinstance(one, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("support", ["full", "student_topk"])
+def test_the_loss_never_holds_more_than_a_chunk_of_logits_however_many_tokens(support):
+    from posttrain.algorithms.distillation.config import Axes
+    from posttrain.algorithms.distillation.objective import Comparison, HiddenTeacher
+    from posttrain.models.heads import LogitRule, TokenHead
+
+    size, chunk, width, tokens = 256, 256, 8, 8192
+    made = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(width, size, bias=False)
+    hidden, teacher = (torch.randn(tokens, width, generator=made) for _ in range(2))
+    hidden.requires_grad_()
+    compare = Comparison(
+        Axes(support, beta=0.5, top_k=4), HiddenTeacher(teacher, layer.weight.detach()), columns=None, policy_temperature=1.0
+    )  # fmt: skip
+    places = torch.zeros(tokens, dtype=torch.long)
+    head = TokenHead(places, places, torch.randint(size, (tokens,), generator=made), chunk_size=chunk)
+    with Largest() as seen:
+        compare(hidden, layer, LogitRule(), head)["divergence"].sum().backward()
+    # Of a top-k both log-probs and positions are as large as a chunk; the hidden states are larger than that here.
+    assert seen.most <= max(2 * chunk * size, tokens * width) < tokens * size / 10
