@@ -81,6 +81,7 @@ parity: $(VENV)/.dev  ## compare losses with the peer's on the same tensors
 	$(BIN)/python benchmarks/parity_grpo.py
 	$(BIN)/python benchmarks/parity_online.py
 	$(BIN)/python benchmarks/parity_preference.py
+	$(BIN)/python benchmarks/parity_distillation.py
 
 clean:
 	rm -rf $(VENV) site build dist

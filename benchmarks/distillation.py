@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import sys
 from typing import Any
 
 import harness
@@ -72,12 +73,35 @@ def run(side: str, model: str, steps: int, *, on_policy: bool) -> dict[str, Any]
     return harness.timed(trainer)
 
 
+def loss_memory(tokens: int) -> dict[str, float]:
+    """Memory (GB) that forward and backward of the loss add, at a vocabulary of 49,152 and hidden states of 576."""
+    import torch
+
+    from posttrain.algorithms.distillation.config import Axes
+    from posttrain.algorithms.distillation.objective import Comparison, HiddenTeacher
+    from posttrain.models.heads import LogitRule, TokenHead
+
+    layer = torch.nn.Linear(576, 49_152, bias=False)
+    hidden, teacher = torch.randn(tokens, 576, requires_grad=True), torch.randn(tokens, 576)
+    view = HiddenTeacher(teacher, torch.randn(49_152, 576))
+    compare = Comparison(Axes(beta=0.5), view, columns=None, policy_temperature=1.0)
+    places = torch.zeros(tokens, dtype=torch.long)
+    before = harness.peak_memory()
+    head = TokenHead(places, places, places)
+    compare(hidden, layer, LogitRule(), head)["divergence"].sum().backward()
+    return {"tokens": tokens, "added_gb": round(harness.peak_memory() - before, 3)}
+
+
 def main() -> None:
-    """Both figures."""
+    """Both figures, and the memory of the loss by tokens."""
     options = harness.parser(__doc__)
+    options.add_argument("--loss_tokens", type=int, help="(child) the loss alone, of so many tokens")
     options.add_argument("--steps", type=int, default=3, help="optimiser steps of a run; the first is not timed")
     options.add_argument("--on_policy", action="store_true", help="sample; losses are then of different tokens")
     args = options.parse_args()
+    if args.loss_tokens:
+        print(json.dumps(loss_memory(args.loss_tokens)))
+        return
     if args.side:
         print(json.dumps(run(args.side, args.model, args.steps, on_policy=args.on_policy)))
         return
@@ -85,7 +109,9 @@ def main() -> None:
     off = harness.compare("GKD", harness.alternate(__file__, args.pairs, *common))
     sampled = harness.alternate(__file__, args.pairs, *common, "--on_policy")
     on = harness.compare("GKD, on policy", sampled, same_work=False)
-    harness.save("distillation", {"off_policy": off, "on_policy": on})
+    memory = [harness.child(sys.executable, __file__, "--loss_tokens", str(n)) for n in (1024, 2048, 4096, 8192)]
+    print(f"memory of the loss: {memory}")
+    harness.save("distillation", {"off_policy": off, "on_policy": on, "loss_memory": memory})
 
 
 if __name__ == "__main__":

@@ -336,7 +336,7 @@ def plan(
         model_config: Configuration of the policy.
         lengths: Of the longest prompt and completion; None: what the config allows.
         peft_config: Of an adapter that is trained.
-        parts: Configurations of other models, by ``reward_model`` and ``value_model``.
+        parts: Configurations of other models, by ``reward_model``, ``value_model`` and ``teacher``.
         device: ``cpu`` or ``cuda``.
         process: Bytes of the interpreter and its libraries.
         processes: Ranks.
@@ -359,6 +359,7 @@ def plan(
     frozen = [replace(policy, role="reference", trained=False, peft_config=None)] if reference == "copy" else []
     if parts.get("reward_model") is not None:
         frozen.append(Part("reward model", parts["reward_model"], "sequence", dtype, trained=False))
+    teachers = trainer.teachers_in_memory(args, policy, parts) if hasattr(trainer, "teachers_in_memory") else []
     critic = parts.get("value_model")
     smoothing = {"logits"} if getattr(args, "label_smoothing_factor", 0) else set()
     return Workload(
@@ -367,8 +368,8 @@ def plan(
         passes=max(1, round(len(batches) * _accumulation(args) * args.per_device_train_batch_size / size)),
         critic=None if critic is None else Part("value model", critic, "sequence", dtype),
         value_head="values" in trainer.needs and critic is None,
-        frozen=tuple(frozen),
-        reference=reference,
+        frozen=(*frozen, *teachers),
+        reference=reference or ("copy" if teachers else ""),
         needs=trainer.needs | {"entropy"} | smoothing,
         checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
         kept_layers=args.kept_layers,

@@ -174,8 +174,9 @@ def _config(source: str, args: Any, revision: str) -> Any:
 def _parts(script_args: Any, args: Any, notes: list[str]) -> dict[str, Any]:
     """Configs of the other models that stay in memory."""
     found = {}
-    for part in ("reward_model", "value_model"):
-        name = getattr(script_args, f"{part}_name_or_path", None)
+    names = {part: getattr(script_args, f"{part}_name_or_path", None) for part in ("reward_model", "value_model")}
+    far = getattr(args, "teacher_model_server_url", None)
+    for part, name in (names | {"teacher": None if far else getattr(args, "teacher_model_name_or_path", None)}).items():
         try:
             found |= {part: _config(name, args, "main")} if name else {}
         except (PosttrainError, OSError, ValueError) as error:

@@ -31,6 +31,7 @@ def make(
         "reward_funcs",
         "model",
     )
+    names += ("formatting_func",)
     keys = {name: settings.pop(name) for name in names if name in settings}
     model = keys.pop("model", None) or build_model(len(tokenizer))
     teacher = build_model(len(tokenizer), seed=1) if isinstance(teacher, str) and teacher == "other" else teacher
@@ -217,3 +218,73 @@ def test_under_autocast_a_teacher_of_the_same_weights_differs_by_nothing(tmp_pat
     trainer.train()
     row = trainer.state.log_history[0]
     assert abs(row["loss"]) < 1e-6 and row["grad_norm"] < 1e-4 and row["distill/agreement"] == 1
+
+
+def test_a_mixture_of_experts_adds_its_load_balancing_term(tmp_path, tiny_tokenizer):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(5)
+    config = MixtralConfig(
+        vocab_size=len(tiny_tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.3,
+        router_aux_loss_coef=0.5, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    student = MixtralForCausalLM(config).eval()
+    twin = MixtralForCausalLM(config).eval()
+    twin.load_state_dict(student.state_dict())
+    trainer = make(
+        tmp_path, tiny_tokenizer, model=student, lmbda=0.0, beta=0.5, max_steps=1, per_device_train_batch_size=8
+    )
+    rows = [(row["prompt_ids"], row["completion_ids"]) for row in trainer.train_dataset]
+    truth = dense_loss(twin, build_model(len(tiny_tokenizer), seed=1), rows, 0.5).item()
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert row["aux_loss"] > 1 and row["loss"] == pytest.approx(truth + 0.5 * row["aux_loss"], abs=2e-5)
+
+
+@pytest.mark.parametrize("settings", [{"lmbda": 0.0, "beta": 0.5}, {"lmbda": 1.0, "num_generations": 2}])
+def test_the_table_of_completions_names_the_tokens_on_which_the_two_differ_most(settings, tmp_path, tiny_tokenizer):
+    from posttrain.report.record import read_rows
+
+    trainer = make(tmp_path, tiny_tokenizer, max_steps=1, **settings)
+    trainer.train()
+    rows = read_rows(next((trainer.record.record.folder / "completions").glob("completions_*.parquet")))
+    named = [pair for row in rows for pair in row["worst_tokens"].split("  ") if pair]
+    worst = max(float(pair.rsplit(" ", 1)[1]) for pair in named)
+    log = trainer.state.log_history[0]
+    assert len(named) == 5 and worst == pytest.approx(log["distill/divergence_max"], abs=0.01)
+    assert not {"key", "advantage"} & rows[0].keys()
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Numbers of the largest tensor that any operation made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for one in out if isinstance(out, tuple | list) else (out,):
+            self.most = max(self.most, one.numel() if isinstance(one, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("support", ["full", "student_topk"])
+def test_the_loss_never_holds_more_than_a_chunk_of_logits_however_many_tokens(support):
+    from posttrain.algorithms.distillation.config import Axes
+    from posttrain.algorithms.distillation.objective import Comparison, HiddenTeacher
+    from posttrain.models.heads import LogitRule, TokenHead
+
+    size, chunk, width, tokens = 256, 256, 8, 8192
+    made = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(width, size, bias=False)
+    hidden, teacher = (torch.randn(tokens, width, generator=made) for _ in range(2))
+    hidden.requires_grad_()
+    compare = Comparison(
+        Axes(support, beta=0.5, top_k=4), HiddenTeacher(teacher, layer.weight.detach()), columns=None, policy_temperature=1.0
+    )  # fmt: skip
+    places = torch.zeros(tokens, dtype=torch.long)
+    head = TokenHead(places, places, torch.randint(size, (tokens,), generator=made), chunk_size=chunk)
+    with Largest() as seen:
+        compare(hidden, layer, LogitRule(), head)["divergence"].sum().backward()
+    # Of a top-k both log-probs and positions are as large as a chunk; the hidden states are larger than that here.
+    assert seen.most <= max(2 * chunk * size, tokens * width) < tokens * size / 10

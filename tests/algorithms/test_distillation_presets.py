@@ -1,6 +1,7 @@
 """TRL's distillation methods: each row of the table against its formula on the same rollouts."""
 
 import dataclasses
+import inspect
 
 import datasets
 import pytest
@@ -244,6 +245,16 @@ def test_sparse_supports_with_a_tail_tend_to_the_whole(support, tmp_path, tiny_t
         ("Distillation", {"use_liger_kernel": True}, ConfigError),
         ("Distillation", {"teacher_scores": "x.arrow"}, ConfigError),
         ("Distillation", {"seq_kd": True}, ConfigError),
+        ("Distillation", {"lmbda": -0.1}, ConfigError),
+        ("GOLD", {"uld_student_temperature": 0.0}, ConfigError),
+        ("GOLD", {"uld_hybrid_matched_weight": 0.5}, ConfigError),
+        ("GOLD", {"uld_crossentropy_weight": -1.0}, ConfigError),
+        ("GOLD", {"use_uld_loss": True, "loss_top_k": 4}, ConfigError),
+        ("GKD", {"packing": True}, ConfigError),
+        ("GKD", {"assistant_only_loss": True}, ConfigError),
+        ("GOLD", {"callbacks": ["x"]}, ConfigError),
+        ("MiniLLM", {"gamma": 1.5}, ConfigError),
+        ("MiniLLM", {"rkl_advantage": False, "single_step_decomposition": False}, ConfigError),
         ("Distillation", {"teacher_model_kind": "ema", "teacher_model_name_or_path": "x"}, ConfigError),
     ],
 )
@@ -265,6 +276,11 @@ def test_rows_and_teachers_that_mean_nothing_are_refused_before_training(tmp_pat
     student = build_model(len(tiny_tokenizer))
     with pytest.raises(ConfigError, match="student"):
         make(tmp_path, tiny_tokenizer, model=student, teacher=student)
+    with pytest.raises(ConfigError, match="formatting_func"):
+        make(tmp_path, tiny_tokenizer, cls=pt.GKDTrainer, config=pt.GKDConfig, formatting_func=str)
+    nothing = datasets.Dataset.from_list([{"prompt": "a ", "completion": [{"role": "assistant", "content": ""}]}] * 4)
+    with pytest.raises(DataError, match="row 0"):
+        make(tmp_path, tiny_tokenizer, lmbda=0.0, data=nothing)
     with pytest.raises(ConfigError, match="teacher"):
         make(tmp_path, tiny_tokenizer, teacher=None)
 
@@ -337,3 +353,14 @@ def test_a_resumed_run_goes_on_with_the_average_it_had(tmp_path, tiny_tokenizer)
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     for mine, theirs in zip(adapters(whole), adapters(again), strict=True):
         assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in mine)
+
+
+def test_constructors_take_the_peers_positions(tmp_path, tiny_tokenizer):
+    student, teacher = build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer), seed=1)
+    args = pt.GKDConfig(str(tmp_path), bf16=False, use_cpu=True, lmbda=0.0, report_to="none", optim="sgd")
+    trainer = pt.GKDTrainer(student, teacher, args, None, answers(), None, tiny_tokenizer)
+    assert trainer.teacher_model is teacher and trainer.processing_class is tiny_tokenizer
+    names = list(inspect.signature(pt.SDPOTrainer.__init__).parameters)
+    assert names[:6] == ["self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset"]
+    with pytest.raises(TypeError, match="by position"):
+        pt.SDFTTrainer(*[None] * 9)

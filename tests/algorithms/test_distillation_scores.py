@@ -44,18 +44,45 @@ def test_few_ids_say_what_mass_they_hold(tmp_path, tiny_tokenizer):
     assert 0 < trainer.state.log_history[0]["distill/support_mass"] < 1
 
 
-def test_a_file_of_other_rows_another_template_or_tokenizer_is_refused_by_name(tmp_path, tiny_tokenizer):
+def test_evaluation_reads_a_file_of_its_own(tmp_path, tiny_tokenizer):
+    size, held_out = len(tiny_tokenizer), answers(5)
+    paths = {"teacher_scores": scored(tmp_path / "train.arrow", tiny_tokenizer, top_k=size - 1)}
+    own = scored(tmp_path / "eval.arrow", tiny_tokenizer, data=held_out, top_k=size - 1)
+    trainer = from_file(
+        tmp_path, tiny_tokenizer, paths["teacher_scores"], beta=0.5, eval_dataset=held_out, eval_teacher_scores=own,
+        per_device_eval_batch_size=2,
+    )  # fmt: skip
+    rows = [(row["prompt_ids"], row["completion_ids"]) for row in trainer.eval_dataset]
+    truth = dense_loss(build_model(size), build_model(size, seed=1), rows, 0.5).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(truth, abs=2e-4)
+    trainer.train()
+    with pytest.raises(DataError, match="another dataset"):
+        trainer.evaluate(answers(3))
+
+
+def test_evaluation_without_scores_is_refused_before_training(tmp_path, tiny_tokenizer):
+    path = scored(tmp_path / "s.arrow", tiny_tokenizer)
+    with pytest.raises(ConfigError, match="eval_teacher_scores"):
+        from_file(tmp_path, tiny_tokenizer, path, eval_dataset=answers(5))
+    with pytest.raises(DataError, match="another dataset"):
+        from_file(tmp_path, tiny_tokenizer, path, eval_dataset=answers(5), eval_teacher_scores=path)
+    with pytest.raises(ConfigError, match="eval_teacher_scores"):
+        pt.GKDConfig(str(tmp_path), bf16=False, use_cpu=True, eval_teacher_scores=path)
+
+
+def test_a_file_of_other_rows_another_template_or_tokenizer_is_refused_by_name_and_hash(tmp_path, tiny_tokenizer):
     path = scored(tmp_path / "scores.arrow", tiny_tokenizer)
-    with pytest.raises(DataError, match="dataset"):
+    facts = ScoreFile(path).facts
+    with pytest.raises(DataError, match=f"dataset.*{facts['dataset'][:12]}"):
         from_file(tmp_path, tiny_tokenizer, path, data=answers(6), per_device_train_batch_size=2)
     with pytest.raises(DataError, match="dataset"):
         from_file(tmp_path, tiny_tokenizer, path, max_prompt_length=2)
     tiny_tokenizer.chat_template += " "
-    with pytest.raises(DataError, match="template"):
+    with pytest.raises(DataError, match=f"template.*{facts['template'][:12]}"):
         from_file(tmp_path, tiny_tokenizer, path)
     tiny_tokenizer.chat_template = tiny_tokenizer.chat_template[:-1]
     tiny_tokenizer.add_tokens(["<new>"])
-    with pytest.raises(DataError, match="tokenizer"):
+    with pytest.raises(DataError, match=f"tokenizer.*{facts['tokenizer'][:12]}"):
         from_file(tmp_path, tiny_tokenizer, path, model=build_model(len(tiny_tokenizer)))
     with pytest.raises(ConfigError, match="temperature"):
         from_file(tmp_path, tiny_tokenizer, path, temperature=2.0)
@@ -130,11 +157,10 @@ def test_servers_that_cannot_give_what_the_loss_needs_are_refused_at_the_start(t
         served(tmp_path, tiny_tokenizer, temperature=2.0, **url)
     with pytest.raises(ModelError):
         served(tmp_path, tiny_tokenizer, server=FakeServer(model, broken=True), **url)
-    with pytest.raises(ConfigError, match="'other'"):
-        from posttrain.algorithms.distillation.config import Axes
-        from posttrain.algorithms.distillation.teacher import ServerTeacher
-
-        ServerTeacher(FakeServer(model, model_id="other"), Axes("sampled"), expected="qwen", probe=[3, 4, 5])
+    named = url | {"teacher_model_name_or_path": "organisation/qwen"}
+    with pytest.raises(ConfigError, match=r"'other'.*'organisation/qwen'"):
+        served(tmp_path, tiny_tokenizer, server=FakeServer(model, model_id="other"), **named)
+    served(tmp_path, tiny_tokenizer, server=FakeServer(model, model_id="/models/qwen"), **named)
 
 
 def test_scores_of_completions_that_wait_are_in_the_checkpoint(tmp_path, tiny_tokenizer):

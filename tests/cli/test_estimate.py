@@ -129,3 +129,20 @@ def test_unknown_trainers_and_missing_models_are_named(capsys):
     assert "grpo" in capsys.readouterr().err
     assert main(["estimate", "sft", "--output_dir", "x"]) == 1
     assert "--model_name_or_path is missing" in capsys.readouterr().err
+
+
+def test_a_teacher_is_counted_where_it_is_in_memory(config, tiny_model_dir, capsys):
+    def components(command, **settings):
+        _, found = said(
+            capsys, command, "--config", config(dataset_name="x.jsonl", max_completion_length=32, **settings)
+        )
+        return found["components"]
+
+    own = {"teacher_model_init_kwargs": {"dtype": "float32"}}
+    named = components("gkd", teacher_model_name_or_path=tiny_model_dir, **own)
+    half = {"teacher_model_init_kwargs": {"dtype": "bfloat16"}}
+    assert named["teacher"] == named["weights"]
+    assert 2 * components("gkd", teacher_model_name_or_path=tiny_model_dir, **half)["teacher"] == named["teacher"]
+    assert components("sdft")["teacher"] == named["weights"] and "teacher" not in components("sdft", use_peft=True)
+    far = {"teacher_model_server_url": "http://teacher", "loss_top_k": 1}
+    assert "teacher" not in components("distill", **far) and "teacher" not in components("ssd")

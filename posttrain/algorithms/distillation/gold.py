@@ -25,6 +25,10 @@ from posttrain.types import Batch, Row
 __all__ = ["GOLDConfig", "GOLDTrainer", "byte_groups"]
 
 
+WEIGHTS = ("uld_crossentropy_weight", "uld_distillation_weight")
+TEMPERATURES = ("uld_student_temperature", "uld_teacher_temperature")
+
+
 def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
     """Shortest runs of tokens of both sides that spell the same bytes; what follows the last common end is left out.
 
@@ -96,8 +100,8 @@ class GOLDConfig(GKDConfig):
                 both,
                 f"and uld_hybrid_unmatched_weight={unmatched}: set both or neither, at least 0",
             ),
-            ("uld_crossentropy_weight", self.uld_crossentropy_weight >= 0, "must be at least 0"),
-            ("uld_distillation_weight", self.uld_distillation_weight >= 0, "must be at least 0"),
+            *((name, getattr(self, name) >= 0, "must be at least 0") for name in WEIGHTS),
+            *((name, getattr(self, name) > 0, "must be above 0: logits are divided by it") for name in TEMPERATURES),
             ("use_uld_loss", not (self.use_uld_loss and far), text + "tokenizer. Fix: a teacher model in this process"),
         ]
 

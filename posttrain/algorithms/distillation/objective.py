@@ -283,6 +283,7 @@ def _agreement(found: dict[str, Tensor]) -> dict[str, Metric]:
     gap = found["gap"]
     return {
         "distill/divergence": mean(found["divergence"]),
+        "distill/divergence_max": maximum(found["divergence"]),
         "distill/k1": mean(gap),
         "distill/k3": mean((-gap).clamp_max(MAX_LOG_RATIO).exp() - 1 + gap),
         "distill/k1_max": maximum(gap),

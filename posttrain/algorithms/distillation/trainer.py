@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -40,6 +40,7 @@ from posttrain.losses.reduce import spread
 from posttrain.metrics import mean
 from posttrain.models import load
 from posttrain.models.forward import causal_lm, forward, install_token_head
+from posttrain.models.memory_estimate import Part
 from posttrain.models.reference import Reference
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
@@ -52,6 +53,7 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Ro
 
 __all__ = ["DistillationTrainer", "positional"]
 
+WORST = 5  # Tokens of a pass that are named in the table of completions.
 DATA = ("train_dataset", "eval_dataset", "processing_class")
 
 
@@ -159,6 +161,18 @@ class DistillationTrainer(OnlineTrainer):
             self.args.balance_ranks = False  # What is known of a completion stays on its rank.
 
     # Teachers ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def teachers_in_memory(args: Any, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
+        """For estimates: the teacher model, or the copy of the student that stays its teacher."""
+        if args.teacher_model_kind in ("base", "ema") and policy.peft_config is None:
+            return [replace(policy, role="teacher", trained=False)]
+        if (config := configs.get("teacher")) is None:
+            return []
+        dtype = dict(args.teacher_model_init_kwargs or {}).get("dtype", "auto")
+        known = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
+        known = known if isinstance(known, torch.dtype) else getattr(torch, str(known).removeprefix("torch."))
+        return [Part("teacher", config, "causal", known, trained=False)]
 
     def _make_teacher(self, given: Any, tokenizer: Any, server: Any) -> None:
         args = self.args
@@ -376,16 +390,32 @@ class DistillationTrainer(OnlineTrainer):
 
     def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
         """Number the completions, from 1 in training and from -1 in evaluation, and keep the `facts` of each."""
-        if not self.keeps_completions:
-            return
         sign = 1 if mode == "train" else -1
+        keys = [sign * (i + 1) for i in range(len(generation.rollouts))]
         if self.score_files:
             keys = [sign * (int(example["score_row"]) + 1) for example in generation.examples]
-        else:
-            facts = self.facts(generation, table, mode)
-            keys = [sign * (i + 1) for i in range(len(facts))]
-            self.kept[mode] = dict(zip(keys, facts, strict=True))
+        elif self.keeps_completions:
+            self.kept[mode] = dict(zip(keys, self.facts(generation, table, mode), strict=True))
         generation.columns["key"] = [float(key) for key in keys]
+
+    def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
+        """As the parent's, with a column for `_name_worst`."""
+        rows = super().completion_rows(generation, table)
+        self._row_of = dict(zip(generation.columns.get("key", []), rows, strict=False))
+        for row in rows:
+            row["worst_tokens"] = ""
+            row.pop("key", None)
+            if not self.can_dry_run:
+                del row["advantage"]
+        return rows
+
+    def _name_worst(self, found: dict[str, Tensor], batch: Batch) -> None:
+        """Write the tokens of a pass on which student and teacher differ most, in nats, into the table of completions."""
+        values = (found["divergence"] if self.axes.estimator == "exact" else found["gap"].abs()).detach()
+        sequence, targets = batch.sequence[batch.loss_mask].tolist(), batch.input_ids[batch.loss_mask].tolist()
+        for i in values.topk(min(WORST, len(values))).indices.tolist():
+            row = self._row_of.get(float(batch.columns["key"][sequence[i]]), {"worst_tokens": ""})
+            row["worst_tokens"] += f"{self.processing_class.decode([targets[i]])!r} {float(values[i]):.2f}  "
 
     def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
         """What the teacher needs to know of each completion, as JSON: a server's scores, a prompt of its own."""
@@ -444,6 +474,13 @@ class DistillationTrainer(OnlineTrainer):
         options: dict[str, Any] = {"compare": self.comparison(batch), "chunk_size": self.args.logits_chunk_size}
         outputs = forward(model, batch, frozenset(needs), temperature=self.axes.student_temperature, **options)
         terms = self.objective(outputs, batch)
+        if (
+            model.training
+            and "gap" in outputs.compared
+            and "key" in batch.columns
+            and self.accelerator.num_processes == 1
+        ):
+            self._name_worst(outputs.compared, batch)
         if self.router_coefficient and outputs.aux_loss is not None:
             term = self.router_coefficient * outputs.aux_loss[None]
             terms.extra.append(LossTerms(term, torch.ones_like(term, dtype=torch.bool), "local_token"))

@@ -94,6 +94,14 @@ LAYOUT: dict[str, tuple[tuple[str, str], ...]] = {
         ("importance weights of the engine's tokens", r"sampling/importance_sampling_ratio/.*"),
         ("age of the rollouts (updates)", r"staleness/.*"),
     ),
+    "Teacher": (
+        ("divergence of student and teacher (nats a token)", r"distill/divergence"),
+        ("the tokens they disagree on most (nats)", r"distill/divergence_max|distill/k1_max"),
+        ("same likeliest token (share)", r"distill/agreement"),
+        ("KL to the teacher, estimated from tokens (nats)", r"distill/k[13]"),
+        ("mass of the teacher that the loss sees (share)", r"distill/support_mass"),
+        ("loss by whose tokens", r"(on|off)_policy_loss"),
+    ),
     "Lengths": (
         ("length of completions (tokens)", r"completions/(mean|min|max)_length"),
         ("length of ended completions (tokens)", r"completions/(mean|min|max)_terminated_length"),
