@@ -21,7 +21,7 @@ from posttrain.models.reference import Reference, tell_own_checkpoint
 from posttrain.rewards.judges import BaseJudge, JudgeReward
 from posttrain.rewards.model import WholeTextReward
 from posttrain.rewards.runner import PairRewards, RewardTable
-from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.batch import RolloutBatch, sampler_gap
 from posttrain.training.construct import takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
@@ -382,13 +382,13 @@ class OnlinePreferenceTrainer(OnlineTrainer):
         keep = set(trained)
         columns = [next(found) if i in keep else [0.0] * len(r.token_ids) for i, r in enumerate(generation.rollouts)]
         generation.token_columns["ref_logp"] = columns
-        if not self.engine_has_logprobs:
+        if not self.engine.capabilities.has_logprobs:
             return
         # The loss has no use for the sampler's temperature, so one completion a rollout batch has a pass of its own.
         first = range(len(generation.rollouts[:1]))
         with self.inference() as policy:
             own = self.logps(policy, generation.rows(first, skip_truncated=False), self.args.temperature)
-        self.log_engine_gap(generation.rollouts[:1], own, mode)
+        self.log_metrics_now(sampler_gap(generation.rollouts[:1], own), mode)
 
     def trained(self, generation: RolloutBatch, mode: str) -> list[int]:
         """Completions the loss is of."""

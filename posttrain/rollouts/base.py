@@ -241,7 +241,9 @@ def refuse_pictures(model: nn.Module, engine: str) -> None:
         ConfigError: `posttrain.models.vision.install_pictures` prepared it.
     """
     if picture_encoder(model) is not None:
-        raise ConfigError(f"{engine} samples from text alone here, and the rows have images. Fix: rollout_engine='auto'")
+        raise ConfigError(
+            f"{engine} samples from text alone here, and the rows have images. Fix: rollout_engine='auto'"
+        )
 
 
 def check_followed(

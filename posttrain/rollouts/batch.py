@@ -145,7 +145,9 @@ class RolloutBatch:
             rollout = self.rollouts[i]
             if before != _prompt(rollout):
                 before = _prompt(rollout)
-                rows.append(Row(list(rollout.prompt_ids), [], [], pictures=[list(p)] if (p := rollout.pictures) else []))
+                rows.append(
+                    Row(list(rollout.prompt_ids), [], [], pictures=[list(p)] if (p := rollout.pictures) else [])
+                )
             row = rows[-1]
             row.pictures += [[]] if row.pictures else []
             row.completions.append(list(rollout.token_ids))

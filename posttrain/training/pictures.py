@@ -18,7 +18,14 @@ from transformers.utils.hub import cached_file
 from posttrain.data.chat import RENDERED, template_arguments
 from posttrain.data.formats import is_messages, strip_none
 from posttrain.data.picture_rows import PictureOptions, place_pictures
-from posttrain.data.pictures import STREAMED, conversation_pictures, pictures_of, read_picture, shows_pictures
+from posttrain.data.pictures import (
+    STREAMED,
+    conversation_pictures,
+    pictures_of,
+    read_picture,
+    shows_pictures,
+    undecoded,
+)
 from posttrain.data.processors import PictureProcessor, load_processor
 from posttrain.errors import ConfigError, DataError
 from posttrain.metrics import Metric, mean
@@ -177,6 +184,8 @@ class Vision:
 
         Equal neighbours share their images.
         """
+        if not self.images:
+            return list(examples)
         made: list[dict[str, Any]] = []
         before: Mapping[str, Any] = {}
         for example in examples:
@@ -187,56 +196,74 @@ class Vision:
         return made
 
     def prompt_rows(self, examples: Sequence[Mapping[str, Any]]) -> list[Row]:
-        """Rows of prompts alone, with their pictures."""
+        """Rows of prompts alone, with their pictures; none where rows are text."""
+        if not self.images:
+            return []
         return [Row(list(ids), [], [], pictures=[list(ids.pictures)]) for ids in self.prompts(examples)]
 
-    def check_prompts(self, dataset: Any, name: str) -> None:
-        """Refuse prompts whose text stands for an image, or that have other places than images; no picture is read.
+    def checked_prompts(self, dataset: Any, name: str) -> Any:
+        """A dataset (or several by name, or None) whose images wait undecoded; no picture is read.
 
         Raises:
-            DataError: By row.
+            DataError: By row: text that stands for an image, or other places than images.
         """
+        if not self.images or dataset is None:
+            return dataset
+        if isinstance(dataset, dict):
+            return {key: self.checked_prompts(one, f"{name}[{key!r}]") for key, one in dataset.items()}
         assert self.reader is not None
-        rows = dataset if hasattr(dataset, "__len__") else islice(dataset, STREAMED)
-        for index, row in enumerate(rows):
+        dataset = undecoded(dataset)
+        for index, row in enumerate(dataset if hasattr(dataset, "__len__") else islice(dataset, STREAMED)):
             try:
                 self.reader.refuse_controls(_conversation(strip_none(dict(row)))[0])
             except DataError as error:
                 raise DataError(f"{name} row {index}: {error}") from error
+        return dataset
 
-    def sampling(self, settings: Sampling, vocabulary: int) -> Sampling:
+    def check_engine(self, engine: Any) -> Any:
+        """The engine, where it takes what the rows have.
+
+        Raises:
+            ConfigError: The rows have images, and it samples from text alone.
+        """
+        if self.images and not engine.capabilities.pictures:
+            raise ConfigError(
+                f"the rows have images, and the engine {engine.name!r} samples from text alone. Fix: rollout_engine='auto', "
+                "which chooses an engine that takes images."
+            )
+        return engine
+
+    def sampling(self, settings: Sampling, model: Any) -> Sampling:
         """Sampling settings under which no placeholder and no marker of an image is drawn."""
         if self.reader is None:
             return settings
+        vocabulary = model.config.get_text_config().vocab_size
         ids = sorted({*self.reader.controls.values(), self.reader.token_id})
         never = tuple((token, -math.inf) for token in ids if token < vocabulary)
         return replace(settings, logit_bias=(*settings.logit_bias, *never))
 
-    def mask_placeholders(self, rollouts: Sequence[Rollout], pad_token_id: int) -> set[int]:
-        """Completions in which an engine drew a placeholder all the same; it is overwritten with padding."""
-        odd: set[int] = set()
-        for i, rollout in enumerate(rollouts):
-            if self.reader is not None and self.reader.token_id in rollout.token_ids:
-                ids = rollout.token_ids
-                rollout.token_ids = [pad_token_id if token == self.reader.token_id else token for token in ids]
-                odd.add(i)
-        return odd
+    def look_at(self, rollouts: Sequence[Rollout], model: Any, pad_token_id: int) -> tuple[set[int], dict[str, Metric]]:
+        """Completions in which an engine drew a placeholder all the same, overwritten with padding; and what to log.
 
-    def metrics(self, rollouts: Sequence[Rollout], odd: set[int], model: Any) -> dict[str, Metric]:
-        """Images a row and their tokens; pictures encoded and reused since the last call; masked completions."""
-        encoder = picture_encoder(model)
-        counts = [[one.count for one in rollout.pictures] for rollout in rollouts]
-        found = {
+        Logged: images a row and their tokens, pictures encoded and reused since the last call, completions masked.
+        """
+        if self.reader is None:
+            return set(), {}
+        token, odd = self.reader.token_id, set()
+        for i, rollout in enumerate(rollouts):
+            if token in rollout.token_ids:
+                rollout.token_ids = [pad_token_id if one == token else one for one in rollout.token_ids]
+                odd.add(i)
+        encoder, counts = picture_encoder(model), [[one.count for one in rollout.pictures] for rollout in rollouts]
+        now = (encoder.encoded, encoder.reused)
+        before, self._counted = self._counted, now
+        return odd, {
             "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/tokens_mean": mean(sum(map(sum, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/sampled_placeholders": mean(float(len(odd))),
+            "images/encoded": mean(float(now[0] - before[0])),
+            "images/reused": mean(float(now[1] - before[1])),
         }
-        if encoder is not None:
-            now = encoder.encoded, encoder.reused
-            found["images/encoded"] = mean(float(now[0] - self._counted[0]))
-            found["images/reused"] = mean(float(now[1] - self._counted[1]))
-            self._counted = now
-        return found
 
     def prepare(self, model: Any, peft_config: Any) -> Any:
         """See `prepare_vision`."""

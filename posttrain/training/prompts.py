@@ -52,14 +52,21 @@ class PromptSource:
         args: Of the trainer.
         tokenizer: Of the policy.
         length_option: What the config calls the most tokens of a completion, for messages.
+        tokenized: Rows to prompts as the model reads them; None: by the tokenizer.
     """
 
-    def __init__(self, args: Any, tokenizer: Any, *, length_option: str = "max_completion_length") -> None:
+    def __init__(
+        self,
+        args: Any,
+        tokenizer: Any,
+        *,
+        length_option: str = "max_completion_length",
+        tokenized: Callable[[list[dict[str, Any]]], Any] | None = None,
+    ) -> None:
         self.args, self.tokenizer, self.length_option = args, tokenizer, length_option
         # Whether columns that are not prompts are left out.
         self.drops_columns = bool(args.remove_unused_columns)
-        # Rows to prompts as the model reads them.
-        self.tokenized: Callable[[list[dict[str, Any]]], list[list[int]]] = self._tokenized
+        self.tokenized = tokenized or self._tokenized
 
     # Before the model loads --------------------------------------------------------------------------------------
 
@@ -100,6 +107,9 @@ class PromptSource:
             DataError: The model may call tools, and prompts are text.
             ModelError: The chat template cannot hold tool calls.
         """
+        for name, dataset in named_sets({"train": train, "eval": evaluation} if driver.pool is None else {}):
+            if driver.calls_tools:
+                refuse_images(dataset, name)
         if driver.pool is not None:
             train, evaluation = [with_prompts(one, drops_columns=self.drops_columns) for one in (train, evaluation)]
         row: dict[str, Any] = next(iter(train), {}) if driver.calls_tools else {}

@@ -46,7 +46,9 @@ def trainer_of(kind, tmp_path, name="llava", dataset=None, reward=short, **optio
 def gaps(trainer, generation):
     """How far what the engine says of each completion is from a plain forward of that row alone."""
     rows = [
-        Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)], pictures=[list(r.pictures), []] if r.pictures else [])
+        Row(
+            r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)], pictures=[list(r.pictures), []] if r.pictures else []
+        )
         for r in generation.rollouts
     ]
     trainer.model.eval()

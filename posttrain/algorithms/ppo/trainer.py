@@ -52,7 +52,7 @@ from posttrain.models.value_head import (
     without_value,
 )
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.batch import RolloutBatch, sampler_gap
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row, Sampling
 
@@ -249,7 +249,8 @@ class PPOTrainer(OnlineTrainer):
             found = self.measure(policy, rows, frozenset({"logp", "values"}))
         with self.inference() as policy, self.reference.active(policy) as reference:
             found["ref_logp"] = self.measure(reference, rows, frozenset({"logp"}))["logp"]
-        self.log_engine_gap(generation.rollouts, found["logp"], mode)
+        if self.engine.capabilities.has_logprobs:
+            self.log_metrics_now(sampler_gap(generation.rollouts, found["logp"]), mode)
         names = {"logp": "old_logp", "values": "old_values"}
         generation.token_columns |= {names.get(name, name): column for name, column in found.items()}
 
