@@ -305,8 +305,8 @@ class OnlineTrainer(PostTrainer):
 
     def _slices(self, generation: RolloutBatch, count: int) -> list[list[Row]]:
         """Whole groups in random order, cut into ``count`` slices, then exchanged with other ranks where that pays."""
-        seed, skip = self.args.seed + self.window.generations, self.args.mask_truncated_completions
-        slices = generation.slices(count, seed=seed, skip_truncated=skip)
+        skip = self.args.mask_truncated_completions
+        slices = generation.slices(count, seed=self.args.seed + self.window.generations, skip_truncated=skip)
         if self.accelerator.num_processes == 1 or not self.args.balance_ranks or self.keep_groups_together:
             return slices
         slices, metrics = balance_rows(slices, self.accelerator)
@@ -317,8 +317,10 @@ class OnlineTrainer(PostTrainer):
     def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
         """Generate, score and collate one evaluation batch."""
         generation = self.generate_and_score(inputs, "eval")
-        everything = range(len(generation.rollouts))
-        return self.collate(generation.rows(everything, skip_truncated=self.args.mask_truncated_completions))
+        score = functools.partial(self.scorer.score, state=self.state, group_size=self.eval_group, training=False)
+        self.log_metrics_now(self.vision.control(inputs, self.eval_group, self.roll_out, score), "eval")
+        whole, skip = range(len(generation.rollouts)), self.args.mask_truncated_completions
+        return self.collate(generation.rows(whole, skip_truncated=skip))
 
     def collate(self, rows: list[Row]) -> list[Batch]:
         """Rows as forward passes."""
@@ -365,8 +367,7 @@ class OnlineTrainer(PostTrainer):
 
     def spare_examples(self) -> list[dict[str, Any]]:
         """What a rank without examples of its own generates from: the first training row."""
-        if self._spare is None:
-            self._spare = next(iter(self.train_dataset))
+        self._spare = self._spare or next(iter(self.train_dataset))
         return [dict(self._spare)]
 
     def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
@@ -431,8 +432,7 @@ class OnlineTrainer(PostTrainer):
     def sampling(self, mode: str) -> Sampling:
         """Sampling settings of the next call; the seed is a function of the run's seed, the rank and the call's number."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        number = self._generation_number(mode)
-        seed = (self.args.seed * 1_000_003 + number * world + rank) % 2**63
+        seed = (self.args.seed * 1_000_003 + self._generation_number(mode) * world + rank) % 2**63
         return self.vision.sampling(configured_sampling(self.args, stop_token_ids=self.stop_ids, seed=seed), self.model)
 
     def score(self, generation: RolloutBatch, mode: str) -> RewardTable:

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -28,9 +28,11 @@ from posttrain.data.pictures import (
 )
 from posttrain.data.processors import PictureProcessor, load_processor
 from posttrain.errors import ConfigError, DataError
+from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
 from posttrain.models.vision import LANGUAGE, PictureEncoder, install_pictures, tower_parameters
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Prompt, Rollout, Row, Sampling
 
 __all__ = ["PictureConfig", "Vision", "picture_options", "prepare_vision"]
@@ -77,6 +79,10 @@ class PictureConfig:
     max_images_per_row: int | None = field(default=None, metadata={"help": "Images a row may have; None: any number."})
     image_background: Literal["white", "black"] = field(
         default="white", metadata={"help": "What shows through transparent pixels."}
+    )
+    check_image_use: bool = field(
+        default=False,
+        metadata={"help": "Online: evaluation also samples with images exchanged between rows, for PT-G017."},
     )
     image_cache_gb: float = field(
         default=1.0, metadata={"help": "Host memory for features of a frozen tower, in GB; 0 keeps none."}
@@ -264,6 +270,39 @@ class Vision:
             "images/encoded": mean(float(now[0] - before[0])),
             "images/reused": mean(float(now[1] - before[1])),
         }
+
+    def exchanged(self, examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
+        """Examples of which each prompt shows the images of another that has as many; of text stay as they are.
+
+        Args:
+            examples: Groups of ``size`` consecutive.
+            size: Rows of one prompt.
+        """
+        rows = [_conversation(strip_none(dict(example))) for example in examples]
+        made = [{k: v for k, v in example.items() if k not in IMAGES} for example in examples]
+        for count in {len(held) for _, held in rows}:
+            alike = [i for i, (_, held) in enumerate(rows) if len(held) == count]
+            for place, i in enumerate(alike):
+                made[i] |= {"prompt": rows[i][0], "images": rows[alike[(place + size) % len(alike)]][1]}
+        return made
+
+    def control(
+        self, examples: list[dict[str, Any]], size: int, roll_out: Callable[..., Any], score: Callable[..., Any]
+    ) -> dict[str, Metric]:
+        """Where ``check_image_use`` is set: the reward of completions that were sampled under other rows' images.
+
+        Args:
+            examples: Groups of ``size`` consecutive.
+            size: Rows of one prompt.
+            roll_out: Examples and a mode to rollouts and completions.
+            score: A rollout batch to rewards of all ranks.
+        """
+        if not self.images or not self.args.check_image_use:
+            return {}
+        rollouts, completions = roll_out(self.exchanged(examples, size), "eval")
+        table = score(RolloutBatch(self.opened(examples), rollouts, completions))
+        totals = weighted_total(table.values, table.weights)
+        return {"images/exchanged_reward": mean(totals, ~totals.isnan())}
 
     def prepare(self, model: Any, peft_config: Any) -> Any:
         """See `prepare_vision`."""
