@@ -9,13 +9,14 @@ from torch import Tensor
 
 from posttrain.algorithms.online_preference import OnlinePreferenceConfig, OnlinePreferenceTrainer, pair_terms
 from posttrain.metrics import Metric
+from posttrain.training.pictures import PictureConfig
 from posttrain.types import Batch, ModelOutputs
 
 __all__ = ["OnlineDPOConfig", "OnlineDPOTrainer"]
 
 
 @dataclass
-class OnlineDPOConfig(OnlinePreferenceConfig):
+class OnlineDPOConfig(PictureConfig, OnlinePreferenceConfig):
     """Arguments of `OnlineDPOTrainer`: those of `OnlinePreferenceConfig`."""
 
 
@@ -33,6 +34,7 @@ class OnlineDPOTrainer(OnlinePreferenceTrainer):
     """
 
     config_class: ClassVar[type[OnlineDPOConfig]] = OnlineDPOConfig
+    takes_images: bool = True
     _tag_names: ClassVar[list[str]] = ["posttrain", "online-dpo"]
     _name: ClassVar[str] = "Online DPO"
     _suffix: ClassVar[str] = "OnlineDPO"

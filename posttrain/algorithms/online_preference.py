@@ -11,13 +11,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, RewardError, check_choice
+from posttrain.errors import ConfigError, DataError, RewardError, check_choice
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.preference import sigmoid, squared_gap
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, tell_own_checkpoint
+from posttrain.models.vision import install_pictures
 from posttrain.rewards.judges import BaseJudge, JudgeReward
 from posttrain.rewards.model import WholeTextReward
 from posttrain.rewards.runner import PairRewards, RewardTable
@@ -25,7 +26,7 @@ from posttrain.rollouts.batch import RolloutBatch, sampler_gap
 from posttrain.training.construct import takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
-from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling
+from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Rollout, Sampling
 
 __all__ = [
     "PAIR_LOSS_TYPES",
@@ -317,6 +318,8 @@ class OnlinePreferenceTrainer(OnlineTrainer):
         """Always: the loss is measured against it."""
         if self._given_reference is None:
             tell_own_checkpoint(self.model)
+        elif self.vision.images:
+            install_pictures(self._given_reference, self.vision.processor)
         return Reference(self.model, fresh_adapter=self.fresh_adapter, given=self._given_reference)
 
     @property
@@ -350,7 +353,12 @@ class OnlinePreferenceTrainer(OnlineTrainer):
             logger.warning(
                 "%d of %d prompts lose their beginning: max_length leaves them %d tokens.", long, len(prompts), room
             )
-        prompts = [prompt[-room:] for prompt in prompts]
+        if any(len(prompt) > room and Prompt.pictures_of(prompt) for prompt in prompts):
+            raise DataError(
+                f"a prompt with images is longer than the {room} tokens that max_length leaves it, and a cut would go through an "
+                "image. Fix: a larger max_length, or smaller images."
+            )
+        prompts = [prompt if len(prompt) <= room else prompt[-room:] for prompt in prompts]
         if not (self.two_samplers and self._pairing):
             return super().sample(prompts, sampling)
         first = super().sample(prompts[::2], sampling)

@@ -142,7 +142,8 @@ class OnlineTrainer(PostTrainer):
         bare = self.accelerator.unwrap_model(self.model)
         resolve_auto(self.args, bare, self.processing_class)
         far = getattr(self.args, "use_vllm", False)
-        return self.vision.check_engine(vllm_engine(bare, self.args, self.accelerator) if far else self.engine_on(bare))
+        engine = vllm_engine(bare, self.args, self.accelerator) if far else self.engine_on(bare)
+        return self.vision.check_engine(engine, self.rewards.functions)
 
     def engine_on(self, model: Any) -> Any:
         """The engine in process that the config names, on a model."""
@@ -305,8 +306,8 @@ class OnlineTrainer(PostTrainer):
 
     def _slices(self, generation: RolloutBatch, count: int) -> list[list[Row]]:
         """Whole groups in random order, cut into ``count`` slices, then exchanged with other ranks where that pays."""
-        skip = self.args.mask_truncated_completions
-        slices = generation.slices(count, seed=self.args.seed + self.window.generations, skip_truncated=skip)
+        seed, skip = self.args.seed + self.window.generations, self.args.mask_truncated_completions
+        slices = generation.slices(count, seed=seed, skip_truncated=skip)
         if self.accelerator.num_processes == 1 or not self.args.balance_ranks or self.keep_groups_together:
             return slices
         slices, metrics = balance_rows(slices, self.accelerator)
@@ -377,16 +378,15 @@ class OnlineTrainer(PostTrainer):
         self._environments, examples = self.local_rollouts.begin(examples, number=number, group_size=size)
         rollouts, completions = self.roll_out(examples, mode)
         self.window.generations += mode == "train"
-        masked, pictured = self.vision.look_at(rollouts, self.model, self.pad_token_id)
+        masked, pictured = self.vision.look_at(rollouts, examples, self.model, self.pad_token_id)
+        examples = self.vision.opened(examples)
         generation = RolloutBatch(
-            self.vision.opened(examples),
-            rollouts,
-            completions,
+            examples, rollouts, completions,
             born=self.state.global_step,
             environments=self._environments,
             extra=self._extra,
             left_out=masked,
-        )
+        )  # fmt: skip
         seconds, cut = time.perf_counter() - begin, self.args.mask_truncated_completions
         self.log_metrics_now(rollout_metrics(generation, seconds, masks_truncated=cut) | pictured, mode)
         if mode == "train":

@@ -27,11 +27,13 @@ from posttrain.data.pictures import (
     undecoded,
 )
 from posttrain.data.processors import PictureProcessor, load_processor
-from posttrain.errors import ConfigError, DataError
+from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
 from posttrain.models.vision import LANGUAGE, PictureEncoder, install_pictures, tower_parameters
+from posttrain.rewards.judges import JudgeReward
+from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Prompt, Rollout, Row, Sampling
 
@@ -40,6 +42,7 @@ __all__ = ["PictureConfig", "Vision", "picture_options", "prepare_vision"]
 logger = logging.getLogger(__name__)
 
 IMAGES = ("image", "images")
+COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
 
 # What a checkpoint of a multimodal model has beside its weights and its tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -226,12 +229,19 @@ class Vision:
                 raise DataError(f"{name} row {index}: {error}") from error
         return dataset
 
-    def check_engine(self, engine: Any) -> Any:
-        """The engine, where it takes what the rows have.
+    def check_engine(self, engine: Any, rewards: Sequence[Any]) -> Any:
+        """The engine, where it and the reward functions take what the rows have.
 
         Raises:
-            ConfigError: The rows have images, and it samples from text alone.
+            ConfigError: The rows have images, and the engine samples from text alone, or a reward model or judge reads text
+                alone.
         """
+        blind = [type(one).__name__ for one in rewards if isinstance(one, ModelReward | JudgeReward)]
+        if self.images and blind:
+            raise ConfigError(
+                f"the rows have images, and {', '.join(blind)} reads text alone: it would score answers to pictures that it "
+                "never saw. Fix: a reward function, which gets the images in the columns it names."
+            )
         if self.images and not engine.capabilities.pictures:
             raise ConfigError(
                 f"the rows have images, and the engine {engine.name!r} samples from text alone. Fix: rollout_engine='auto', "
@@ -248,13 +258,26 @@ class Vision:
         never = tuple((token, -math.inf) for token in ids if token < vocabulary)
         return replace(settings, logit_bias=(*settings.logit_bias, *never))
 
-    def look_at(self, rollouts: Sequence[Rollout], model: Any, pad_token_id: int) -> tuple[set[int], dict[str, Metric]]:
+    def look_at(
+        self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], model: Any, pad_token_id: int
+    ) -> tuple[set[int], dict[str, Metric]]:
         """Completions in which an engine drew a placeholder all the same, overwritten with padding; and what to log.
 
         Logged: images a row and their tokens, pictures encoded and reused since the last call, completions masked.
+
+        Raises:
+            ModelError: PT-G015: a rollout's pictures are not those of its row; one row of 64 is compared.
         """
         if self.reader is None:
             return set(), {}
+        for i in range(0, len(rollouts), COMPARED):
+            held = _conversation(strip_none(dict(examples[i])))[1]
+            wanted = [read_picture(one, "column 'images' of a prompt").digest for one in held]
+            if wanted != [one.picture.digest for one in rollouts[i].pictures]:
+                raise ModelError(
+                    f"PT-G015: rollout {i} was sampled under the pictures {[p.picture.digest[:8] for p in rollouts[i].pictures]} "
+                    f"and its row has {[one[:8] for one in wanted]}. Fix: leave the order of prompts as it is in sample()."
+                )
         token, odd = self.reader.token_id, set()
         for i, rollout in enumerate(rollouts):
             if token in rollout.token_ids:

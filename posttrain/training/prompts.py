@@ -12,11 +12,12 @@ import datasets
 
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational, refuse_images
+from posttrain.data.processors import shown_prompt
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
 from posttrain.rollouts.episodes.environments import EMPTY_PROMPT, EnvironmentPool
 from posttrain.training.online_config import OnlineConfig
-from posttrain.types import Request
+from posttrain.types import Prompt, Request
 
 if TYPE_CHECKING:
     from posttrain.rollouts.episodes.driver import EpisodeDriver
@@ -228,7 +229,7 @@ class PromptSource:
             return
         rows = list(itertools.islice(dataset, TRIED))
         prompts = self.tokenized(rows)
-        text = self.tokenizer.decode(prompts[0])
+        text = shown_prompt(self.tokenizer, prompts[0], Prompt.pictures_of(prompts[0]))
         kind = "rendered by the chat template" if is_conversational(rows[0]) else "as text"
         logger.info(
             "the first prompt, %s, %d tokens: %r%s", kind, len(prompts[0]), text[:SHOWN],
