@@ -26,20 +26,22 @@ def drawn(count: int, draw: random.Random) -> Pictures.Image:
     return picture
 
 
-def counting(rows: int, seed: int) -> Dataset:
-    """Pictures with one to six shapes, the question, and the right number."""
+def counting(rows: int, seed: int, wrong: float = 0.0) -> Dataset:
+    """Pictures with one to six shapes, the question, the right number as "answer", and a completion that may be off by one."""
     draw, made = random.Random(seed), []
     for _ in range(rows):
         count = draw.randint(1, 6)
+        said = count + draw.choice([-1, 1]) if draw.random() < wrong else count
         question = [{"type": "image", "text": None}, {"type": "text", "text": "How many shapes?"}]
         made.append({
             "images": [drawn(count, draw)],
             "prompt": [{"role": "user", "content": question}],
-            "completion": [{"role": "assistant", "content": [{"type": "text", "text": str(count)}]}],
+            "completion": [{"role": "assistant", "content": [{"type": "text", "text": str(said)}]}],
+            "answer": str(count),
         })  # fmt: skip
     message = [{"role": Value("string"), "content": [{"type": Value("string"), "text": Value("string")}]}]
     features = {"images": List(Image()), "prompt": message, "completion": message}
-    return Dataset.from_list(made, features=Features(features))
+    return Dataset.from_list(made, features=Features(features | {"answer": Value("string")}))
 
 
 def main() -> None:

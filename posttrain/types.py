@@ -300,6 +300,11 @@ class Prompt(list[int]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    @staticmethod
+    def pictures_of(ids: Sequence[int]) -> tuple[Any, ...]:
+        """Those of a prompt; a plain list of ids has none."""
+        return ids.pictures if isinstance(ids, Prompt) else ()
+
 
 @dataclass(slots=True, frozen=True)
 class Request:

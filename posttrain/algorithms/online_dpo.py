@@ -11,21 +11,23 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, RewardError, check_choice
+from posttrain.errors import ConfigError, DataError, RewardError, check_choice
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.preference import sigmoid, squared_gap
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, tell_own_checkpoint
+from posttrain.models.vision import install_pictures
 from posttrain.rewards.judges import BaseJudge, JudgeReward, PairRewards
 from posttrain.rewards.model import WholeTextReward
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.batch import RolloutBatch, sampler_gap
 from posttrain.training.config import takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
-from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling
+from posttrain.training.pictures import PictureConfig
+from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Rollout, Sampling
 
 __all__ = [
     "PAIR_LOSS_TYPES",
@@ -45,7 +47,7 @@ UNREAD = (
 
 
 @dataclass
-class OnlineDPOConfig(OnlineConfig):
+class OnlineDPOConfig(PictureConfig, OnlineConfig):
     """Arguments of `OnlineDPOTrainer`. Batch sizes count prompts.
 
     A list instead of a number has one value per epoch; the last one stays.
@@ -220,6 +222,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     """
 
     config_class: ClassVar[type[OnlineDPOConfig]] = OnlineDPOConfig
+    takes_images: bool = True
     cuts_prompts = True
     runner_class = PairRewards
     keep_groups_together: ClassVar[bool] = True
@@ -309,6 +312,8 @@ class OnlineDPOTrainer(OnlineTrainer):
         """Always: the loss is measured against it."""
         if self._given_reference is None:
             tell_own_checkpoint(self.model)
+        elif self.vision.images:
+            install_pictures(self._given_reference, self.vision.processor)
         return Reference(self.model, fresh_adapter=self.fresh_adapter, given=self._given_reference)
 
     @property
@@ -342,7 +347,12 @@ class OnlineDPOTrainer(OnlineTrainer):
             logger.warning(
                 "%d of %d prompts lose their beginning: max_length leaves them %d tokens.", long, len(prompts), room
             )
-        return super().sample([prompt[-room:] for prompt in prompts], sampling)
+        if any(len(prompt) > room and Prompt.pictures_of(prompt) for prompt in prompts):
+            raise DataError(
+                f"a prompt with images is longer than the {room} tokens that max_length leaves it, and a cut would go through an "
+                "image. Fix: a larger max_length, or smaller images."
+            )
+        return super().sample([prompt if len(prompt) <= room else prompt[-room:] for prompt in prompts], sampling)
 
     # Scores and preferences --------------------------------------------------------------------------------------
 
@@ -361,12 +371,12 @@ class OnlineDPOTrainer(OnlineTrainer):
         assert self.reference is not None
         with self.inference() as policy, self.reference.active(policy) as reference:
             generation.token_columns["ref_logp"] = self.logps(reference, generation.rows(rows, skip_truncated=False))
-        if not self.engine_has_logprobs:
+        if not self.engine.capabilities.has_logprobs:
             return
         # The loss has no use for the sampler's temperature, so one completion a rollout batch has a pass of its own.
         with self.inference() as policy:
             own = self.logps(policy, generation.rows(rows[:1], skip_truncated=False), self.args.temperature)
-        self.log_engine_gap(generation.rollouts[:1], own, mode)
+        self.log_metrics_now(sampler_gap(generation.rollouts[:1], own), mode)
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """``(n,)`` how much a completion is preferred to its partner, 1, -1 or 0; in evaluation 0."""

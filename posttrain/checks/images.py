@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+import torch
+
 from posttrain.checks.registry import Context, finding, probe, register
-from posttrain.data.pictures import undecoded
+from posttrain.data.pictures import ALIASES, MESSAGES, Picture, pictures_of, read_picture, undecoded
+from posttrain.data.processors import Placed
+from posttrain.errors import DataError
 from posttrain.integrations import require
-from posttrain.types import Finding
+from posttrain.models.forward import forward
+from posttrain.models.heads import picture_encoder
+from posttrain.models.vision import tower_parameters
+from posttrain.types import Batch, Finding
 
 __all__ = [
     "ImageRow",
+    "check_exchanged",
     "check_image_fit",
     "check_image_places",
+    "check_pictures",
+    "check_reach",
+    "check_tower_gradients",
     "image_rows",
     "image_size",
     "image_tokens",
@@ -74,14 +85,29 @@ register(
     title="a processor of another model",
     page="g",
 )
+register("PT-G005", "images-do-not-reach", moment="first_batch", title="log-probs that no image moves", page="g")
+register("PT-G006", "tiny-images", moment="data", title="images of less than 32 pixels a side", page="g")
+register("PT-G007", "images-alike", moment="data", title="one image for most rows, or blank ones", page="g")
+register("PT-G009", "odd-images", moment="data", title="rotated, transparent, animated or unusual images", page="g")
+register("PT-G010", "remote-images", moment="data", title="images by address", page="g")
+register("PT-G012", "tower-without-gradient", moment="first_batch", title="trained tower without gradient", page="g")
+register("PT-G014", "images-encoded-again", moment="data", title="JPEG files that a map wrote as PNG", page="g")
+register("PT-G015", "exchanged-images", moment="log_step", title="rollouts under another row's images", page="g")
+register("PT-G017", "images-not-needed", moment="log_step", title="a reward that other images give too", page="g")
 register("PT-G008", "placeholder-typed", moment="data", title="text that stands for an image", page="g")
 register("PT-G011", "images-lost", moment="first_batch", title="other placeholders than images in a pass", page="g")
 register("PT-G013", "template-loses-images", moment="data", title="a template that writes other placeholders", page="g")
 
 ROWS = 2000  # That are looked at.
+READ = 200  # Of them, whose images are read for what they show.
 LARGEST = 32  # Images whose pixels are read.
 RARE = 0.005  # Share of rows that do not fit, from which on it is an error.
 SHOWN = 5
+SMALL = 32  # Pixels a side, below which nothing in an image can be read.
+ALIKE, LEAST = 0.9, 10  # Share of rows that show one image, of at least so many rows.
+MOVED = {torch.float32: 1e-4}  # Mean change of log-probs that another image must bring; 1e-2 in half precision.
+GUESSED = 0.9  # Share of the reward that remains under exchanged images, from which on they are not needed.
+PNG = b"\x89PNG"
 MEDIUM = 448  # Pixels a side.
 
 Size = tuple[int, int]  # Height, width.
@@ -247,8 +273,13 @@ def _places(example: dict[str, Any]) -> int | None:
         m for key in ("messages", "prompt", "completion") if isinstance(example.get(key), list) for m in example[key]
     ]
     blocks = [b for m in messages if isinstance(m, dict) and isinstance(m.get("content"), list) for b in m["content"]]
-    count = sum(isinstance(block, dict) and block.get("type") == "image" for block in blocks)
-    return count or None
+    empty = [b for b in blocks if isinstance(b, dict) and b.get("type") == "image" and not _held(b)]
+    return len(empty) or None
+
+
+def _held(block: Mapping[str, Any]) -> Any:
+    """What an image block holds itself, if anything."""
+    return next((block[name] for name in ALIASES if block.get(name) is not None), None)
 
 
 def _text_counter(processor: Any) -> Callable[[dict[str, Any]], int]:
@@ -279,26 +310,32 @@ def _text_counter(processor: Any) -> Callable[[dict[str, Any]], int]:
 def images(context: Context) -> list[Finding | None]:
     """The first two thousand rows of a dataset with images; pixels of the 32 largest are read."""
     columns = getattr(context.train_dataset, "column_names", None) or ()
-    if not {"image", "images"} & set(columns) or not hasattr(context.tokenizer, "image_processor"):
+    processor = context.parts.get("processor") or context.tokenizer
+    if not {"image", "images"} & set(columns) or not hasattr(processor, "image_processor"):
         return []
     examples = list(islice(undecoded(context.train_dataset), ROWS))
-    rows = image_rows(examples, _text_counter(context.tokenizer))
+    rows = image_rows(examples, _text_counter(processor))
     limits = {
         "max_length": context.limit or getattr(context.args, "max_length", None),
         "max_position_embeddings": getattr(_text_config(context.model_config), "max_position_embeddings", None),
     }
     known = {name: value for name, value in limits.items() if value}
     name = min(known, key=lambda key: known[key], default="max_length")
-    return [
+    dropped = getattr(context.args, "image_fit", "error") == "drop"
+    found = [
         *check_image_places(_with_pixels(rows, examples)),
         check_image_fit(
             rows,
-            lambda sizes: image_tokens(context.tokenizer, sizes),
+            lambda sizes: image_tokens(processor, sizes),
             limit=known.get(name),
             completion=getattr(context.args, "max_completion_length", None) or 0,
             limit_name=name,
         ),
     ]
+    # A trainer counted every row exactly before; rows that are dropped on request stop nothing.
+    counted = context.parts.get("processor") is not None
+    milder = ("PT-G001", "PT-G003") if dropped else ("PT-G001",) if counted else ()
+    return [replace(one, severity="warning") if one is not None and one.code in milder else one for one in found]
 
 
 def _text_config(config: Any) -> Any:
@@ -329,3 +366,206 @@ def _with_pixels(rows: Sequence[ImageRow], examples: Sequence[dict[str, Any]]) -
         else ImageRow(row.number, row.sizes[len(torn[place]) :], row.text_tokens, row.places, tuple(torn[place]))
         for place, row in enumerate(rows)
     ]
+
+
+# What images are, by their headers ----------------------------------------------------------------------------------
+
+
+def check_pictures(rows: Sequence[tuple[int, Any]]) -> list[Finding]:
+    """Images that say little or are not what they seem: tiny, alike, blank, odd, remote, encoded again.
+
+    Args:
+        rows: Number of the row, and what it holds as an image; several of one row come one by one.
+    """
+    kinds: dict[str, list[int]] = {}
+    digests: dict[str, int] = {}
+    for number, value in rows:
+        for code in _kinds(value, digests):
+            kinds.setdefault(code, []).append(number)
+    most = max(digests.values(), default=0)
+    if len(rows) >= LEAST and most >= ALIKE * len(rows):
+        kinds.setdefault("PT-G007", []).extend(number for number, _ in rows)
+    return [
+        finding(
+            code, severity, f"{len(set(kinds[code]))} rows have images that are {what}.", _named(kinds[code]), why, fix
+        )
+        for code, severity, what, why, fix in ABOUT
+        if code in kinds
+    ]
+
+
+ABOUT: tuple[tuple[str, Any, str, str, str], ...] = (
+    ("PT-G006", "warning", f"less than {SMALL} pixels high or wide", "what is written or drawn in them is gone.",
+     "give larger images, or leave these rows out."),
+    ("PT-G007", "warning", "blank, or one and the same for nearly all rows", "nothing can be learnt of images from them.",
+     "check the column: a default image, or a map that returned one object."),
+    ("PT-G009", "warning", "rotated by EXIF, transparent, animated or of another mode than RGB",
+     "they are turned upright, put on image_background, cut to the first frame and converted.",
+     "look at them with posttrain inspect, or convert them before."),
+    ("PT-G010", "error", "remote", "nothing is downloaded while a run trains.",
+     "download them first, then dataset.cast_column('images', List(Image()))."),
+    ("PT-G014", "info", "JPEG files that are kept as PNG", "a map that returns images encodes them anew, six times larger.",
+     "leave the image column out of what map returns."),
+)  # fmt: skip
+
+
+def _kinds(value: Any, digests: dict[str, int]) -> set[str]:
+    """Codes of what is odd about one image; counts its digest."""
+    address = value.get("path") if isinstance(value, Mapping) and not value.get("bytes") else value
+    if isinstance(address, str) and address.startswith(("http://", "https://")):
+        return {"PT-G010"}
+    try:
+        picture = read_picture(value)
+    except (DataError, OSError):
+        return set()  # Told by PT-G003.
+    digests[picture.digest] = digests.get(picture.digest, 0) + 1
+    return {code for code, holds in _signs(picture, value).items() if holds}
+
+
+def _signs(picture: Picture, value: Any) -> dict[str, bool]:
+    image = _open(picture.source) if isinstance(picture.source, bytes | str) else picture.source
+    odd = image.mode not in ("RGB", "L") or "transparency" in image.info or getattr(image, "n_frames", 1) > 1
+    name = str(value.get("path") or "") if isinstance(value, Mapping) else ""
+    again = isinstance(picture.source, bytes) and picture.source.startswith(PNG)
+    small = image.resize((SMALL, SMALL)).convert("L").getextrema()
+    return {
+        "PT-G006": min(picture.size) < SMALL,
+        "PT-G007": small[0] == small[1],
+        "PT-G009": odd or image.getexif().get(274, 1) != 1,
+        "PT-G014": again and name.lower().endswith((".jpg", ".jpeg")),
+    }
+
+
+def _named(numbers: Sequence[int]) -> str:
+    found = sorted(set(numbers))
+    return f"rows {', '.join(map(str, found[:SHOWN]))}{', ...' if len(found) > SHOWN else ''}"
+
+
+@probe("data", "PT-G006", "PT-G007", "PT-G009", "PT-G010", "PT-G014")
+def pictures(context: Context) -> list[Finding]:
+    """Images of rows spread over the first two thousand, 200 at most, in columns and inside messages."""
+    names = {"image", "images", *MESSAGES} & set(getattr(context.train_dataset, "column_names", None) or ())
+    processor = context.parts.get("processor") or context.tokenizer
+    if not names or not hasattr(processor, "image_processor"):
+        return []
+    rows = []
+    for number, example in enumerate(islice(undecoded(context.train_dataset), 0, ROWS, ROWS // READ)):
+        blocks = (
+            b for name in MESSAGES for m in example.get(name) or () if isinstance(m, Mapping) for b in _content(m)
+        )
+        held = [*pictures_of(example), *(one for b in blocks if (one := _held(b)) is not None)]
+        rows += [(number * (ROWS // READ), one) for one in held]
+    return check_pictures(rows)
+
+
+def _content(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return (
+        [b for b in content if isinstance(b, Mapping) and "image" in str(b.get("type"))]
+        if isinstance(content, list)
+        else []
+    )
+
+
+# What images do -----------------------------------------------------------------------------------------------------
+
+
+@probe("first_batch", "PT-G005", part="processor")
+def reach(context: Context) -> list[Finding | None]:
+    """The first batch with images, with its own images and with others of their sizes; in a run of one process."""
+    batch = next((one for one in context.parts.get("batches", ()) if one.pictures), None)
+    if batch is None or context.processes > 1 or picture_encoder(context.model) is None:
+        return []
+    return [check_reach(context.model, batch)]
+
+
+@torch.no_grad()
+def check_reach(model: Any, batch: Batch) -> Finding | None:
+    """Log-probs that do not depend on the images of their rows.
+
+    Args:
+        model: With `posttrain.models.vision.install_pictures`.
+        batch: With pictures.
+    """
+    parameter = next(model.parameters())
+    batch = batch.to(parameter.device)
+    other = replace(batch, pictures=[(b, c, _another(one)) for b, c, one in batch.pictures])
+    training = model.training
+    model.eval()
+    try:
+        own, exchanged = (forward(model, one).logp for one in (batch, other))
+    finally:
+        model.train(training)
+    moved = float((own - exchanged)[batch.loss_mask].abs().mean()) if own is not None and exchanged is not None else 1.0
+    limit = MOVED.get(parameter.dtype, 1e-2)
+    if not moved < limit:
+        return None
+    return finding(
+        "PT-G005",
+        "error" if moved < limit / 1000 else "warning",
+        f"other images move the log-probs by {moved:.2g} nats on average.",
+        "the first batch",
+        "the model answers without looking: a projector that starts at zero, or a tower that is cut off.",
+        "load the projector's weights, or train it first (SFT with freeze_vision='tower').",
+    )
+
+
+def _another(placed: Placed) -> Placed:
+    """The same place with another picture of the same size."""
+    from PIL import Image
+
+    shade = Image.linear_gradient("L").rotate(90).resize(placed.picture.size).convert("RGB")
+    return replace(placed, picture=read_picture(shade, "a shaded picture"))
+
+
+def check_tower_gradients(norms: Mapping[str, float | None], model: Any, pictured: bool) -> Finding | None:
+    """Trained parameters of tower and projector that got no gradient in a step with images.
+
+    Args:
+        norms: Of the first step's gradients; None where there is none.
+        model: With `posttrain.models.vision.install_pictures`, wrapped or not.
+        pictured: Whether the step had images.
+    """
+    if not pictured or picture_encoder(model) is None:
+        return None
+    tower = {id(parameter) for parameter in tower_parameters(model).values()}
+    trained = {name for name, parameter in model.named_parameters() if id(parameter) in tower}
+    silent = sorted(name for name in trained if name in norms and norms[name] is None)
+    if not silent:
+        return None
+    return finding(
+        "PT-G012",
+        "warning",
+        f"{len(silent)} trained parameters of tower and projector got no gradient, {silent[0]!r} among them.",
+        "the first step",
+        "they cost memory, never move, and hang DDP.",
+        "freeze_vision='auto', which freezes what no feature depends on, or True.",
+    )
+
+
+@probe("log_step", "PT-G017", part="processor")
+def images_needed(context: Context) -> list[Finding | None]:
+    """The newest line of the log, where ``check_image_use`` measured the reward under exchanged images."""
+    lines = [line for line in context.parts.get("history", ()) if "eval_images/exchanged_reward" in line]
+    if not lines or lines[-1] is not context.parts["history"][-1]:
+        return []
+    return [check_exchanged(lines[-1]["eval_reward"], lines[-1]["eval_images/exchanged_reward"])]
+
+
+def check_exchanged(own: float, exchanged: float) -> Finding | None:
+    """A reward that completions get just as well when they were sampled under other rows' images.
+
+    Args:
+        own: Mean reward under the images of the rows.
+        exchanged: Under those of other rows.
+    """
+    if own <= 0 or exchanged < GUESSED * own:
+        return None
+    return finding(
+        "PT-G017",
+        "warning",
+        f"completions under exchanged images get a reward of {exchanged:.3g}, under their own {own:.3g}.",
+        "the evaluation",
+        "the answers are guessed without the images: what is trained is a habit of the text.",
+        "give rows whose answers differ for the same question, or a reward that reads the image.",
+    )

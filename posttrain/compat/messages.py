@@ -38,7 +38,7 @@ def prepare_multimodal_messages(
     """
     pictures = list(images or ())
     made = [
-        {**m, "content": [dict(block) if isinstance(block, dict) else block for block in m["content"]]}
+        {**m, "content": [_without_none(block) if isinstance(block, dict) else block for block in m["content"]]}
         if isinstance(m.get("content"), list)
         else dict(m)
         for m in messages
@@ -69,6 +69,11 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
     content = message.get("content")
     blocks = content if isinstance(content, list) and message.get("role") != "tool" else []
     return [block for block in blocks if isinstance(block, dict) and block.get("type") == "image"]
+
+
+def _without_none(block: dict[str, Any]) -> dict[str, Any]:
+    """A block without the keys that Arrow filled in because other blocks of the column have them."""
+    return {key: value for key, value in block.items() if value is not None}
 
 
 def _empty(message: dict[str, Any]) -> list[dict[str, Any]]:

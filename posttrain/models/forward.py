@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.data.forest import split_by_sequence
 from posttrain.errors import ConfigError
+from posttrain.metrics import mean
 from posttrain.models.attention import attention_mask
 from posttrain.models.heads import (
     PER_TOKEN,
@@ -26,11 +27,12 @@ from posttrain.models.heads import (
     virtual_tokens,
 )
 from posttrain.models.vision import VisionView, plain_inputs, view
-from posttrain.types import Batch, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = [
     "LogitRule",
     "TokenHead",
+    "add_router_term",
     "batch_logps",
     "causal_lm",
     "forward",
@@ -320,3 +322,11 @@ def router_coefficient(model: Any, args: Any) -> float:
     if wanted is not None:
         text.router_aux_loss_coef = wanted
     return float(coefficient or 0.0)
+
+
+def add_router_term(terms: LossTerms, outputs: ModelOutputs, coefficient: float) -> None:
+    """Add the load-balancing term of a mixture of experts to a loss, averaged over passes; nothing without a router."""
+    if coefficient and outputs.aux_loss is not None:
+        term = coefficient * outputs.aux_loss[None]
+        terms.extra.append(LossTerms(term, torch.ones_like(term, dtype=torch.bool), "local_token"))
+        terms.metrics["aux_loss"] = mean(outputs.aux_loss)

@@ -152,6 +152,19 @@ def without_ddp(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @contextmanager
+def inference(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
+    """The model outside of DDP in eval mode, without gradients, under the run's precision; training mode is restored."""
+    model = without_ddp(model)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), accelerator.autocast():
+            yield model
+    finally:
+        model.train(training)
+
+
+@contextmanager
 def no_sync(model: Any, last: bool) -> Iterator[None]:
     """Hold gradient averaging back until the last of several backward passes."""
     if last or not hasattr(model, "no_sync"):

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.data.pictures import Picture, read_picture
 from posttrain.data.processors import PictureProcessor, Placed
 from posttrain.errors import ModelError
-from posttrain.models.heads import causal_lm, picture_encoder
+from posttrain.models.heads import causal_lm, picture_encoder, unwrapped
+from posttrain.models.parallel import shards_parameters
 from posttrain.types import Row
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ __all__ = [
     "block_spans",
     "grid_positions",
     "install_pictures",
+    "load_renamed",
     "plain_inputs",
     "prefill_inputs",
     "probe_rows",
@@ -35,6 +39,7 @@ __all__ = [
 ]
 
 LANGUAGE = ("language_model", "text_model", "lm_head")  # Parts of a model that are no tower and no projector.
+SAMPLES = 16  # Numbers of a trained weight that are compared.
 PROBED = ((56, 56), (112, 56), (84, 140))  # Width and height of pictures whose features are counted at the start.
 
 
@@ -74,7 +79,7 @@ class PictureEncoder:
         weights = tower_parameters(model).values()
         # Features that are kept have no graph, so a pass that trains the tower must make its own.
         trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        versions = hash(tuple((weight.data_ptr(), weight._version) for weight in weights))
+        versions = hash(tuple(map(_state, weights)))
         found = {picture: None if trains else self._recall((picture.digest, versions)) for picture in counts}
         missing = [picture for picture, features in found.items() if features is None]
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
@@ -141,6 +146,12 @@ class PictureEncoder:
         while self._size > self.cache_bytes:
             _, oldest = self._kept.popitem(last=False)
             self._size -= sum(level.nbytes for level in oldest)
+
+
+def _state(weight: Tensor) -> tuple[int, int, float]:
+    """Changes whenever a weight does: fused optimisers write to it without counting, so numbers of trained ones are read."""
+    read = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLES)] if weight.requires_grad else None
+    return weight.data_ptr(), weight._version, 0.0 if read is None else float(read.double().sum())
 
 
 def _flat(features: Any) -> Tensor:
@@ -254,6 +265,28 @@ def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) ->
         encoder._encode(inner, [picture], counts)
     inner.picture_encoder = encoder
     return encoder
+
+
+def load_renamed(model: Any, folder: str, accelerator: Any) -> None:
+    """Load a checkpoint whose names are those of the hub, not of the model's parameters.
+
+    `transformers.Trainer` reads weights by the names in the file and passes over all that it does not know: most
+    vision-language models would go on with the weights they began with. Adapters and sharded weights keep their own names.
+
+    Args:
+        model: That is trained.
+        folder: The checkpoint.
+        accelerator: Of the run.
+    """
+    inner: Any = unwrapped(model)
+    if hasattr(inner, "get_base_model") or shards_parameters(accelerator):
+        return
+    names: set[str] = set()
+    for path in Path(folder).glob("model*.safetensors"):
+        with safe_open(str(path), "pt") as file:
+            names |= set(file.keys())
+    if not names <= set(inner.state_dict()):
+        inner.load_state_dict(type(inner).from_pretrained(folder, dtype=inner.dtype).state_dict(), strict=False)
 
 
 @dataclass(frozen=True, slots=True)

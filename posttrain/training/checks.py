@@ -22,6 +22,7 @@ from accelerate import PartialState
 from torch import nn
 
 from posttrain.checks import machine
+from posttrain.checks.images import check_tower_gradients
 from posttrain.checks.registry import Context, Moment, Preflight, codes_of, describe, load
 from posttrain.data.forest import Layout
 from posttrain.data.templates import PROBLEMS
@@ -50,7 +51,6 @@ logger = logging.getLogger(__name__)
 
 # Every module of checks joins the register here, so that making a trainer imports nothing more.
 load()
-
 
 FILE = "preflight.json"
 
@@ -99,6 +99,7 @@ class Checks(transformers.TrainerCallback):
         self._trained: tuple[float, ...] = ()
         self._steps = self._bad_steps = 0
         self._first_gradients_checked = self._lengths_reported = self._written = False
+        self._pictured = False  # Whether the step that was laid out last has pictures.
         self._overlong: list[Finding] = []
         self._early: list[Finding] = []  # Until there is a record of the run.
 
@@ -192,6 +193,7 @@ class Checks(transformers.TrainerCallback):
         with self.preflight.record_check("log_step", ("PT-T003",)):
             found = parallel.all_gather_objects(self._overlong, PartialState()) if overlong else []
             self.report(found[:1])
+        self._pictured = any(batch.pictures for batch in batches)
         if self._steps == 0:
             self.keep(())
             self.run_probes("first_batch", batches=batches)
@@ -289,8 +291,8 @@ class Checks(transformers.TrainerCallback):
         norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
-        with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003")):
-            self.report([check_first_gradients(norms)])
+        with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
+            self.report([check_first_gradients(norms), check_tower_gradients(norms, model, self._pictured)])
 
     def _nothing_trained(self) -> Iterator[Finding | None]:
         parameters = getattr(self.context.model, "parameters", None)

@@ -523,6 +523,7 @@ def make_checks(trainer: PostTrainer, args: Any) -> Checks:
     )
     checks.log_checks.append(trainer.log_checks)
     parts = {"trainer": trainer, "rewards": getattr(trainer, "rewards", None)}
+    parts = {**parts, "processor": trainer.vision.processor if trainer.vision.images else None}
     checks.knows(tokenizer=trainer.processing_class, parts=parts)
     return checks
 

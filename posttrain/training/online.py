@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader
 from posttrain.checks import rules as log_rules
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import collate
-from posttrain.data.formats import is_conversational, refuse_images
-from posttrain.data.pictures import undecoded
+from posttrain.data.formats import is_conversational
 from posttrain.data.samplers import PromptStream, RepeatSampler
-from posttrain.errors import ConfigError, RolloutServerError
+from posttrain.errors import RolloutServerError
 from posttrain.losses.policy import engine_gap
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
@@ -31,7 +30,6 @@ from posttrain.rollouts.batch import (
     RolloutWindow,
     balance_rows,
     completions_for_rewards,
-    sampler_gap,
 )
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.training.dynamic_sampling import DynamicSampler, groups_without_signal
@@ -44,7 +42,6 @@ from posttrain.training.prompts import (
     describe_schedule,
     empty_prompts,
     make_driver,
-    named_sets,
     without_workers,
 )
 from posttrain.training.scoring import (
@@ -59,7 +56,7 @@ from posttrain.training.scoring import (
 )
 from posttrain.training.trainer import PostTrainer
 from posttrain.training.weight_sync import WeightSync, training_engine, vllm_engine
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Request, Rollout, Row, Sampling
+from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row, Sampling
 
 __all__ = ["OnlineConfig", "OnlineTrainer", "RolloutBatch"]
 
@@ -107,7 +104,6 @@ class OnlineTrainer(PostTrainer):
     ) -> None:
         given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
         self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
-        # Episodes read text; what a user's function or environment makes of images is theirs.
         self.takes_images = self.takes_images and self.driver is None
         # By the names that TRL's trainers have.
         self.tools, self.rollout_func = list(tools or ()), rollout_func
@@ -148,12 +144,7 @@ class OnlineTrainer(PostTrainer):
         resolve_auto(self.args, bare, self.processing_class)
         far = getattr(self.args, "use_vllm", False)
         engine = vllm_engine(bare, self.args, self.accelerator) if far else self.engine_on(bare)
-        if self.vision.images and not engine.capabilities.pictures:
-            raise ConfigError(
-                f"the rows have images, and the engine {engine.name!r} samples from text alone. Fix: rollout_engine='auto', "
-                "which chooses an engine that takes images."
-            )
-        return engine
+        return self.vision.check_engine(engine, self.rewards.functions)
 
     def engine_on(self, model: Any) -> Any:
         """The engine in process that the config names, on a model."""
@@ -222,35 +213,25 @@ class OnlineTrainer(PostTrainer):
 
     def make_prompt_source(self) -> PromptSource:
         """Where prompts come from."""
-        return PromptSource(self.args, self.processing_class)
+        pictured = self.vision.prompts if self.vision.images else None
+        return PromptSource(self.args, self.processing_class, tokenized=pictured)
 
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
         self.prompt_source = self.make_prompt_source()
         if self.driver is not None:
-            for name, dataset in named_sets({} if self.may_read_images else {"train": train, "eval": evaluation}):
-                refuse_images(dataset, name)
             train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation)
-        pictured = self.vision.images
-        if pictured:
-            train, evaluation = undecoded(train), undecoded(evaluation)
-        train, evaluation, head = self.prompt_source.prepared(
-            train, evaluation, images=self.may_read_images or pictured
-        )
-        if pictured:
-            self.prompt_source.tokenized = self.tokenize
-            for name, dataset in named_sets({"train_dataset": train, "eval_dataset": evaluation}):
-                self.vision.check_prompts(dataset, name)
-            head = self.vision.opened(head)
+        train, evaluation = self.vision.checked_prompts(train, "train"), self.vision.checked_prompts(evaluation, "eval")
+        train, evaluation, head = self.prompt_source.prepared(train, evaluation, images=self.may_read_images)
         if self.args.check_rewards and self.can_dry_run:
-            rows = self.prompt_source.trial_rows(head)
+            rows = self.vision.opened(self.prompt_source.trial_rows(head))
             self.rewards.dry_run(rows, conversational=is_conversational(rows[0]))
         return train, evaluation
 
     @property
     def may_read_images(self) -> bool:
-        """Whether something of the user's own makes of rows what the model reads: a rollout function, an environment."""
-        return not self.can_dry_run
+        """Whether prompts may have images: placed here, or read by a rollout function or an environment."""
+        return self.vision.images or not self.can_dry_run
 
     @property
     def can_dry_run(self) -> bool:
@@ -336,8 +317,10 @@ class OnlineTrainer(PostTrainer):
     def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
         """Generate, score and collate one evaluation batch."""
         generation = self.generate_and_score(inputs, "eval")
-        everything = range(len(generation.rollouts))
-        return self.collate(generation.rows(everything, skip_truncated=self.args.mask_truncated_completions))
+        score = functools.partial(self.scorer.score, state=self.state, group_size=self.eval_group, training=False)
+        self.log_metrics_now(self.vision.control(inputs, self.eval_group, self.roll_out, score), "eval")
+        whole, skip = range(len(generation.rollouts)), self.args.mask_truncated_completions
+        return self.collate(generation.rows(whole, skip_truncated=skip))
 
     def collate(self, rows: list[Row]) -> list[Batch]:
         """Rows as forward passes."""
@@ -384,8 +367,7 @@ class OnlineTrainer(PostTrainer):
 
     def spare_examples(self) -> list[dict[str, Any]]:
         """What a rank without examples of its own generates from: the first training row."""
-        if self._spare is None:
-            self._spare = next(iter(self.train_dataset))
+        self._spare = self._spare or next(iter(self.train_dataset))
         return [dict(self._spare)]
 
     def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
@@ -395,21 +377,17 @@ class OnlineTrainer(PostTrainer):
         self._environments, examples = self.local_rollouts.begin(examples, number=number, group_size=size)
         rollouts, completions = self.roll_out(examples, mode)
         self.window.generations += mode == "train"
-        masked = self.vision.mask_placeholders(rollouts, self.pad_token_id)
-        if self.vision.images:
-            examples = self.vision.opened(examples)
-            self.log_metrics_now(self.vision.metrics(rollouts, masked, self.model), mode)
+        masked, pictured = self.vision.look_at(rollouts, examples, self.model, self.pad_token_id)
+        examples = self.vision.opened(examples)
         generation = RolloutBatch(
-            examples,
-            rollouts,
-            completions,
+            examples, rollouts, completions,
             born=self.state.global_step,
             environments=self._environments,
             extra=self._extra,
             left_out=masked,
-        )
+        )  # fmt: skip
         seconds, cut = time.perf_counter() - begin, self.args.mask_truncated_completions
-        self.log_metrics_now(rollout_metrics(generation, seconds, masks_truncated=cut), mode)
+        self.log_metrics_now(rollout_metrics(generation, seconds, masks_truncated=cut) | pictured, mode)
         if mode == "train":
             tokens = sum(completion_lengths(generation)) + sum(len(r.prompt_ids) for r in rollouts)
             self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
@@ -442,23 +420,19 @@ class OnlineTrainer(PostTrainer):
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """One call to the engine, one completion a prompt; equal neighbours are one request and share their prompt."""
-        requests = [
-            Request(list(prompt), len(list(equal)), pictures=getattr(prompt, "pictures", ()))
-            for prompt, equal in itertools.groupby(prompts)
-        ]
+        same = ((prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts))
+        requests = [Request(prompt, n, pictures=Prompt.pictures_of(prompt)) for prompt, n in same]
         self.prompt_source.check_lengths(requests, self.context, sampling.max_new_tokens)
         rollouts = self.weight_sync.ask([(requests, sampling)])[0]
         for rollout, prompt in zip(rollouts, prompts, strict=True):
-            rollout.pictures = getattr(prompt, "pictures", ())
+            rollout.pictures = Prompt.pictures_of(prompt)
         return rollouts
 
     def sampling(self, mode: str) -> Sampling:
         """Sampling settings of the next call; the seed is a function of the run's seed, the rank and the call's number."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        number = self._generation_number(mode)
-        seed = (self.args.seed * 1_000_003 + number * world + rank) % 2**63
-        settings = configured_sampling(self.args, stop_token_ids=self.stop_ids, seed=seed)
-        return self.vision.sampling(settings, self.model.config.get_text_config().vocab_size)
+        seed = (self.args.seed * 1_000_003 + self._generation_number(mode) * world + rank) % 2**63
+        return self.vision.sampling(configured_sampling(self.args, stop_token_ids=self.stop_ids, seed=seed), self.model)
 
     def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
         """Rewards of all ranks' rows."""
@@ -489,11 +463,6 @@ class OnlineTrainer(PostTrainer):
         return terms, outputs
 
     @property
-    def engine_has_logprobs(self) -> bool:
-        """Whether the log-probs of the engine are real; those of `ScriptedEngine` are placeholders."""
-        return self.engine.capabilities.has_logprobs
-
-    @property
     def old_logp_is_engines(self) -> bool:
         """Whether the engine's log-probs are the trainer's to rounding, so that no pass computes them again.
 
@@ -517,7 +486,7 @@ class OnlineTrainer(PostTrainer):
         sampled = [list(rollout.logp) for rollout in generation.rollouts]
         if known and not self.engine_is_policy:
             generation.token_columns["rollout_logp"] = sampled
-        elif known and self.engine_has_logprobs:
+        elif known and self.engine.capabilities.has_logprobs:
             generation.token_columns["engine_logp"] = sampled
         if self.needs_old_logp(mode) and known and self.old_logp_is_engines:
             generation.token_columns["old_logp"] = sampled
@@ -527,11 +496,6 @@ class OnlineTrainer(PostTrainer):
         if self.reference is not None:
             with self.inference() as policy, self.reference.active(policy) as reference:
                 generation.token_columns["ref_logp"] = self.logps(reference, generation.every_row())
-
-    def log_engine_gap(self, rollouts: list[Rollout], trained: list[list[float]], mode: str) -> None:
-        """How far the engine's log-probs are from ``trained``, those of the same completions by this trainer's forward."""
-        if self.engine_has_logprobs:
-            self.log_metrics_now(sampler_gap(rollouts, trained), mode)
 
     def logps(self, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
         """Per-token log-probs of every completion, by the same forward that trains; at the loss's temperature or another."""

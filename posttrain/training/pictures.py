@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -18,12 +18,23 @@ from transformers.utils.hub import cached_file
 from posttrain.data.chat import RENDERED, template_arguments
 from posttrain.data.formats import is_messages, strip_none
 from posttrain.data.picture_rows import PictureOptions, place_pictures
-from posttrain.data.pictures import STREAMED, conversation_pictures, pictures_of, read_picture, shows_pictures
+from posttrain.data.pictures import (
+    STREAMED,
+    conversation_pictures,
+    pictures_of,
+    read_picture,
+    shows_pictures,
+    undecoded,
+)
 from posttrain.data.processors import PictureProcessor, load_processor
-from posttrain.errors import ConfigError, DataError
+from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
 from posttrain.models.vision import LANGUAGE, PictureEncoder, install_pictures, tower_parameters
+from posttrain.rewards.judges import JudgeReward
+from posttrain.rewards.model import ModelReward
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Prompt, Rollout, Row, Sampling
 
 __all__ = ["PictureConfig", "Vision", "picture_options", "prepare_vision"]
@@ -31,6 +42,7 @@ __all__ = ["PictureConfig", "Vision", "picture_options", "prepare_vision"]
 logger = logging.getLogger(__name__)
 
 IMAGES = ("image", "images")
+COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
 
 # What a checkpoint of a multimodal model has beside its weights and its tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -70,6 +82,10 @@ class PictureConfig:
     max_images_per_row: int | None = field(default=None, metadata={"help": "Images a row may have; None: any number."})
     image_background: Literal["white", "black"] = field(
         default="white", metadata={"help": "What shows through transparent pixels."}
+    )
+    check_image_use: bool = field(
+        default=False,
+        metadata={"help": "Online: evaluation also samples with images exchanged between rows, for PT-G017."},
     )
     image_cache_gb: float = field(
         default=1.0, metadata={"help": "Host memory for features of a frozen tower, in GB; 0 keeps none."}
@@ -177,6 +193,8 @@ class Vision:
 
         Equal neighbours share their images.
         """
+        if not self.images:
+            return list(examples)
         made: list[dict[str, Any]] = []
         before: Mapping[str, Any] = {}
         for example in examples:
@@ -187,56 +205,127 @@ class Vision:
         return made
 
     def prompt_rows(self, examples: Sequence[Mapping[str, Any]]) -> list[Row]:
-        """Rows of prompts alone, with their pictures."""
+        """Rows of prompts alone, with their pictures; none where rows are text."""
+        if not self.images:
+            return []
         return [Row(list(ids), [], [], pictures=[list(ids.pictures)]) for ids in self.prompts(examples)]
 
-    def check_prompts(self, dataset: Any, name: str) -> None:
-        """Refuse prompts whose text stands for an image, or that have other places than images; no picture is read.
+    def checked_prompts(self, dataset: Any, name: str) -> Any:
+        """A dataset (or several by name, or None) whose images wait undecoded; no picture is read.
 
         Raises:
-            DataError: By row.
+            DataError: By row: text that stands for an image, or other places than images.
         """
+        if not self.images or dataset is None:
+            return dataset
+        if isinstance(dataset, dict):
+            return {key: self.checked_prompts(one, f"{name}[{key!r}]") for key, one in dataset.items()}
         assert self.reader is not None
-        rows = dataset if hasattr(dataset, "__len__") else islice(dataset, STREAMED)
-        for index, row in enumerate(rows):
+        dataset = undecoded(dataset)
+        for index, row in enumerate(dataset if hasattr(dataset, "__len__") else islice(dataset, STREAMED)):
             try:
                 self.reader.refuse_controls(_conversation(strip_none(dict(row)))[0])
             except DataError as error:
                 raise DataError(f"{name} row {index}: {error}") from error
+        return dataset
 
-    def sampling(self, settings: Sampling, vocabulary: int) -> Sampling:
+    def check_engine(self, engine: Any, rewards: Sequence[Any]) -> Any:
+        """The engine, where it and the reward functions take what the rows have.
+
+        Raises:
+            ConfigError: The rows have images, and the engine samples from text alone, or a reward model or judge reads text
+                alone.
+        """
+        blind = [type(one).__name__ for one in rewards if isinstance(one, ModelReward | JudgeReward)]
+        if self.images and blind:
+            raise ConfigError(
+                f"the rows have images, and {', '.join(blind)} reads text alone: it would score answers to pictures that it "
+                "never saw. Fix: a reward function, which gets the images in the columns it names."
+            )
+        if self.images and not engine.capabilities.pictures:
+            raise ConfigError(
+                f"the rows have images, and the engine {engine.name!r} samples from text alone. Fix: rollout_engine='auto', "
+                "which chooses an engine that takes images."
+            )
+        return engine
+
+    def sampling(self, settings: Sampling, model: Any) -> Sampling:
         """Sampling settings under which no placeholder and no marker of an image is drawn."""
         if self.reader is None:
             return settings
+        vocabulary = model.config.get_text_config().vocab_size
         ids = sorted({*self.reader.controls.values(), self.reader.token_id})
         never = tuple((token, -math.inf) for token in ids if token < vocabulary)
         return replace(settings, logit_bias=(*settings.logit_bias, *never))
 
-    def mask_placeholders(self, rollouts: Sequence[Rollout], pad_token_id: int) -> set[int]:
-        """Completions in which an engine drew a placeholder all the same; it is overwritten with padding."""
-        odd: set[int] = set()
-        for i, rollout in enumerate(rollouts):
-            if self.reader is not None and self.reader.token_id in rollout.token_ids:
-                ids = rollout.token_ids
-                rollout.token_ids = [pad_token_id if token == self.reader.token_id else token for token in ids]
-                odd.add(i)
-        return odd
+    def look_at(
+        self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], model: Any, pad_token_id: int
+    ) -> tuple[set[int], dict[str, Metric]]:
+        """Completions in which an engine drew a placeholder all the same, overwritten with padding; and what to log.
 
-    def metrics(self, rollouts: Sequence[Rollout], odd: set[int], model: Any) -> dict[str, Metric]:
-        """Images a row and their tokens; pictures encoded and reused since the last call; masked completions."""
-        encoder = picture_encoder(model)
-        counts = [[one.count for one in rollout.pictures] for rollout in rollouts]
-        found = {
+        Logged: images a row and their tokens, pictures encoded and reused since the last call, completions masked.
+
+        Raises:
+            ModelError: PT-G015: a rollout's pictures are not those of its row; one row of 64 is compared.
+        """
+        if self.reader is None:
+            return set(), {}
+        for i in range(0, len(rollouts), COMPARED):
+            held = _conversation(strip_none(dict(examples[i])))[1]
+            wanted = [read_picture(one, "column 'images' of a prompt").digest for one in held]
+            if wanted != [one.picture.digest for one in rollouts[i].pictures]:
+                raise ModelError(
+                    f"PT-G015: rollout {i} was sampled under the pictures {[p.picture.digest[:8] for p in rollouts[i].pictures]} "
+                    f"and its row has {[one[:8] for one in wanted]}. Fix: leave the order of prompts as it is in sample()."
+                )
+        token, odd = self.reader.token_id, set()
+        for i, rollout in enumerate(rollouts):
+            if token in rollout.token_ids:
+                rollout.token_ids = [pad_token_id if one == token else one for one in rollout.token_ids]
+                odd.add(i)
+        encoder, counts = picture_encoder(model), [[one.count for one in rollout.pictures] for rollout in rollouts]
+        now = (encoder.encoded, encoder.reused)
+        before, self._counted = self._counted, now
+        return odd, {
             "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/tokens_mean": mean(sum(map(sum, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/sampled_placeholders": mean(float(len(odd))),
+            "images/encoded": mean(float(now[0] - before[0])),
+            "images/reused": mean(float(now[1] - before[1])),
         }
-        if encoder is not None:
-            now = encoder.encoded, encoder.reused
-            found["images/encoded"] = mean(float(now[0] - self._counted[0]))
-            found["images/reused"] = mean(float(now[1] - self._counted[1]))
-            self._counted = now
-        return found
+
+    def exchanged(self, examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
+        """Examples of which each prompt shows the images of another that has as many; of text stay as they are.
+
+        Args:
+            examples: Groups of ``size`` consecutive.
+            size: Rows of one prompt.
+        """
+        rows = [_conversation(strip_none(dict(example))) for example in examples]
+        made = [{k: v for k, v in example.items() if k not in IMAGES} for example in examples]
+        for count in {len(held) for _, held in rows}:
+            alike = [i for i, (_, held) in enumerate(rows) if len(held) == count]
+            for place, i in enumerate(alike):
+                made[i] |= {"prompt": rows[i][0], "images": rows[alike[(place + size) % len(alike)]][1]}
+        return made
+
+    def control(
+        self, examples: list[dict[str, Any]], size: int, roll_out: Callable[..., Any], score: Callable[..., Any]
+    ) -> dict[str, Metric]:
+        """Where ``check_image_use`` is set: the reward of completions that were sampled under other rows' images.
+
+        Args:
+            examples: Groups of ``size`` consecutive.
+            size: Rows of one prompt.
+            roll_out: Examples and a mode to rollouts and completions.
+            score: A rollout batch to rewards of all ranks.
+        """
+        if not self.images or not self.args.check_image_use:
+            return {}
+        rollouts, completions = roll_out(self.exchanged(examples, size), "eval")
+        table = score(RolloutBatch(self.opened(examples), rollouts, completions))
+        totals = weighted_total(table.values, table.weights)
+        return {"images/exchanged_reward": mean(totals, ~totals.isnan())}
 
     def prepare(self, model: Any, peft_config: Any) -> Any:
         """See `prepare_vision`."""

@@ -13,6 +13,7 @@ import datasets
 
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational, refuse_images
+from posttrain.data.processors import shown_prompt
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
 from posttrain.metrics import Metric, mean
@@ -21,7 +22,7 @@ from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.environments import EMPTY_PROMPT, EnvironmentPool
 from posttrain.training.online_config import OnlineConfig
 from posttrain.training.weight_sync import WeightSync
-from posttrain.types import Request, Rollout, Sampling
+from posttrain.types import Prompt, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
     from posttrain.rollouts.episodes.driver import EpisodeDriver
@@ -63,14 +64,21 @@ class PromptSource:
         args: Of the trainer.
         tokenizer: Of the policy.
         length_option: What the config calls the most tokens of a completion, for messages.
+        tokenized: Rows to prompts as the model reads them; None: by the tokenizer.
     """
 
-    def __init__(self, args: Any, tokenizer: Any, *, length_option: str = "max_completion_length") -> None:
+    def __init__(
+        self,
+        args: Any,
+        tokenizer: Any,
+        *,
+        length_option: str = "max_completion_length",
+        tokenized: Callable[[list[dict[str, Any]]], Any] | None = None,
+    ) -> None:
         self.args, self.tokenizer, self.length_option = args, tokenizer, length_option
         # Whether columns that are not prompts are left out.
         self.drops_columns = bool(args.remove_unused_columns)
-        # Rows to prompts as the model reads them.
-        self.tokenized: Callable[[list[dict[str, Any]]], list[list[int]]] = self._tokenized
+        self.tokenized = tokenized or self._tokenized
 
     # Before the model loads --------------------------------------------------------------------------------------
 
@@ -111,6 +119,9 @@ class PromptSource:
             DataError: The model may call tools, and prompts are text.
             ModelError: The chat template cannot hold tool calls.
         """
+        for name, dataset in named_sets({"train": train, "eval": evaluation} if driver.pool is None else {}):
+            if driver.calls_tools:
+                refuse_images(dataset, name)
         if driver.pool is not None:
             train, evaluation = [with_prompts(one, drops_columns=self.drops_columns) for one in (train, evaluation)]
         row: dict[str, Any] = next(iter(train), {}) if driver.calls_tools else {}
@@ -229,7 +240,7 @@ class PromptSource:
             return
         rows = list(itertools.islice(dataset, TRIED))
         prompts = self.tokenized(rows)
-        text = self.tokenizer.decode(prompts[0])
+        text = shown_prompt(self.tokenizer, prompts[0], Prompt.pictures_of(prompts[0]))
         kind = "rendered by the chat template" if is_conversational(rows[0]) else "as text"
         logger.info(
             "the first prompt, %s, %d tokens: %r%s", kind, len(prompts[0]), text[:SHOWN],

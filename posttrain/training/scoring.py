@@ -12,6 +12,7 @@ from torch import Tensor
 from posttrain.checks import rewards as reward_checks
 from posttrain.checks.registry import describe
 from posttrain.checks.rewards import FLAT_GENERATIONS, RunningReward, check_reward_ranges
+from posttrain.data.processors import shown_prompt
 from posttrain.errors import RewardError
 from posttrain.losses.advantages import MOST
 from posttrain.metrics import Metric, maximum, mean, minimum
@@ -131,11 +132,14 @@ def completion_rows(batch: RolloutBatch, table: RewardTable, tokenizer: Any, ste
         rewards = dict(zip(table.names, table.values[table.start + i].tolist(), strict=True))
         row = {
             "step": step,
-            "prompt": tokenizer.decode(rollout.prompt_ids),
+            "prompt": shown_prompt(tokenizer, rollout.prompt_ids, rollout.pictures),
             "completion": rollout.text,
             **rewards,
             **{name: column[i] for name, column in table.extra_columns.items()},
         }
+        if any(one.pictures for one in batch.rollouts):
+            row["image_digests"] = [one.picture.digest for one in rollout.pictures]
+            row["image_sizes"] = [list(one.picture.size) for one in rollout.pictures]
         rows.append(row | {name: column[i] for name, column in batch.shown().items()})
     # Single tokens of one group a rollout batch, so that the table stays small.
     first = batch.groups()[0] if table.start == 0 and len(rows) > 0 else []

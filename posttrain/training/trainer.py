@@ -26,7 +26,8 @@ from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel
-from posttrain.models.forward import causal_lm, forward, noisy_embeddings, router_coefficient
+from posttrain.models.forward import add_router_term, causal_lm, forward, noisy_embeddings, router_coefficient
+from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
 from posttrain.training import checkpoint, config
@@ -273,9 +274,7 @@ class PostTrainer(transformers.Trainer):
         try:
             return self.vision.placed(self.rows(examples), examples)
         except NotImplementedError:  # Completions come later: prompts alone.
-            if self.vision.images:
-                return self.vision.prompt_rows(examples)
-            return prompt_rows(examples, self.processing_class, self.args)
+            return self.vision.prompt_rows(examples) or prompt_rows(examples, self.processing_class, self.args)
 
     def dry_step(self, batch_size: int | None = None) -> DryStep:
         """Forward and backward of the longest rows, see `posttrain.training.passes.dry_step`."""
@@ -412,10 +411,7 @@ class PostTrainer(transformers.Trainer):
         needs = self.needs | {"aux"} if self.router_coefficient else self.needs
         outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=self.args.logits_chunk_size)
         terms = self.objective(outputs, batch)
-        if self.router_coefficient and outputs.aux_loss is not None:
-            term = self.router_coefficient * outputs.aux_loss[None]
-            terms.extra.append(LossTerms(term, torch.ones_like(term, dtype=torch.bool), "local_token"))
-            terms.metrics["aux_loss"] = mean(outputs.aux_loss)
+        add_router_term(terms, outputs, self.router_coefficient)
         return terms, outputs
 
     # Logging and checkpoints -------------------------------------------------------------------------------------
@@ -491,6 +487,14 @@ class PostTrainer(transformers.Trainer):
         path = Path(folder or "", f"{self.accelerator.process_index}_{checkpoint.STATE_FILE}")
         if folder is not None and path.is_file():
             self.load_saved_state(json.loads(path.read_text(encoding="utf-8")))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
 
     def state_to_save(self) -> dict[str, Any]:
         """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
@@ -589,14 +593,6 @@ class PostTrainer(transformers.Trainer):
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen = int(self.counters["num_tokens"])
 
-    @contextlib.contextmanager
-    def inference(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
+    def inference(self, model: nn.Module | None = None) -> contextlib.AbstractContextManager[nn.Module]:
         """The model in eval mode, without gradients, under the run's precision; training mode is restored."""
-        model = parallel.without_ddp(model if model is not None else self.model_wrapped)
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), self.accelerator.autocast():
-                yield model
-        finally:
-            model.train(training)
+        return parallel.inference(model if model is not None else self.model_wrapped, self.accelerator)

@@ -6,8 +6,8 @@ import datasets
 import pytest
 import torch
 
-from posttrain import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from posttrain.errors import ConfigError, DataError
+from posttrain import GRPOConfig, GRPOTrainer, OnlineDPOConfig, OnlineDPOTrainer, RLOOConfig, RLOOTrainer
+from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import picture_encoder
 from posttrain.types import Row
@@ -220,3 +220,91 @@ def test_tools_with_images_are_refused(tmp_path):
 def test_more_images_than_a_row_may_have_are_refused(tmp_path):
     with pytest.raises(DataError, match="max_images_per_row=0"):
         trainer_of("grpo", tmp_path, max_images_per_row=0)
+
+
+# Checks and reports --------------------------------------------------------------------------------------------------
+
+
+def test_rollouts_under_another_rows_picture_stop_the_run(tmp_path):
+    trainer = trainer_of("grpo", tmp_path, dataset=prompts([(84, 56, 1), (84, 56, 2)]))
+    read = trainer.vision.prompts
+    trainer.vision.prompts = lambda examples: read(examples)[::-1]
+    with pytest.raises(ModelError, match="PT-G015"):
+        generate(trainer, (0, 1))
+
+
+def test_evaluation_under_exchanged_pictures_tells_a_reward_that_needs_none(tmp_path):
+    trainer = trainer_of(
+        "grpo", tmp_path, reward=lambda completions, **_: [1.0] * len(completions), check_image_use=True
+    )
+    metrics = trainer.evaluate(prompts([(84, 56, i) for i in range(4)]))
+    assert metrics["eval_images/exchanged_reward"] == 1
+    assert "PT-G017" in {found.code for found in trainer.preflight.told}
+
+
+def test_exchanged_examples_show_another_rows_pictures_and_ask_the_same(tmp_path):
+    trainer = trainer_of("grpo", tmp_path, check_image_use=True)
+    examples = [dict(trainer.train_dataset[i]) for i in (0, 1, 2, 3) for _ in range(2)]
+    own, other = trainer.vision.prompts(examples), trainer.vision.prompts(trainer.vision.exchanged(examples, 2))
+    assert own[2] == other[2] and own[2].pictures == ()
+    for i in (0, 4, 6):
+        assert own[i].pictures[0].picture != other[i].pictures[0].picture and other[i] == other[i + 1]
+
+
+def test_the_table_of_completions_shows_labels_in_place_of_placeholders(tmp_path):
+    trainer = trainer_of("grpo", tmp_path)
+    generation = generate(trainer)
+    table = trainer.score(generation, "train")
+    generation.columns["advantages"] = [0.0] * 8
+    rows = trainer.completion_rows(generation, table)
+    assert "[image 1: 84×56, 4 tokens, " in rows[0]["prompt"] and "<image>" not in rows[0]["prompt"]
+    assert rows[0]["image_sizes"] == [[84, 56]] and rows[2]["image_digests"] == []
+
+
+def test_a_reward_model_that_reads_text_alone_is_refused(tmp_path):
+    from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.num_labels, config.pad_token_id = 1, 256
+    model, processor = build("llava")
+    with pytest.raises(ConfigError, match="reads text alone"):
+        GRPOTrainer(
+            model, AutoModelForSequenceClassification.from_config(config), GRPOConfig(str(tmp_path), **QUICK, check_rewards=False),
+            train_dataset=prompts(), processing_class=processor, reward_processing_classes=processor.tokenizer,
+        )  # fmt: skip
+
+
+# Online DPO ----------------------------------------------------------------------------------------------------------
+
+
+def online_dpo(tmp_path, name="llava", **options):
+    model, processor = build(name)
+    settings = {k: v for k, v in QUICK.items() if k not in ("num_generations", "max_completion_length")}
+    args = OnlineDPOConfig(
+        str(tmp_path), max_new_tokens=6, max_length=512, **settings | {"learning_rate": 0.0} | options
+    )
+    return OnlineDPOTrainer(model, reward_funcs=short, args=args, train_dataset=prompts(), processing_class=processor)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_online_dpo_compares_completions_of_mixed_prompts_under_their_own_pictures(name, tmp_path):
+    trainer = online_dpo(tmp_path, name, per_device_train_batch_size=4)
+    seen = []
+    original = trainer.attach_logps
+
+    def attach(generation, mode):
+        original(generation, mode)
+        truth = [one for row in generation.every_row() for one in sequence_logps(trainer.model.eval(), [row])]
+        found = generation.token_columns["ref_logp"]
+        seen.append(max(float((t - torch.tensor(f)).abs().max()) for t, f in zip(truth, found, strict=True)))
+
+    trainer.attach_logps = attach
+    trainer.train()
+    assert seen and max(seen) < 1e-4
+
+
+def test_online_dpo_cuts_no_prompt_with_images(tmp_path):
+    with pytest.raises(DataError, match="max_length"):
+        online_dpo(tmp_path, max_length=12).train()

@@ -143,3 +143,107 @@ def test_a_dataset_with_images_is_looked_at_without_decoding_them(qwen, tiny_tok
     assert decoded == []
     text_only = Context("sft", args, tokenizer=tiny_tokenizer, train_dataset=data)
     assert checks.images(text_only) == []
+
+
+# What images are, and what they do -----------------------------------------------------------------------------------
+
+
+def picture(seed=0, width=64, height=64, **save):
+    """Coloured noise as encoded bytes."""
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, **({"format": "PNG"} | save))
+    return buffer.getvalue()
+
+
+def codes(rows):
+    return {found.code for found in checks.check_pictures(list(enumerate(rows)))}
+
+
+def test_clean_images_give_no_finding():
+    assert codes([picture(i) for i in range(20)]) == set()
+
+
+def transparent():
+    buffer = io.BytesIO()
+    Image.new("RGBA", (64, 64), (255, 0, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def turned():
+    exif = Image.Exif()
+    exif[274] = 6
+    return picture(format="JPEG", exif=exif)
+
+
+@pytest.mark.parametrize(
+    ("code", "broken"),
+    [
+        ("PT-G006", [picture(width=20)]),
+        ("PT-G007", [picture(1)] * 20),
+        ("PT-G007", [Image.new("RGB", (64, 64), "white")]),
+        ("PT-G009", [transparent()]),
+        ("PT-G009", [turned()]),
+        ("PT-G010", ["https://example.com/cat.png"]),
+        ("PT-G010", [{"bytes": None, "path": "http://example.com/cat.png"}]),
+        ("PT-G014", [{"bytes": picture(), "path": "cat.jpg"}]),
+    ],
+)
+def test_images_that_are_not_what_they_seem_are_found(code, broken):
+    assert code in codes([*broken, *(picture(i) for i in range(2, 3))])
+
+
+def test_a_set_whose_images_are_small_is_told_by_a_trainer(tmp_path):
+    from posttrain import SFTConfig, SFTTrainer
+    from tests.algorithms.test_vision_trainers import QUICK, assistant, user
+    from tests.vision_families import build
+
+    model, processor = build("llava")
+    rows = [
+        {"prompt": user("which?", 1), "completion": assistant("a"), "images": [{"bytes": picture(i, 20), "path": None}]}
+        for i in range(4)
+    ]
+    dataset = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    args = SFTConfig(str(tmp_path), gradient_checkpointing=False, **QUICK)
+    trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
+    assert "PT-G006" in {found.code for found in trainer.preflight.told}
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    """A tiny LLaVA with its processor, and a batch with a picture."""
+    from posttrain.data.forest import Layout, collate
+    from posttrain.models.vision import install_pictures, probe_rows
+    from tests.vision_families import build
+
+    model, processor = build("llava")
+    install_pictures(model, processor)
+    return model, collate(probe_rows(model), pad_token_id=256, layout=Layout())[0]
+
+
+def test_images_that_do_not_reach_the_model_are_found(seeing):
+    import torch
+
+    model, batch = seeing
+    assert checks.check_reach(model, batch) is None
+    projector = model.model.multi_modal_projector
+    before = {name: value.clone() for name, value in projector.state_dict().items()}
+    with torch.no_grad():
+        for parameter in projector.parameters():
+            parameter.zero_()
+    found = checks.check_reach(model, batch)
+    projector.load_state_dict(before)
+    assert found is not None and (found.code, found.severity) == ("PT-G005", "error")
+
+
+def test_a_trained_tower_without_gradient_is_found_in_steps_with_images_alone(seeing):
+    model, _ = seeing
+    norms = {name: None if "vision_tower" in name else 1.0 for name, _ in model.named_parameters()}
+    assert checks.check_tower_gradients(norms, model, True).code == "PT-G012"
+    assert checks.check_tower_gradients(norms, model, False) is None
+    assert checks.check_tower_gradients(dict.fromkeys(norms, 1.0), model, True) is None
+
+
+def test_a_reward_that_other_images_give_too_is_found():
+    assert checks.check_exchanged(0.7, 0.66).code == "PT-G017"
+    assert checks.check_exchanged(0.7, 0.2) is None and checks.check_exchanged(0.0, 0.0) is None

@@ -72,3 +72,15 @@ def test_vllm_gets_image_pil_blocks_in_a_deep_copy():
     made = prepare_multimodal_messages_vllm(messages)
     assert made[0]["content"] == [{"type": "image_pil", "image_pil": "cat"}, text("?")] and made[1] == messages[1]
     assert messages[0]["content"][0] == {"type": "image", "image": "cat"}
+
+
+def test_keys_that_arrow_filled_with_none_are_no_images():
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": None, "text": None}, {"type": "text", "text": "?", "image": None}],
+        }
+    ]
+    filled = prepare_multimodal_messages(messages, images=["cat"])
+    assert filled[0]["content"] == [{"type": "image", "image": "cat"}, {"type": "text", "text": "?"}]
+    assert prepare_multimodal_messages(messages)[0]["content"][0] == {"type": "image"}

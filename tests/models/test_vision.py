@@ -139,6 +139,27 @@ def test_features_are_kept_while_the_tower_is_frozen_and_not_a_moment_longer(fam
     assert encoder.encoded > 0
 
 
+def test_features_are_encoded_anew_after_a_step_of_a_fused_optimiser(family):
+    name, model, _, encoder = family
+    rows, _ = rows_of(name, encoder)
+    (batch,) = collate(rows, pad_token_id=256, layout=TREE, together=True)
+    weights = list(tower_parameters(model).values())
+    before = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        first = forward(model, batch).logp
+        forward(model, batch)
+    try:
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        torch.optim.AdamW(weights, lr=0.1, fused=True).step()
+        encoder.encoded = 0
+        with torch.no_grad():
+            assert not torch.equal(forward(model, batch).logp, first) and encoder.encoded > 0
+    finally:
+        for weight, old in zip(weights, before, strict=True):
+            weight.grad, weight.data = None, old
+
+
 def test_exchanged_pictures_move_log_probs_of_their_own_rows_alone(family):
     _, model, _, encoder = family
     text = f"see {encoder.processor.placeholder} which is it?"

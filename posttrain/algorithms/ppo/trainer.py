@@ -49,7 +49,7 @@ from posttrain.models.value_head import (
 )
 from posttrain.rewards.model import TokenReward
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.batch import RolloutBatch, sampler_gap
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.prompts import PromptSource
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row, Sampling
@@ -340,7 +340,8 @@ class PPOTrainer(OnlineTrainer):
             found = self.measure(policy, rows, frozenset({"logp", "values"}))
         with self.inference() as policy, self.reference.active(policy) as reference:
             found["ref_logp"] = self.measure(reference, rows, frozenset({"logp"}))["logp"]
-        self.log_engine_gap(generation.rollouts, found["logp"], mode)
+        if self.engine.capabilities.has_logprobs:
+            self.log_metrics_now(sampler_gap(generation.rollouts, found["logp"]), mode)
         names = {"logp": "old_logp", "values": "old_values"}
         generation.token_columns |= {names.get(name, name): column for name, column in found.items()}
 
