@@ -227,7 +227,6 @@ _PUBLIC = {
     "profiling_decorator": "compat.names",
     "reasoning_accuracy_reward": "rewards.math",
     "reasoning_gym_task": "rewards.reasoning_gym",
-    "reasoning_policy": "data.responses",
     "remove_none_values": "data.formats",
     "repeat_iterable_dataset": "data.samplers",
     "roll_out_with_tools": "rollouts.episodes.loop",

@@ -7,8 +7,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,7 +37,6 @@ __all__ = [
     "A2POConfig",
     "A2POTrainer",
     "ValueCache",
-    "ValueEstimator",
     "a2po_objective",
     "fingerprint",
     "model_hash",
@@ -201,98 +199,6 @@ TOLERANCE = 1e-6
 VALUE_SEED = 20_000_003
 
 
-class ValueEstimator:
-    """Every prompt's rewards under the frozen reference, from which its value follows; and which prompts to train on.
-
-    Args:
-        args: Of the trainer.
-        accelerator: Of the run.
-        roll_out: Examples to rollouts and completions, sampled with the engine that is in place; a collective.
-        score: Examples, rollouts and completions of this rank to ``(n,)`` weighted rewards; ``groups (n,)`` are prompts.
-        reference_engine: Context manager in which the engine samples from the reference.
-        open_cache: Makes the cache of this run.
-        spare: Examples for a rank that has none of its own.
-    """
-
-    def __init__(
-        self,
-        args: A2POConfig,
-        accelerator: Any,
-        *,
-        roll_out: Callable[[list[dict[str, Any]]], tuple[list[Rollout], list[Any]]],
-        score: Callable[[RolloutBatch, Tensor], Tensor],
-        reference_engine: Callable[[], AbstractContextManager[None]],
-        open_cache: Callable[[], ValueCache],
-        spare: Callable[[], list[dict[str, Any]]],
-    ) -> None:
-        self.args, self.accelerator = args, accelerator
-        self.roll_out, self.score, self.reference_engine = roll_out, score, reference_engine
-        self.open_cache, self.spare = open_cache, spare
-        self.cache: ValueCache | None = None
-        # Number of the batch that is sampled; seeds follow from it.
-        self.batch = 0
-
-    def estimate(self, sets: Iterable[Any]) -> ValueCache:
-        """Sample and score completions of the reference for every prompt whose rewards are not known yet."""
-        cache = self.cache = self.cache or self.open_cache()
-        rows = {row_key(row): row for dataset in sets for row in dataset}
-        todo = [(key, row) for key, row in rows.items() if key not in cache.rewards]
-        if not todo:
-            return cache
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        size = max(1, self.args.per_device_eval_batch_size)
-        main = self.accelerator.is_main_process
-        quiet = self.args.disable_tqdm or not main
-        with self.reference_engine(), tqdm(total=len(todo), desc="Values", unit="prompt", disable=quiet) as bar:
-            for start in range(0, len(todo), size * world):
-                part = todo[start + rank * size : start + (rank + 1) * size][:size]
-                found = parallel.run_and_share(
-                    lambda part=part, s=start: self._sampled_rewards(part, s + rank), self.accelerator
-                )
-                merged = parallel.all_gather_objects(list(found.items()), self.accelerator)
-                cache.add(dict(merged), write=main)
-                bar.update(len(merged))
-        return cache
-
-    def _sampled_rewards(self, part: Sequence[tuple[str, Any]], number: int) -> dict[str, list[float]]:
-        """Weighted rewards of ``num_value_samples`` completions of each of these rows."""
-        n, self.batch = self.args.num_value_samples, number
-        examples = [row for _, row in part for _ in range(n)]
-        if not examples:
-            # To generate is a collective.
-            self.roll_out(self.spare())
-            return {}
-        rollouts, completions = self.roll_out(examples)
-        groups = torch.arange(len(part)).repeat_interleave(n)
-        totals = self.score(RolloutBatch(examples, rollouts, completions), groups).reshape(-1, n).tolist()
-        return {key: rewards for (key, _), rewards in zip(part, totals, strict=True)}
-
-    def kept(self, dataset: datasets.Dataset) -> list[int]:
-        """Rows to train on: with a value, and (for rewards of 0 and 1) solved at least once.
-
-        Raises:
-            DataError: None is left.
-        """
-        assert self.cache is not None
-        rewards = [[r for r in self.cache.rewards[row_key(row)] if not math.isnan(r)] for row in dataset]
-        binary = all(min(abs(r), abs(r - 1)) <= TOLERANCE for row in rewards for r in row)
-        if self.args.filter_all_incorrect and not binary:
-            logger.warning(
-                "filter_all_incorrect=True has no effect: rewards%s are not all 0 or 1, so a sum of 0 does not mean unsolved.",
-                "" if not self.args.reward_transform else f" after reward_transform={self.args.reward_transform}",
-            )
-        strict = self.args.filter_all_incorrect and binary
-        kept = [i for i, row in enumerate(rewards) if row and (not strict or sum(row) > TOLERANCE)]
-        if not kept:
-            raise DataError(
-                f"none of the {len(rewards)} training prompts is left: the reference solved none of them in "
-                f"{self.args.num_value_samples} attempts (filter_all_incorrect={self.args.filter_all_incorrect}). Take easier "
-                "prompts, more num_value_samples, a better start, or check what the reward reads."
-            )
-        logger.info("%d of %d training prompts have a value to learn from.", len(kept), len(rewards))
-        return kept
-
-
 def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerms:
     """``mean_i (beta2 sum_t (logp - ref_logp) - (r_i - V*_i))^2`` over the completions that were scored.
 
@@ -357,15 +263,8 @@ class A2POTrainer(OnlineTrainer):
         self._own_engine = kwargs.get("rollout_engine") is None
         super().__init__(model, reward_funcs, args, callbacks=callbacks, optimizers=optimizers, **data, **kwargs)
         disable_dropout_in_model(self.model)  # The log-ratio would carry its noise.
-        self.values = ValueEstimator(
-            self.args,
-            self.accelerator,
-            roll_out=lambda examples: self.roll_out(examples, "value"),
-            score=self._value_totals,
-            reference_engine=self._reference_engine,
-            open_cache=self._open_cache,
-            spare=self.spare_examples,
-        )
+        self.cache: ValueCache | None = None  # Rewards of the reference by prompt, once they are estimated.
+        self._value_batch = 0  # Number of the batch of value samples; its seed follows from it.
         self._restored: dict[str, Any] = {}
         self._filtered = False
         self._cut_told = False
@@ -381,7 +280,7 @@ class A2POTrainer(OnlineTrainer):
         self._restore_values(resume_from_checkpoint)
         self.estimate_values([self.train_dataset, *(d for _, d in named_sets({"eval_dataset": self.eval_dataset}))])
         if not self._filtered:
-            self.train_dataset = self.train_dataset.select(self.values.kept(self.train_dataset))
+            self.train_dataset = self.train_dataset.select(self._solvable(self.train_dataset))
             self.prompt_source.check_size(self.train_dataset)
             self._filtered = True
         return super().train(resume_from_checkpoint, **kwargs)
@@ -394,21 +293,62 @@ class A2POTrainer(OnlineTrainer):
 
     def estimate_values(self, sets: Iterable[Any]) -> ValueCache:
         """Sample and score completions of the reference for every prompt whose rewards are not known yet."""
-        return self.values.estimate(sets)
+        cache = self.cache = self.cache or self._open_cache()
+        rows = {row_key(row): row for dataset in sets for row in dataset}
+        todo = [(key, row) for key, row in rows.items() if key not in cache.rewards]
+        if not todo:
+            return cache
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        size = max(1, self.args.per_device_eval_batch_size)
+        main = self.accelerator.is_main_process
+        quiet = self.args.disable_tqdm or not main
+        with self._reference_engine(), tqdm(total=len(todo), desc="Values", unit="prompt", disable=quiet) as bar:
+            for start in range(0, len(todo), size * world):
+                part = todo[start + rank * size : start + (rank + 1) * size]
+                self._value_batch = start + rank
+                found = parallel.run_and_share(lambda part=part: self._sampled_rewards(part), self.accelerator)
+                merged = parallel.all_gather_objects(list(found.items()), self.accelerator)
+                cache.add(dict(merged), write=main)
+                bar.update(len(merged))
+        return cache
 
-    @property
-    def cache(self) -> ValueCache | None:
-        """Rewards of the reference by prompt; None before the first estimate."""
-        return self.values.cache
-
-    @cache.setter
-    def cache(self, cache: ValueCache | None) -> None:
-        self.values.cache = cache
-
-    def _value_totals(self, generation: RolloutBatch, groups: Tensor) -> Tensor:
-        """``(n,)`` weighted rewards of this rank's completions, transformed as those they are compared with."""
+    def _sampled_rewards(self, part: Sequence[tuple[str, Any]]) -> dict[str, list[float]]:
+        """Weighted rewards of ``num_value_samples`` completions of each of these rows, transformed as those of training."""
+        n = self.args.num_value_samples
+        examples = [row for _, row in part for _ in range(n)]
+        if not examples:
+            self.roll_out(self.spare_examples(), "value")  # To generate is a collective.
+            return {}
+        generation = RolloutBatch(examples, *self.roll_out(examples, "value"))
         table = score_rollouts(self.rewards, generation, self.processing_class, self.state)
-        return weighted_total(self.rewards.transformed(table.values, groups), table.weights)
+        groups = torch.arange(len(part)).repeat_interleave(n)
+        totals = weighted_total(self.rewards.transformed(table.values, groups), table.weights)  # (prompts n,)
+        return {key: rewards for (key, _), rewards in zip(part, totals.reshape(-1, n).tolist(), strict=True)}
+
+    def _solvable(self, dataset: datasets.Dataset) -> list[int]:
+        """Rows to train on: with a value, and (for rewards of 0 and 1) solved at least once.
+
+        Raises:
+            DataError: None is left.
+        """
+        assert self.cache is not None
+        rewards = [[r for r in self.cache.rewards[row_key(row)] if not math.isnan(r)] for row in dataset]
+        binary = all(min(abs(r), abs(r - 1)) <= TOLERANCE for row in rewards for r in row)
+        if self.args.filter_all_incorrect and not binary:
+            logger.warning(
+                "filter_all_incorrect=True has no effect: rewards%s are not all 0 or 1, so a sum of 0 does not mean unsolved.",
+                "" if not self.args.reward_transform else f" after reward_transform={self.args.reward_transform}",
+            )
+        strict = self.args.filter_all_incorrect and binary
+        kept = [i for i, row in enumerate(rewards) if row and (not strict or sum(row) > TOLERANCE)]
+        if not kept:
+            raise DataError(
+                f"none of the {len(rewards)} training prompts is left: the reference solved none of them in "
+                f"{self.args.num_value_samples} attempts (filter_all_incorrect={self.args.filter_all_incorrect}). Fix: take "
+                "easier prompts, more num_value_samples, a better start, or check what the reward reads."
+            )
+        logger.info("%d of %d training prompts have a value to learn from.", len(kept), len(rewards))
+        return kept
 
     def _open_cache(self) -> ValueCache:
         sampling = self.sampling("value")
@@ -450,7 +390,7 @@ class A2POTrainer(OnlineTrainer):
         settings = super().sampling("eval" if mode == "value" else mode)
         if mode != "value":
             return settings
-        seed = (self.args.seed * 1_000_003 + VALUE_SEED + self.values.batch) % 2**63
+        seed = (self.args.seed * 1_000_003 + VALUE_SEED + self._value_batch) % 2**63
         return replace(settings, seed=seed)
 
     def _restore_values(self, checkpoint: Any) -> None:

@@ -119,7 +119,7 @@ class RewardTrainer(PostTrainer):
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
         """A sequence classifier with one output; its head is new unless the checkpoint has one."""
-        return load_classifier(model_id, "sequence", num_labels=1, **kwargs)
+        return load_classifier(model_id, num_labels=1, **kwargs)
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """Tokenise one set of pairs, as `prepare_reward_dataset` does."""

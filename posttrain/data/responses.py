@@ -20,7 +20,6 @@ __all__ = [
     "add_response_schema",
     "parameter_schemas",
     "parse_response",
-    "reasoning_policy",
     "typed_arguments",
 ]
 
@@ -453,17 +452,3 @@ def _own_parser(tokenizer: Any, text: str, prefix: str, tools: Any) -> dict[str,
     if isinstance(message["content"], str) and tokenizer.eos_token:
         message["content"] = message["content"].removesuffix(tokenizer.eos_token)
     return message
-
-
-def reasoning_policy(tokenizer: Any) -> str:
-    """Where the reasoning of a parsed response is: what a reward function that reads ``content`` gets to see.
-
-    Returns:
-        ``"field"``: in a field of its own, not in content. ``"content"``: in content, as ordinary text. ``"dropped"``:
-        nowhere, because ``<think>`` is a special token and special tokens are left out (the text between them stays).
-    """
-    tokenizer = inner_tokenizer(tokenizer)
-    if getattr(tokenizer, ATTRIBUTE, None) is not None or getattr(tokenizer, "response_template", None) is not None:
-        return "field"
-    ids = tokenizer("<think>", add_special_tokens=False)["input_ids"]
-    return "content" if "<think>" in tokenizer.decode(ids, skip_special_tokens=True) else "dropped"

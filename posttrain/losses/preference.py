@@ -49,7 +49,6 @@ __all__ = [
     "smoothed_sigmoid",
     "sppo_hard",
     "squared_gap",
-    "step_nll",
 ]
 
 
@@ -412,12 +411,3 @@ def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
     Reference: Helping or herding, arXiv:2312.09244, equation 2.
     """
     return (chosen + rejected) ** 2
-
-
-def step_nll(logits: Tensor, good: Tensor) -> Tensor:
-    """``-(y log p_1 + (1 - y) log p_0)`` of ``(N, 2)`` logits, y in [0, 1] says how good a step is, ``(N,)``.
-
-    Reference: Solving math word problems with process- and outcome-based feedback, arXiv:2211.14275, section 2.4.
-    """
-    logp = torch.log_softmax(logits.float(), -1)
-    return -(good * logp[:, 1] + (1 - good) * logp[:, 0])

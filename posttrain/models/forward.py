@@ -62,15 +62,14 @@ def forward(
         model: A language model or classifier, wrapped or not, on which `install_token_head` was called.
         batch: A token forest on the model's device.
         needs: Any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``mean_logit``, ``collision``, ``logits``, ``aux``;
-            or ``scores`` (a classifier's score at each sequence's last token) or ``token_scores`` (its scores at each loss
-            token) alone.
+            or ``scores`` (a classifier's score at each sequence's last token) alone.
         temperature: Divides the logits, so that log-probs are those of the distribution that was sampled from.
         chunk_size: Positions whose logits exist at once; None: as many as `token_logprobs` picks.
         compare: See `TokenHead.compare`; what it returns is ``compared``.
 
     Returns:
-        Log-probs, entropies and hits aligned with the tokens they speak of, zero outside ``loss_mask``; scores ``(S,)``, or
-        ``(N, labels)`` as ``logits``; ``values`` (asked for by that name) of the state before each completion token.
+        Log-probs, entropies and hits aligned with the tokens they speak of, zero outside ``loss_mask``; scores ``(S,)``;
+        ``values`` (asked for by that name) of the state before each completion token.
     """
     install_token_head(model)
     inner: Any = causal_lm(model)
@@ -97,8 +96,7 @@ def forward(
     if noise is not None:
         noise.inverse_lengths = None
     if isinstance(head, ScoreHead):
-        scores = result["scores"]
-        return ModelOutputs(scores=scores[:, 0]) if "scores" in needs else ModelOutputs(logits=scores)
+        return ModelOutputs(scores=result["scores"][:, 0])
     return ModelOutputs(
         logp=_place(result.get("logp"), batch),
         **{name: _place(result.get(name), batch) for name in PER_TOKEN},
@@ -204,10 +202,7 @@ def _token_head(batch: Batch, needs: frozenset[str], virtual: int, temperature: 
 
 
 def _score_head(batch: Batch, needs: frozenset[str], virtual: int) -> ScoreHead | None:
-    """Last tokens of sequences, found by position (a pad id may equal the eos id); or the loss tokens themselves."""
-    if "token_scores" in needs:
-        rows, columns = batch.loss_mask.nonzero(as_tuple=True)
-        return ScoreHead(rows, columns + virtual)
+    """Last tokens of sequences, found by position (a pad id may equal the eos id)."""
     if "scores" not in needs:
         return None
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)

@@ -304,7 +304,7 @@ class TokenHead:
 
 @dataclass(slots=True)
 class ScoreHead:
-    """Read a classification head at some positions: rewards at last tokens, judgements of steps at their ends.
+    """Read a classification head at some positions, such as rewards at last tokens.
 
     Attributes:
         rows, columns: ``(N,)`` where the hidden states stand.

@@ -261,24 +261,18 @@ def _tell_size(model_id: str, model: Any, stored: Any) -> None:
     )  # fmt: skip
 
 
-def load_classifier(
-    model_id: str, task: Literal["sequence", "token"], *, num_labels: int, **kwargs: Any
-) -> PreTrainedModel:
-    """Load a model with a classification head, which is new (and seeded by torch's generator) unless the checkpoint has one.
+def load_classifier(model_id: str, *, num_labels: int, **kwargs: Any) -> PreTrainedModel:
+    """Load a sequence classifier; its head is new (and seeded by torch's generator) unless the checkpoint has one.
 
     The loader's report about the new head is silenced: it is what was asked for.
     """
     import transformers
     from transformers.utils import logging as transformers_logging
 
-    classes = {
-        "sequence": transformers.AutoModelForSequenceClassification,
-        "token": transformers.AutoModelForTokenClassification,
-    }
-    verbosity = transformers_logging.get_verbosity()
+    kind, verbosity = transformers.AutoModelForSequenceClassification, transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        return create_model_from_path(model_id, classes[task], num_labels=num_labels, **kwargs)
+        return create_model_from_path(model_id, kind, num_labels=num_labels, **kwargs)
     finally:
         transformers_logging.set_verbosity(verbosity)
 

@@ -51,11 +51,7 @@ CUDA_WASTE = 0.05
 PER_BYTE = {"adamw": 2, "adam": 2, "nadamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "stable": 2}
 EIGHT_BIT = {"adamw": 2, "lion": 1, "rmsprop": 1, "ademamix": 3}
 STATELESS = ("sgd", "lomo", "adalomo")
-AUTO_CLASSES = {
-    "causal": "AutoModelForCausalLM",
-    "sequence": "AutoModelForSequenceClassification",
-    "token": "AutoModelForTokenClassification",
-}
+AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "sequence": "AutoModelForSequenceClassification"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class Part:
     Attributes:
         role: ``policy``, ``reference``, ``value model`` or ``reward model``.
         config: Of transformers.
-        kind: Language model, or a classifier of sequences or tokens.
+        kind: Language model, or a classifier of sequences.
         dtype: Of the weights.
         peft_config: Of an adapter; then nothing else is trained.
         trained: Whether it has gradients and optimiser states.
@@ -74,7 +70,7 @@ class Part:
 
     role: str
     config: Any
-    kind: Literal["causal", "sequence", "token"] = "causal"
+    kind: Literal["causal", "sequence"] = "causal"
     dtype: torch.dtype = torch.float32
     peft_config: Any = None
     trained: bool = True
@@ -393,7 +389,7 @@ def _build(part: Part) -> Any:
 
     config = copy.deepcopy(part.config)
     if part.kind != "causal":
-        config.num_labels = 1 if part.kind == "sequence" else 2
+        config.num_labels = 1
     ALL_EXPERTS_FUNCTIONS.register("posttrain_shapes", _experts_by_shape)
     config.get_text_config()._experts_implementation = "posttrain_shapes"
     with initialization.no_init_weights():
@@ -554,8 +550,7 @@ def _sum_of_outputs(
     inputs = {"input_ids": place, "attention_mask": fake, "position_ids": place, "use_cache": False}
     tokens, sequences, states = (torch.zeros(count, dtype=torch.long) for count in counts)
     if shadow.part.kind != "causal":
-        where = sequences if shadow.part.kind == "sequence" else tokens
-        return shadow.model(**inputs, token_head=ScoreHead(where, where))["scores"].sum()
+        return shadow.model(**inputs, token_head=ScoreHead(sequences, sequences))["scores"].sum()
     head = TokenHead(
         tokens, tokens, tokens,
         need_entropy=bool({"entropy", "entropy_grad"} & needs), entropy_grad="entropy_grad" in needs,

@@ -8,8 +8,6 @@ import json
 import logging
 import os
 import re
-import secrets
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -320,15 +318,15 @@ def precomputed_logps(
 
 @contextmanager
 def _one_at_a_time(path: Path, accelerator: Any) -> Iterator[None]:
-    """Of several runs that want the same numbers one computes them; who waits too long computes them again."""
+    """Of several runs that want the same numbers one computes them; a run that waits too long computes them again."""
     if not accelerator.is_main_process:
         yield
         return
     import filelock
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path.with_suffix(".lock"))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=WAIT)
     except (filelock.Timeout, NotImplementedError, OSError) as error:
         logger.warning("%s is not locked (%s): another run may compute the same.", path, type(error).__name__)
@@ -339,27 +337,23 @@ def _one_at_a_time(path: Path, accelerator: Any) -> Iterator[None]:
 
 
 def _kept(path: Path, shape: tuple[int, int], accelerator: Any) -> np.ndarray | None:
-    """The cached numbers on all ranks, or None on all: the main process alone looks, as disks need not be shared."""
+    """The cached numbers on all ranks, or None on all: the main process alone reads, as disks need not be shared."""
     found = None
     if accelerator.is_main_process and path.is_file():
         try:
-            with path.open("rb") as file:
-                found = np.load(file)["logps"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            found = np.load(path)
+        except (OSError, ValueError, EOFError) as error:
             logger.warning("%s cannot be read (%s): its numbers are computed again.", path, type(error).__name__)
-        if found is not None and found.shape != shape:
-            found = None
+    found = None if found is None or found.shape != shape else found
     return parallel.all_gather_objects([found], accelerator)[0]
 
 
 def _keep(path: Path, values: np.ndarray) -> None:
-    """Write under a name of our own, flush, then rename: a reader sees all of it or nothing."""
-    part = path.with_suffix(f".{os.getpid()}.{secrets.token_hex(4)}.part")
+    """Write under another name, then rename: a reader sees all of it or nothing."""
+    part = path.with_suffix(f".{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            np.savez(file, logps=values)
-            file.flush()
-            os.fsync(file.fileno())
+            np.save(file, values)
         os.replace(part, path)
     except OSError as error:  # The numbers are here; only the next run will have to compute them again.
         logger.warning("%s could not be written (%s); nothing else is lost.", path, error.strerror or error)
@@ -387,7 +381,7 @@ def _cache(trainer: Any, dataset: datasets.Dataset, reference: Reference | None,
         "options": trainer.reference_key(),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
-    return Path(datasets.config.HF_DATASETS_CACHE) / "posttrain_reference" / f"{digest}.npz"
+    return Path(datasets.config.HF_DATASETS_CACHE) / "posttrain_reference" / f"{digest}.npy"
 
 
 def _compute(

@@ -12,7 +12,6 @@ from posttrain.data.responses import (
     Bare,
     add_response_schema,
     parse_response,
-    reasoning_policy,
     typed_arguments,
 )
 from posttrain.data.templates import training_template
@@ -334,10 +333,3 @@ def test_a_response_template_the_checkpoint_ships_is_used_and_survives_failure(t
         parsed(tiny_tokenizer, "one")["parse_error"]
         == "the tokenizer's response template gave NoneType instead of a message"
     )
-
-
-def test_where_reasoning_goes_is_told(tiny_tokenizer, tokenizers):
-    assert reasoning_policy(tokenizers["qwen3"]) == "field"
-    assert reasoning_policy(tiny_tokenizer) == "content"
-    tiny_tokenizer.add_tokens(["<think>"], special_tokens=True)
-    assert reasoning_policy(tiny_tokenizer) == "dropped"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from posttrain.losses.preference import bradley_terry, centering, step_nll
+from posttrain.losses.preference import bradley_terry, centering
 
 
 def test_equal_scores_cost_ln_2_and_a_margin_adds_to_it():
@@ -27,14 +27,6 @@ def test_no_overflow_at_extreme_differences():
     loss = bradley_terry(far, -far)
     assert torch.isfinite(loss).all()
     assert loss[1] == 2e4
-
-
-def test_a_step_costs_the_log_probability_of_its_label():
-    logits = torch.tensor([[0.0, math.log(3.0)]])  # p_1 = 3/4
-    assert float(step_nll(logits, torch.tensor([1.0]))) == pytest.approx(-math.log(0.75))
-    assert float(step_nll(logits, torch.tensor([0.0]))) == pytest.approx(-math.log(0.25))
-    soft = -(0.9 * math.log(0.75) + 0.1 * math.log(0.25))
-    assert float(step_nll(logits, torch.tensor([0.9]))) == pytest.approx(soft)
 
 
 def test_gradcheck():

@@ -20,14 +20,14 @@ def configs():
 
 @pytest.fixture
 def classifier_dir(tiny_model_dir):
-    load_classifier(tiny_model_dir, "sequence", num_labels=1, dtype="float32").save_pretrained(tiny_model_dir)
+    load_classifier(tiny_model_dir, num_labels=1, dtype="float32").save_pretrained(tiny_model_dir)
     return tiny_model_dir
 
 
 @pytest.mark.parametrize("given", HALVES)
 def test_a_model_is_loaded_in_the_dtype_that_torch_dtype_says(tiny_model_dir, given):
     assert create_model_from_path(tiny_model_dir, torch_dtype=given).dtype == torch.bfloat16
-    assert load_classifier(tiny_model_dir, "token", num_labels=2, torch_dtype=given).dtype == torch.bfloat16
+    assert load_classifier(tiny_model_dir, num_labels=1, torch_dtype=given).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("given", HALVES)

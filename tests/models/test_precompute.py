@@ -54,7 +54,7 @@ def test_the_second_run_reads_what_the_first_computed_and_leaves_no_part(cache, 
     first, second = run(Stub(tiny_tokenizer)), run(Stub(tiny_tokenizer))
     assert first["a"] == second["a"] == [0.0, 2.0, 4.0] and second["b"] == [1.0, 3.0, 5.0]
     assert len(cache.calls) == 1
-    assert sorted({path.suffix for path in cache.folder.iterdir()}) == [".lock", ".npz"]
+    assert sorted({path.suffix for path in cache.folder.iterdir()}) == [".lock", ".npy"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_whatever_moves_the_numbers_names_another_file(cache, tiny_tokenizer, mo
 
 def test_a_torn_file_is_computed_again_and_replaced(cache, tiny_tokenizer, caplog):
     run(Stub(tiny_tokenizer))
-    (path,) = cache.folder.glob("*.npz")
+    (path,) = cache.folder.glob("*.npy")
     whole = path.read_bytes()
     for size in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
@@ -94,7 +94,7 @@ def test_a_torn_file_is_computed_again_and_replaced(cache, tiny_tokenizer, caplo
 
 def test_a_run_waits_for_another_that_computes_the_same(cache, tiny_tokenizer):
     run(Stub(tiny_tokenizer))
-    (path,) = cache.folder.glob("*.npz")
+    (path,) = cache.folder.glob("*.npy")
     kept = path.read_bytes()
     path.unlink()
     lock = filelock.FileLock(path.with_suffix(".lock"), thread_local=False)
@@ -114,7 +114,7 @@ def test_a_run_waits_for_another_that_computes_the_same(cache, tiny_tokenizer):
 def test_who_waits_too_long_computes_for_itself(cache, tiny_tokenizer, monkeypatch, caplog):
     monkeypatch.setattr(precompute, "WAIT", 0.05)
     run(Stub(tiny_tokenizer))
-    (path,) = cache.folder.glob("*.npz")
+    (path,) = cache.folder.glob("*.npy")
     path.unlink()
     with filelock.FileLock(path.with_suffix(".lock")):
         run(Stub(tiny_tokenizer))
@@ -125,7 +125,7 @@ def test_a_full_disk_loses_the_cache_and_nothing_else(cache, tiny_tokenizer, mon
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "savez", full)
+    monkeypatch.setattr(np, "save", full)
     assert run(Stub(tiny_tokenizer))["a"] == [0.0, 2.0, 4.0]
     assert "No space left on device" in caplog.text
     assert not [path for path in cache.folder.iterdir() if path.suffix != ".lock"]

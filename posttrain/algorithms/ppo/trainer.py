@@ -569,7 +569,7 @@ def _reward_functions(reward_model: Any, args: PPOConfig) -> list[Any]:
 def _classifier(model: Any, args: PPOConfig) -> Any:
     if not isinstance(model, str):
         return model
-    return load_classifier(model, "sequence", num_labels=1, trust_remote_code=args.trust_remote_code)
+    return load_classifier(model, num_labels=1, trust_remote_code=args.trust_remote_code)
 
 
 def _check_pad(tokenizer: Any, *, may_change: bool) -> None:
