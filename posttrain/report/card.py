@@ -27,9 +27,8 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 PURPOSE = "the model card"
 
 TEMPLATE = TEMPLATES / "card.md.jinja"
-TASKS_SHOWN = ("text-generation", "text-classification", "token-classification")  # Those with a quick start.
-# End of a model class's name -> its task; everything else generates.
-TASKS = {"ForSequenceClassification": "text-classification", "ForTokenClassification": "token-classification"}
+# Those with a quick start.
+TASKS = ("text-generation", "text-classification")
 
 
 def generate_model_card(
@@ -75,7 +74,7 @@ def generate_model_card(
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    check_choice("task", task, TASKS_SHOWN)
+    check_choice("task", task, TASKS)
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
     given = [tags] if isinstance(tags, str) else list(tags or [])
     metadata = ModelCardData(
@@ -177,7 +176,7 @@ def _is_hub_id(name: str) -> bool:
 
 def _task(model: Any) -> str:
     name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
-    return next((task for end, task in TASKS.items() if name.endswith(end)), "text-generation")
+    return TASKS[name.endswith("ForSequenceClassification")]
 
 
 def _live_url(package: str, run_of: Any) -> str | None:

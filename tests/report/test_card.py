@@ -179,18 +179,6 @@ def test_the_quick_start_of_a_reward_model_runs_and_prints_its_raw_score(tmp_pat
     assert float(capsys.readouterr().out) == pytest.approx(score, abs=1e-4)
 
 
-def test_the_quick_start_of_a_process_reward_model_runs(tmp_path, tiny_tokenizer, capsys):
-    from transformers import LlamaForTokenClassification
-
-    model = LlamaForTokenClassification(build_model(len(tiny_tokenizer)).config)
-    run = build(tmp_path, tiny_tokenizer, model=model, hub_model_id=str(tmp_path / "model"))
-    run.save_model(tmp_path / "model")
-    found = card(run)
-    assert found.data.pipeline_tag == "token-classification"
-    exec(compile(code(found), "card", "exec"), {})
-    assert "LABEL_" in capsys.readouterr().out
-
-
 def test_an_adapter_has_the_card_of_the_model_it_is_on(tmp_path, tiny_tokenizer):
     import peft
 

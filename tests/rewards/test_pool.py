@@ -2,6 +2,8 @@
 
 import importlib
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -87,3 +89,8 @@ def test_a_time_out_of_the_function_itself_is_an_error_and_not_taken_for_that_of
     monkeypatch.setattr(pool, "_functions", [waits])
     with pytest.raises(RewardError, match="server"):
         pool._score_row({"completions": ["x"]})
+
+
+def test_a_process_that_runs_a_pooled_function_starts_without_torch():
+    code = "import sys; from posttrain.rewards import pooled; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
