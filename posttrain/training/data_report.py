@@ -7,9 +7,8 @@ import itertools
 import json
 import logging
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -56,8 +55,8 @@ logger = logging.getLogger(__name__)
 
 # Rows of a chat template's check, and sequences that are shown.
 ROWS, SHOWN = 32, 3
-# Examples that are always tokenised, and those that are where two seconds suffice; of a stream, its first ones.
-FEW, MOST, SECONDS, STREAMED = 16, 256, 2.0, 32
+# Examples that are tokenised; of a stream, its first ones.
+EXAMPLES, STREAMED = 64, 32
 CHAT = ("messages", "prompt", "chosen", "conversations")
 
 
@@ -169,33 +168,20 @@ class DatasetHead:
         self.streams = isinstance(prepared, datasets.IterableDataset) or not hasattr(prepared, "__len__")
 
     @cached_property
-    def _read(self) -> tuple[list[dict[str, Any]], list[Row]]:
-        """Examples spread over the set, as many as are tokenised in two seconds, and their rows."""
-        if self.streams:
-            first = self._kept(islice(self.prepared, STREAMED))
-            return first, self.rows_of(first)
-        began, total = time.perf_counter(), len(self.prepared)
-        few = self._kept(self.prepared[i] for i in _evenly(total, FEW))
-        rows = self.rows_of(few)
-        if total <= FEW:
-            return few, rows
-        count = min(MOST, int(SECONDS / max(time.perf_counter() - began, 1e-6) * FEW))
-        places = sorted({*_evenly(total, count)} - {*_evenly(total, FEW)}) if count > FEW else []
-        more = self._kept(self.prepared[i] for i in places)
-        return few + more, rows + (self.rows_of(more) if more else [])
-
-    def _kept(self, examples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [example for example in examples if not is_open(example, self.fills_prompts)]
-
-    @property
     def examples(self) -> list[dict[str, Any]]:
-        """Prepared examples."""
-        return self._read[0]
+        """Prepared examples, spread over the set; the first ones of a stream. Rows for an environment to fill are left out."""
+        if self.streams:
+            chosen = islice(self.prepared, STREAMED)
+        else:
+            total = len(self.prepared)
+            take = min(total, EXAMPLES)
+            chosen = (self.prepared[total * k // take] for k in range(take))
+        return [example for example in chosen if not is_open(example, self.fills_prompts)]
 
     @cached_property
     def sample(self) -> RowSample:
         """Their rows, with what the checks of rows find."""
-        return RowSample(self._read[1], self.tokenizer, self.limit)
+        return RowSample(self.rows_of(self.examples), self.tokenizer, self.limit)
 
     @cached_property
     def template_findings(self) -> list[Finding]:
@@ -285,12 +271,6 @@ def refuse_data(said: Sequence[str]) -> None:
     raise DataError(
         f"strict_data=True makes every warning about the data an error:{listed}\nFix: correct the data, or leave it out."
     )
-
-
-def _evenly(total: int, count: int) -> list[int]:
-    """Up to ``count`` of ``total`` indices, evenly spaced."""
-    take = min(total, count)
-    return [total * k // take for k in range(take)]
 
 
 def template_findings(raw: Any, tokenizer: Any) -> list[Finding]:
@@ -543,17 +523,6 @@ def _write(folder: str | None, name: str, lines: Iterator[dict[str, Any]], wante
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
 
-def _about(
-    code: str, severity: Severity, reasons: Mapping[int, str], total: int, verb: str, why: str, fix: str
-) -> Finding:
-    """A finding about rows, with how many there are of each reason and which come first."""
-    listed = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).most_common())
-    first = sorted(reasons)
-    shown = ", ".join(map(str, first[:NAMED])) + (", ..." if len(first) > NAMED else "")
-    what = f"{count_of(len(first), total)} {verb}: {listed}. First rows: {shown}."
-    return Finding(code, severity, what, "the training set", why, fix)
-
-
 def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> list[Finding]:
     """Rows that cannot be trained; an error, unless they were dropped.
 
@@ -562,21 +531,32 @@ def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -
         total: Rows that were read.
         dropped: Whether they were left out.
     """
-    if not reasons:
-        return []
     why = "such a row has nothing to learn from; alone in a batch it would make the loss 0 or not a number."
     if dropped:
         fix = "nothing, if that is meant: bad_rows.jsonl lists them."
-        return [_about("PT-D030", "warning", reasons, total, "were dropped", why, fix)]
+        return _about("PT-D030", "warning", reasons, total, "were dropped", why, fix)
     fix = "correct them, or set bad_rows='drop' to leave them out (bad_rows.jsonl then lists them)."
-    return [_about("PT-D030", "error", reasons, total, "cannot be trained", why, fix)]
+    return _about("PT-D030", "error", reasons, total, "cannot be trained", why, fix)
 
 
 def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
     """Rows that can be trained and teach nothing good; a warning. Arguments as of `bad_rows`."""
     why = "a conversation without an answer, a blank answer or two equal ones teach nothing, or to say nothing."
     fix = "look at these rows with posttrain inspect; bad_rows='drop' leaves them out."
-    return [_about("PT-D031", "warning", reasons, total, "look wrong", why, fix)] if reasons else []
+    return _about("PT-D031", "warning", reasons, total, "look wrong", why, fix)
+
+
+def _about(
+    code: str, severity: Severity, reasons: Mapping[int, str], total: int, verb: str, why: str, fix: str
+) -> list[Finding]:
+    """A finding about rows, with how many there are of each reason and which come first; none where there are none."""
+    if not reasons:
+        return []
+    listed = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).most_common())
+    first = sorted(reasons)
+    shown = ", ".join(map(str, first[:NAMED])) + (", ..." if len(first) > NAMED else "")
+    what = f"{count_of(len(first), total)} {verb}: {listed}. First rows: {shown}."
+    return [Finding(code, severity, what, "the training set", why, fix)]
 
 
 def too_many(dropped: int, total: int, *, most: float) -> Finding | None:

@@ -287,10 +287,8 @@ class PostTrainer(transformers.Trainer):
         if resume is not None:
             self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
         machine = checkpoint.MachineChecks(self.model, self.args, shards=parallel.shards_parameters(self.accelerator))
-        main, resumed = self.accelerator.is_main_process, resume is not None
-        parallel.run_and_share(
-            lambda: main and machine.begin(self.checks, self.checkpoints, resumed=resumed), self.accelerator
-        )
+        begin = partial(machine.begin, self.checks, self.checkpoints, resumed=resume is not None)
+        parallel.run_and_share(lambda: self.accelerator.is_main_process and begin(), self.accelerator)
         if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
             # At 0 no norm is taken, and NaN reaches the weights.
             self.args.max_grad_norm = math.inf
@@ -523,8 +521,7 @@ class PostTrainer(transformers.Trainer):
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer.predict`; a raw dataset is prepared first, and full logits want one sequence a row."""
-        layout = self.layout
-        self.layout = Layout("padded", row_tokens=layout.row_tokens)
+        layout, self.layout = self.layout, Layout("padded", row_tokens=self.layout.row_tokens)
         try:
             output = super().predict(self.prepare_evaluation(test_dataset), *args, **kwargs)
         finally:
