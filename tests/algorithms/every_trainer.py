@@ -66,7 +66,14 @@ def every(kind, folder, tokenizer, *, train=None, base=None, cls=None, arguments
         own |= {"max_new_tokens": 8, "max_length": 256}
     elif kind == "ppo":
         own |= {"response_length": 8, "stop_token": "eos", "num_ppo_epochs": 1, "num_sample_generations": 0}
-    names = ("eval_dataset", "peft_config", "compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics", "callbacks")
+    names = (
+        "eval_dataset",
+        "peft_config",
+        "compute_metrics",
+        "compute_loss_func",
+        "preprocess_logits_for_metrics",
+        "callbacks",
+    )
     keys = {name: settings.pop(name) for name in names if name in settings}
     reward = settings.pop("reward_funcs", by_answer)
     args = (arguments or config)(str(folder), **(SHORT | own | settings))
