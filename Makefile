@@ -13,7 +13,7 @@ TORCH := torch
 endif
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-serving check lint docs bench parity clean
+.PHONY: demo test test-serving test-ranks verify-gpu check lint docs bench parity clean
 
 $(VENV)/.base: pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,13 @@ test-serving: $(SERVING_NEEDS)  ## a real vLLM, and servers in processes of thei
 	$(REAL_VLLM) tests/rollouts/test_served_vllm.py $(ARGS)
 	$(REAL_VLLM) tests/rollouts/test_vllm_training.py $(ARGS)
 	$(DEV_PYTHON) -m pytest tests/rollouts/test_real_servers.py tests/algorithms/test_async_servers.py -m "not gpu" $(ARGS)
+
+# Ways with DeepSpeed: make test-ranks ARGS="--ways ZeRO-2,ZeRO-3 --python PATH/TO/PYTHON", an environment that has it.
+test-ranks: $(VENV)/.dev  ## every method on two processes beside one, into docs/verified.md
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(DEV_PYTHON) -m tests.matrix --page docs/verified.md $(ARGS)
+
+verify-gpu:  ## the tests that need an accelerator; without one they are only listed
+	$(DEV_PYTHON) -m pytest -m gpu -q $(if $(GPU),,--collect-only) tests $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -14,9 +14,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.ranks import leave, part, run_ranks
 
 STEPS, TOLERANCE = 3, 1e-5
+BEGIN, END = "<!-- ranks -->", "<!-- end of ranks -->"
 KINDS = ("sft", "reward", "dpo", "kto", "grpo", "grpo native", "ppo", "gkd")
 FSDP2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 # Way: processes, arguments of the config.
@@ -30,6 +33,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lora": {"lora": True},
+    "passes": {"max_row_tokens": 40},
     "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
 }
 
@@ -95,9 +99,12 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         kind, variant = cell.split("/")
         tokenizer = build_tokenizer()
         tokenizer.pad_token = "<|endoftext|>"
-        settings = {**VARIANTS[variant], **given, "gradient_accumulation_steps": max(2, 4 // processes)}
-        trainer = trainer_of(kind, folder / cell, tokenizer, **settings)
-        trainer.train()
+        settings = {**VARIANTS.get(variant, {}), **given, "gradient_accumulation_steps": max(2, 4 // processes)}
+        if kind == "resume":
+            trainer = resumed(way, folder / cell, variant, tokenizer)
+        else:
+            trainer = trainer_of(kind, folder / cell, tokenizer, **settings)
+            trainer.train()
         evaluated = trainer.evaluate()
         trainer.save_model(str(folder / cell / "saved"))
         history = [row for row in trainer.state.log_history if "grad_norm" in row]
@@ -111,6 +118,26 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         del trainer
 
 
+def resumed(way: str, folder: Path, origin: str, tokenizer: Any) -> Any:
+    """A trainer that went on from a checkpoint of ``origin`` after two of four steps.
+
+    Ranks write that checkpoint first, in a run of their own that is not interrupted, and end at the same weights bit for bit.
+    """
+    from tests.algorithms.helpers import chats, sft
+
+    processes, given = WAYS[way]
+    common = {"max_steps": 4, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
+    common |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": max(1, 2 // processes), **given}
+    whole = Path(str(folder).replace(f"/{way}/", f"/{origin}/")) / "whole"
+    if way == origin:
+        trainer = sft(whole, tokenizer, data=chats(24), **common)
+        trainer.train()
+        trainer.save_model(str(whole / "saved"))
+    trainer = sft(folder, tokenizer, data=chats(24), eval_dataset=chats(5), **common)
+    trainer.train(resume_from_checkpoint=str(whole / "checkpoint-2"))
+    return trainer
+
+
 def saved(folder: Path) -> dict[str, Any]:
     """Tensors of a saved folder."""
     from safetensors.torch import load_file
@@ -121,7 +148,9 @@ def saved(folder: Path) -> dict[str, Any]:
 def far(one: dict[str, Any], other: dict[str, Any], one_folder: Path, other_folder: Path) -> dict[str, float]:
     """The largest difference of each figure, absolute below 1 and relative above."""
     a, b = saved(one_folder), saved(other_folder)
-    assert a.keys() == b.keys() and a, sorted(a.keys() ^ b.keys())[:4]
+    for name in b.keys() - a.keys():  # DeepSpeed saves a tied head too.
+        assert torch.equal(b[name], b["model.embed_tokens.weight"]), name
+    assert a and a.keys() <= b.keys(), sorted(a.keys() - b.keys())[:4]
     apart = {"weights": max(float((a[k].float() - b[k].float()).abs().max()) for k in a)}
     for name in ("loss", "norm", "eval"):
         pairs = zip(*(x[name] if isinstance(x[name], list) else [x[name]] for x in (one, other)), strict=True)
@@ -131,7 +160,8 @@ def far(one: dict[str, Any], other: dict[str, Any], one_folder: Path, other_fold
 
 def run(way: str, cells: list[str], folder: Path, python: str | None = None) -> dict[str, Any]:
     """Found of each cell: figures, or the end of what was said when it failed; later cells then run in a new launch."""
-    found: dict[str, Any] = {}
+    kept = folder / "found.json"
+    found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     while rest := [cell for cell in cells if cell not in found]:
         (folder / "result.json").unlink(missing_ok=True)
         failure = "it ended without a result"
@@ -144,6 +174,7 @@ def run(way: str, cells: list[str], folder: Path, python: str | None = None) -> 
             found |= json.loads((folder / "result.json").read_text(encoding="utf-8"))
         if left := [cell for cell in rest if cell not in found]:
             found[left[0]] = failure
+        kept.write_text(json.dumps(found), encoding="utf-8")
     return found
 
 
@@ -154,6 +185,7 @@ def main() -> None:
     parser.add_argument("--ways", default="DDP,FSDP2")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--page", type=Path, help="page whose table is written")
     parser.add_argument("--keep", type=Path, help="folder to keep results in; None takes a temporary one")
     parser.add_argument("--python", help="interpreter of the ways with DeepSpeed")
     args = parser.parse_args()
@@ -165,19 +197,42 @@ def main() -> None:
     cells = [f"{kind}/{variant}" for variant in args.variants.split(",") for kind in args.kinds.split(",")]
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
-        one = run("one", cells, folder / "one")
-        for way in args.ways.split(","):
-            other = run(way, cells, folder / way, args.python if "zero" in WAYS[way][1] else None)
-            for cell in cells:
-                print(way, cell, compared(one[cell], other[cell], folder, way, cell), flush=True)
+        ways = args.ways.split(",")
+        found = {way: run(way, cells, folder / way, args.python if "zero" in WAYS[way][1] else None) for way in ways}
+        found["one"] = run("one", cells, folder / "one")
+        results = {(way, cell): compared(found, folder, way, cell) for way in ways for cell in cells}
+    for (way, cell), result in results.items():
+        print(way, cell, result, flush=True)
+    if args.page:
+        text = args.page.read_text(encoding="utf-8")
+        head, tail = text.split(BEGIN)[0], text.split(END)[1]
+        args.page.write_text(f"{head}{BEGIN}\n{table(results)}\n{END}{tail}", encoding="utf-8")
 
 
-def compared(one: Any, other: Any, folder: Path, way: str, cell: str) -> Any:
-    """Differences of a cell, or what failed."""
-    for found in (one, other):
-        if isinstance(found, str):
-            return "FAILED: " + found[-1200:]
-    return far(one, other, folder / "one" / cell / "saved", folder / way / cell / "saved")
+def compared(found: dict[str, Any], folder: Path, way: str, cell: str) -> Any:
+    """Differences of a cell from one process, or what failed.
+
+    The native engine draws with a seed for each rank, so what ranks sample with it is compared with what two ranks do.
+    """
+    base = "DDP" if cell.startswith("grpo native/") else "one"
+    if way == base:
+        return "the base of its row"
+    for name in (base, way):
+        if isinstance(found[name][cell], str):
+            return "FAILED: " + found[name][cell][-1200:]
+    return far(found[base][cell], found[way][cell], *(folder / name / cell / "saved" for name in (base, way)))
+
+
+def table(results: dict[tuple[str, str], Any]) -> str:
+    """The largest difference of each cell as Markdown, a row a method."""
+    columns = list(dict.fromkeys((way, cell.split("/")[1]) for way, cell in results))
+    names = [way if variant == "plain" else f"{way}, {variant}" for way, variant in columns]
+    lines = [f"| method | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for kind in dict.fromkeys(cell.split("/")[0] for _, cell in results):
+        shown = [results.get((way, f"{kind}/{variant}"), "-") for way, variant in columns]
+        said = [f"{max(one.values()):.0e}" if isinstance(one, dict) else one.split(":")[0] for one in shown]
+        lines.append(f"| {kind} | {' | '.join(said)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

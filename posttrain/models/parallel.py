@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from accelerate.state import GradientState
 
 from posttrain.errors import PosttrainError
 from posttrain.integrations import require
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "all_gather_objects",
     "all_reduce_sum",
+    "backward",
     "check_launch",
     "equal_passes",
     "failing_together",
@@ -27,6 +29,7 @@ __all__ = [
     "gather_objects",
     "gathered",
     "in_step",
+    "is_deepspeed",
     "is_prepared_late",
     "main_process_first",
     "no_sync",
@@ -115,13 +118,19 @@ def shards_parameters(accelerator: Accelerator) -> bool:
 
 
 def is_prepared_late(accelerator: Accelerator) -> bool:
-    """Whether a model can only run once training has prepared it (FSDP, DeepSpeed of any stage)."""
+    """Whether a model only runs once training has prepared it, and gradients are no longer at the parameters.
+
+    So it is with FSDP, and with DeepSpeed of any stage.
+    """
     return any(name in str(accelerator.distributed_type) for name in ("FSDP", "DEEPSPEED"))
 
 
 def equal_passes(count: int, accelerator: Accelerator) -> int:
-    """How many forward passes every rank must run: ``count``, or the largest over ranks where passes are collectives."""
-    if not shards_parameters(accelerator):
+    """How many passes every rank must run: ``count``, or the largest over ranks where a pass is a collective.
+
+    Forward is one under FSDP and ZeRO-3, and backward under ZeRO-2, which hands gradients to their owners in each.
+    """
+    if not is_prepared_late(accelerator):
         return count
     counts = torch.tensor([count], device=accelerator.device)
     torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX)
@@ -151,6 +160,17 @@ def without_ddp(model: torch.nn.Module) -> torch.nn.Module:
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
+def is_deepspeed(model: Any) -> bool:
+    """Whether a model is wrapped in DeepSpeed's engine, of any stage."""
+    return hasattr(model, "set_gradient_accumulation_boundary")
+
+
+def backward(accelerator: Accelerator, loss: torch.Tensor) -> None:
+    """Backward of a loss that is divided by the counts of the whole optimiser step: DeepSpeed must not divide it again."""
+    deepspeed = "DEEPSPEED" in str(accelerator.distributed_type)
+    accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
+
+
 @contextmanager
 def inference(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
     """The model outside of DDP in eval mode, without gradients, under the run's precision; training mode is restored."""
@@ -166,9 +186,20 @@ def inference(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torc
 
 @contextmanager
 def no_sync(model: Any, last: bool) -> Iterator[None]:
-    """Hold gradient averaging back until the last of several backward passes."""
+    """Hold gradient averaging back until the last of several backward passes; with DeepSpeed, also the optimiser's step."""
     if last or not hasattr(model, "no_sync"):
         yield
+        return
+    if is_deepspeed(
+        model
+    ):  # Its own no_sync refuses stages 2 and 3, and accelerate steps at every backward of the last batch.
+        state = GradientState()
+        before = state.sync_gradients
+        state._set_sync_gradients(False)
+        try:
+            yield
+        finally:
+            state._set_sync_gradients(before)
         return
     with model.no_sync():
         yield

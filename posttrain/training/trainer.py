@@ -141,7 +141,7 @@ class PostTrainer(transformers.Trainer):
         self.check_start()
         args, shards = self.args, parallel.shards_parameters(self.accelerator)
         # Looked up at every call: a user may replace them on the instance.
-        loss, backward = lambda *given: self._loss_of_pass(*given), lambda value: self.accelerator.backward(value)
+        loss, backward = lambda *given: self._loss_of_pass(*given), partial(parallel.backward, self.accelerator)
         self.passes = PassRunner(loss, backward, self._halves, self.buffers, shards=shards)
         self.record, self.interrupt = RunRecordCallback(args, self.processing_class), checkpoint.GracefulInterrupt()
         size = lambda: checkpoint.checkpoint_bytes(self.model, args)  # noqa: E731
@@ -378,7 +378,7 @@ class PostTrainer(transformers.Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
         norm = super()._clip_grad_norm(model)
-        scaled, sharded = self.accelerator.mixed_precision == "fp16", parallel.shards_parameters(self.accelerator)
+        scaled, sharded = self.accelerator.mixed_precision == "fp16", parallel.is_prepared_late(self.accelerator)
         if not self.checks.gradient(norm, model, scaled=scaled, sharded=sharded, step=self.state.global_step + 1):
             for parameter in model.parameters():
                 parameter.grad = None

@@ -1,0 +1,43 @@
+"""What the trainers ask of several processes, seen from one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.state import GradientState
+
+from posttrain.models import parallel
+
+
+class Engine:
+    """As much of DeepSpeed's engine as accelerate's loop touches; its own ``no_sync`` refuses stages 2 and 3."""
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        """Accelerate calls it."""
+
+    def no_sync(self):
+        raise AssertionError("no_sync is incompatible with gradient partitioning")
+
+
+@pytest.mark.parametrize(("kind", "given"), [("DEEPSPEED", {"scale_wrt_gas": False}), ("MULTI_CPU", {}), ("FSDP", {})])
+def test_a_loss_over_the_whole_step_is_not_divided_again(kind, given):
+    seen = []
+    accelerator = SimpleNamespace(distributed_type=f"DistributedType.{kind}", backward=lambda *a, **k: seen.append(k))
+    parallel.backward(accelerator, torch.zeros(()))
+    assert seen == [given]
+
+
+def test_deepspeed_steps_after_the_last_pass_alone():
+    """Accelerate steps at every backward while gradients are to be synchronised."""
+    state = GradientState()
+    state._set_sync_gradients(True)
+    with parallel.no_sync(Engine(), last=False):
+        assert not state.sync_gradients
+    assert state.sync_gradients
+    with parallel.no_sync(Engine(), last=True):
+        assert state.sync_gradients
+
+
+def test_gradients_leave_their_parameters_under_fsdp_and_every_stage_of_deepspeed():
+    for kind, late in (("FSDP", True), ("DEEPSPEED", True), ("MULTI_GPU", False), ("NO", False)):
+        assert parallel.is_prepared_late(SimpleNamespace(distributed_type=f"DistributedType.{kind}")) is late

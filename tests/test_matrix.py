@@ -1,0 +1,34 @@
+"""The short form of `tests.matrix`: sharded training on two processes is that of one, and goes on from its checkpoints."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.matrix import TOLERANCE, compared, run, saved
+
+CELLS = ["sft/plain", "dpo/lora", "grpo/checkpointing", "resume/FSDP2"]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("matrix")
+    return {way: run(way, CELLS, folder / way) for way in ("FSDP2", "one")}, folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("cell", CELLS)
+def test_fsdp2_on_two_ranks_is_one_process(both, cell):
+    """Losses, gradient norms, evaluation and saved weights; of ``resume``, from a checkpoint of two ranks."""
+    found, folder = both
+    apart = compared(found, folder, "FSDP2", cell)
+    assert isinstance(apart, dict), apart
+    assert max(apart.values()) < TOLERANCE, apart
+
+
+@pytest.mark.distributed
+def test_sharded_ranks_that_resume_end_at_the_same_weights_bit_for_bit(both):
+    _, folder = both
+    place = folder / "FSDP2" / "resume" / "FSDP2"
+    whole, resumed = saved(place / "whole" / "saved"), saved(place / "saved")
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert AutoModelForCausalLM.from_pretrained(place / "saved").num_parameters() > 0
