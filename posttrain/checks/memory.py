@@ -352,9 +352,8 @@ def plan(
     policy = Part("policy", model_config, "causal" if trainer.generative else "sequence", dtype, peft_config, bits=bits)
     size = batch_size or int(args.per_device_train_batch_size)
     rows = _longest_rows(trainer, args, lengths, size)
-    layout = _layout(args, model_config, device)
     together = {"whole_rows": trainer.keep_groups_together, "together": _single_pass(args)}
-    batches = collate(rows, pad_token_id=0, layout=layout, **together)
+    batches = collate(rows, pad_token_id=0, layout=_layout(args, model_config, device), **together)
     reference = ("copy" if peft_config is None else "adapter") if _compares(trainer, args) else ""
     frozen = [replace(policy, role="reference", trained=False, peft_config=None)] if reference == "copy" else []
     if parts.get("reward_model") is not None:
