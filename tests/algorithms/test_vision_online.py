@@ -97,13 +97,19 @@ def test_two_prompts_that_differ_in_their_picture_alone_share_nothing(tmp_path):
 
 
 def test_a_group_encodes_its_picture_once_in_sampling_and_once_in_the_update(tmp_path):
-    trainer = trainer_of("grpo", tmp_path, dataset=prompts([(84, 56, 1), (84, 56, 2)]), max_steps=1)
+    trainer = trainer_of("grpo", tmp_path, dataset=prompts([(84, 56, 1), (84, 56, 2)]), max_steps=1, preflight="off")
     encoder = picture_encoder(trainer.model)
     encoder.encoded = 0
     trainer.train()
     assert encoder.encoded == 4
     frozen = trainer_of(
-        "grpo", tmp_path / "b", dataset=prompts([(84, 56, 1), (84, 56, 2)]), freeze_vision=True, max_steps=3, beta=0.1
+        "grpo",
+        tmp_path / "b",
+        dataset=prompts([(84, 56, 1), (84, 56, 2)]),
+        freeze_vision=True,
+        max_steps=3,
+        beta=0.1,
+        preflight="off",
     )
     encoder = picture_encoder(frozen.model)
     encoder.encoded = 0
