@@ -6,9 +6,8 @@ import base64
 import functools
 import hashlib
 import inspect
-import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from posttrain.data.pictures import Picture, conversation_pictures, read_picture
 from posttrain.errors import DataError, ModelError
-from posttrain.types import Row
 
 __all__ = [
     "FAMILIES",
@@ -28,8 +26,6 @@ __all__ = [
     "image_only",
     "is_processor",
     "load_processor",
-    "shown_pieces",
-    "shown_prompt",
 ]
 
 
@@ -373,50 +369,6 @@ class PictureProcessor:
         """Rendered text of messages with pictures inside them or beside them, and the pictures in reading order."""
         blocks, pictures = conversation_pictures(messages, images)
         return self.render(blocks, **options), pictures
-
-
-def shown_prompt(tokenizer: Any, ids: Sequence[int], placed: Sequence[Placed]) -> str:
-    """Decoded ids with ``[image 1: 640×480, 391 tokens, 12ab]`` where the placeholders of a picture are."""
-    pieces = shown_pieces(tokenizer, ids, [0] * len(ids), Row(list(ids), [], [], pictures=[list(placed)]))
-    return "".join(text for text, _ in pieces)
-
-
-def shown_pieces(
-    tokenizer: Any,
-    ids: Sequence[int],
-    flags: Sequence[Any],
-    row: Row,
-    index: int = 0,
-    pieces_of: Callable[[list[int], list[Any]], list[tuple[str, bool]]] | None = None,
-) -> list[tuple[str, bool]]:
-    """Text of a sequence in pieces, and whether each is trained; a picture is one piece, its label.
-
-    Args:
-        tokenizer: Decodes.
-        ids: Of a prompt and one completion.
-        flags: Whether each is trained.
-        row: Where they are from, with its pictures.
-        index: Which of its completions.
-        pieces_of: Ids and flags between pictures to pieces; None: runs of equal flags.
-    """
-    pieces_of = pieces_of or functools.partial(_runs, tokenizer)
-    made: list[tuple[str, bool]] = []
-    pictures, at = [*row.pictures[:1], *row.pictures[index + 1 : index + 2]], 0
-    placed = [(one, one.start + part * len(row.prompt_ids)) for part, held in enumerate(pictures) for one in held]
-    for number, (one, start) in enumerate(placed, 1):
-        end, left = start, one.count
-        while left and end < len(ids):
-            left -= ids[end] == ids[start]
-            end += 1
-        made += pieces_of(list(ids[at:start]), list(flags[at:start])) if start > at else []
-        made.append((one.picture.label(number, one.count), False))
-        at = end
-    return made + (pieces_of(list(ids[at:]), list(flags[at:])) if at < len(ids) or not made else [])
-
-
-def _runs(tokenizer: Any, ids: list[int], flags: list[Any]) -> list[tuple[str, bool]]:
-    runs = itertools.groupby(zip(ids, flags, strict=True), key=lambda pair: bool(pair[1]))
-    return [(tokenizer.decode([token for token, _ in group]), learnt) for learnt, group in runs]
 
 
 def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

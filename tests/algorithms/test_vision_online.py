@@ -288,9 +288,8 @@ def test_a_reward_model_that_reads_text_alone_is_refused(tmp_path):
 def online_dpo(tmp_path, name="llava", **options):
     model, processor = build(name)
     settings = {k: v for k, v in QUICK.items() if k not in ("num_generations", "max_completion_length")}
-    args = OnlineDPOConfig(
-        str(tmp_path), max_new_tokens=6, max_length=512, **settings | {"learning_rate": 0.0} | options
-    )
+    own = {"learning_rate": 0.0, "max_new_tokens": 6, "max_length": 512}
+    args = OnlineDPOConfig(str(tmp_path), **settings | own | options)
     return OnlineDPOTrainer(model, reward_funcs=short, args=args, train_dataset=prompts(), processing_class=processor)
 
 
@@ -313,4 +312,4 @@ def test_online_dpo_compares_completions_of_mixed_prompts_under_their_own_pictur
 
 def test_online_dpo_cuts_no_prompt_with_images(tmp_path):
     with pytest.raises(DataError, match="max_length"):
-        online_dpo(tmp_path, max_length=12).train()
+        online_dpo(tmp_path, max_length=12, per_device_train_batch_size=4).train()

@@ -133,8 +133,9 @@ def test_what_cannot_be_loaded_says_why(tmp_path):
 
 
 def test_a_sequence_is_shown_with_one_piece_a_picture():
+    from posttrain.data.formats import shown_pieces, shown_prompt
     from posttrain.data.pictures import read_picture
-    from posttrain.data.processors import PictureProcessor, shown_pieces, shown_prompt
+    from posttrain.data.processors import PictureProcessor
     from posttrain.types import Row
     from tests.vision_families import build, noise
 
