@@ -298,8 +298,6 @@ class Prompt(list[int]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None  # type: ignore[assignment]
-
     @staticmethod
     def pictures_of(ids: Sequence[int]) -> tuple[Any, ...]:
         """Those of a prompt; a plain list of ids has none."""

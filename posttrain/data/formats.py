@@ -6,11 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
+from itertools import groupby, islice
 from typing import Any, TypedDict
 
 from posttrain.data.pictures import shows_pictures
 from posttrain.errors import ArgumentTypeError, DataError
+from posttrain.types import Row
 
 __all__ = [
     "MESSAGE_COLUMNS",
@@ -485,3 +487,47 @@ def one_eos(ids: list[int], tokenizer: Any) -> list[int]:
             break
         kept -= 1
     return [*ids[:kept], eos]
+
+
+def shown_prompt(tokenizer: Any, ids: Sequence[int], placed: Sequence[Any]) -> str:
+    """Decoded ids with ``[image 1: 640×480, 391 tokens, 12ab]`` where the placeholders of a picture are."""
+    pieces = shown_pieces(tokenizer, ids, [0] * len(ids), Row(list(ids), [], [], pictures=[list(placed)]))
+    return "".join(text for text, _ in pieces)
+
+
+def shown_pieces(
+    tokenizer: Any,
+    ids: Sequence[int],
+    flags: Sequence[Any],
+    row: Row,
+    index: int = 0,
+    pieces_of: Callable[[list[int], list[Any]], list[tuple[str, bool]]] | None = None,
+) -> list[tuple[str, bool]]:
+    """Text of a sequence in pieces, and whether each is trained; a picture is one piece, its label.
+
+    Args:
+        tokenizer: Decodes.
+        ids: Of a prompt and one completion.
+        flags: Whether each is trained.
+        row: Where they are from, with its pictures.
+        index: Which of its completions.
+        pieces_of: Ids and flags between pictures to pieces; None: runs of equal flags.
+    """
+    pieces_of = pieces_of or partial(_runs, tokenizer)
+    made: list[tuple[str, bool]] = []
+    pictures, at = [*row.pictures[:1], *row.pictures[index + 1 : index + 2]], 0
+    placed = [(one, one.start + part * len(row.prompt_ids)) for part, held in enumerate(pictures) for one in held]
+    for number, (one, start) in enumerate(placed, 1):
+        end, left = start, one.count
+        while left and end < len(ids):
+            left -= ids[end] == ids[start]
+            end += 1
+        made += pieces_of(list(ids[at:start]), list(flags[at:start])) if start > at else []
+        made.append((one.picture.label(number, one.count), False))
+        at = end
+    return made + (pieces_of(list(ids[at:]), list(flags[at:])) if at < len(ids) or not made else [])
+
+
+def _runs(tokenizer: Any, ids: list[int], flags: list[Any]) -> list[tuple[str, bool]]:
+    runs = groupby(zip(ids, flags, strict=True), key=lambda pair: bool(pair[1]))
+    return [(tokenizer.decode([token for token, _ in group]), learnt) for learnt, group in runs]

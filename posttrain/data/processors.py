@@ -26,7 +26,6 @@ __all__ = [
     "image_only",
     "is_processor",
     "load_processor",
-    "shown_prompt",
 ]
 
 
@@ -370,19 +369,6 @@ class PictureProcessor:
         """Rendered text of messages with pictures inside them or beside them, and the pictures in reading order."""
         blocks, pictures = conversation_pictures(messages, images)
         return self.render(blocks, **options), pictures
-
-
-def shown_prompt(tokenizer: Any, ids: Sequence[int], placed: Sequence[Placed]) -> str:
-    """Decoded ids with ``[image 1: 640×480, 391 tokens, 12ab]`` where the placeholders of a picture are."""
-    parts, at = [], 0
-    for number, one in enumerate(placed, 1):
-        end, left = one.start, one.count
-        while left:
-            left -= ids[end] == ids[one.start]
-            end += 1
-        parts += [tokenizer.decode(list(ids[at : one.start])), one.picture.label(number, one.count)]
-        at = end
-    return "".join([*parts, tokenizer.decode(list(ids[at:]))])
 
 
 def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

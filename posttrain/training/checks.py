@@ -98,8 +98,7 @@ class Checks(transformers.TrainerCallback):
         self.tokens_seen = (0, 0)
         self._trained: tuple[float, ...] = ()
         self._steps = self._bad_steps = 0
-        self._first_gradients_checked = self._lengths_reported = self._written = False
-        self._pictured = False  # Whether the step that was laid out last has pictures.
+        self._first_gradients_checked = self._lengths_reported = self._written = self._pictured = False
         self._overlong: list[Finding] = []
         self._early: list[Finding] = []  # Until there is a record of the run.
 
@@ -292,7 +291,8 @@ class Checks(transformers.TrainerCallback):
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
-            self.report([check_first_gradients(norms), check_tower_gradients(norms, model, self._pictured)])
+            silent = check_tower_gradients(norms, model, True) if self._pictured else None
+            self.report([check_first_gradients(norms), silent])
 
     def _nothing_trained(self) -> Iterator[Finding | None]:
         parameters = getattr(self.context.model, "parameters", None)

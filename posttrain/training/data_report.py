@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import logging
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from posttrain.checks.registry import Severity, describe
 from posttrain.checks.rows import ROW_CODES, WHOLE, RowSample, answers_of, columns_of, count_of, doubt, fault, is_open
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.forest import to_rows
-from posttrain.data.formats import get_dataset_column_names, maybe_convert_to_chatml, strip_none
+from posttrain.data.formats import get_dataset_column_names, maybe_convert_to_chatml, shown_pieces, strip_none
 from posttrain.data.packing import LENGTHS
 from posttrain.data.pictures import undecoded
 from posttrain.data.templates import check_template
@@ -298,7 +297,7 @@ def _describe(rows: Sequence[Row], tokenizer: Any) -> DataReport:
         prompt = list(row.prompt_ids)
         if len(row.completions) > 1 and len({tuple(ids) for ids in row.completions}) == 1:
             report.equal_pairs += 1
-        for ids, mask in zip(row.completions or [[]], row.loss_masks or [[]], strict=True):
+        for index, (ids, mask) in enumerate(zip(row.completions or [[]], row.loss_masks or [[]], strict=True)):
             tokens = [*prompt, *ids]
             flags = [False] * len(prompt) + [bool(m) for m in mask]
             flags[:1] = [False] * len(flags[:1])  # Nothing predicts a first token.
@@ -307,7 +306,8 @@ def _describe(rows: Sequence[Row], tokenizer: Any) -> DataReport:
             report.trained_tokens += len(learnt)
             first, last = first + learnt[:1], last + learnt[-1:]
             if len(report.shown) < SHOWN:
-                report.shown.append([(_text(t, tokenizer), f) for t, f in zip(tokens, flags, strict=True)])
+                each = lambda part, of: [(_text(t, tokenizer), f) for t, f in zip(part, of, strict=True)]  # noqa: E731
+                report.shown.append(shown_pieces(tokenizer, tokens, flags, row, index, each))
     report.tokens = sum(sizes)
     if sizes:
         ordered = sorted(sizes)
@@ -370,9 +370,7 @@ def _sequences(number: int, row: Row, tokenizer: Any) -> list[dict[str, Any]]:
         title = f"row {number}" + (f", completion {index}" if several else "")
         tokens = [*row.prompt_ids, *ids][:LONGEST]
         flags = [*(row.prompt_mask or [0] * len(row.prompt_ids)), *mask][:LONGEST]
-        pieces = []
-        for learnt, group in itertools.groupby(zip(tokens, flags, strict=True), key=lambda pair: bool(pair[1])):
-            pieces.append([tokenizer.decode([token for token, _ in group]), learnt])
+        pieces = [list(piece) for piece in shown_pieces(tokenizer, tokens, flags, row, index)]
         made.append({"title": f"{title} ({len(row.prompt_ids) + len(ids)} tokens)", "pieces": pieces})
     return made
 
@@ -413,7 +411,7 @@ def usable_rows(dataset: Any, args: Any, *, main: bool, filled: bool = False) ->
         return dataset, []
     if isinstance(dataset, datasets.IterableDataset):
         if drop:
-            return dataset.filter(functools.partial(_is_good, columns=columns, filled=filled)), []
+            return dataset.filter(partial(_is_good, columns=columns, filled=filled)), []
         faults, doubts = _read(islice(dataset, READ_OF_STREAM), columns, filled)
         return dataset, [*bad_rows(faults, READ_OF_STREAM), *doubtful_rows(doubts, READ_OF_STREAM)]
     faults, doubts = _read(_plain_rows(dataset, columns, len(dataset) if drop else DEEP), columns, filled)

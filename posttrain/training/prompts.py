@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from posttrain.data.chat import tokenize_prompts
-from posttrain.data.formats import is_conversational, refuse_images
-from posttrain.data.processors import shown_prompt
+from posttrain.data.formats import is_conversational, refuse_images, shown_prompt
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
 from posttrain.metrics import Metric, mean

@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.checks import rewards as reward_checks
 from posttrain.checks.registry import describe
 from posttrain.checks.rewards import FLAT_GENERATIONS, RunningReward, check_reward_ranges
-from posttrain.data.processors import shown_prompt
+from posttrain.data.formats import shown_prompt
 from posttrain.errors import RewardError
 from posttrain.losses.advantages import MOST
 from posttrain.metrics import Metric, maximum, mean, minimum

@@ -97,13 +97,19 @@ def test_two_prompts_that_differ_in_their_picture_alone_share_nothing(tmp_path):
 
 
 def test_a_group_encodes_its_picture_once_in_sampling_and_once_in_the_update(tmp_path):
-    trainer = trainer_of("grpo", tmp_path, dataset=prompts([(84, 56, 1), (84, 56, 2)]), max_steps=1)
+    trainer = trainer_of("grpo", tmp_path, dataset=prompts([(84, 56, 1), (84, 56, 2)]), max_steps=1, preflight="off")
     encoder = picture_encoder(trainer.model)
     encoder.encoded = 0
     trainer.train()
     assert encoder.encoded == 4
     frozen = trainer_of(
-        "grpo", tmp_path / "b", dataset=prompts([(84, 56, 1), (84, 56, 2)]), freeze_vision=True, max_steps=3, beta=0.1
+        "grpo",
+        tmp_path / "b",
+        dataset=prompts([(84, 56, 1), (84, 56, 2)]),
+        freeze_vision=True,
+        max_steps=3,
+        beta=0.1,
+        preflight="off",
     )
     encoder = picture_encoder(frozen.model)
     encoder.encoded = 0
@@ -282,9 +288,8 @@ def test_a_reward_model_that_reads_text_alone_is_refused(tmp_path):
 def online_dpo(tmp_path, name="llava", **options):
     model, processor = build(name)
     settings = {k: v for k, v in QUICK.items() if k not in ("num_generations", "max_completion_length")}
-    args = OnlineDPOConfig(
-        str(tmp_path), max_new_tokens=6, max_length=512, **settings | {"learning_rate": 0.0} | options
-    )
+    own = {"learning_rate": 0.0, "max_new_tokens": 6, "max_length": 512}
+    args = OnlineDPOConfig(str(tmp_path), **settings | own | options)
     return OnlineDPOTrainer(model, reward_funcs=short, args=args, train_dataset=prompts(), processing_class=processor)
 
 
@@ -307,4 +312,4 @@ def test_online_dpo_compares_completions_of_mixed_prompts_under_their_own_pictur
 
 def test_online_dpo_cuts_no_prompt_with_images(tmp_path):
     with pytest.raises(DataError, match="max_length"):
-        online_dpo(tmp_path, max_length=12).train()
+        online_dpo(tmp_path, max_length=12, per_device_train_batch_size=4).train()

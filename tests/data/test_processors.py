@@ -130,3 +130,26 @@ def test_a_saved_processor_is_loaded_without_torchvision(name, tmp_path):
 def test_what_cannot_be_loaded_says_why(tmp_path):
     with pytest.raises(ModelError, match="no processor"):
         load_processor(str(tmp_path))
+
+
+def test_a_sequence_is_shown_with_one_piece_a_picture():
+    from posttrain.data.formats import shown_pieces, shown_prompt
+    from posttrain.data.pictures import read_picture
+    from posttrain.data.processors import PictureProcessor
+    from posttrain.types import Row
+    from tests.vision_families import build, noise
+
+    for name in ("llava", "idefics3", "qwen2_vl"):
+        reader = PictureProcessor(build(name)[1])
+        ids, placed = reader.encode(
+            f"a {reader.placeholder} b {reader.placeholder}", [read_picture(noise(84, 56, i)) for i in (1, 2)]
+        )
+        answer = reader.tokenizer("yes", add_special_tokens=False)["input_ids"]
+        row = Row(ids, [answer], [[1] * 3], pictures=[placed, []])
+        pieces = shown_pieces(reader.tokenizer, [*ids, *answer], [0] * len(ids) + [1] * 3, row)
+        assert [text for text, _ in pieces if text.startswith("[image")] == [
+            p.picture.label(i, p.count) for i, p in enumerate(placed, 1)
+        ]
+        assert pieces[-1] == ("yes", True) and reader.placeholder not in shown_prompt(reader.tokenizer, ids, placed)
+    plain = shown_pieces(reader.tokenizer, answer, [0, 1, 1], Row([], [answer], [[0, 1, 1]]))
+    assert plain == [("y", False), ("es", True)]
