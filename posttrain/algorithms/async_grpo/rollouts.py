@@ -291,7 +291,7 @@ class AsyncRollouts(RolloutSource):
         self.service, self.rewards, self.watch, self.add_completions = service, rewards, watch, add_completions
         self.args, self.sync, self.accelerator = service.args, service.sync, service.accelerator
         self.tasks, self.ledger, self.tokenizer = service.tasks, service.ledger, service.tokenizer
-        self.drops = DropWatch(self.args.max_staleness, self.args.max_inflight_tasks)
+        self.drops = DropWatch(self.args.max_staleness)
         self.held: list[Trajectory] = []
         self._straight = 0
         self._seen_stale = 0
@@ -344,8 +344,11 @@ class AsyncRollouts(RolloutSource):
                 return False
             self._hold(trajectory, "waiting")
         stale = self.ledger.dropped["stale_in_flight"] + self.ledger.dropped["stale_in_queue"]
-        self.drops.add(count, stale - self._seen_stale)
+        limit = getattr(self.service.worker, "max_inflight", 0)
+        lower = self.drops.add(count, stale - self._seen_stale, limit)
         self._seen_stale = stale
+        if lower != limit and self.service.owns_workers:
+            self.service.worker.max_inflight = max(self.args.num_generations, lower)
         return True
 
     def _hold(self, trajectory: Trajectory, place: str) -> None:

@@ -119,6 +119,7 @@ class WorkerPool:
         self.source, self.settings, self.folder = source, settings, folder
         self.rollout_buffer, self.ledger = buffer, ledger
         self.budget = FailureBudget(settings.failure_budget)
+        self.max_inflight = settings.max_inflight  # The trainer lowers it where too many rollouts get too old.
         self.version, self._announced = 0, 0.0
         self.holders: Any = None  # Which servers hold the version, where workers ask servers.
         self.clock = ActiveClock(GAP_S)  # Workers are not to blame for time in which this process stood still.
