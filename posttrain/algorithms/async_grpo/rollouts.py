@@ -397,7 +397,7 @@ class AsyncRollouts(RolloutSource):
                     began = clock.look()
                 if clock.look() - began > 2 * stale:
                     raise self._nothing(clock.now - began) from None
-                if getattr(self.service.transfer, "lacking", bool)():
+                if getattr(self.service.transfer, "missing_weights", bool)():
                     return None
                 continue
             return item if self.service.owns_workers else self._booked(item)
@@ -412,7 +412,7 @@ class AsyncRollouts(RolloutSource):
 
     def _nothing(self, waited: float) -> RolloutError:
         dropped = dict(self.ledger.dropped)
-        servers = getattr(self.service.transfer, "trouble", str)()
+        servers = getattr(self.service.transfer, "failure_reason", str)()
         return RolloutError(
             f"no fresh rollout arrived for {waited:.0f} s (2 x heartbeat_stale_after_s), and the workers say that they are "
             f"well: {self.ledger.writing} rollouts are under way, {dropped} were dropped. "

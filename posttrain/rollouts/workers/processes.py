@@ -66,7 +66,6 @@ class PoolSettings:
         stale_after_s: Silence after which a worker counts as hung.
         ready_within_s: For a worker to start.
         sync_timeout_s: For it to load weights.
-        keep_device: Workers may see the accelerator.
     """
 
     workers: int
@@ -81,7 +80,6 @@ class PoolSettings:
     stale_after_s: float = 300.0
     ready_within_s: float = 300.0
     sync_timeout_s: float = 720.0
-    keep_device: bool = False
 
 
 @dataclass(slots=True)
@@ -226,9 +224,7 @@ class WorkerPool:
             self.error = error
 
     def _spawn(self, index: int) -> WorkerProcess:
-        worker = WorkerProcess(
-            index, self.payload, self.folder, keep_device=self.settings.keep_device, clock=self.clock
-        )
+        worker = WorkerProcess(index, self.payload, self.folder, clock=self.clock)
         worker.start()
         self.loaded[index] = 0
         if self.version:
