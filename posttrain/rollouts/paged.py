@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from importlib import metadata
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, did_you_mean
+from posttrain.errors import ConfigError, RolloutError, did_you_mean
 from posttrain.models.heads import causal_lm
 from posttrain.rollouts.base import (
     Capabilities,
@@ -31,7 +29,6 @@ from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["PagedEngine", "check_paged", "paged_refusal"]
 
-LEAST = "5.8"  # The first transformers whose continuous batching says log-probs and takes a config.
 MEMORY_SHARE = 0.5  # Of the free memory of a GPU, for keys and values; the rest is for training.
 PAGE = 32  # Tokens of a page on a CPU, where transformers cannot size its memory by itself.
 HALF = (torch.float16, torch.bfloat16)  # What flash attention takes.
@@ -42,26 +39,19 @@ UNKNOWN = (
 
 
 def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
-    """The settings, if this transformers has continuous batching and knows all of them.
+    """The settings, if transformers' continuous batching knows all of them.
 
     Raises:
-        MissingDependencyError: transformers is older than 5.8.
         ConfigError: An unknown name.
     """
-    version = metadata.version("transformers")
-    if Version(version) < Version(LEAST):
-        raise MissingDependencyError(
-            f"use_transformers_continuous_batching=True needs transformers>={LEAST}, and {version} is installed: "
-            f"pip install 'transformers>={LEAST}', or rollout_engine='native'."
-        )
     from transformers import ContinuousBatchingConfig
 
     known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
     for name in settings or {}:
         if name not in known:
             raise ConfigError(
-                f"transformers_continuous_batching_config has {name!r}, which ContinuousBatchingConfig of transformers "
-                f"{version} does not know{did_you_mean(name, known)}."
+                f"transformers_continuous_batching_config has {name!r}, which ContinuousBatchingConfig does not "
+                f"know{did_you_mean(name, known)}."
             )
     return dict(settings or {})
 
@@ -69,10 +59,9 @@ def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
 def paged_refusal(model: nn.Module) -> str | None:
     """None where transformers' continuous batching can sample from this model, else the reason why not."""
     try:
-        check_paged(None)
         refuse_virtual_tokens(model, "rollout_engine='paged'")
         refuse_pictures(model, "rollout_engine='paged'")
-    except (ConfigError, MissingDependencyError) as error:
+    except ConfigError as error:
         return str(error)
     return None
 
@@ -92,7 +81,6 @@ class PagedEngine(RolloutEngine):
             off unless given, and on a CPU ``num_blocks`` are as many as the requests can need.
 
     Raises:
-        MissingDependencyError: transformers is older than 5.8.
         ConfigError: A setting that it does not have, or a model with virtual tokens.
     """
 

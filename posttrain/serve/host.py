@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import prometheus_client
 import torch
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
@@ -69,14 +69,6 @@ class TokenGuard:
         await self.app(scope, receive, send)
 
 
-class Refusal(Exception):
-    """A request that is not served; ``status`` is that of HTTP."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 def _error(status: int, message: str, **extra: Any) -> JSONResponse:
     """An error as vLLM's server words it, with fields beside it."""
     return JSONResponse({"error": {"message": message, "code": status} | extra}, status_code=status)
@@ -117,7 +109,7 @@ class Host:
         self.requests = prometheus_client.Counter(
             "posttrain_requests", "HTTP requests", ["path", "status"], registry=self.registry
         )
-        self.completions = prometheus_client.Counter("posttrain_completions", "Completions", registry=self.registry)
+        self.written = prometheus_client.Counter("posttrain_completions", "Completions", registry=self.registry)
         self.tokens = prometheus_client.Counter("posttrain_tokens", "Completion tokens", registry=self.registry)
         running = prometheus_client.Gauge("posttrain_running", "Completions being written", registry=self.registry)
         running.set_function(lambda: self.served.running)
@@ -167,16 +159,52 @@ class Host:
         self._commands.put(None)
         self._thread.join(5.0)
 
-    def healthy(self) -> bool:
-        """Whether the engine's thread lives and is not stuck (a call of transformers' generate may take long)."""
+    # What it is --------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> Response:
+        """200 while the engine's thread lives and is not stuck (a call of transformers' generate may take long)."""
         silent = time.monotonic() - self.beat > SILENT_S and self.served.name == "native"
-        return self.failure is None and not silent
+        return Response(status_code=503 if self.failure is not None or silent else 200)
+
+    async def models(self) -> dict[str, Any]:
+        """The card of the one model."""
+        card = {"id": self.config.model, "object": "model", "owned_by": "posttrain", "root": self.config.model}
+        return {"object": "list", "data": [card | {"parent": None, "max_model_len": self.context}]}
+
+    async def weight_info(self) -> dict[str, Any]:
+        """The version of the weights."""
+        return {"weight_version": self.served.version}
+
+    async def is_paused(self) -> dict[str, Any]:
+        """Whether generation is held."""
+        return {"is_paused": self.paused is not None}
+
+    async def metrics(self) -> Response:
+        """Counters for Prometheus."""
+        return Response(prometheus_client.generate_latest(self.registry), media_type="text/plain; version=0.0.4")
+
+    async def collective_rpc(self, body: schema.Rpc) -> dict[str, Any]:
+        """``posttrain_facts``: what a trainer compares with its own model."""
+        if body.method != "posttrain_facts":
+            raise BadRequest(f"method={body.method!r} is not known here; posttrain_facts is.")
+        known = {"model": self.config.model, "revision": self.config.revision, "max_model_len": self.context}
+        return {"results": [self.served.facts() | known | {"logprobs_mode": "processed_logprobs"}]}
 
     # Generation ----------------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompts: list[list[int]], body: schema.Completions) -> list[dict[str, Any]]:
+    async def completions(self, body: schema.Completions, request: Request) -> JSONResponse:
+        """Completions of prompts; with ``prompt_logprobs`` their scores alone."""
+        if self.tokenizer is None and isinstance(body.prompt, str):
+            raise BadRequest("this server has no tokenizer: send token ids.")
+        prompts = body.prompts(self.tokenizer, self.context, self.served.facts()["vocab_size"])
+        if not self.whole and not self.updating:
+            raise HTTPException(409, NOT_WHOLE)
+        scoring = body.prompt_logprobs is not None
+        work = self._score(prompts, body.prompt_logprobs or 0) if scoring else self._generate(prompts, body)
+        return JSONResponse(schema.reply_of(await _while_connected(request, work), self.config.model))
+
+    async def _generate(self, prompts: list[list[int]], body: schema.Completions) -> list[dict[str, Any]]:
         """Choices of all prompts, in order; a client that goes away takes its jobs with it."""
-        self.check_whole()
         loop, sampling = asyncio.get_running_loop(), body.sampling(self.stops)
         futures = [loop.create_future() for _ in prompts]
 
@@ -197,7 +225,7 @@ class Host:
             for place, job in enumerate(jobs)
             for i in range(body.n)
         ]
-        self.completions.inc(len(choices))
+        self.written.inc(len(choices))
         self.tokens.inc(sum(len(choice["token_ids"]) for choice in choices))
         return choices
 
@@ -208,9 +236,8 @@ class Host:
         for job in jobs:
             self.served.submit(job)
 
-    async def score(self, prompts: list[list[int]], top: int) -> list[dict[str, Any]]:
+    async def _score(self, prompts: list[list[int]], top: int) -> list[dict[str, Any]]:
         """Choices that hold ``prompt_logprobs`` and no completion."""
-        self.check_whole()
         choices = []
         for number, ids in enumerate(prompts):
             entries = await self.do(self.served.score, ids, top)
@@ -222,22 +249,22 @@ class Host:
             choices.append(choice | {"prompt_logprobs": listed, "logprobs": None})
         return choices
 
-    def check_whole(self) -> None:
-        """Refuse to sample from weights that a failed update left mixed.
+    async def tokenize(self, body: schema.Tokenize) -> dict[str, Any]:
+        """Token ids of a text, or of a conversation by the model's chat template."""
+        if body.messages is None:
+            ids = self.tokenizer(body.prompt or "", add_special_tokens=body.add_special_tokens)["input_ids"]
+        else:
+            ids = self.tokenizer.apply_chat_template(
+                body.messages, tools=body.tools, add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message, return_dict=False,
+            )  # fmt: skip
+        return {"count": len(ids), "max_model_len": self.context, "tokens": list(ids)}
 
-        Raises:
-            Refusal: 409.
-        """
-        if not self.whole and not self.updating:
-            raise Refusal(409, NOT_WHOLE)
-
-    # State ---------------------------------------------------------------------------------------------------------------
-
-    async def pause(self, mode: str) -> None:
+    async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> dict[str, Any]:
         """Hold generation: what runs is kept as it is, ended with what is written, or waited for.
 
         Raises:
-            Refusal: 504, requests did not end in time.
+            HTTPException: 504, requests did not end in time.
         """
         self.paused = mode
         if mode == "abort":
@@ -245,39 +272,75 @@ class Host:
         deadline = time.monotonic() + self.config.drain_timeout
         while mode != "keep" and self.served.jobs:
             if time.monotonic() > deadline:
-                raise Refusal(504, f"{len(self.served.jobs)} prompts still run after {self.config.drain_timeout:g} s.")
+                raise HTTPException(
+                    504, f"{len(self.served.jobs)} prompts still run after {self.config.drain_timeout:g} s."
+                )
             await asyncio.sleep(0.005)
         await self.do(_nothing)
+        return {"status": "paused"}
 
-    async def resume(self) -> None:
+    async def resume(self) -> dict[str, Any]:
         """Go on; fine without a pause."""
         self.paused = None
         held, self.held = self.held, []
         await self.do(self._submit, held)
+        return {"status": "resumed"}
 
-    async def start_update(self) -> None:
-        """Nothing is sampled until `finish_update`."""
+    # Weights -------------------------------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(self) -> dict[str, Any]:
+        """Forget keys and values of earlier requests."""
+        await self.do(self.served.reset_cache)
+        return {"success": True}
+
+    async def start_weight_update(self) -> dict[str, Any]:
+        """Nothing is sampled until `finish_weight_update`."""
         self.updating, self.complete, self.whole = True, False, False
         await self.do(self.served.begin_update)
+        return {"message": "Weight update started"}
 
-    async def update(self, function: Callable[..., Any], *args: Any) -> Any:
-        """One part of an update; where it fails, the update has failed.
+    async def update_weights(self, request: Request) -> dict[str, Any]:
+        """One bucket, or that all came; where it fails, the update has failed.
 
         Raises:
-            Refusal: 409, none was begun, or the part is not what was announced.
+            HTTPException: 409, no update was begun, or the bucket is not what was announced; 403, it lies in the memory of
+                another machine.
         """
         if not self.updating:
-            raise Refusal(409, "start_weight_update must be called before update_weights.")
+            raise HTTPException(409, "start_weight_update must be called before update_weights.")
+        served = self.served
+        if request.headers.get("content-type", "").startswith(SAFETENSORS):
+            data, digest = await request.body(), request.headers.get(CHECKSUM_HEADER, "")
+            work: Callable[[], Any] = lambda: served.load(checked_tensors(data, digest).items())  # noqa: E731
+        else:
+            info = schema.Update.model_validate((await request.json())["update_info"])
+            local = request.client is not None and request.client.host in LOOPBACK
+            if info.path is not None and (not local or "x-forwarded-for" in request.headers):
+                raise HTTPException(403, "a bucket in shared memory can come from this machine alone.")
+            work = functools.partial(self._take, info)
         try:
-            return await self.do(function, *args)
+            await self.do(work)
         except Exception as error:
-            await self.finish_update(None)
-            raise Refusal(409, f"{type(error).__name__}: {error}") from error
+            await self._end_update(None)
+            raise HTTPException(409, f"{type(error).__name__}: {error}") from error
+        return {"message": "Weights updated"}
 
-    async def finish_update(self, version: str | None) -> None:
+    def _take(self, info: schema.Update) -> None:
+        """A bucket in shared memory, or that all came."""
+        if info.complete:
+            self.served.complete_update(info.partial)
+            self.complete = True
+        else:
+            self.served.load(file_tensors(shared_path(info.path or ""), info.checksum).items())
+
+    async def finish_weight_update(self, body: schema.Finish) -> dict[str, Any]:
         """End an update: with a version the weights are whole, without one they stay mixed."""
-        if version is not None and not (self.updating and self.complete):
-            raise Refusal(409, "finish_weight_update came before all weights did.")
+        if body.weight_version is not None and not (self.updating and self.complete):
+            raise HTTPException(409, "finish_weight_update came before all weights did.")
+        await self._end_update(body.weight_version)
+        return {"message": "Weight update finished"}
+
+    async def _end_update(self, version: str | None) -> None:
         if version is not None:
             await self.do(self.served.renewed, version)
         self.updating, self.whole = False, version is not None
@@ -289,126 +352,16 @@ class Host:
         held, self.held = self.held, []
         self.served.jobs |= set(held)
         for job in list(self.served.jobs):
-            self.served.fail(job, Refusal(409, NOT_WHOLE))
+            self.served.fail(job, HTTPException(409, NOT_WHOLE))
 
-    def facts(self) -> dict[str, Any]:
-        """What a trainer compares with its own model."""
-        config = self.config
-        return self.served.facts() | {
-            "model": config.model,
-            "revision": config.revision,
-            "max_model_len": self.context,
-            "logprobs_mode": "processed_logprobs",
-        }
+    async def update_weight_version(self, body: schema.NewVersion) -> dict[str, Any]:
+        """Call the weights otherwise."""
+        self.served.version = body.new_version
+        return {"success": True, "new_version": body.new_version}
 
 
 def _nothing() -> None:
     pass
-
-
-def create_app(host: Host) -> FastAPI:
-    """The endpoints of a host."""
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        host.close()
-
-    app = FastAPI(title="posttrain serve", lifespan=lifespan)
-    _handle_errors(app)
-    _reading(app, host)
-    _generating(app, host)
-    _holding(app, host)
-    _updating(app, host)
-    app.add_middleware(TokenGuard, api_key=host.config.api_key)  # type: ignore[arg-type]
-
-    @app.middleware("http")
-    async def count(request: Request, following: Any) -> Any:
-        response = await following(request)
-        path = getattr(request.scope.get("route"), "path", "other")
-        host.requests.labels(path, response.status_code).inc()
-        return response
-
-    return app
-
-
-def _handle_errors(app: FastAPI) -> None:
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        return _error(500, f"{type(error).__name__}: {error}")
-
-    @app.exception_handler(Refusal)
-    async def refused(_: Request, error: Refusal) -> JSONResponse:
-        return _error(error.status, str(error))
-
-    @app.exception_handler(ConfigError)
-    @app.exception_handler(BadRequest)
-    async def bad(_: Request, error: Any) -> JSONResponse:
-        return _error(400, str(error), index=getattr(error, "index", None))
-
-    @app.exception_handler(ClientDisconnect)
-    async def gone(_: Request, error: ClientDisconnect) -> JSONResponse:
-        return _error(499, "the client went away.")
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
-        return _error(400, f"{where}: {first['msg']}.", param=where)
-
-
-def _reading(app: FastAPI, host: Host) -> None:
-    model = host.config.model
-
-    @app.get("/health")
-    async def health() -> Response:
-        return Response(status_code=200 if host.healthy() else 503)
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        card = {"id": model, "object": "model", "owned_by": "posttrain", "root": model, "parent": None}
-        return {"object": "list", "data": [card | {"max_model_len": host.context}]}
-
-    @app.get("/weight_info")
-    async def weight_info() -> dict[str, Any]:
-        return {"weight_version": host.served.version}
-
-    @app.get("/is_paused")
-    async def is_paused() -> dict[str, Any]:
-        return {"is_paused": host.paused is not None}
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(prometheus_client.generate_latest(host.registry), media_type="text/plain; version=0.0.4")
-
-    @app.post("/collective_rpc")
-    async def rpc(body: schema.Rpc) -> dict[str, Any]:
-        if body.method != "posttrain_facts":
-            raise BadRequest(f"method={body.method!r} is not known here; posttrain_facts is.")
-        return {"results": [host.facts()]}
-
-
-def _generating(app: FastAPI, host: Host) -> None:
-    @app.post("/v1/completions")
-    async def completions(body: schema.Completions, request: Request) -> JSONResponse:
-        vocabulary = host.served.facts()["vocab_size"]
-        if host.tokenizer is None and isinstance(body.prompt, str):
-            raise BadRequest("this server has no tokenizer: send token ids.")
-        prompts = body.prompts(host.tokenizer, host.context, vocabulary)
-        scoring = body.prompt_logprobs is not None
-        work = host.score(prompts, body.prompt_logprobs or 0) if scoring else host.generate(prompts, body)
-        return JSONResponse(schema.reply_of(await _while_connected(request, work), host.config.model))
-
-    @app.post("/tokenize")
-    async def tokenize(body: schema.Tokenize) -> dict[str, Any]:
-        if body.messages is None:
-            ids = host.tokenizer(body.prompt or "", add_special_tokens=body.add_special_tokens)["input_ids"]
-        else:
-            ids = host.tokenizer.apply_chat_template(
-                body.messages, tools=body.tools, add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message, return_dict=False,
-            )  # fmt: skip
-        return {"count": len(ids), "max_model_len": host.context, "tokens": list(ids)}
 
 
 async def _while_connected(request: Request, work: Awaitable[Any]) -> Any:
@@ -429,57 +382,51 @@ async def _while_connected(request: Request, work: Awaitable[Any]) -> Any:
         left.cancel()
 
 
-def _holding(app: FastAPI, host: Host) -> None:
-    @app.post("/pause")
-    async def pause(mode: Literal["abort", "wait", "keep"] = "abort") -> dict[str, Any]:
-        await host.pause(mode)
-        return {"status": "paused"}
+def create_app(host: Host) -> FastAPI:
+    """The endpoints of a host, under the paths of vLLM's server."""
 
-    @app.post("/resume")
-    async def resume() -> dict[str, Any]:
-        await host.resume()
-        return {"status": "resumed"}
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        host.close()
 
-    @app.post("/reset_prefix_cache")
-    async def reset() -> dict[str, Any]:
-        await host.do(host.served.reset_cache)
-        return {"success": True}
+    app = FastAPI(title="posttrain serve", lifespan=lifespan)
+    for endpoint in (host.health, host.weight_info, host.is_paused, host.metrics):
+        app.get(f"/{endpoint.__name__}")(endpoint)
+    app.get("/v1/models")(host.models)
+    app.post("/v1/completions")(host.completions)
+    for endpoint in (
+        host.tokenize, host.collective_rpc, host.pause, host.resume, host.reset_prefix_cache, host.start_weight_update,
+        host.update_weights, host.finish_weight_update, host.update_weight_version,
+    ):  # fmt: skip
+        app.post(f"/{endpoint.__name__}")(endpoint)
+    for kind in (Exception, HTTPException, ConfigError, BadRequest, ClientDisconnect, RequestValidationError):
+        app.add_exception_handler(kind, _answer)
+    app.add_middleware(TokenGuard, api_key=host.config.api_key)  # type: ignore[arg-type]
+
+    @app.middleware("http")
+    async def count(request: Request, following: Any) -> Any:
+        response = await following(request)
+        path = getattr(request.scope.get("route"), "path", "other")
+        host.requests.labels(path, response.status_code).inc()
+        return response
+
+    return app
 
 
-def _updating(app: FastAPI, host: Host) -> None:
-    @app.post("/start_weight_update")
-    async def start() -> dict[str, Any]:
-        await host.start_update()
-        return {"message": "Weight update started"}
-
-    @app.post("/update_weights")
-    async def update(request: Request) -> dict[str, Any]:
-        if request.headers.get("content-type", "").startswith(SAFETENSORS):
-            data, digest = await request.body(), request.headers.get(CHECKSUM_HEADER, "")
-            await host.update(lambda: host.served.load(checked_tensors(data, digest).items()))
-            return {"message": "Weights updated"}
-        info = schema.Update.model_validate((await request.json())["update_info"])
-        local = request.client is not None and request.client.host in LOOPBACK
-        if info.path is not None and (not local or "x-forwarded-for" in request.headers):
-            raise Refusal(403, "a bucket in shared memory can come from this machine alone.")
-        if info.complete:
-            await host.update(host.served.complete_update, info.partial)
-            host.complete = True
-        else:
-            await host.update(
-                lambda: host.served.load(file_tensors(shared_path(info.path or ""), info.checksum).items())
-            )
-        return {"message": "Weights updated"}
-
-    @app.post("/finish_weight_update")
-    async def finish(body: schema.Finish) -> dict[str, Any]:
-        await host.finish_update(body.weight_version)
-        return {"message": "Weight update finished"}
-
-    @app.post("/update_weight_version")
-    async def rename(body: schema.NewVersion) -> dict[str, Any]:
-        host.served.version = body.new_version
-        return {"success": True, "new_version": body.new_version}
+def _answer(_: Request, error: Exception) -> JSONResponse:
+    """An error as a reply."""
+    if isinstance(error, HTTPException):
+        return _error(error.status_code, error.detail)
+    if isinstance(error, ConfigError | BadRequest):
+        return _error(400, str(error), index=getattr(error, "index", None))
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+        return _error(400, f"{where}: {first['msg']}.", param=where)
+    if isinstance(error, ClientDisconnect):
+        return _error(499, "the client went away.")
+    return _error(500, f"{type(error).__name__}: {error}")
 
 
 def make_host(config: ServeConfig) -> Host:

@@ -95,7 +95,7 @@ class Recovering(StubTransfer):
         super().__init__()
         self.lacks, self.version = lacks, 0
 
-    def lacking(self):
+    def missing_weights(self):
         self.lacks -= 1
         return self.lacks >= 0
 

@@ -343,8 +343,7 @@ def no_reward(value):
     return score_answer
 
 
-@pytest.mark.parametrize("value", [None, math.nan])
-@pytest.mark.parametrize("scored", [0, 2])
+@pytest.mark.parametrize(("value", "scored"), [(None, 0), (math.nan, 2)])
 def test_rewards_that_nobody_gives_end_an_asynchronous_run_as_they_end_a_synchronous_one(
     tiny_tokenizer, tmp_path, value, scored
 ):

@@ -134,9 +134,8 @@ def test_trap_s6_s45_every_trained_token_has_the_version_that_wrote_it_while_ser
         assert stub.version - stub.held == 10  # One push at the start, and one after each step but the last.
 
 
-@pytest.mark.parametrize("path", ["pause", "update_weights"])
-def test_the_only_server_restarts_and_is_waited_for_whatever_it_was_asked(tiny_tokenizer, tmp_path, path):
-    with contextlib.closing(Restarting(lambda port: Scripted(port=port), path)) as restarting:
+def test_the_only_server_restarts_in_a_push_and_is_waited_for(tiny_tokenizer, tmp_path):
+    with contextlib.closing(Restarting(lambda port: Scripted(port=port), "update_weights")) as restarting:
         run = trainer(
             tmp_path, tiny_tokenizer, max_steps=4, vllm_server_base_url=[restarting.url], vllm_server_timeout=30,
             preflight="off",

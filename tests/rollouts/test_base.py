@@ -137,12 +137,6 @@ def test_vllm_is_refused_for_models_that_it_does_not_have_or_cannot_load(fake_vl
     assert "folder" in vllm.vllm_refusal(named(path=""))
 
 
-def test_continuous_batching_is_refused_where_transformers_is_too_old(monkeypatch):
-    assert paged.paged_refusal(build_model(50)) is None
-    monkeypatch.setattr(paged.metadata, "version", lambda _: "5.7.0")
-    assert "5.7.0" in paged.paged_refusal(build_model(50))
-
-
 # Under a trainer's config --------------------------------------------------------------------------------------------
 
 

@@ -166,13 +166,13 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back_and_has_the_weights(
     stub.die()
     push(transfer, model)
     assert list(transfer.holders.versions) == [other.url]
-    assert stub.url in transfer.trouble() and other.url not in transfer.trouble()
-    assert not transfer.lacking()
+    assert stub.url in transfer.failure_reason() and other.url not in transfer.failure_reason()
+    assert not transfer.missing_weights()
     stub_of(made, port=stub.http.server_port)
-    assert transfer.lacking()
+    assert transfer.missing_weights()
     push(transfer, model)
     assert sorted(transfer.holders.versions) == sorted([stub.url, other.url])
-    assert transfer.trouble() == ""
+    assert transfer.failure_reason() == ""
 
 
 def test_a_push_that_fails_leaves_no_server_paused_and_the_version_as_it_was(made):
@@ -188,12 +188,12 @@ def test_servers_that_lost_their_weights_get_the_same_version_again_and_nobody_e
     stub, other = stub_of(made), stub_of(made)
     transfer, model = transfer_to(made, stub, other), build_model(VOCAB)
     push(transfer, model)
-    assert not transfer.lacking()
+    assert not transfer.missing_weights()
     stub.version = 0
-    assert transfer.lacking()
+    assert transfer.missing_weights()
     transfer.send_again(Weights(model))
     assert transfer.holders == ServerVersions(1, {stub.url: 1, other.url: 1})
-    assert not transfer.lacking()
+    assert not transfer.missing_weights()
     assert (len(paths(stub, "start_weight_update")), len(paths(other, "start_weight_update"))) == (2, 1)
 
 
@@ -211,8 +211,8 @@ def test_a_server_that_is_too_busy_to_answer_is_not_left_out(made):
     served.client.info = busy
     push(transfer, model)
     assert len(failures) == 1 and transfer.holders == ServerVersions(1, {stub.url: 1})
-    assert not transfer.lacking() and failures == []
-    assert transfer.trouble() == ""
+    assert not transfer.missing_weights() and failures == []
+    assert transfer.failure_reason() == ""
 
 
 def test_workers_are_told_of_a_server_that_was_gone_for_a_moment_and_kept_its_weights(made):
@@ -229,7 +229,7 @@ def test_workers_are_told_of_a_server_that_was_gone_for_a_moment_and_kept_its_we
     push(transfer, model)
     engine.load_weights = load
     assert list(transfer.holders.versions) == [other.url]
-    assert transfer.lacking()
+    assert transfer.missing_weights()
     transfer.send_again(Weights(model))
-    assert transfer.holders == ServerVersions(1, {stub.url: 1, other.url: 1}) and not transfer.lacking()
+    assert transfer.holders == ServerVersions(1, {stub.url: 1, other.url: 1}) and not transfer.missing_weights()
     assert [len(paths(one, "start_weight_update")) for one in (stub, other)] == [1, 1]

@@ -168,17 +168,18 @@ def test_failures_long_ago_are_forgotten():
         budget.add(199, ["x"] * 9)
 
 
-def test_trap_s49_drops_are_told_with_three_remedies(caplog):
-    watch = DropWatch(max_staleness=4, max_inflight=512)
+def test_trap_s49_drops_are_told_with_three_remedies_and_then_halve_what_is_under_way(caplog):
+    watch = DropWatch(max_staleness=4)
     with caplog.at_level(logging.WARNING):
-        watch.add(63, 37)
+        assert watch.add(63, 37, limit=512) == 512
         assert not caplog.records
-        watch.add(40, 60)
-    (record,) = caplog.records
+        assert watch.add(40, 60, limit=512) == 512
+        assert watch.add(40, 60, limit=512) == 256
+    said = caplog.records[0].getMessage()
     for part in ("60 %", "older than 4", "max_inflight_tasks (now 512)", "max_staleness", "weight_sync_steps"):
-        assert part in record.getMessage()
-    watch.add(70, 30)
-    assert len(caplog.records) == 1  # The count began again.
+        assert part in said
+    assert watch.add(70, 30, limit=256) == 256
+    assert watch.add(10, 90, limit=256) == 256  # The count began again.
 
 
 def test_a_policy_that_ran_away_is_drained_once_and_then_stops_the_run():

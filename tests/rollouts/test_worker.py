@@ -14,7 +14,7 @@ from posttrain.rollouts.workers.engine import EngineSpec, WorkerEngine
 from posttrain.rollouts.workers.ledger import Ledger
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, TaskSource
-from posttrain.rollouts.workers.shared_weights import SharedWeights, copy_into, named_weights, read_weights
+from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights, copy_into, read_weights
 from posttrain.rollouts.workers.worker import check_picklable
 from tests.conftest import build_model
 from tests.rollouts.worker_jobs import Broken, Echo, Environment, Slow
@@ -241,7 +241,7 @@ def test_shared_weights_arrive_as_they_were_and_old_versions_go(tmp_path, tiny_t
     for _ in range(4):
         with torch.no_grad():
             model.model.norm.weight.add_(1.0)
-        transfer.send_weights(named_weights(model))
+        transfer.send_weights(Weights(model))
     weights, version = read_weights(tmp_path / "weights", 3)
     copy_into(other, weights)
     assert version == 4
@@ -254,7 +254,7 @@ def test_shared_weights_arrive_as_they_were_and_old_versions_go(tmp_path, tiny_t
 def test_damaged_weights_are_refused(tmp_path, tiny_tokenizer):
     transfer = SharedWeights(tmp_path)
     transfer.init_weight_transfer()
-    transfer.send_weights(named_weights(build_model(len(tiny_tokenizer))))
+    transfer.send_weights(Weights(build_model(len(tiny_tokenizer))))
     path = tmp_path / "weights-1.safetensors"
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
@@ -269,7 +269,7 @@ def test_a_version_that_never_comes_is_not_waited_for_for_ever(tmp_path):
 
 
 def test_weights_of_another_architecture_are_refused_by_name(tmp_path, tiny_tokenizer):
-    weights = dict(named_weights(build_model(len(tiny_tokenizer))))
+    weights = dict(Weights(build_model(len(tiny_tokenizer))))
     weights["odd"] = weights.pop("model.norm.weight")
     with pytest.raises(ModelError, match=r"1 missing \(\['model.norm.weight'\]\), 1 unknown \(\['odd'\]\)"):
         copy_into(build_model(len(tiny_tokenizer)), weights)
@@ -279,7 +279,7 @@ def test_a_worker_s_engine_has_exactly_the_trainer_s_weights(tmp_path, tiny_toke
     model = build_model(len(tiny_tokenizer), seed=3)
     transfer = SharedWeights(tmp_path)
     transfer.init_weight_transfer()
-    transfer.send_weights(named_weights(model))
+    transfer.send_weights(Weights(model))
     handle = WorkerEngine(EngineSpec("native", config=model.config, pad_token_id=2, weights=str(tmp_path)))
     assert handle.refresh(1)
     assert not handle.refresh(1)

@@ -291,7 +291,7 @@ class AsyncRollouts(RolloutSource):
         self.service, self.rewards, self.watch, self.add_completions = service, rewards, watch, add_completions
         self.args, self.sync, self.accelerator = service.args, service.sync, service.accelerator
         self.tasks, self.ledger, self.tokenizer = service.tasks, service.ledger, service.tokenizer
-        self.drops = DropWatch(self.args.max_staleness, self.args.max_inflight_tasks)
+        self.drops = DropWatch(self.args.max_staleness)
         self.held: list[Trajectory] = []
         self._straight = 0
         self._seen_stale = 0
@@ -344,8 +344,11 @@ class AsyncRollouts(RolloutSource):
                 return False
             self._hold(trajectory, "waiting")
         stale = self.ledger.dropped["stale_in_flight"] + self.ledger.dropped["stale_in_queue"]
-        self.drops.add(count, stale - self._seen_stale)
+        limit = getattr(self.service.worker, "max_inflight", 0)
+        lower = self.drops.add(count, stale - self._seen_stale, limit)
         self._seen_stale = stale
+        if lower != limit and self.service.owns_workers:
+            self.service.worker.max_inflight = max(self.args.num_generations, lower)
         return True
 
     def _hold(self, trajectory: Trajectory, place: str) -> None:
@@ -394,7 +397,7 @@ class AsyncRollouts(RolloutSource):
                     began = clock.look()
                 if clock.look() - began > 2 * stale:
                     raise self._nothing(clock.now - began) from None
-                if getattr(self.service.transfer, "lacking", bool)():
+                if getattr(self.service.transfer, "missing_weights", bool)():
                     return None
                 continue
             return item if self.service.owns_workers else self._booked(item)
@@ -409,7 +412,7 @@ class AsyncRollouts(RolloutSource):
 
     def _nothing(self, waited: float) -> RolloutError:
         dropped = dict(self.ledger.dropped)
-        servers = getattr(self.service.transfer, "trouble", str)()
+        servers = getattr(self.service.transfer, "failure_reason", str)()
         return RolloutError(
             f"no fresh rollout arrived for {waited:.0f} s (2 x heartbeat_stale_after_s), and the workers say that they are "
             f"well: {self.ledger.writing} rollouts are under way, {dropped} were dropped. "

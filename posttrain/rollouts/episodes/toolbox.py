@@ -7,7 +7,6 @@ import concurrent.futures
 import inspect
 import itertools
 import json
-import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ from transformers.utils import get_json_schema
 from posttrain.errors import BadValue, ConfigError, did_you_mean
 
 __all__ = ["TooSlow", "ToolBox", "ToolResult", "ToolRunner", "as_text", "by_schema", "tool_schema"]
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LONGEST = 1_000_000  # Characters of a result; more fits no context, and would only cost time to tokenise.
@@ -265,7 +262,6 @@ class ToolRunner:
         self.workers, self.timeout = workers, timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
-        self._told: set[str] = set()
 
     def each(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
         """Results of all tasks in their order; the first error among them is raised after all have ended."""
@@ -338,7 +334,10 @@ class ToolRunner:
 
     def _outcome(self, wait: Callable[[], Any], box: ToolBox, call: dict[str, Any]) -> ToolResult:
         try:
-            return ToolResult(as_text(self._returned(wait(), box.declared(call))))
+            value, kind = wait(), box.declared(call).get("return") or {}
+            if value is None and kind.get("type") not in (None, "null") and not kind.get("nullable"):
+                raise WrongValue(f"the tool returned nothing, and its declaration says {kind['type']}")
+            return ToolResult(as_text(value))
         except BadValue:
             raise
         except (UnknownTool, WrongValue, Cancelled) as error:
@@ -348,25 +347,6 @@ class ToolRunner:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
         return ToolResult(as_text({"error": text}), failed=True)
-
-    def _returned(self, value: Any, declared: dict[str, Any]) -> Any:
-        """A result, unless it is a None that nobody declared: a return was forgotten."""
-        if value is not None:
-            return value
-        kind = declared.get("return")
-        if kind is None:  # Perhaps it only acts.
-            self._tell(declared.get("name", ""))
-        elif kind.get("type") not in (None, "null") and not kind.get("nullable"):
-            raise WrongValue(f"the tool returned nothing, and its declaration says {kind['type']}")
-        return value
-
-    def _tell(self, name: str) -> None:
-        if name not in self._told:
-            logger.warning(
-                "tool %r returned None and declares no return type: the model reads 'None'. Return a text, or annotate it with "
-                "-> None.", name,
-            )  # fmt: skip
-        self._told.add(name)
 
     def _start(self, function: Callable, arguments: dict[str, Any]) -> Callable[[], Any]:
         """Set an asynchronous function going; the result waits for it."""

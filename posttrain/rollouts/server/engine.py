@@ -22,7 +22,7 @@ from posttrain.errors import (
 )
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed
 from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.server.pool import Fleet, Server, Urls
+from posttrain.rollouts.server.pool import Server, ServerPool, Urls
 from posttrain.rollouts.server.replies import check_each, derived_seed, read_choice, sampling_body
 from posttrain.rollouts.server.weight_sync import Pusher
 from posttrain.rollouts.workers.shared_weights import as_dtype
@@ -76,7 +76,7 @@ class ServerEngine(RolloutEngine):
     the version it was sampled from; rollouts of another version never reach the trainer.
 
     Args:
-        urls: See `Fleet`.
+        urls: See `ServerPool`.
         connection_timeout: Seconds in which a first server must be healthy; None: they may come later.
         request_timeout: Seconds of one request; see `VLLMClient`.
         sync_timeout: Seconds of one call of a weight update.
@@ -84,7 +84,6 @@ class ServerEngine(RolloutEngine):
         pushes: Whether weights are pushed from here: then this process alone, of all on its machine, may use the servers.
         api_key: Bearer token of the servers.
         shared_memory: Whether weights go to servers on this machine through shared memory; None: where there is any.
-        chunks_per_server: Requests into which a server's share of a call is cut.
         patience: Seconds to wait for a server to come back when none is left, before a call fails.
 
     Raises:
@@ -108,16 +107,15 @@ class ServerEngine(RolloutEngine):
         pushes: bool = True,
         api_key: str | None = None,
         shared_memory: bool | None = None,
-        chunks_per_server: int = 1,
         patience: float = 0.0,
     ) -> None:
         def connect(url: str) -> VLLMClient:
             return VLLMClient(url, request_timeout=request_timeout, sync_timeout=sync_timeout, api_key=api_key)
 
-        self.chunks_per_server, self.patience = chunks_per_server, patience
+        self.patience = patience
         self.pushed = False
         self.pusher = Pusher(bucket_mb * 2**20, sync_timeout, shared_memory)
-        self.fleet = Fleet(urls, connect, timeout=connection_timeout, pushes=pushes)
+        self.fleet = ServerPool(urls, connect, timeout=connection_timeout, pushes=pushes)
         self._ending = weakref.finalize(self, _end, self.fleet, self.pusher)  # Also when the process ends.
 
     # What it is --------------------------------------------------------------------------------------------------------
@@ -222,7 +220,7 @@ class ServerEngine(RolloutEngine):
         for index, request in enumerate(requests):
             own = request.sampling or sampling
             kinds.setdefault((request.n, replace(own, seed=None), own.seed is None), []).append((index, request))
-        pieces = max(len(self.fleet.live) * self.chunks_per_server, 1)
+        pieces = max(len(self.fleet.live), 1)
         chunks = []
         for (n, own, _), members in kinds.items():
             count = min(pieces, len(members))
@@ -236,7 +234,7 @@ class ServerEngine(RolloutEngine):
         """A chunk's rollouts, from the first server that manages it."""
         failed: dict[Server, RolloutServerError] = {}
         wanted = self.version if self.pushed else None
-        while (server := self.fleet.pick(chunk.tokens, wanted, failed)) is not None:
+        while (server := self.fleet.acquire(chunk.tokens, wanted, failed)) is not None:
             try:
                 return self._ask(server, chunk, alone=len(self.fleet.live) == 1)
             except BadRequest:
@@ -248,7 +246,7 @@ class ServerEngine(RolloutEngine):
                 else:
                     self.fleet.failed(server, error)
             finally:
-                self.fleet.done(server, chunk.tokens)
+                self.fleet.release(server, chunk.tokens)
         raise self._nobody(failed)
 
     def _nobody(self, failed: dict[Server, RolloutServerError]) -> RolloutServerError:
@@ -286,7 +284,7 @@ class ServerEngine(RolloutEngine):
 
     def _spans(self, server: Server, choice: dict[str, Any]) -> Spans:
         """Runs of (version as the server calls it, tokens) of a completion."""
-        runs = [(_wire(run["version"]), run["end"] - run["start"]) for run in choice["weight_versions"]]
+        runs = [(_server_version(run["version"]), run["end"] - run["start"]) for run in choice["weight_versions"]]
         if sum(tokens for _, tokens in runs) != len(choice["token_ids"]):
             raise RolloutServerError(
                 f"{server.url} says which weights wrote {sum(tokens for _, tokens in runs)} tokens of a completion of "
@@ -300,14 +298,14 @@ class ServerEngine(RolloutEngine):
         Raises:
             WeightSyncError: Others than were pushed.
         """
-        told = {version for version, _ in spans}
-        if self.pushed and told - {server.wire}:
+        versions = {version for version, _ in spans}
+        if self.pushed and versions - {server.server_version}:
             raise WeightSyncError(
-                f"{server.url} sampled from weights of version {', '.join(map(str, sorted(told)))}, and version {server.wire} "
-                "was pushed last. It was restarted, or another trainer pushes to it.",
-                phase="reply", version=max(told), url=server.url,
+                f"{server.url} sampled from weights of version {', '.join(map(str, sorted(versions)))}, and version "
+                f"{server.server_version} was pushed last. It was restarted, or another trainer pushes to it.",
+                phase="reply", version=max(versions), url=server.url,
             )  # fmt: skip
-        rollout.version = self.version if self.pushed else max(told, default=0)
+        rollout.version = self.version if self.pushed else max(versions, default=0)
 
     # Weights -----------------------------------------------------------------------------------------------------------
 
@@ -325,29 +323,31 @@ class ServerEngine(RolloutEngine):
             WeightSyncError: No server took it; or a server knows other names, which no other server would cure.
         """
         try:
-            lacking = self.patiently(lambda: self._lacking(version))
+            outdated = self.patiently(lambda: self._outdated(version))
         except RolloutServerError:
             for _ in named_tensors:  # Reading may be a collective that other ranks wait in.
                 pass
             raise
-        wires = {s.client: max(version, (s.info["weight_version"] or 0) + 1, (s.wire or 0) + 1) for s in lacking}
-        for server in lacking:
-            server.pushed = server.wire = None
+        server_versions = {
+            s.client: max(version, (s.info["weight_version"] or 0) + 1, (s.server_version or 0) + 1) for s in outdated
+        }
+        for server in outdated:
+            server.pushed = server.server_version = None
         dtype = self.capabilities.dtype
         pairs = ((n, t.to(dtype) if dtype is not None and t.is_floating_point() else t) for n, t in named_tensors)
-        answers = self.pusher.push(pairs, wires, partial=not hasattr(named_tensors, "names"))
-        for server in lacking:
+        answers = self.pusher.push(pairs, server_versions, partial=not hasattr(named_tensors, "names"))
+        for server in outdated:
             error = answers[server.client]
             if error is not None:
                 self.fleet.failed(server, error)
             else:
-                server.pushed, server.wire = version, wires[server.client]
+                server.pushed, server.server_version = version, server_versions[server.client]
         if not any(s.pushed == version for s in self.fleet.live):
             errors = [error for error in answers.values() if error is not None]
             raise errors[0] if errors else self._nobody({})
         self.version, self.pushed = version, True
 
-    def _lacking(self, version: int) -> list[Server]:
+    def _outdated(self, version: int) -> list[Server]:
         """The servers that are there and must be given a version; each says anew what it has."""
         self.fleet.refresh(force=True)
         for server in self.fleet.live:
@@ -361,12 +361,12 @@ class ServerEngine(RolloutEngine):
         self._ending()
 
 
-def _end(fleet: Fleet, pusher: Pusher) -> None:
+def _end(fleet: ServerPool, pusher: Pusher) -> None:
     fleet.close()
     pusher.close()
 
 
-def _wire(version: str) -> int:
+def _server_version(version: str) -> int:
     """A version as numbers; what a checkpoint's weights are called by is 0, and -1 what is no version of anybody's."""
     return int(version) if version.isdigit() else 0 if version == "default" else -1
 
@@ -397,7 +397,7 @@ class ServerTransfer:
     def __init__(self, make: Callable[[], ServerEngine]) -> None:
         self.make, self.version = make, 0
         self.engine: ServerEngine | None = None
-        self._told = ServerVersions()
+        self._announced = ServerVersions()
 
     @property
     def _pushing(self) -> ServerEngine:
@@ -419,7 +419,8 @@ class ServerTransfer:
         """Who has the version that was pushed last."""
         live = self._pushing.fleet.live
         return ServerVersions(
-            self.version, {s.url: s.wire for s in live if s.pushed == self.version and s.wire is not None}
+            self.version,
+            {s.url: s.server_version for s in live if s.pushed == self.version and s.server_version is not None},
         )
 
     def init_weight_transfer(self) -> None:
@@ -433,17 +434,17 @@ class ServerTransfer:
         """Push the next version; returns when at least one server has confirmed it."""
         self._pushing.load_weights(tensors, self.version + 1)
         self.version += 1
-        self._told = self.holders
+        self._announced = self.holders
 
     def send_again(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Push the same version, with the same weights, to servers that lack it: newcomers, and those that were restarted."""
         self._pushing.load_weights(tensors, self.version)
-        self._told = self.holders
+        self._announced = self.holders
 
     def resume(self) -> None:
         """Nothing: the update of each server ends its pause."""
 
-    def lacking(self) -> bool:
+    def missing_weights(self) -> bool:
         """Whether a server that is there lacks the last version, or workers were not told that it has it.
 
         Each is asked, for it may have been restarted; one that is slow to answer (its machine is busy) is taken to be as it was.
@@ -452,10 +453,10 @@ class ServerTransfer:
         fleet.refresh(force=True)
         for server in fleet.live:
             fleet.look_at(server)
-        known = self._told.versions
+        known = self._announced.versions
         return any(server.pushed != self.version or server.url not in known for server in fleet.live)
 
-    def trouble(self) -> str:
+    def failure_reason(self) -> str:
         """What is wrong with servers that get no requests; empty where all are well."""
         fleet = self._pushing.fleet
         return "; ".join(
@@ -490,12 +491,12 @@ class FollowingEngine(ServerEngine):
     def set_servers(self, holders: ServerVersions) -> None:
         """Ask these servers from now on."""
         with self._news:
-            for url, wire in holders.versions.items():
-                self._known.setdefault(url, {})[wire] = holders.version
+            for url, server_version in holders.versions.items():
+                self._known.setdefault(url, {})[server_version] = holders.version
             self.holders, self.version, self.pushed = holders, holders.version, True
             self._news.notify_all()
         if holders.versions.keys() - self.fleet.servers.keys():
-            self.fleet.look_soon()
+            self.fleet.force_refresh()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Weights are pushed elsewhere."""
@@ -517,30 +518,32 @@ class FollowingEngine(ServerEngine):
         with self._news:
             for server in (known := list(self.fleet.servers.values())):
                 if self._noted.get(server) is not self.holders:
-                    server.wire = self.holders.versions.get(server.url)
-                    server.pushed = None if server.wire is None else self.holders.version
+                    server.server_version = self.holders.versions.get(server.url)
+                    server.pushed = None if server.server_version is None else self.holders.version
             self._noted = dict.fromkeys(known, self.holders)
         return super()._generate(requests, sampling)
 
     def _stamp(self, server: Server, rollout: Rollout, spans: Spans) -> None:
         """See `ServerEngine._stamp`; a completion may have been written under several versions."""
-        found = [(self._version_of(server, wire), tokens) for wire, tokens in spans]
+        found = [(self._version_of(server, server_version), tokens) for server_version, tokens in spans]
         rollout.version = min((version for version, _ in found), default=self.version)
         rollout.spans = found if len(found) > 1 else None
 
-    def _version_of(self, server: Server, wire: int | None) -> int:
+    def _version_of(self, server: Server, server_version: int | None) -> int:
         """The trainer's version of the weights that a server calls so."""
 
         def known() -> dict[int, int]:
             return self._known.get(server.url, {})
 
         with self._news:
-            if wire is not None and wire > max(known(), default=0):  # Pushed just now: the news is on its way.
-                self._news.wait_for(lambda: wire in known(), self.news_timeout)
-            if wire in known():
-                return known()[wire]
+            if server_version is not None and server_version > max(
+                known(), default=0
+            ):  # Pushed just now: the news is on its way.
+                self._news.wait_for(lambda: server_version in known(), self.news_timeout)
+            if server_version in known():
+                return known()[server_version]
         raise WeightSyncError(
-            f"{server.url} sampled from weights of version {wire}, which this run never gave it (the last was "
+            f"{server.url} sampled from weights of version {server_version}, which this run never gave it (the last was "
             f"{max(known(), default=None)}). It was restarted, or another trainer pushes to it.",
-            phase="reply", version=wire, url=server.url,
+            phase="reply", version=server_version, url=server.url,
         )  # fmt: skip

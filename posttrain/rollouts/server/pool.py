@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable
 from posttrain.rollouts.server.client import VLLMClient
 
-__all__ = ["Fleet", "Server", "Urls"]
+__all__ = ["Server", "ServerPool", "Urls"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Server:
         client: Its connections.
         info: What it said of itself when it was admitted.
         pushed: The trainer's version that it was given; None: none, or lost.
-        wire: The number under which it knows that version, which rises even where trainers begin anew.
+        server_version: The number under which it knows that version, which rises even where trainers begin anew.
         outstanding: Tokens it has been asked for and has not answered.
         down: Why it gets no requests; None: it does.
         lock: Keeps other trainers of this machine from a server on this machine; None: nothing is pushed to it.
@@ -43,7 +43,7 @@ class Server:
     client: VLLMClient
     info: dict[str, Any]
     pushed: int | None = None
-    wire: int | None = None
+    server_version: int | None = None
     outstanding: int = 0
     down: RolloutServerError | None = None
     lock: FileLock | None = None
@@ -61,7 +61,7 @@ class Server:
         self.client.close()
 
 
-class Fleet:
+class ServerPool:
     """Keeps the list of servers and what they hold.
 
     Args:
@@ -89,7 +89,7 @@ class Fleet:
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._looked = 0.0
         if timeout is not None:
-            self._meet(timeout)
+            self._wait_until_ready(timeout)
 
     # Who is there ----------------------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class Fleet:
         listed = found.split(",") if isinstance(found, str) else list(found)
         return list(dict.fromkeys(url.strip().rstrip("/") for url in listed if url.strip()))
 
-    def _meet(self, timeout: float) -> None:
+    def _wait_until_ready(self, timeout: float) -> None:
         """Wait for all servers; go on without the late ones where some are there."""
         deadline = time.monotonic() + timeout
         while True:
@@ -138,13 +138,13 @@ class Fleet:
         client = self.connect(url)
         server = Server(client, client.info())
         if self.pushes:
-            self._take(server)
+            self._acquire_lease(server)
         logger.info(
             "rollout server %s: %s, weights of version %s.", url, server.info["model"], server.info["weight_version"]
         )
         return server
 
-    def _take(self, server: Server) -> None:
+    def _acquire_lease(self, server: Server) -> None:
         """Keep other trainers of this machine away, and end a pause that the server's last trainer left.
 
         Raises:
@@ -177,7 +177,7 @@ class Fleet:
         finally:
             self._refreshing.release()
 
-    def look_soon(self) -> None:
+    def force_refresh(self) -> None:
         """Let the next `refresh` look, however short ago the last one was."""
         self._looked = -REFRESH_SECONDS
 
@@ -200,12 +200,12 @@ class Fleet:
             server.client.facts = {}  # It may have been started anew, with other options.
             info = server.client.info()
             if self.pushes:
-                self._take(server)
+                self._acquire_lease(server)
         except RolloutServerError as error:
             server.down = error
             return
-        if info["weight_version"] != server.wire:
-            server.pushed = server.wire = None
+        if info["weight_version"] != server.server_version:
+            server.pushed = server.server_version = None
         server.info, server.down = info, None
         logger.warning("rollout server %s is back.", server.url)
 
@@ -217,8 +217,8 @@ class Fleet:
             if not getattr(error, "timed_out", False):
                 self.failed(server, error)
             return
-        if info["weight_version"] != server.wire:
-            server.pushed = server.wire = None
+        if info["weight_version"] != server.server_version:
+            server.pushed = server.server_version = None
         server.info = info
 
     # Who does what ---------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Fleet:
         """Those that are up."""
         return [server for server in list(self.servers.values()) if server.down is None]
 
-    def pick(self, tokens: int, version: int | None, without: Collection[Server]) -> Server | None:
+    def acquire(self, tokens: int, version: int | None, without: Collection[Server]) -> Server | None:
         """The server with the least to do among those that hold ``version`` (None: any), with ``tokens`` added to its work."""
         with self._lock:
             ready = [s for s in self.live if s not in without and (version is None or s.pushed == version)]
@@ -238,7 +238,7 @@ class Fleet:
             chosen.outstanding += tokens
             return chosen
 
-    def done(self, server: Server, tokens: int) -> None:
+    def release(self, server: Server, tokens: int) -> None:
         """Its work is over, one way or the other."""
         with self._lock:
             server.outstanding -= tokens

@@ -159,31 +159,38 @@ class FailureBudget:
 
 
 class DropWatch:
-    """Warns when more than half of what is generated is thrown away.
+    """Says when too much of what is generated is thrown away, and halves what is generated ahead.
 
     Args:
-        max_staleness: For the message, as is the next.
-        max_inflight: Rollouts generated at once.
+        max_staleness: For the message.
         window: Rollouts it judges at a time.
     """
 
-    def __init__(self, max_staleness: int, max_inflight: int, window: int = 100) -> None:
-        self.max_staleness, self.max_inflight, self.window = max_staleness, max_inflight, window
-        self.seen = self.stale = 0
+    WARN, CUT, PATIENCE = 0.5, 0.3, 3  # Shares dropped of a window; windows in a row before the limit is halved.
 
-    def add(self, fresh: int, stale: int) -> None:
-        """Count rollouts that were taken, and those found too old."""
+    def __init__(self, max_staleness: int, window: int = 100) -> None:
+        self.max_staleness, self.window = max_staleness, window
+        self.seen = self.stale = self.bad_windows = 0
+
+    def add(self, fresh: int, stale: int, limit: int) -> int:
+        """Count rollouts that were taken or found too old; returns the new limit of rollouts under way (or the old one)."""
         self.seen += fresh + stale
         self.stale += stale
         if self.seen < self.window:
-            return
-        share, self.seen, self.stale = self.stale / self.seen, 0, 0
-        if share > 0.5:
+            return limit
+        share = self.stale / self.seen
+        self.seen = self.stale = 0
+        if share > self.WARN:
             logger.warning(
                 "%.0f %% of rollouts were discarded as older than %d weight versions; generation outpaces training. Lower "
                 "max_inflight_tasks (now %d), raise max_staleness, or raise weight_sync_steps so that versions pass more slowly.",
-                100 * share, self.max_staleness, self.max_inflight,
+                100 * share, self.max_staleness, limit,
             )  # fmt: skip
+        self.bad_windows = self.bad_windows + 1 if share > self.CUT else 0
+        if self.bad_windows < self.PATIENCE:
+            return limit
+        self.bad_windows = 0
+        return max(1, limit // 2)
 
 
 class MismatchGuard:

@@ -66,7 +66,6 @@ class PoolSettings:
         stale_after_s: Silence after which a worker counts as hung.
         ready_within_s: For a worker to start.
         sync_timeout_s: For it to load weights.
-        keep_device: Workers may see the accelerator.
     """
 
     workers: int
@@ -81,7 +80,6 @@ class PoolSettings:
     stale_after_s: float = 300.0
     ready_within_s: float = 300.0
     sync_timeout_s: float = 720.0
-    keep_device: bool = False
 
 
 @dataclass(slots=True)
@@ -119,6 +117,7 @@ class WorkerPool:
         self.source, self.settings, self.folder = source, settings, folder
         self.rollout_buffer, self.ledger = buffer, ledger
         self.budget = FailureBudget(settings.failure_budget)
+        self.max_inflight = settings.max_inflight  # The trainer lowers it where too many rollouts get too old.
         self.version, self._announced = 0, 0.0
         self.holders: Any = None  # Which servers hold the version, where workers ask servers.
         self.clock = ActiveClock(GAP_S)  # Workers are not to blame for time in which this process stood still.
@@ -225,9 +224,7 @@ class WorkerPool:
             self.error = error
 
     def _spawn(self, index: int) -> WorkerProcess:
-        worker = WorkerProcess(
-            index, self.payload, self.folder, keep_device=self.settings.keep_device, clock=self.clock
-        )
+        worker = WorkerProcess(index, self.payload, self.folder, clock=self.clock)
         worker.start()
         self.loaded[index] = 0
         if self.version:

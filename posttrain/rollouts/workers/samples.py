@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -184,26 +184,22 @@ class RolloutBuffer:
     """
 
     def __init__(self, max_samples: int, max_tokens: int | None = None) -> None:
-        self.max_samples, self.max_tokens = max_samples, max_tokens
-        self._items: deque[Trajectory] = deque()
-        self._changed = threading.Condition()
-        self.tokens = 0
+        self.max_samples, self.max_tokens, self.tokens = max_samples, max_tokens, 0
+        self._items: queue.SimpleQueue[Trajectory] = queue.SimpleQueue()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self._items.qsize()
 
     def room(self, samples: int = 0, tokens: int = 0) -> bool:
         """Whether so many more would fit."""
-        with self._changed:
-            fits = len(self._items) + samples <= self.max_samples
-            return fits and (self.max_tokens is None or self.tokens + tokens <= self.max_tokens)
+        fits = len(self) + samples <= self.max_samples
+        return fits and (self.max_tokens is None or self.tokens + tokens <= self.max_tokens)
 
     def put(self, item: Trajectory) -> None:
         """Append; never waits."""
-        with self._changed:
-            self._items.append(item)
-            self.tokens += item.tokens
-            self._changed.notify()
+        self._count(item.tokens)
+        self._items.put(item)
 
     def get(self, timeout: float | None = None) -> Trajectory:
         """The oldest.
@@ -211,32 +207,21 @@ class RolloutBuffer:
         Raises:
             queue.Empty: Nothing came within ``timeout`` seconds.
         """
-        limit = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while not self._items:
-                left = None if limit is None else limit - time.monotonic()
-                if left is not None and left <= 0:
-                    raise queue.Empty
-                self._changed.wait(left)
-            item = self._items.popleft()
-            self.tokens -= item.tokens
-            return item
-
-    def qsize(self) -> int:
-        """Trajectories that wait."""
-        return len(self._items)
-
-    def groups(self) -> set[int]:
-        """Ids of the groups that wait."""
-        with self._changed:
-            return {item.group_id for item in self._items}
+        item = self._items.get(timeout=timeout)
+        self._count(-item.tokens)
+        return item
 
     def drain(self) -> list[Trajectory]:
         """Take everything."""
-        with self._changed:
-            items, self.tokens = list(self._items), 0
-            self._items.clear()
-            return items
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self.get(timeout=0))
+        return found
+
+    def _count(self, tokens: int) -> None:
+        with self._lock:
+            self.tokens += tokens
 
 
 class TaskSource:

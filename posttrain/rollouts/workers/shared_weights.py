@@ -25,7 +25,6 @@ __all__ = [
     "clean_name",
     "copy_into",
     "merged_weights",
-    "named_weights",
     "plain_lora",
     "read_weights",
     "remove_weights",
@@ -387,8 +386,3 @@ def _renamed(model: Any) -> bool:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     known = getattr(base, "_weight_conversions", None)
     return bool(get_model_conversion_mapping(base, add_legacy=False) if known is None else known)
-
-
-def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Weights:
-    """A model's weights for `posttrain.rollouts.base.RolloutEngine.load_weights`, adapters merged into copies."""
-    return Weights(model, dtype=dtype)

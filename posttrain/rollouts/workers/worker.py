@@ -118,7 +118,7 @@ def _unpicklable(name: str, value: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def without_device(keep_device: bool = False) -> Iterator[None]:
+def without_device() -> Iterator[None]:
     """The environment a worker inherits: no accelerator, none of the trainer's process group."""
     saved = dict(os.environ)
     with _starting:
@@ -126,7 +126,7 @@ def without_device(keep_device: bool = False) -> Iterator[None]:
             for name in list(os.environ):
                 if name in DISTRIBUTED or name.startswith(PREFIXES):
                     del os.environ[name]
-            os.environ |= {} if keep_device else dict.fromkeys(DEVICES, "")
+            os.environ |= dict.fromkeys(DEVICES, "")
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             yield
         finally:
@@ -244,7 +244,6 @@ class WorkerProcess:
         index: Of the worker.
         payload: A pickled `WorkerJob`.
         folder: For its log, ``worker-<index>.log``.
-        keep_device: Let it see the accelerator.
         clock: Of its time limits.
     """
 
@@ -254,10 +253,9 @@ class WorkerProcess:
         payload: bytes,
         folder: str | Path,
         *,
-        keep_device: bool = False,
         clock: ActiveClock | None = None,
     ) -> None:
-        self.index, self.payload, self.keep_device = index, payload, keep_device
+        self.index, self.payload = index, payload
         self.clock = ActiveClock(GAP_S) if clock is None else clock
         self.log = Path(folder, f"worker-{index}.log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -277,7 +275,7 @@ class WorkerProcess:
             daemon=True,
         )
         self._offset = self.log.stat().st_size if self.log.exists() else 0
-        with without_device(self.keep_device):
+        with without_device():
             self.process.start()
         theirs.close()
         self.began = self.heard = self.clock.look()
