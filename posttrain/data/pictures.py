@@ -237,7 +237,7 @@ def undecoded(dataset: Any) -> Any:
     """A dataset (or several by name, or None) with its columns of images as paths or encoded bytes; a view, nothing is read."""
     import datasets
 
-    if isinstance(dataset, Mapping) and not hasattr(dataset, "features"):
+    if isinstance(dataset, dict):
         return {name: undecoded(one) for name, one in dataset.items()}
     for name, kind in (getattr(dataset, "features", None) or {}).items():
         inner = getattr(kind, "feature", None)

@@ -86,7 +86,7 @@ class OnlineTrainer(PostTrainer):
     # Environments and further reward columns of the generation under way.
     _environments: list[Any] | None = None
     _extra: dict[str, list[Any]] = {}  # noqa: RUF012 - replaced, never changed
-    _spare: dict[str, Any] | None = None
+    _spare: Any = None
 
     def __init__(
         self,

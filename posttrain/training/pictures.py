@@ -188,13 +188,13 @@ class Vision:
         pictures = [read_picture(value, "column 'images' of a prompt", background).encoded() for value in held]
         return Prompt(*self.reader.encode(text, pictures, prompt=True))
 
-    def opened(self, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def opened(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Examples as reward functions see them: PIL images in columns and messages, decoded when they are touched.
 
         Equal neighbours share their images.
         """
         if not self.images:
-            return list(examples)
+            return examples
         made: list[dict[str, Any]] = []
         before: Mapping[str, Any] = {}
         for example in examples:
@@ -361,7 +361,7 @@ def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
 
     images = [read(value) for value in pictures_of(example)]
     made: dict[str, Any] = {"image": images[0] if example.get("image") is not None else None, "images": images}
-    prompt = example.get("prompt")
+    prompt: Any = example.get("prompt")
     if is_messages(prompt):
         blocks, held = conversation_pictures(prompt, range(len(images)))
         filling = iter(images[one] if isinstance(one, int) else read(one) for one in held)
