@@ -169,9 +169,15 @@ def test_a_crash_while_writing_leaves_the_older_file_whole(tmp_path, monkeypatch
 def test_the_manifest_says_what_ran_and_keeps_no_secret(tmp_path, monkeypatch):
     secret = "hf_" + "x" * 30
     monkeypatch.setattr(
-        sys, "argv", ["/somewhere/train.py", "--hub_token", "no-hash-has-this", "--wandb-api-key=nor-this", "--seed", "3", secret]
+        sys,
+        "argv",
+        ["/somewhere/train.py", "--hub_token", "no-hash-has-this", "--wandb-api-key=nor-this", "--seed", "3", secret],
     )
-    config = {"hub_token": "no-hash-has-this", "eos_token": "</s>", "model_init_kwargs": {"token": secret, "revision": secret}}
+    config = {
+        "hub_token": "no-hash-has-this",
+        "eos_token": "</s>",
+        "model_init_kwargs": {"token": secret, "revision": secret},
+    }
     RunRecord(tmp_path / "new").manifest(seed=3, config=config)
     text = (tmp_path / "new" / "manifest.json").read_text()
     manifest = json.loads(text)
