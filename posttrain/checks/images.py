@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from posttrain.checks.registry import Context, finding, probe, register
-from posttrain.data.pictures import ALIASES, MESSAGES, Picture, pictures_of, read_picture, undecoded
+from posttrain.data.formats import MESSAGE_COLUMNS, pictures_of, undecoded
+from posttrain.data.pictures import ALIASES, Picture, read_picture
 from posttrain.data.processors import Placed
 from posttrain.errors import DataError
 from posttrain.integrations import require
@@ -441,17 +442,20 @@ def _named(numbers: Sequence[int]) -> str:
     return f"rows {', '.join(map(str, found[:SHOWN]))}{', ...' if len(found) > SHOWN else ''}"
 
 
-@probe("data", "PT-G006", "PT-G007", "PT-G009", "PT-G010", "PT-G014")
+@probe("data", "PT-G006", "PT-G007", "PT-G009", "PT-G010", "PT-G014", part="processor")
 def pictures(context: Context) -> list[Finding]:
     """Images of rows spread over the first two thousand, 200 at most, in columns and inside messages."""
-    names = {"image", "images", *MESSAGES} & set(getattr(context.train_dataset, "column_names", None) or ())
-    processor = context.parts.get("processor") or context.tokenizer
-    if not names or not hasattr(processor, "image_processor"):
+    names = {"image", "images", *MESSAGE_COLUMNS} & set(getattr(context.train_dataset, "column_names", None) or ())
+    if not names or not hasattr(context.parts["processor"], "image_processor"):
         return []
     rows = []
     for number, example in enumerate(islice(undecoded(context.train_dataset), 0, ROWS, ROWS // READ)):
         blocks = (
-            b for name in MESSAGES for m in example.get(name) or () if isinstance(m, Mapping) for b in _content(m)
+            b
+            for name in MESSAGE_COLUMNS
+            for m in example.get(name) or ()
+            if isinstance(m, Mapping)
+            for b in _content(m)
         )
         held = [*pictures_of(example), *(one for b in blocks if (one := _held(b)) is not None)]
         rows += [(number * (ROWS // READ), one) for one in held]

@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.checks.registry import finding
 from posttrain.checks.rows import answers_of, count_of, where
 from posttrain.data.chat import common_prefix
-from posttrain.data.pictures import has_pictures
+from posttrain.data.formats import has_pictures
 from posttrain.types import Finding, Row
 
 __all__ = [

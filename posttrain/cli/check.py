@@ -236,6 +236,7 @@ class Checkup:
         script_args, config, model_args, _ = self.parsed
         fields = {name: value for name, value in self.known.items() if name in Context.__dataclass_fields__}
         parts = {name: value for name, value in self.known.items() if name not in fields}
+        parts.setdefault("processor", self.known.get("tokenizer"))
         kind = train._load(train.COMMANDS[self.command].trainer)
         return Context(
             trainer=kind.__name__.removesuffix("Trainer").lower(),

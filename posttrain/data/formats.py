@@ -10,7 +10,6 @@ from functools import partial
 from itertools import groupby, islice
 from typing import Any, TypedDict
 
-from posttrain.data.pictures import shows_pictures
 from posttrain.errors import ArgumentTypeError, DataError
 from posttrain.types import Row
 
@@ -24,16 +23,21 @@ __all__ = [
     "first_row",
     "get_dataset_column_names",
     "has_nested_none",
+    "has_pictures",
     "is_conversational",
     "is_conversational_from_value",
     "is_messages",
     "listed",
     "maybe_convert_to_chatml",
     "one_eos",
+    "picture_blocks",
+    "pictures_of",
     "refuse_images",
     "remove_none_values",
+    "shows_pictures",
     "strip_none",
     "tokenized",
+    "undecoded",
 ]
 
 logger = logging.getLogger(__name__)
@@ -42,6 +46,8 @@ logger = logging.getLogger(__name__)
 MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # In this order: never a set's.
 NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 LOOK = 64  # Rows that decide the format of a dataset; row 0 alone misleads on mixed data.
+PICTURE_BLOCKS = ("image", "image_url", "image_pil")  # Types of blocks of a message that show a picture.
+STREAMED = 8  # Rows of a stream that are read for pictures; of a dataset it is `LOOK`, spread over it.
 
 # ShareGPT's speakers, as chat templates call them.
 ROLES = {
@@ -307,6 +313,61 @@ def first_row(dataset: Any, name: str, *, images: bool = False) -> dict[str, Any
     if not images:
         refuse_images(dataset, name)
     return first
+
+
+def undecoded(dataset: Any) -> Any:
+    """A dataset (or several by name, or None) with its columns of images as paths or encoded bytes; a view, nothing is read."""
+    import datasets
+
+    if isinstance(dataset, dict):
+        return {name: undecoded(one) for name, one in dataset.items()}
+    for name, kind in (getattr(dataset, "features", None) or {}).items():
+        inner = getattr(kind, "feature", None)
+        if isinstance(kind, datasets.Image):
+            dataset = dataset.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(inner, datasets.Image):
+            dataset = dataset.cast_column(name, datasets.List(datasets.Image(decode=False)))
+    return dataset
+
+
+def pictures_of(example: Mapping[str, Any]) -> list[Any]:
+    """What the columns ``image`` and ``images`` of a row hold, as a list; None means no picture.
+
+    Raises:
+        DataError: Both columns hold pictures.
+    """
+    one, several = example.get("image"), example.get("images")
+    if one is not None and several is not None:
+        raise DataError("the row has both 'image' and 'images'. Fix: keep one of these columns.")
+    return [one] if one is not None else list(several or ())
+
+
+def has_pictures(rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether any row has a picture, in its columns or inside its messages."""
+    return any(pictures_of(row) or any(picture_blocks(row.get(name)) for name in MESSAGE_COLUMNS) for row in rows)
+
+
+def picture_blocks(messages: Any) -> list[dict[str, Any]]:
+    """Blocks of a conversation that show a picture; none of what is no list of messages."""
+    if not isinstance(messages, list):
+        return []
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    return [block for block in blocks if isinstance(block, dict) and block.get("type") in PICTURE_BLOCKS]
+
+
+def shows_pictures(dataset: Any) -> bool:
+    """Whether rows have pictures, in columns or inside messages: by a sample that is spread over the set."""
+    import datasets
+
+    if isinstance(dataset, Mapping):
+        return any(shows_pictures(one) for one in dataset.values())
+    if isinstance(dataset, datasets.IterableDataset):
+        return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))
+    if not isinstance(dataset, datasets.Dataset):
+        return False
+    step = max(1, len(dataset) // LOOK)
+    return has_pictures(undecoded(dataset.with_format(None).select(range(0, len(dataset), step))))
 
 
 def refuse_images(dataset: Any, name: str) -> None:

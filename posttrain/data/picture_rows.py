@@ -15,17 +15,12 @@ from posttrain.data.formats import (
     is_messages,
     maybe_convert_to_chatml,
     one_eos,
+    pictures_of,
     strip_none,
     tokenized,
-)
-from posttrain.data.pictures import (
-    Background,
-    Picture,
-    conversation_pictures,
-    pictures_of,
-    read_picture,
     undecoded,
 )
+from posttrain.data.pictures import Background, Picture, conversation_pictures, read_picture
 from posttrain.data.preference import maybe_extract_prompt
 from posttrain.data.processors import PictureProcessor, Placed
 from posttrain.errors import DataError

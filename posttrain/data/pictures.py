@@ -8,32 +8,25 @@ import hashlib
 import io
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, Literal
 from urllib.parse import unquote, urlparse
 
+from posttrain.data.formats import PICTURE_BLOCKS, picture_blocks
 from posttrain.errors import DataError
 from posttrain.integrations import require
 
 __all__ = [
     "Picture",
     "conversation_pictures",
-    "has_pictures",
     "image_size",
-    "pictures_of",
     "read_picture",
-    "shows_pictures",
-    "undecoded",
     "without_pictures",
 ]
 
 logger = logging.getLogger(__name__)
 
-PEEKED = 64  # Rows that are looked at for pictures, spread over the set;
-STREAMED = 8  # of a stream its first ones.
-MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected")  # Columns that may hold conversations.
 ALIASES = (
     "image",
     "image_url",
@@ -43,7 +36,6 @@ ALIASES = (
     "base64",
     "bytes",
 )  # Keys of a block that may hold its picture.
-KINDS = ("image", "image_url", "image_pil")
 WIDE = ("F", "I")  # Modes of more than 8 bits: what a processor makes of them is black, white or noise.
 ORIENTATION = 274  # The EXIF tag.
 TURNED = (5, 6, 7, 8)  # Orientations that exchange width and height.
@@ -233,66 +225,6 @@ def _from_pixels(value: Any, where: str) -> Any:
     return require("PIL.Image", "reading images").fromarray(np.ascontiguousarray(pixels))
 
 
-def undecoded(dataset: Any) -> Any:
-    """A dataset (or several by name, or None) with its columns of images as paths or encoded bytes; a view, nothing is read."""
-    import datasets
-
-    if isinstance(dataset, dict):
-        return {name: undecoded(one) for name, one in dataset.items()}
-    for name, kind in (getattr(dataset, "features", None) or {}).items():
-        inner = getattr(kind, "feature", None)
-        if isinstance(kind, datasets.Image):
-            dataset = dataset.cast_column(name, datasets.Image(decode=False))
-        elif isinstance(inner, datasets.Image):
-            dataset = dataset.cast_column(name, datasets.List(datasets.Image(decode=False)))
-    return dataset
-
-
-def pictures_of(example: Mapping[str, Any]) -> list[Any]:
-    """What the columns ``image`` and ``images`` of a row hold, as a list; None means no picture.
-
-    Raises:
-        DataError: Both columns hold pictures.
-    """
-    one, several = example.get("image"), example.get("images")
-    if one is not None and several is not None:
-        raise DataError("the row has both 'image' and 'images'. Fix: keep one of these columns.")
-    return [one] if one is not None else list(several or ())
-
-
-def has_pictures(rows: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether any row has a picture, in its columns or inside its messages."""
-    return any(
-        pictures_of(row) or any(_is_picture(block) for name in MESSAGES for block in _blocks(row.get(name)))
-        for row in rows
-    )
-
-
-def _blocks(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list):
-        return []
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    return [block for content in contents if isinstance(content, list) for block in content if isinstance(block, dict)]
-
-
-def _is_picture(block: Mapping[str, Any]) -> bool:
-    return block.get("type") in KINDS
-
-
-def shows_pictures(dataset: Any) -> bool:
-    """Whether rows have pictures, in columns or inside messages: by a sample that is spread over the set."""
-    import datasets
-
-    if isinstance(dataset, Mapping):
-        return any(shows_pictures(one) for one in dataset.values())
-    if isinstance(dataset, datasets.IterableDataset):
-        return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))
-    if not isinstance(dataset, datasets.Dataset):
-        return False
-    step = max(1, len(dataset) // PEEKED)
-    return has_pictures(undecoded(dataset.with_format(None).select(range(0, len(dataset), step))))
-
-
 def conversation_pictures(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None = None
 ) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -328,7 +260,7 @@ def conversation_pictures(
         user = next((m for m in made if m.get("role") == "user"), None)
         if user is None:
             raise DataError(f"there are {len(given)} images and no user message. Fix: add one, or image blocks.")
-        before = sum(len([b for b in _blocks([m]) if _is_picture(b)]) for m in made[: made.index(user)])
+        before = len(picture_blocks(made[: made.index(user)]))
         content = user.get("content")
         text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
         user["content"] = [{"type": "image"} for _ in given] + text
@@ -353,7 +285,7 @@ def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
     kind = block.get("type")
     if kind == "text":
         return {"type": "text", "text": block.get("text", "")}, NOTHING
-    if kind not in KINDS:
+    if kind not in PICTURE_BLOCKS:
         raise DataError(
             f"a {role} message has a block of type {kind!r}; known are 'text' and 'image'. Fix: leave this row out; video and "
             "audio are not trained on."
@@ -369,7 +301,7 @@ def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
 def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages with ``{"type": "image"}`` where pictures were: what may be written into a table."""
     return [
-        {**m, "content": [{"type": "image"} if _is_picture(b) else b for b in m["content"]]}
+        {**m, "content": [{"type": "image"} if b.get("type") in PICTURE_BLOCKS else b for b in m["content"]]}
         if isinstance(m.get("content"), list)
         else dict(m)
         for m in messages

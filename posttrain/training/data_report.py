@@ -25,9 +25,14 @@ from posttrain.checks.registry import Severity, describe
 from posttrain.checks.rows import ROW_CODES, WHOLE, RowSample, answers_of, columns_of, count_of, doubt, fault, is_open
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.forest import to_rows
-from posttrain.data.formats import get_dataset_column_names, maybe_convert_to_chatml, shown_pieces, strip_none
+from posttrain.data.formats import (
+    get_dataset_column_names,
+    maybe_convert_to_chatml,
+    shown_pieces,
+    strip_none,
+    undecoded,
+)
 from posttrain.data.packing import LENGTHS
-from posttrain.data.pictures import undecoded
 from posttrain.data.templates import check_template
 from posttrain.errors import DataError, PosttrainError
 from posttrain.types import Batch, Finding, Row

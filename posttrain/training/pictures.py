@@ -16,16 +16,9 @@ from torch import nn
 from transformers.utils.hub import cached_file
 
 from posttrain.data.chat import RENDERED, template_arguments
-from posttrain.data.formats import is_messages, strip_none
+from posttrain.data.formats import STREAMED, is_messages, pictures_of, shows_pictures, strip_none, undecoded
 from posttrain.data.picture_rows import PictureOptions, place_pictures
-from posttrain.data.pictures import (
-    STREAMED,
-    conversation_pictures,
-    pictures_of,
-    read_picture,
-    shows_pictures,
-    undecoded,
-)
+from posttrain.data.pictures import conversation_pictures, read_picture
 from posttrain.data.processors import PictureProcessor, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.losses.advantages import weighted_total

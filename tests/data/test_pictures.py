@@ -13,15 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from posttrain.data.pictures import (
-    conversation_pictures,
-    has_pictures,
-    image_size,
-    pictures_of,
-    read_picture,
-    undecoded,
-    without_pictures,
-)
+from posttrain.data.formats import has_pictures, pictures_of, undecoded
+from posttrain.data.pictures import conversation_pictures, image_size, read_picture, without_pictures
 from posttrain.errors import DataError
 from tests.vision_families import noise
 
