@@ -48,6 +48,18 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
         'vllm_server_base_url="http://localhost:8000"',
     ),
     ("AsyncGRPO", "max_inflight_tasks"): (-1, "-1 is shown as the number it stands for", "max_inflight_tasks=-1"),
+    ("GKD", "shuffle_dataset"): (False, "TRL's rows come in random order too, by its sampler", "shuffle_dataset=False"),
+    ("GOLD", "shuffle_dataset"): (
+        False,
+        "TRL's rows come in random order too, by its sampler",
+        "shuffle_dataset=False",
+    ),
+    ("GOLD", "vllm_gpu_memory_utilization"): (
+        0.9,
+        "at 0.9 two models have no room",
+        "vllm_gpu_memory_utilization=0.9",
+    ),
+    ("IWOPD", "top_p"): (0.95, "below 1 the estimate is biased", "top_p=0.95"),
     ("GMPO", "loss_type"): ("dapo", "GMPO is a row of GRPO's loss types", "GRPOConfig(loss_type=...)"),
 }
 

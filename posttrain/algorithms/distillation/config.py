@@ -255,6 +255,11 @@ class DistillationFields:
 
 
 @dataclass
+@preset(
+    unread={
+        "max_tool_calling_iterations": (None, "Completions of a student are single turns; tools are GRPOTrainer's.")
+    }
+)
 class DistillationConfig(DistillationFields, OnlineConfig):
     """Arguments of `DistillationTrainer`.
 
