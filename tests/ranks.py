@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import runpy
+import select
+import socket
 import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 # Names of metrics whose value depends on the clock, on how many passes there were, or on the process.
 FREE = ("seconds", "per_second", "runtime", "step_time", "epoch")
 
@@ -21,20 +33,122 @@ def run_ranks(
 ) -> Any:
     """Run ``python -m module arguments`` on ``processes`` gloo processes and read what the first one `leave`\\ s.
 
-    Through a file: lines that several processes print to one pipe can run into each other.
+    Each process is forked from one that has imported the libraries, and that served no other rank: ranks have hash seeds of
+    their own, as under torchrun. Another interpreter than this one (``python``) is started by torchrun itself.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     result = folder / "result.json"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [python or sys.executable, *(launch if processes > 1 else []), "-m", module, *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=env | {"POSTTRAIN_TEST_RESULT": str(result)}, capture_output=True, text=True,
-        timeout=timeout, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and result.exists(), done.stdout[-2000:] + done.stderr[-6000:]
+    result.unlink(missing_ok=True)
+    env = os.environ | ENVIRONMENT | {"POSTTRAIN_TEST_RESULT": str(result)}
+    if python is None:
+        failed = _forked([module, *map(str, arguments)], env, processes, folder, time.monotonic() + timeout)
+    else:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = [python, *(launch if processes > 1 else []), "-m", module, *map(str, arguments)]
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False
+        )  # fmt: skip
+        failed = done.stdout[-2000:] + done.stderr[-6000:] if done.returncode else ""
+    assert not failed and result.exists(), failed
     return json.loads(result.read_text(encoding="utf-8"))
+
+
+def _forked(argv: list[str], env: dict[str, str], processes: int, folder: Path, deadline: float) -> str:
+    """Run a module in a fork of each rank's template; the last lines of the first that failed, else an empty string.
+
+    Raises:
+        subprocess.TimeoutExpired: The deadline has passed; every process was killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = {}
+    for rank in range(processes):
+        numbers = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": processes,
+            "LOCAL_WORLD_SIZE": processes,
+            "MASTER_PORT": port,
+        }
+        ranked = {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        log = folder / f"rank{rank}.log"
+        template = _template(rank)
+        ask = {"argv": argv, "env": env | (ranked if processes > 1 else {}), "log": str(log)}
+        template.stdin.write(json.dumps(ask) + "\n")
+        template.stdin.flush()
+        running[template.stdout] = (int(template.stdout.readline()), log)
+    failed = ""
+    while running:
+        ready, _, _ = select.select(list(running), [], [], max(deadline - time.monotonic(), 0))
+        if not ready:
+            _kill(pid for pid, _ in running.values())
+            for stdout in running:
+                stdout.readline()
+            raise subprocess.TimeoutExpired(argv, deadline)
+        for stdout in ready:
+            _, log = running.pop(stdout)
+            if int(stdout.readline()) and not failed:
+                failed = log.read_text(encoding="utf-8", errors="replace")[-8000:] or "no output"
+                _kill(pid for pid, _ in running.values())
+    return failed
+
+
+def _kill(pids: Any) -> None:
+    for pid in pids:
+        os.kill(pid, 9)
+
+
+@functools.cache
+def _template(rank: int) -> Any:
+    """A process that has imported the libraries and forks itself for each request; it ends with its standard input."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.ranks"], cwd=ROOT, env=os.environ | ENVIRONMENT | {"TEMPLATE_OF_RANK": str(rank)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def _serve() -> None:
+    """Fork for each line of standard input; write the child's id, and its exit status once it has ended."""
+    answers = os.fdopen(os.dup(1), "w")
+    import accelerate  # noqa: F401
+    import datasets  # noqa: F401
+    import peft  # noqa: F401
+
+    import posttrain
+
+    for name in ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "PPOTrainer", "KTOTrainer", "RewardTrainer"):
+        getattr(posttrain, name)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            answers.close()
+            _run(**json.loads(line))
+        print(pid, file=answers, flush=True)
+        print(os.waitpid(pid, 0)[1], file=answers, flush=True)
+
+
+def _run(argv: list[str], env: dict[str, str], log: str) -> None:
+    """Be the program ``python -m argv`` and never return."""
+    nothing, out = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for source, target in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = argv[:]
+    code = 1
+    try:
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def leave(found: Any) -> None:
@@ -71,3 +185,7 @@ def assert_same_step(one: dict[str, Any], two: dict[str, Any]) -> None:
     a, b = torch.tensor(one["step"]), torch.tensor(two["step"])
     assert a.abs().max() > 1e-3
     assert (a - b).abs().max() < 1e-5
+
+
+if __name__ == "__main__":
+    _serve()
