@@ -24,7 +24,8 @@ from tests.conftest import build_model, build_tokenizer
 from tests.losses.properties import TABLE, layouts, outputs, policy
 from tests.ranks import assert_same_step, leave, part, run_ranks, step_taken
 
-UNREAD = {"chat_template_path", "balance_ranks"}  # Read only in methods that PPO replaces.
+# Read only in methods that PPO replaces, or of rollouts by a `rollout_func`, which it does not take.
+UNREAD = {"chat_template_path", "balance_ranks", "vllm_importance_sampling_correction"}
 FREE = ("seconds", "per_second", "runtime", "step_time", "epoch", "eps", "flos")
 
 

@@ -320,10 +320,10 @@ def test_columns_of_images_are_refused_and_not_left_aside(method, tiny_tokenizer
     """An answer to a picture that the model never saw would teach it to make things up."""
     data = datasets.Dataset.from_list(rows(16, images=["a.png"]))
     tiny_tokenizer.pad_token = "<|endoftext|>"
-    # DPO reads images, with a processor.
+    # DPO and GRPO read images, with a processor.
     text = (
         "rows have images, and processing_class is .*AutoProcessor"
-        if method == "dpo"
+        if method in ("dpo", "grpo")
         else r"have images \(columns \['images'\]\).*remove_columns"
     )
     with pytest.raises(DataError, match=text):
