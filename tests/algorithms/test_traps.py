@@ -415,7 +415,7 @@ def test_t17_ranks_run_equally_many_passes_however_little_they_train(monkeypatch
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda counts, op: counts.fill_(4))
 
     class Accelerator:
-        device = "cpu"
+        device, distributed_type = "cpu", "FSDP"
 
     assert parallel.equal_passes(1, Accelerator()) == 4
     calls = []

@@ -17,7 +17,7 @@ from posttrain.rollouts.workers.samples import RolloutBuffer, TaskSource
 from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights, copy_into, read_weights
 from posttrain.rollouts.workers.worker import check_picklable
 from tests.conftest import build_model
-from tests.rollouts.worker_jobs import Broken, Echo, Environment, Slow
+from tests.rollouts.worker_jobs import Broken, Echo, Environment, Slow, Unreadable
 
 
 def pool(tmp_path, job, workers=1, inflight=8, prompts=50, buffer=None, **settings):
@@ -146,6 +146,17 @@ def test_trap_s22_a_killed_worker_is_replaced_and_its_prompts_are_asked_again(tm
     assert "about to be killed" in said
     prompts = [given.source.group, given.source.prompts.position]
     assert prompts[0] > prompts[1] + 8 * given.source.prompts.passes  # Groups were asked a second time.
+
+
+def test_a_worker_that_cannot_read_what_it_is_told_ends_and_is_replaced(tmp_path, running):
+    """A thread that died of it would leave a worker that sends signs of life and hears nothing."""
+    given = running(pool(tmp_path, Echo(seconds=600)))
+    until(lambda: given.workers[0].is_ready)
+    worker = given.workers[0]
+    worker.send("cancel", Unreadable())
+    until(lambda: given.workers[0] is not worker)
+    assert given.restarts == 1
+    assert "ImportError: half made" in worker.tail()
 
 
 def test_workers_that_fail_again_and_again_end_the_run(tmp_path, running):

@@ -86,3 +86,14 @@ class Slow:
     def run(self, link):
         link.ready()
         time.sleep(600)
+
+
+def _unreadable():
+    raise ImportError("half made")
+
+
+class Unreadable:
+    """Something that a worker cannot unpickle."""
+
+    def __reduce__(self):
+        return _unreadable, ()

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -146,6 +147,7 @@ class Link:
         stopping: Set when there is nothing more to do.
         on_news: Called on the reading thread when a version is announced, tasks are cancelled, or all is to stop.
         on_orphaned: Called before this process ends because the trainer was killed: what that could not remove.
+        importing: Held by a thread that imports packages: another that unpickles would meet them half made.
     """
 
     def __init__(self, connection: Connection, index: int) -> None:
@@ -158,6 +160,7 @@ class Link:
         self.on_news: Callable[[], None] = lambda: None
         self.on_orphaned: Callable[[], None] = lambda: None
         self._news, self._sending = threading.Event(), threading.Lock()
+        self.importing = threading.Lock()
         self._clock = ActiveClock(GAP_S)
         self._alive = self._clock.look()
         for work in (self._read, self._beat):
@@ -183,26 +186,33 @@ class Link:
         self._news.clear()
 
     def _read(self) -> None:
-        while True:
+        try:
+            while True:
+                self._take(self.connection.recv_bytes())
+        except (EOFError, OSError):  # The trainer is gone; nobody would ever end this process.
             try:
-                kind, content = self.connection.recv()
-            except (EOFError, OSError):  # The trainer is gone; nobody would ever end this process.
-                try:
-                    self.on_orphaned()
-                finally:
-                    os._exit(0)
-            if kind == "task":
-                self.tasks.append(content)
-            elif kind == "weights":
-                version, self.holders = content
-                self.version = max(self.version, version)
-            elif kind == "cancel":
-                self.cancelled.update(content)
-            elif kind == "stop":
-                self.stopping.set()
-            self._news.set()
-            if kind != "task":
-                self.on_news()
+                self.on_orphaned()
+            finally:
+                os._exit(0)
+        except BaseException:  # A worker that hears nothing more would be waited for without end.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _take(self, data: bytes) -> None:
+        with self.importing:
+            kind, content = ForkingPickler.loads(data)
+        if kind == "task":
+            self.tasks.append(content)
+        elif kind == "weights":
+            version, self.holders = content
+            self.version = max(self.version, version)
+        elif kind == "cancel":
+            self.cancelled.update(content)
+        elif kind == "stop":
+            self.stopping.set()
+        self._news.set()
+        if kind != "task":
+            self.on_news()
 
     def _beat(self) -> None:
         while True:
@@ -223,11 +233,10 @@ def worker_main(payload: bytes, connection: Connection, log: str, index: int) ->
     faulthandler.enable(file)
     link = Link(connection, index)
     try:
-        job: WorkerJob = pickle.loads(payload)
+        with link.importing:
+            job: WorkerJob = pickle.loads(payload)
         job.run(link)
     except Exception as error:
-        import traceback
-
         traceback.print_exc()
         with contextlib.suppress(OSError):
             link.send("failed", error=f"{type(error).__name__}: {error}")
