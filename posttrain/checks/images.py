@@ -494,10 +494,13 @@ def check_reach(model: Any, batch: Batch) -> Finding | None:
     parameter = next(model.parameters())
     batch = batch.to(parameter.device)
     other = replace(batch, pictures=[(b, c, _another(one)) for b, c, one in batch.pictures])
-    training = model.training
+    training, encoder = model.training, picture_encoder(model)
     model.eval()
     try:
-        own, exchanged = (forward(model, one).logp for one in (batch, other))
+        own = forward(model, batch).logp
+        counts = encoder.encoded, encoder.reused
+        exchanged = forward(model, other).logp
+        encoder.encoded, encoder.reused = counts  # Metrics count the run's own pictures.
     finally:
         model.train(training)
     moved = float((own - exchanged)[batch.loss_mask].abs().mean()) if own is not None and exchanged is not None else 1.0

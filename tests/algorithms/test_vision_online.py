@@ -175,15 +175,6 @@ def test_a_checkpoint_keeps_the_pictures_of_rollouts_that_wait(tmp_path):
         assert torch.equal(a, b), name
 
 
-def test_slices_on_disk_keep_their_pictures(tmp_path):
-    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
-    kept = trainer_of("grpo", tmp_path / "a", **options)
-    spooled = trainer_of("grpo", tmp_path / "b", rollout_buffer_bytes=1, **options)
-    kept.train(), spooled.train()
-    for a, b in zip(kept.model.parameters(), spooled.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
