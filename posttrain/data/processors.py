@@ -154,6 +154,10 @@ class PictureProcessor:
         named = {token.content: index for index, token in added.items() if CONTROL.search(token.content)}
         return {**named, self.placeholder: int(self.tokenizer.convert_tokens_to_ids(self.placeholder))}
 
+    def never(self, vocabulary: int) -> list[int]:
+        """Ids below ``vocabulary`` that no engine may draw: placeholders and markers of images."""
+        return sorted(token for token in {*self.controls.values(), self.token_id} if token < vocabulary)
+
     # Text to ids -------------------------------------------------------------------------------------------------
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:

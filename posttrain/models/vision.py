@@ -15,14 +15,12 @@ from torch import Tensor
 from posttrain.data.pictures import Picture, read_picture
 from posttrain.data.processors import PictureProcessor, Placed
 from posttrain.errors import ModelError
-from posttrain.models.heads import causal_lm, picture_encoder, unwrapped
+from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapped
 from posttrain.models.parallel import shards_parameters
-from posttrain.types import Row
+from posttrain.types import Batch, Row
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from posttrain.types import Batch
 
 __all__ = [
     "PictureEncoder",
@@ -34,11 +32,12 @@ __all__ = [
     "plain_inputs",
     "prefill_inputs",
     "probe_rows",
+    "prompt_view",
+    "text_offset",
     "tower_parameters",
     "view",
 ]
 
-LANGUAGE = ("language_model", "text_model", "lm_head")  # Parts of a model that are no tower and no projector.
 SAMPLES = 16  # Numbers of a trained weight that are compared.
 PROBED = ((56, 56), (112, 56), (84, 140))  # Width and height of pictures whose features are counted at the start.
 
@@ -330,6 +329,27 @@ def view(model: Any, batch: Batch) -> VisionView:
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
     spans = block_spans(batch, found, family.block) if family.block != "none" else None
     return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed))
+
+
+def prompt_view(model: Any, ids: Tensor, lengths: Sequence[int], placed: Sequence[Sequence[Placed]]) -> VisionView:
+    """What pictures change in a pass of prompts alone, one a row.
+
+    Args:
+        model: With `install_pictures`.
+        ids: ``(P, T)``, padded on the right.
+        lengths: Tokens of each prompt.
+        placed: Pictures of each prompt.
+    """
+    columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    real, none = columns < torch.tensor(lengths, device=ids.device)[:, None], torch.zeros_like(ids)
+    pictures = [(row, one.start, one) for row, held in enumerate(placed) for one in held]
+    batch = Batch(ids, columns, real.long() - 1, none, none, none.bool(), none - 1, 0, pictures=pictures)
+    return view(model, batch)
+
+
+def text_offset(placed: Sequence[Placed]) -> int:
+    """By how much positions of text behind these pictures differ from its index; images count by their longer side."""
+    return sum(max(one.grid[1:]) - one.count for one in placed if one.grid)
 
 
 def grid_positions(batch: Batch) -> Tensor:

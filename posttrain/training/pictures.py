@@ -23,8 +23,8 @@ from posttrain.data.processors import PictureProcessor, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
-from posttrain.models.heads import causal_lm, has_tower, picture_encoder
-from posttrain.models.vision import LANGUAGE, PictureEncoder, install_pictures, tower_parameters
+from posttrain.models.heads import LANGUAGE, causal_lm, has_tower, picture_encoder
+from posttrain.models.vision import PictureEncoder, install_pictures, tower_parameters
 from posttrain.rewards.judges import JudgeReward
 from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
@@ -247,8 +247,7 @@ class Vision:
         if self.reader is None:
             return settings
         vocabulary = model.config.get_text_config().vocab_size
-        ids = sorted({*self.reader.controls.values(), self.reader.token_id})
-        never = tuple((token, -math.inf) for token in ids if token < vocabulary)
+        never = tuple((token, -math.inf) for token in self.reader.never(vocabulary))
         return replace(settings, logit_bias=(*settings.logit_bias, *never))
 
     def look_at(
