@@ -184,6 +184,20 @@ def test_a_checkpoint_keeps_the_pictures_of_rollouts_that_wait(tmp_path):
         assert torch.equal(a, b), name
 
 
+def test_images_above_the_limit_are_made_smaller_counted_and_trained_as_they_were_sampled(tmp_path):
+    trainer = trainer_of("grpo", tmp_path, "qwen2_vl", image_max_tokens=4, image_fit="resize", save_strategy="steps")
+    generation = generate(trainer)
+    assert {one.count for r in generation.rollouts for one in r.pictures} == {3, 4}
+    assert gaps(trainer, generation) < 1e-4
+    trainer.train()
+    assert sum(log.get("images/resized", 0) for log in trainer.state.log_history) > 0
+
+
+def test_images_above_the_limit_are_refused_by_row_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(DataError, match=r"train_dataset row 0: PT-G001|row 0: PT-G001"):
+        trainer_of("grpo", tmp_path, "qwen2_vl", image_max_tokens=4)
+
+
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 

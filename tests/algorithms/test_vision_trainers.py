@@ -234,8 +234,8 @@ def test_a_run_saves_its_processor(tmp_path):
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
-def sft(tmp_path, dataset, processing_class=None, **options):
-    model, processor = build("llava")
+def sft(tmp_path, dataset, processing_class=None, name="llava", **options):
+    model, processor = build(name)
     args = SFTConfig(str(tmp_path), gradient_checkpointing=False, **QUICK | options)
     return SFTTrainer(model, args, train_dataset=dataset, processing_class=processing_class or processor)
 
@@ -281,6 +281,27 @@ def test_rows_that_do_not_fit_are_dropped_and_counted_where_that_is_asked_for(tm
     assert len(trainer.train_dataset) == 3 and sum(trainer.reports["train"].dropped.values()) == 1
 
 
+def test_an_image_above_the_limit_is_refused_by_row_dropped_or_made_smaller(tmp_path, caplog):
+    with pytest.raises(DataError, match=r"row 0: PT-G001: .* 84×56 has 6 placeholders"):
+        sft(tmp_path, rows("completion"), name="qwen2_vl", image_max_tokens=4)
+    dropped = sft(tmp_path, rows("completion"), name="qwen2_vl", image_max_tokens=4, image_fit="drop")
+    assert [len(row["pictures"]) for row in dropped.train_dataset] == [0]
+    assert list(dropped.reports["train"].dropped.values()) == [3]
+    with caplog.at_level("WARNING"):
+        smaller = sft(tmp_path, rows("completion"), name="qwen2_vl", image_max_tokens=4, image_fit="resize")
+    assert "3 images are made smaller" in caplog.text
+    assert [row["input_ids"].count(smaller.vision.reader.token_id) for row in smaller.train_dataset] == [4, 0, 7, 4]
+    (batch,) = smaller.data_collator([smaller.train_dataset[0]])
+    ((*_, placed),) = batch.pictures
+    assert placed.count == 4 and placed.picture.load().size == placed.picture.size < (84, 56)
+    smaller.train()
+
+
+def test_an_image_whose_tokens_do_not_depend_on_its_size_cannot_be_made_smaller(tmp_path):
+    with pytest.raises(DataError, match=r"PT-G001.*no size with so few"):
+        sft(tmp_path, rows("completion"), name="llava", image_max_tokens=2, image_fit="resize")
+
+
 def test_the_tail_of_an_answer_is_cut_and_no_image_is(tmp_path):
     lengths = [len(row["input_ids"]) for row in sft(tmp_path, rows("completion")).train_dataset]
     trainer = sft(tmp_path, rows("completion"), max_length=max(lengths) - 3)
@@ -316,7 +337,15 @@ def test_a_method_that_reads_text_refuses_pictures_inside_messages(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"freeze_vision": "all"}, {"image_fit": "resize"}, {"image_background": "red"}, {"image_cache_gb": -1}]
+    "wrong",
+    [
+        {"freeze_vision": "all"},
+        {"image_fit": "resize"},
+        {"image_fit": "crop"},
+        {"image_max_tokens": 0},
+        {"image_background": "red"},
+        {"image_cache_gb": -1},
+    ],
 )
 def test_options_of_pictures_are_checked(wrong, tmp_path):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
