@@ -39,6 +39,7 @@ ALIASES = (
 WIDE = ("F", "I")  # Modes of more than 8 bits: what a processor makes of them is black, white or noise.
 ORIENTATION = 274  # The EXIF tag.
 TURNED = (5, 6, 7, 8)  # Orientations that exchange width and height.
+THUMBNAIL = 64  # Pixels of its longer side.
 Background = Literal["white", "black"]
 
 
@@ -103,6 +104,13 @@ class Picture:
             return self
         digest = hashlib.blake2b(f"{self.digest} {size}".encode(), digest_size=16).hexdigest()
         return replace(self, size=size, digest=digest)
+
+    def thumbnail(self) -> str:
+        """A ``data:`` address of a JPEG of at most 64 pixels a side, what the model sees made small; about 2 kB."""
+        image, buffer = self.load(), io.BytesIO()
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        image.save(buffer, format="JPEG", quality=80)
+        return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
     def label(self, number: int, tokens: int) -> str:
         """What stands for it in reports, e.g. ``[image 1: 640×480, 391 tokens, 12ab]``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 
 import datasets
@@ -14,6 +15,8 @@ from posttrain.data.pictures import read_picture
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
+from posttrain.report.page.build import render
+from posttrain.report.page.run import read_run
 from tests.vision_families import build, noise
 
 FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "idefics3")
@@ -381,3 +384,17 @@ def test_pairs_about_different_pictures_do_not_contradict_each_other():
     assert scan_pairs(pairs).swapped == []
     same = [{**row, "images": pairs[0]["images"]} for row in pairs]
     assert len(scan_pairs(same).swapped) == 8
+
+
+def test_the_page_of_a_run_shows_thumbnails_beside_the_labels_of_the_first_batch(tmp_path):
+    sft(tmp_path, rows("completion")).train()
+    (folder,) = {path.parent for path in tmp_path.rglob("data.json")}
+    seen = {item["title"].split(" (")[0]: item for item in json.loads((folder / "data.json").read_text())["sequences"]}
+    assert sorted(len(item["pictures"]) for item in seen.values()) == [0, 1, 1, 2]
+    for item in seen.values():
+        assert "".join(text for text, _ in item["pieces"]).count("[image ") == len(item["pictures"])
+    address = next(item["pictures"][0] for item in seen.values() if item["pictures"])
+    small = read_picture(address)
+    assert max(small.size) <= 64 and len(address) < 6000
+    page = render([read_run(folder)])
+    assert page.count("<img ") == 4 and address in page
