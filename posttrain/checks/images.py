@@ -322,12 +322,18 @@ def images(context: Context) -> list[Finding | None]:
     }
     known = {name: value for name, value in limits.items() if value}
     name = min(known, key=lambda key: known[key], default="max_length")
-    dropped = getattr(context.args, "image_fit", "error") == "drop"
+    fit = getattr(context.args, "image_fit", "error")
+    most = getattr(context.args, "image_max_tokens", None) if fit == "resize" else None
+
+    def tokens_of(sizes: Sequence[Size]) -> Sequence[int] | None:
+        tokens = image_tokens(processor, sizes)
+        return tokens if tokens is None or most is None else [min(one, most) for one in tokens]
+
     found = [
         *check_image_places(_with_pixels(rows, examples)),
         check_image_fit(
             rows,
-            lambda sizes: image_tokens(processor, sizes),
+            tokens_of,
             limit=known.get(name),
             completion=getattr(context.args, "max_completion_length", None) or 0,
             limit_name=name,
@@ -335,7 +341,7 @@ def images(context: Context) -> list[Finding | None]:
     ]
     # A trainer counted every row exactly before; rows that are dropped on request stop nothing.
     counted = context.parts.get("processor") is not None
-    milder = ("PT-G001", "PT-G003") if dropped else ("PT-G001",) if counted else ()
+    milder = ("PT-G001", "PT-G003") if fit == "drop" else ("PT-G001",) if counted else ()
     return [replace(one, severity="warning") if one is not None and one.code in milder else one for one in found]
 
 

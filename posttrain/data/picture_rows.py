@@ -38,11 +38,12 @@ IGNORED = -100
 RARE = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
 LONG = "longer than max_length with their images"
+LARGE = "with an image of more than image_max_tokens"
 MANY = "with more than max_images_per_row images"
 UNREADABLE = "with an unreadable image"
 EMPTY = "with an empty answer"
 EQUAL = "with equal answers"
-COUNTERS = ("_truncated", "_tokens")
+COUNTERS = ("_truncated", "_tokens", "_resized")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class PictureOptions:
     Attributes:
         branches: Columns of answers; empty: documents with labels (SFT).
         max_length: Tokens of prompt and answer, images included; None: no limit.
-        fit: ``error`` refuses a set in which more than 0.5 % of the rows do not fit or cannot be read, ``drop`` leaves them out.
+        fit: ``error`` refuses a set in which more than 0.5 % of the rows do not fit or cannot be read, ``drop`` leaves them out;
+            ``resize`` is ``error``, but images of too many placeholders are made smaller (`PictureProcessor.fitted`).
         most: Images a row may have; None: any number.
         background: What shows through transparent pixels.
         train_prompt: SFT: whether the prompt is trained too.
@@ -61,7 +63,7 @@ class PictureOptions:
 
     branches: tuple[str, ...] = ()
     max_length: int | None = 1024
-    fit: Literal["error", "drop"] = "error"
+    fit: Literal["error", "drop", "resize"] = "error"
     most: int | None = None
     background: Background = "white"
     train_prompt: bool = False
@@ -95,7 +97,10 @@ def prepare_picture_rows(
     about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
     mapped, kept, report = tokenized(dataset, name, _batch, {"reader": reader, "options": options}, **about)
     lost = {reason: count for reason, count in report.dropped.items() if reason in (LONG, UNREADABLE, MANY)}
-    if options.fit == "error" and sum(lost.values()) > RARE * report.rows_in:
+    resized = 0 if not isinstance(report.rows_in, int) or not report.rows_in else sum(mapped["_resized"][:])
+    if resized:
+        logger.warning("%s dataset: %d images are made smaller, to image_max_tokens=%s.", name, resized, reader.most)
+    if options.fit != "drop" and sum(lost.values()) > RARE * report.rows_in:
         worst = max(range(len(mapped)), key=lambda i: mapped[i]["_tokens"] * (mapped[i]["_reason"] in lost))
         raise DataError(
             f"PT-G001: {sum(lost.values())} of {report.rows_in} {name} rows are left out ({lost}); row {worst} has "
@@ -123,15 +128,20 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions,
     """One row as columns of ids, with the reason why it is left out."""
     row = dict(maybe_extract_prompt(maybe_convert_to_chatml(row)))
     segments, plain = _segments(row, reader, options)
-    reason, found = "", []
-    for text, values in segments:
-        try:
-            found.append((text, [read_picture(v, f"row {index}, column 'images'", options.background) for v in values]))
-        except DataError:
-            if options.fit == "error":
-                raise
-            reason, found = UNREADABLE, [(reader.unplaced(part), []) for part, _ in segments]
-            break
+    reason, found, resized = "", [], 0
+    try:
+        reason, where = UNREADABLE, f"row {index}, column 'images'"
+        read = [(text, [read_picture(v, where, options.background) for v in values]) for text, values in segments]
+        reason = LARGE
+        found = [(text, [reader.fitted(picture) for picture in held]) for text, held in read]
+        reason = ""
+        resized = sum(
+            a != b for (_, old), (_, new) in zip(read, found, strict=True) for a, b in zip(old, new, strict=True)
+        )
+    except DataError:
+        if options.fit != "drop":
+            raise
+        found = [(reader.unplaced(part), []) for part, _ in segments]
     pictures = [picture for _, held in found for picture in held]
     if not pictures and not reason and reader.family.block == "prompt":
         raise DataError(
@@ -144,7 +154,7 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions,
     placed = [reader.encode(text, held, prompt=not at and len(found) > 1) for at, (text, held) in enumerate(found)]
     (prompt, _), answers = placed[0] if len(found) > 1 else ([], []), placed[min(1, len(found) - 1) :]
     answers = [(one_eos(ids, reader.tokenizer) if plain else ids, where) for ids, where in answers]
-    return _columns(prompt, answers, pictures, reason, reader, options)
+    return _columns(prompt, answers, pictures, reason, reader, options) | {"_resized": resized}
 
 
 def _segments(
@@ -251,11 +261,12 @@ def place_pictures(
         DataError: A row's ids hold other placeholders than its pictures have.
     """
     for row, example in zip(rows, examples, strict=True):
-        pictures = [read_picture(value, "column 'pictures'", background) for value in example.get("pictures") or ()]
-        if not pictures:
+        held = example.get("pictures") or ()
+        if not held:
             continue
         if reader is None:
             raise DataError("the rows have pictures and there is no processor. Fix: pass one as processing_class.")
+        pictures = [reader.fitted(read_picture(value, "column 'pictures'", background)) for value in held]
         if not row.prompt_ids:
             (ids,), (mask,) = row.completions, row.loss_masks
             first = mask.index(1) if 1 in mask else 0

@@ -39,6 +39,7 @@ ALIASES = (
 WIDE = ("F", "I")  # Modes of more than 8 bits: what a processor makes of them is black, white or noise.
 ORIENTATION = 274  # The EXIF tag.
 TURNED = (5, 6, 7, 8)  # Orientations that exchange width and height.
+THUMBNAIL = 64  # Pixels of its longer side.
 Background = Literal["white", "black"]
 
 
@@ -48,7 +49,7 @@ class Picture:
 
     Attributes:
         digest: 32 hexadecimal digits, a hash of the encoded bytes, or of mode, size and pixels; equality and hash are its own.
-        size: Width and height in pixels after EXIF rotation.
+        size: Width and height in pixels that the model sees: the file's after EXIF rotation, or those of `resized`.
         source: Encoded bytes, a path, or a PIL image.
         background: What shows through transparent pixels.
         where: Row and column, for errors.
@@ -61,7 +62,7 @@ class Picture:
     where: str = field(default="", compare=False, repr=False)
 
     def load(self) -> Any:
-        """The picture as an RGB object of PIL, upright, transparent pixels on ``background``.
+        """The picture as an RGB object of PIL, upright, of ``size``, transparent pixels on ``background``.
 
         Raises:
             DataError: Its pixels cannot be read.
@@ -70,7 +71,8 @@ class Picture:
         try:
             opened = _open(self.source)
             upright = ops.exif_transpose(opened)
-            return _rgb(upright, self.background)
+            image = _rgb(upright, self.background)
+            return image if image.size == self.size else image.resize(self.size)
         except Exception as error:  # Image libraries raise whatever their format's decoder raises.
             raise DataError(
                 f"{self.where}: the picture cannot be read: {type(error).__name__}: {error}. Fix: write the file again, or "
@@ -95,6 +97,20 @@ class Picture:
         buffer = io.BytesIO()
         self.source.save(buffer, format="PNG")
         return replace(self, source=buffer.getvalue())
+
+    def resized(self, size: tuple[int, int]) -> Picture:
+        """The same picture shown at another width and height; resized when it is loaded. Its digest is another one."""
+        if size == self.size:
+            return self
+        digest = hashlib.blake2b(f"{self.digest} {size}".encode(), digest_size=16).hexdigest()
+        return replace(self, size=size, digest=digest)
+
+    def thumbnail(self) -> str:
+        """A ``data:`` address of a JPEG of at most 64 pixels a side, what the model sees made small; about 2 kB."""
+        image, buffer = self.load(), io.BytesIO()
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        image.save(buffer, format="JPEG", quality=80)
+        return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
     def label(self, number: int, tokens: int) -> str:
         """What stands for it in reports, e.g. ``[image 1: 640×480, 391 tokens, 12ab]``."""

@@ -90,13 +90,16 @@ class Placed:
         picture = self.picture.encoded()
         data = base64.b64encode(picture.source).decode() if isinstance(picture.source, bytes) else None
         kept = {"path": None if data else picture.source, "background": picture.background, "where": picture.where}
+        kept["size"] = picture.size
         return {"start": self.start, "count": self.count, "grid": self.grid, "data": data, **kept}
 
     @classmethod
-    def of(cls, *, start: int, count: int, grid: Any, data: str | None, path: str | None, **about: Any) -> Placed:
+    def of(
+        cls, *, start: int, count: int, grid: Any, size: Any, data: str | None, path: str | None, **about: Any
+    ) -> Placed:
         """Undo `to_dict`."""
-        value = path if data is None else base64.b64decode(data)
-        return cls(read_picture(value, **about), start, count, None if grid is None else tuple(grid))
+        picture = read_picture(path if data is None else base64.b64decode(data), **about)
+        return cls(picture.resized(tuple(size)), start, count, None if grid is None else tuple(grid))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class PictureProcessor:
 
     Args:
         processor: With a tokenizer and an image processor.
+        most: Placeholders a picture may have; None: any number.
+        resize: Whether `fitted` makes pictures smaller that have more.
 
     Raises:
         ModelError: It belongs to no family that is known.
@@ -125,7 +130,8 @@ class PictureProcessor:
         settings: A digest of the image processor's settings: part of every key of prepared pictures.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, *, most: int | None = None, resize: bool = False) -> None:
+        self.most, self.resize = most, resize
         kinds = [kind.__name__ for kind in type(processor).__mro__]
         family = next((FAMILIES[kind] for kind in kinds if kind in FAMILIES), None)
         if family is None:
@@ -142,10 +148,15 @@ class PictureProcessor:
         state = f"{kinds[0]} {type(processor.image_processor).__name__} {processor.image_processor.to_json_string()}"
         self.settings = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
         self._expansions: dict[tuple[int, int], Expansion] = {}
+        self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # What was remembered is no part of a dataset's fingerprint.
-        return {**{k: v for k, v in vars(self).items() if k not in ("controls", "_alone")}, "_expansions": {}}
+        return {
+            **{k: v for k, v in vars(self).items() if k not in ("controls", "_alone")},
+            "_expansions": {},
+            "_sizes": {},
+        }
 
     @functools.cached_property
     def controls(self) -> dict[str, int]:
@@ -153,6 +164,10 @@ class PictureProcessor:
         added = self.tokenizer.added_tokens_decoder
         named = {token.content: index for index, token in added.items() if CONTROL.search(token.content)}
         return {**named, self.placeholder: int(self.tokenizer.convert_tokens_to_ids(self.placeholder))}
+
+    def never(self, vocabulary: int) -> list[int]:
+        """Ids below ``vocabulary`` that no engine may draw: placeholders and markers of images."""
+        return sorted(token for token in {*self.controls.values(), self.token_id} if token < vocabulary)
 
     # Text to ids -------------------------------------------------------------------------------------------------
 
@@ -274,6 +289,35 @@ class PictureProcessor:
                 self._expansions.clear()
             self._expansions[picture.size] = self._expand(picture)
         return self._expansions[picture.size]
+
+    def fitted(self, picture: Picture) -> Picture:
+        """The picture, at the largest scale found at which it has at most ``most`` placeholders.
+
+        Raises:
+            DataError: PT-G001: it has more, and ``resize`` is not set; or no smaller size has fewer (some processors write as
+                many placeholders for every picture).
+        """
+        count = self.expansion(picture).count
+        if self.most is None or count <= self.most:
+            return picture
+        about = (
+            f"PT-G001: {picture.where}: a picture of {picture.size[0]}×{picture.size[1]} has {count} placeholders, and "
+        )
+        about += f"image_max_tokens={self.most}. Fix: "
+        if not self.resize:
+            raise DataError(f"{about}image_fit='resize', a larger limit, or leave this row out.")
+        if picture.size not in self._sizes:
+            width, height = picture.size
+            scale, smallest = min(0.95, (self.most / count) ** 0.5), 1 / max(min(picture.size), 1)
+            while self.expansion(picture.resized((width, height))).count > self.most and scale > smallest:
+                width, height = (max(1, round(side * scale)) for side in picture.size)
+                scale *= 0.9
+            if self.expansion(picture.resized((width, height))).count > self.most:
+                raise DataError(
+                    f"{about}a larger limit: this processor has no size with so few (see its own settings)."
+                )
+            self._sizes[picture.size] = (width, height)
+        return picture.resized(self._sizes[picture.size])
 
     def _expand(self, picture: Picture) -> Expansion:
         from PIL import Image

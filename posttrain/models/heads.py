@@ -19,6 +19,7 @@ from posttrain.losses.divergence import collision_logp
 from posttrain.models.logprob import token_logprobs
 
 __all__ = [
+    "LANGUAGE",
     "Float32Linear",
     "LogitRule",
     "ScoreHead",
@@ -33,6 +34,7 @@ __all__ = [
     "plain",
     "score",
     "score_layer",
+    "text_modules",
     "train_new_tokens",
     "train_score_head",
     "trunk",
@@ -41,6 +43,12 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+LANGUAGE = (
+    "language_model",
+    "text_model",
+    "lm_head",
+)  # Parts of a model with a tower that are no tower and no projector.
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -558,6 +566,15 @@ def _balance(inner: Any, router_logits: Any, real: Tensor) -> Tensor:
 def has_tower(model: Any) -> bool:
     """Whether a model encodes images."""
     return hasattr(causal_lm(model), "get_image_features")
+
+
+def text_modules(model: nn.Module) -> list[nn.Module]:
+    """All modules of a causal language model but those of a vision tower and its projector."""
+    named = dict(model.named_modules())
+    if not has_tower(model):
+        return list(named.values())
+    # Whatever holds tower and text model answers for both, and gives them their features.
+    return [m for name, m in named.items() if set(LANGUAGE) & set(name.split(".")) or hasattr(m, "get_image_features")]
 
 
 def picture_encoder(model: Any) -> Any:

@@ -15,14 +15,12 @@ from torch import Tensor
 from posttrain.data.pictures import Picture, read_picture
 from posttrain.data.processors import PictureProcessor, Placed
 from posttrain.errors import ModelError
-from posttrain.models.heads import causal_lm, picture_encoder, unwrapped
+from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapped
 from posttrain.models.parallel import shards_parameters
-from posttrain.types import Row
+from posttrain.types import Batch, Row
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from posttrain.types import Batch
 
 __all__ = [
     "PictureEncoder",
@@ -34,11 +32,12 @@ __all__ = [
     "plain_inputs",
     "prefill_inputs",
     "probe_rows",
+    "prompt_view",
+    "text_offset",
     "tower_parameters",
     "view",
 ]
 
-LANGUAGE = ("language_model", "text_model", "lm_head")  # Parts of a model that are no tower and no projector.
 SAMPLES = 16  # Numbers of a trained weight that are compared.
 PROBED = ((56, 56), (112, 56), (84, 140))  # Width and height of pictures whose features are counted at the start.
 
@@ -92,16 +91,36 @@ class PictureEncoder:
         levels = [torch.cat(level) for level in zip(*features, strict=True)]
         return {"mm_encoder_outputs": {"image": self._output(levels)}}
 
+    def idle(self, model: Any) -> dict[str, Any]:
+        """Of a pass without pictures beside processes that may have some: the tower's gradient is zero instead of missing.
+
+        Processes add up gradients in the order in which they come: one that has none would stop the others, or send them
+        what belongs to another parameter. So a picture is encoded, and its features count zero times.
+        """
+        if not torch.is_grad_enabled() or not any(w.requires_grad for w in tower_parameters(model).values()):
+            return {}
+        zero = self._probe_sum(model) * 0
+
+        def add(embeddings: Any, inputs: Any, output: Tensor) -> Tensor:
+            handle.remove()
+            return output + zero.to(output.dtype)
+
+        handle = model.get_input_embeddings().register_forward_hook(add)
+        return {}
+
+    def _probe_sum(self, model: Any) -> Tensor:
+        """The sum of a small picture's features."""
+        pictures = probe_pictures()[:1]
+        (levels,) = self._encode(model, pictures, {p: self.processor.expansion(p).count for p in pictures})
+        return torch.stack([level.float().sum() for level in levels]).sum()
+
     def unreached(self, model: Any) -> set[str]:
         """Names of tower parameters that no feature depends on, e.g. the last layer under ``vision_feature_layer=-2``."""
-        pictures = probe_pictures()[:1]
         named = {name: one for name, one in tower_parameters(model).items() if one.requires_grad}
         if not named:
             return set()
         with torch.enable_grad():
-            (levels,) = self._encode(model, pictures, {p: self.processor.expansion(p).count for p in pictures})
-            total = torch.stack([level.float().sum() for level in levels]).sum()
-            grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+            grads = torch.autograd.grad(self._probe_sum(model), list(named.values()), allow_unused=True)
         return {name for name, grad in zip(named, grads, strict=True) if grad is None}
 
     def _encode(self, model: Any, pictures: list[Picture], counts: dict[Picture, int]) -> list[list[Tensor]]:
@@ -325,11 +344,33 @@ def view(model: Any, batch: Batch) -> VisionView:
             f"{sum(one.count for one in placed)}. Rows were changed after their pictures had been placed."
         )
     if not placed:
-        return VisionView(batch.position_ids)
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return VisionView(batch.position_ids, inputs=encoder.idle if several else None)
     family = encoder.processor.family
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
     spans = block_spans(batch, found, family.block) if family.block != "none" else None
     return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed))
+
+
+def prompt_view(model: Any, ids: Tensor, lengths: Sequence[int], placed: Sequence[Sequence[Placed]]) -> VisionView:
+    """What pictures change in a pass of prompts alone, one a row.
+
+    Args:
+        model: With `install_pictures`.
+        ids: ``(P, T)``, padded on the right.
+        lengths: Tokens of each prompt.
+        placed: Pictures of each prompt.
+    """
+    columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    real, none = columns < torch.tensor(lengths, device=ids.device)[:, None], torch.zeros_like(ids)
+    pictures = [(row, one.start, one) for row, held in enumerate(placed) for one in held]
+    batch = Batch(ids, columns, real.long() - 1, none, none, none.bool(), none - 1, 0, pictures=pictures)
+    return view(model, batch)
+
+
+def text_offset(placed: Sequence[Placed]) -> int:
+    """By how much positions of text behind these pictures differ from its index; images count by their longer side."""
+    return sum(max(one.grid[1:]) - one.count for one in placed if one.grid)
 
 
 def grid_positions(batch: Batch) -> Tensor:

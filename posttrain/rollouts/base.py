@@ -175,21 +175,29 @@ def check_requests(
     context: int | None,
     vocabulary: int | None,
     *,
-    pictures: bool = False,
+    encoder: Any = None,
 ) -> None:
     """Refuse what no engine could do, naming the request; one's own sampling settings go before those of the call.
 
+    Args:
+        requests: Of the call.
+        sampling: Of the call.
+        context: Most tokens of prompt and completion; None: unknown.
+        vocabulary: Size of the vocabulary; None: unknown.
+        encoder: The model's `PictureEncoder`; None: the engine samples from text alone.
+
     Raises:
-        RolloutError: No token in a prompt, an id outside the vocabulary, a prompt that leaves no room in the context, or
-            pictures for an engine that takes none.
+        RolloutError: No token in a prompt, an id outside the vocabulary, a prompt that leaves no room in the context,
+            pictures for an engine that takes none, or PT-G011: another number of placeholders than the pictures have.
     """
     for index, request in enumerate(requests):
         length, most = len(request.prompt_ids), (request.sampling or sampling).max_new_tokens
-        if request.pictures and not pictures:
+        if request.pictures and encoder is None:
             raise RolloutError(
                 f"request {index} has {len(request.pictures)} pictures, and this engine samples from text alone: it would answer "
                 "about pictures it never saw. Fix: rollout_engine='auto' or 'hf'."
             )
+        _check_placeholders(index, request, encoder)
         if length == 0:
             raise RolloutError(f"request {index} has an empty prompt; give it at least one token (a bos token, say).")
         if context is not None and length + most > context:
@@ -209,6 +217,16 @@ def check_requests(
                 f"request {index}: logit_bias (or stop_token_ids with min_new_tokens) names token ids {sorted(named)[:8]}, and "
                 f"the model has {vocabulary}. Fix: give ids in [0, {vocabulary})."
             )
+
+
+def _check_placeholders(index: int, request: Request, encoder: Any) -> None:
+    if encoder is None:
+        return
+    found, wanted = list(request.prompt_ids).count(encoder.processor.token_id), sum(p.count for p in request.pictures)
+    if found != wanted:
+        raise RolloutError(
+            f"PT-G011: request {index} has {found} image placeholders, and its {len(request.pictures)} pictures have {wanted}."
+        )
 
 
 def check_rope(requests: Sequence[Request], sampling: Sampling, model: nn.Module, engine: str) -> None:

@@ -342,8 +342,8 @@ def describe_batches(batches: Sequence[Batch], tokenizer: Any) -> dict[str, Any]
         tokenizer: Decodes ids.
 
     Returns:
-        ``facts`` by name; ``lengths`` of all sequences, prompts included; ``sequences`` with a ``title`` and ``pieces``, pairs of
-        text and whether it is trained.
+        ``facts`` by name; ``lengths`` of all sequences, prompts included; ``sequences`` with a ``title``, ``pieces``, pairs of
+        text and whether it is trained, and ``pictures``, thumbnails in reading order.
     """
     rows = [row for batch in batches for row in to_rows(batch)]
     lengths = [len(row.prompt_ids) + len(completion) for row in rows for completion in row.completions]
@@ -376,7 +376,14 @@ def _sequences(number: int, row: Row, tokenizer: Any) -> list[dict[str, Any]]:
         tokens = [*row.prompt_ids, *ids][:LONGEST]
         flags = [*(row.prompt_mask or [0] * len(row.prompt_ids)), *mask][:LONGEST]
         pieces = [list(piece) for piece in shown_pieces(tokenizer, tokens, flags, row, index)]
-        made.append({"title": f"{title} ({len(row.prompt_ids) + len(ids)} tokens)", "pieces": pieces})
+        held = [one.picture for part in (*row.pictures[:1], *row.pictures[index + 1 : index + 2]) for one in part]
+        made.append(
+            {
+                "title": f"{title} ({len(row.prompt_ids) + len(ids)} tokens)",
+                "pieces": pieces,
+                "pictures": [picture.thumbnail() for picture in held],
+            }
+        )
     return made
 
 

@@ -23,8 +23,8 @@ from posttrain.data.processors import PictureProcessor, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
-from posttrain.models.heads import causal_lm, has_tower, picture_encoder
-from posttrain.models.vision import LANGUAGE, PictureEncoder, install_pictures, tower_parameters
+from posttrain.models.heads import LANGUAGE, causal_lm, has_tower, picture_encoder
+from posttrain.models.vision import PictureEncoder, install_pictures, tower_parameters
 from posttrain.rewards.judges import JudgeReward
 from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
@@ -66,11 +66,15 @@ class PictureConfig:
             "help": "True: tower and projector; tower: the tower alone; False: nothing; auto: nothing, with an adapter both."
         },
     )
-    image_fit: Literal["error", "drop"] = field(
+    image_fit: Literal["error", "drop", "resize"] = field(
         default="error",
         metadata={
-            "help": "Rows whose images do not fit or cannot be read: an error above 0.5 %, or dropped and counted."
+            "help": "Rows whose images do not fit or cannot be read: an error above 0.5 %, or dropped and counted; resize: an "
+            "error, but images above image_max_tokens are made smaller."
         },
+    )
+    image_max_tokens: int | None = field(
+        default=None, metadata={"help": "Placeholders an image may have; None: any number."}
     )
     max_images_per_row: int | None = field(default=None, metadata={"help": "Images a row may have; None: any number."})
     image_background: Literal["white", "black"] = field(
@@ -90,8 +94,12 @@ class PictureConfig:
         )  # type: ignore[assignment]
         if self.freeze_vision not in ("auto", "tower", True, False):
             raise ConfigError(f"freeze_vision={self.freeze_vision!r} must be 'auto', 'tower', True or False.")
-        if self.image_fit not in ("error", "drop"):
-            raise ConfigError(f"image_fit={self.image_fit!r} must be 'error' or 'drop'.")
+        if self.image_fit not in ("error", "drop", "resize"):
+            raise ConfigError(f"image_fit={self.image_fit!r} must be 'error', 'drop' or 'resize'.")
+        if self.image_max_tokens is not None and self.image_max_tokens < 1:
+            raise ConfigError(f"image_max_tokens={self.image_max_tokens} must be at least 1, or None.")
+        if self.image_fit == "resize" and self.image_max_tokens is None:
+            raise ConfigError("image_fit='resize' needs a size. Fix: image_max_tokens=256, say.")
         if self.image_background not in ("white", "black"):
             raise ConfigError(f"image_background={self.image_background!r} must be 'white' or 'black'.")
         if self.image_cache_gb < 0:
@@ -136,13 +144,17 @@ class Vision:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
         self.images = takes and any(map(shows_pictures, sets))
         self.processor = _processor_of(processing_class, model_id, images=self.images)
-        self.reader = PictureProcessor(self.processor) if self.images else None
+        self.reader = None
+        if self.images:
+            resize = args.image_fit == "resize"
+            self.reader = PictureProcessor(self.processor, most=args.image_max_tokens, resize=resize)
         if self.processor is not None:
             self.tokenizer = self.processor.tokenizer
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
         # A run on text that read the tokenizer alone keeps the image settings of its checkpoint.
         alone = self.processor is None and bool(model_id)
         self._counted = (0, 0)
+        self._resized = 0
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
@@ -178,7 +190,9 @@ class Vision:
         goes_on = blocks[-1].get("role") == "assistant"
         how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
         text = self.reader.render(blocks, **how, **kwargs)
-        pictures = [read_picture(value, "column 'images' of a prompt", background).encoded() for value in held]
+        read = [read_picture(value, "column 'images' of a prompt", background) for value in held]
+        pictures = [self.reader.fitted(picture).encoded() for picture in read]
+        self._resized += sum(a != b for a, b in zip(read, pictures, strict=True))
         return Prompt(*self.reader.encode(text, pictures, prompt=True))
 
     def opened(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -204,10 +218,10 @@ class Vision:
         return [Row(list(ids), [], [], pictures=[list(ids.pictures)]) for ids in self.prompts(examples)]
 
     def checked_prompts(self, dataset: Any, name: str) -> Any:
-        """A dataset (or several by name, or None) whose images wait undecoded; no picture is read.
+        """A dataset (or several by name, or None) whose images wait undecoded; no pixels are read.
 
         Raises:
-            DataError: By row: text that stands for an image, or other places than images.
+            DataError: By row: text that stands for an image, other places than images, or an image above image_max_tokens.
         """
         if not self.images or dataset is None:
             return dataset
@@ -217,7 +231,10 @@ class Vision:
         dataset = undecoded(dataset)
         for index, row in enumerate(dataset if hasattr(dataset, "__len__") else islice(dataset, STREAMED)):
             try:
-                self.reader.refuse_controls(_conversation(strip_none(dict(row)))[0])
+                blocks, held = _conversation(strip_none(dict(row)))
+                self.reader.refuse_controls(blocks)
+                for value in held if self.reader.most is not None else ():
+                    self.reader.fitted(read_picture(value, "column 'images'"))
             except DataError as error:
                 raise DataError(f"{name} row {index}: {error}") from error
         return dataset
@@ -247,8 +264,7 @@ class Vision:
         if self.reader is None:
             return settings
         vocabulary = model.config.get_text_config().vocab_size
-        ids = sorted({*self.reader.controls.values(), self.reader.token_id})
-        never = tuple((token, -math.inf) for token in ids if token < vocabulary)
+        never = tuple((token, -math.inf) for token in self.reader.never(vocabulary))
         return replace(settings, logit_bias=(*settings.logit_bias, *never))
 
     def look_at(
@@ -265,7 +281,7 @@ class Vision:
             return set(), {}
         for i in range(0, len(rollouts), COMPARED):
             held = _conversation(strip_none(dict(examples[i])))[1]
-            wanted = [read_picture(one, "column 'images' of a prompt").digest for one in held]
+            wanted = [self.reader.fitted(read_picture(one, "column 'images' of a prompt")).digest for one in held]
             if wanted != [one.picture.digest for one in rollouts[i].pictures]:
                 raise ModelError(
                     f"PT-G015: rollout {i} was sampled under the pictures {[p.picture.digest[:8] for p in rollouts[i].pictures]} "
@@ -279,9 +295,11 @@ class Vision:
         encoder, counts = picture_encoder(model), [[one.count for one in rollout.pictures] for rollout in rollouts]
         now = (encoder.encoded, encoder.reused)
         before, self._counted = self._counted, now
+        resized, self._resized = self._resized, 0
         return odd, {
             "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/tokens_mean": mean(sum(map(sum, counts)) / max(len(counts), 1), weight=len(counts)),
+            "images/resized": mean(float(resized)),
             "images/sampled_placeholders": mean(float(len(odd))),
             "images/encoded": mean(float(now[0] - before[0])),
             "images/reused": mean(float(now[1] - before[1])),

@@ -6,7 +6,16 @@ import datasets
 import pytest
 import torch
 
-from posttrain import GRPOConfig, GRPOTrainer, OnlineDPOConfig, OnlineDPOTrainer, RLOOConfig, RLOOTrainer
+from posttrain import (
+    DistillationConfig,
+    DistillationTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    OnlineDPOConfig,
+    OnlineDPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import picture_encoder
@@ -62,9 +71,18 @@ def generate(trainer, rows=(0, 1, 2, 3), size=2):
 
 
 @pytest.mark.parametrize("kind", METHODS)
-@pytest.mark.parametrize("name", ["qwen2_vl", "smolvlm", "idefics3", "gemma3", "llava"])
-def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, tmp_path):
-    trainer = trainer_of(kind, tmp_path, name, steps_per_generation=2, gradient_accumulation_steps=1, beta=0.1)
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        *((name, "native") for name in ("qwen2_vl", "smolvlm", "idefics3", "gemma3", "llava")),
+        ("qwen2_vl", "hf"),
+        ("gemma3", "hf"),
+    ],
+)
+def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, engine, tmp_path):
+    trainer = trainer_of(
+        kind, tmp_path, name, rollout_engine=engine, steps_per_generation=2, gradient_accumulation_steps=1, beta=0.1
+    )
     seen = []
     original = trainer.attach_logps
 
@@ -173,6 +191,20 @@ def test_a_checkpoint_keeps_the_pictures_of_rollouts_that_wait(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-1"))
     for (name, a), b in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_images_above_the_limit_are_made_smaller_counted_and_trained_as_they_were_sampled(tmp_path):
+    trainer = trainer_of("grpo", tmp_path, "qwen2_vl", image_max_tokens=4, image_fit="resize", save_strategy="steps")
+    generation = generate(trainer)
+    assert {one.count for r in generation.rollouts for one in r.pictures} == {3, 4}
+    assert gaps(trainer, generation) < 1e-4
+    trainer.train()
+    assert sum(log.get("images/resized", 0) for log in trainer.state.log_history) > 0
+
+
+def test_images_above_the_limit_are_refused_by_row_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(DataError, match=r"train_dataset row 0: PT-G001|row 0: PT-G001"):
+        trainer_of("grpo", tmp_path, "qwen2_vl", image_max_tokens=4)
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
@@ -304,3 +336,11 @@ def test_online_dpo_compares_completions_of_mixed_prompts_under_their_own_pictur
 def test_online_dpo_cuts_no_prompt_with_images(tmp_path):
     with pytest.raises(DataError, match="max_length"):
         online_dpo(tmp_path, max_length=12, per_device_train_batch_size=4).train()
+
+
+def test_distillation_refuses_rows_with_images_by_their_column(tmp_path):
+    model, processor = build("llava")
+    teacher, _ = build("llava")
+    args = DistillationConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_completion_length=4)
+    with pytest.raises(DataError, match=r"train.*images"):
+        DistillationTrainer(model, teacher, args, train_dataset=prompts(), processing_class=processor.tokenizer)

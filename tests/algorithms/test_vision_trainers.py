@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 
 import datasets
@@ -14,6 +15,8 @@ from posttrain.data.pictures import read_picture
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
+from posttrain.report.page.build import render
+from posttrain.report.page.run import read_run
 from tests.vision_families import build, noise
 
 FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "idefics3")
@@ -234,8 +237,8 @@ def test_a_run_saves_its_processor(tmp_path):
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
-def sft(tmp_path, dataset, processing_class=None, **options):
-    model, processor = build("llava")
+def sft(tmp_path, dataset, processing_class=None, name="llava", **options):
+    model, processor = build(name)
     args = SFTConfig(str(tmp_path), gradient_checkpointing=False, **QUICK | options)
     return SFTTrainer(model, args, train_dataset=dataset, processing_class=processing_class or processor)
 
@@ -281,6 +284,27 @@ def test_rows_that_do_not_fit_are_dropped_and_counted_where_that_is_asked_for(tm
     assert len(trainer.train_dataset) == 3 and sum(trainer.reports["train"].dropped.values()) == 1
 
 
+def test_an_image_above_the_limit_is_refused_by_row_dropped_or_made_smaller(tmp_path, caplog):
+    with pytest.raises(DataError, match=r"row 0: PT-G001: .* 84×56 has 6 placeholders"):
+        sft(tmp_path, rows("completion"), name="qwen2_vl", image_max_tokens=4)
+    dropped = sft(tmp_path, rows("completion"), name="qwen2_vl", image_max_tokens=4, image_fit="drop")
+    assert [len(row["pictures"]) for row in dropped.train_dataset] == [0]
+    assert list(dropped.reports["train"].dropped.values()) == [3]
+    with caplog.at_level("WARNING"):
+        smaller = sft(tmp_path, rows("completion"), name="qwen2_vl", image_max_tokens=4, image_fit="resize")
+    assert "3 images are made smaller" in caplog.text
+    assert [row["input_ids"].count(smaller.vision.reader.token_id) for row in smaller.train_dataset] == [4, 0, 7, 4]
+    (batch,) = smaller.data_collator([smaller.train_dataset[0]])
+    ((*_, placed),) = batch.pictures
+    assert placed.count == 4 and placed.picture.load().size == placed.picture.size < (84, 56)
+    smaller.train()
+
+
+def test_an_image_whose_tokens_do_not_depend_on_its_size_cannot_be_made_smaller(tmp_path):
+    with pytest.raises(DataError, match=r"PT-G001.*no size with so few"):
+        sft(tmp_path, rows("completion"), name="llava", image_max_tokens=2, image_fit="resize")
+
+
 def test_the_tail_of_an_answer_is_cut_and_no_image_is(tmp_path):
     lengths = [len(row["input_ids"]) for row in sft(tmp_path, rows("completion")).train_dataset]
     trainer = sft(tmp_path, rows("completion"), max_length=max(lengths) - 3)
@@ -316,7 +340,15 @@ def test_a_method_that_reads_text_refuses_pictures_inside_messages(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"freeze_vision": "all"}, {"image_fit": "resize"}, {"image_background": "red"}, {"image_cache_gb": -1}]
+    "wrong",
+    [
+        {"freeze_vision": "all"},
+        {"image_fit": "resize"},
+        {"image_fit": "crop"},
+        {"image_max_tokens": 0},
+        {"image_background": "red"},
+        {"image_cache_gb": -1},
+    ],
 )
 def test_options_of_pictures_are_checked(wrong, tmp_path):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -352,3 +384,17 @@ def test_pairs_about_different_pictures_do_not_contradict_each_other():
     assert scan_pairs(pairs).swapped == []
     same = [{**row, "images": pairs[0]["images"]} for row in pairs]
     assert len(scan_pairs(same).swapped) == 8
+
+
+def test_the_page_of_a_run_shows_thumbnails_beside_the_labels_of_the_first_batch(tmp_path):
+    sft(tmp_path, rows("completion")).train()
+    (folder,) = {path.parent for path in tmp_path.rglob("data.json")}
+    seen = {item["title"].split(" (")[0]: item for item in json.loads((folder / "data.json").read_text())["sequences"]}
+    assert sorted(len(item["pictures"]) for item in seen.values()) == [0, 1, 1, 2]
+    for item in seen.values():
+        assert "".join(text for text, _ in item["pieces"]).count("[image ") == len(item["pictures"])
+    address = next(item["pictures"][0] for item in seen.values() if item["pictures"])
+    small = read_picture(address)
+    assert max(small.size) <= 64 and len(address) < 6000
+    page = render([read_run(folder)])
+    assert page.count("<img ") == 4 and address in page

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from posttrain.models.heads import text_modules
+
 __all__ = [
     "NAME",
     "Block",
@@ -133,6 +135,7 @@ class Fill:
         shared: Tokens that all prompts begin with, first in ``past``.
         known: ``(P,)`` tokens of each prompt that were known before, next in ``past``; None where all have as many.
         room: Columns they take, the most of ``known``.
+        span: ``(P, width)`` number of the block (an image) that a token sees both ways, -1 outside; None: no blocks.
         hidden: By sliding window, what each token may not see; computed once for all layers.
         states: ``(P, width, H)`` final hidden states, once the pass is over.
     """
@@ -143,6 +146,7 @@ class Fill:
     shared: int = 0
     known: Tensor | None = None
     room: int = 0
+    span: Tensor | None = None
     hidden: dict[int | None, Tensor] = field(default_factory=dict)
     states: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -158,7 +162,10 @@ class Fill:
                 places = torch.where(columns < begin, columns, columns - self.room + known)  # (P, whole)
                 blank = (columns >= self.shared + known) & (columns < begin)
                 distance = (places[:, whole - width :, None] - places[:, None, :])[:, None]
-            hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+            later = distance < 0
+            if self.span is not None:
+                later = later & ~((self.span[:, :, None] == self.span[:, None]) & (self.span >= 0)[:, None])[:, None]
+            hidden = later if window is None else later | (distance >= window)
             self.hidden[window] = hidden if blank is None else hidden | blank[:, None, None]
         return self.hidden[window]
 
@@ -363,7 +370,7 @@ def _prefill(
 ) -> Tensor:
     """Causal attention of the last positions; right padding comes after every real token and so is never seen."""
     width, whole = query.shape[2], key.shape[2]
-    if softcap is None and width == whole and (window is None or width <= window):
+    if softcap is None and fill.span is None and width == whole and (window is None or width <= window):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     hidden = fill.unseen(window, width, whole, query.device)
     if softcap is None:
@@ -432,11 +439,11 @@ def _by_all(x: Tensor, n: int) -> Tensor:
 
 @contextmanager
 def plugged_in(model: nn.Module, store: Store) -> Iterator[None]:
-    """Route every attention layer of ``model`` to `native_attention` with ``store``; the former backend is restored."""
+    """Route attention of the text layers of ``model`` to `native_attention` with ``store``; the former backend is restored."""
     global _current
     ALL_ATTENTION_FUNCTIONS.register(NAME, native_attention)
     found: dict[int, Any] = {}
-    for module in model.modules():
+    for module in text_modules(model):
         config = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation_internal"):
             found[id(config)] = config

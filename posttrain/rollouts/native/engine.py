@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, chec
 from posttrain.models.attention import coarsest_dtype, disagreement, probe_cases, probe_key
 from posttrain.models.forward import LogitRule, causal_lm, sequence_logps
 from posttrain.models.heads import picture_encoder, trunk
+from posttrain.models.vision import probe_rows
 from posttrain.rollouts.base import (
     Capabilities,
     RolloutEngine,
@@ -141,7 +143,8 @@ class NativeEngine(RolloutEngine):
             RolloutInterrupted: Ctrl-C; holds all completions, the unfinished ones with reason ``abort``.
         """
         text = self.inner.config.get_text_config()
-        check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
+        most, encoder = getattr(text, "max_position_embeddings", None), picture_encoder(self.inner)
+        check_requests(requests, sampling, most, text.vocab_size, encoder=encoder)
         check_rope(requests, sampling, self.model, "the native engine")
         self.interrupted.clear()
         if self.kept is not None:
@@ -190,7 +193,11 @@ class NativeEngine(RolloutEngine):
         coarse = torch.is_autocast_enabled(kind) or (kind == "cuda" and torch.backends.cuda.matmul.allow_tf32)
         matches = self.shares_weights and coarsest_dtype(self.inner) == torch.float32 and not coarse
         return Capabilities(
-            in_process=True, shares_weights=self.shares_weights, logprobs_match_training=matches, prefix_cache=True
+            in_process=True,
+            shares_weights=self.shares_weights,
+            logprobs_match_training=matches,
+            prefix_cache=True,
+            pictures=picture_encoder(self.inner) is not None,
         )
 
     @contextmanager
@@ -283,8 +290,6 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}  # Of the spread of the t
 
 def native_is_exact(model: nn.Module) -> str | None:
     """None where the engine's log-probs equal those of the model as it was given, else the reason why it is not used."""
-    if picture_encoder(model) is not None:
-        return "its prefill reads no images"
     key = probe_key(model)
     if key not in VERDICTS:
         try:
@@ -329,8 +334,14 @@ def logp_gaps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
 
 
 def _true_logps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    rows = [
+        Row(
+            r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)], pictures=[list(r.pictures), []] if r.pictures else []
+        )
+        for r in rollouts
+    ]
     with evaluating(model), own_precision(model):
-        return sequence_logps(model, [Row(r.prompt_ids, [r.token_ids], [[1] * len(r.token_ids)]) for r in rollouts])
+        return sequence_logps(model, rows)
 
 
 def _random_prompts(vocabulary: int, sizes: tuple[int, ...]) -> list[list[int]]:
@@ -340,14 +351,19 @@ def _random_prompts(vocabulary: int, sizes: tuple[int, ...]) -> list[list[int]]:
 
 def _compare(model: nn.Module) -> str | None:
     inner: Any = causal_lm(model)
-    share = TOLERANCE.get(coarsest_dtype(inner), 0.05)
+    share, encoder = TOLERANCE.get(coarsest_dtype(inner), 0.05), picture_encoder(inner)
+    vocabulary = inner.config.get_text_config().vocab_size
+    # Placeholders and markers stand for images alone: they are neither asked nor drawn.
+    never = encoder.processor.never(vocabulary) if encoder is not None else []
+    sampling = Sampling(max_new_tokens=6, seed=0, logit_bias=tuple((token, -math.inf) for token in never))
     for longest, context in probe_cases(model):
-        prompts = _random_prompts(inner.config.get_text_config().vocab_size, (longest, 3))
+        prompts = _random_prompts(vocabulary, (longest, 3))
+        requests = [Request([0 if token in never else token for token in p], 2) for p in prompts]
+        pictured = [] if encoder is None else probe_rows(inner)
+        requests += [Request(row.prompt_ids, 2, pictures=row.pictures[0]) for row in pictured]
         with context:
             with evaluating(model), own_precision(model):
-                rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate(
-                    [Request(p, 2) for p in prompts], Sampling(max_new_tokens=6, seed=0)
-                )
+                rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate(requests, sampling)
             said = torch.cat([torch.tensor(r.logp) for r in rollouts])
             fault = disagreement(said, torch.cat(_true_logps(model, rollouts)), share)
         if fault:

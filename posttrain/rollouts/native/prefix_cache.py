@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.vision import VisionView, prompt_view
 from posttrain.rollouts.native.attention import Block, Fill, Store
 from posttrain.rollouts.native.sampler import Completion, Prompt
 
@@ -284,17 +285,24 @@ class Filler:
         if self.work is None:
             self.work = self._stem(wanted) or self._gather(wanted, free)
         work = self.work
-        width = max(1, self.engine.prefill_tokens // len(work.prompts))
+        seen = self._seen(work)
+        width = max(1, self.engine.prefill_tokens // len(work.prompts)) if seen is None else work.ids.shape[1]
         piece = work.ids[:, work.done : work.done + width]
         past = [] if self.store.common is None else [_of(self.store.common)]
         past += [_of(work.block)] if work.block.keys else []
         begin = work.known + work.done + len(self.shared)
-        fill = self.forward(piece, past, begin, known=work.known, room=work.room)
+        fill = self.forward(piece, past, begin, known=work.known, room=work.room, seen=seen)
         work.block.append(fill.keys, fill.values)
         work.done += piece.shape[1]
         if work.done == work.ids.shape[1]:
             self.work = None
             self._finish(work, fill.states, work.done - piece.shape[1])
+
+    def _seen(self, work: Filling) -> VisionView | None:
+        """What pictures change in the pass; all prompts of a work have some, or none has."""
+        if not work.prompts[0].pictures:
+            return None
+        return prompt_view(self.engine.model, work.ids, work.block.lengths.tolist(), [p.pictures for p in work.prompts])
 
     def _finish(self, work: Filling, hidden: Tensor, before: int) -> None:
         """All of it is computed: close the gaps, note the logits of first tokens, keep what others may begin with."""
@@ -307,7 +315,7 @@ class Filler:
         logits = self.engine.logits(hidden[torch.arange(len(work.prompts), device=self.device), last])
         for prompt, row in zip(work.prompts, logits, strict=True):
             prompt.logits = row
-            if self.keeping:
+            if self.keeping and not prompt.pictures:
                 self.kept.add(self.shared + prompt.ids, self.layers_of(prompt))
 
     def layers_of(self, prompt: Prompt) -> list[Layers]:
@@ -320,20 +328,33 @@ class Filler:
         """Compute the suffix of a completion that was set aside, all but its last token, into a free row."""
         prompt, written = completion.asked.prompt, completion.tokens[:-1]
         if written:
-            begin = torch.tensor([len(self.shared) + len(prompt.ids)], device=self.device)
+            begin = torch.tensor([len(self.shared) + len(prompt.ids) + prompt.offset], device=self.device)
             fill = self.forward(torch.tensor([written], device=self.device), self.layers_of(prompt), begin)
             self.store.put(row, fill.keys, fill.values)
 
     def forward(
-        self, ids: Tensor, past: list[Layers], begin: Tensor, *, known: Tensor | None = None, room: int = 0
+        self,
+        ids: Tensor,
+        past: list[Layers],
+        begin: Tensor,
+        *,
+        known: Tensor | None = None,
+        room: int = 0,
+        seen: VisionView | None = None,
     ) -> Fill:
         """One pass over ``ids (P, width)``, of which row p stands at ``begin[p]`` and what follows."""
         positions = begin[:, None] + torch.arange(ids.shape[1], device=self.device)
+        inputs: dict[str, Any] = {}
+        if seen is not None:
+            positions = seen.position_ids
+            inputs = seen.inputs(self.engine.inner) if seen.inputs is not None else {}
         uneven = known is not None and bool((known < room).any())
         shared = len(self.shared) if self.store.common is not None else 0
         self.store.filling = fill = Fill(past, shared=shared, known=known if uneven else None, room=room)
+        fill.span = None if seen is None else seen.span
         try:
-            fill.states = self.engine.trunk(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            output = self.engine.trunk(input_ids=ids, position_ids=positions, use_cache=False, **inputs)
+            fill.states = output.last_hidden_state
         finally:
             self.store.filling = None
         self.computed += ids.numel()
@@ -343,7 +364,7 @@ class Filler:
 
     def _known(self, prompt: Prompt) -> tuple[int, list[Layers]]:
         """Tokens behind the common ones whose keys and values are at hand; at least one is left to compute."""
-        if not self.kept.bytes:
+        if not self.kept.bytes or prompt.pictures:
             return 0, []
         first = len(self.shared)
         known, found = self.kept.find(self.shared + prompt.ids, first + len(prompt.ids) - 1)
@@ -374,6 +395,8 @@ class Filler:
             if prompt.waiting == 0:
                 continue
             if rows >= free or prompt.block is not None or prompt.shares >= STEM_LEAST:
+                break
+            if bool(prompt.pictures) != bool(wanted.pictures):
                 break
             known = self._known(prompt)
             wider = max(width, len(prompt.ids) - known[0])
@@ -416,7 +439,7 @@ def _fill_rows(block: Block, rows: list[list[Layers]], room: int) -> None:
 
 def mark_stems(prompts: list[Prompt]) -> None:
     """Note of each prompt how much of it the one most like it begins with too."""
-    order = sorted(prompts, key=lambda p: p.ids)
+    order = sorted((p for p in prompts if not p.pictures), key=lambda p: p.ids)
     for a, b in itertools.pairwise(order):
         shared = min(match(a.ids, b.ids), len(a.ids) - 1, len(b.ids) - 1)
         a.shares, b.shares = max(a.shares, shared), max(b.shares, shared)

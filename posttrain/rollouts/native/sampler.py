@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,6 +126,8 @@ class Prompt:
         block: Its keys and values, while any completion needs them.
         logits: ``(V,)`` what first tokens are drawn from, while completions wait.
         shares: Its first tokens that another prompt of the call begins with too, as long as they are worth computing first.
+        pictures: Those of its tokens. Such a prompt is computed in one pass, and shares with equal prompts and pictures alone.
+        offset: By how much positions behind the prompt differ from the index of a token.
     """
 
     index: int
@@ -134,6 +137,8 @@ class Prompt:
     block: Block | None = None
     logits: Tensor | None = None
     shares: int = 0
+    pictures: Sequence[Any] = ()
+    offset: int = 0
 
 
 @dataclass(slots=True)

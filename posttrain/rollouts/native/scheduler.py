@@ -11,6 +11,7 @@ import torch
 
 from posttrain.errors import RolloutError
 from posttrain.models.memory import key_value_width, layer_configs
+from posttrain.models.vision import text_offset
 from posttrain.rollouts.native.attention import Block, Group, Store, grown
 from posttrain.rollouts.native.layers import PACK_FROM, PACK_STEPS, PACK_TOKENS, Packed
 from posttrain.rollouts.native.prefix_cache import Filler, Kept, mark_stems, match
@@ -32,7 +33,9 @@ class Run:
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
         self.engine, self.requests, self.sampling = engine, requests, sampling
         self.device = next(engine.model.parameters()).device
-        self.shared = common_beginning([list(r.prompt_ids) for r in requests])
+        # Placeholders of different pictures are equal ids.
+        pictured = any(r.pictures for r in requests)
+        self.shared = [] if pictured else common_beginning([list(r.prompt_ids) for r in requests])
         self.prompts: list[Prompt] = []
         self.asked = self._asked(requests, sampling)
         self.longest = max((len(p.ids) for p in self.prompts), default=0)
@@ -55,11 +58,15 @@ class Run:
         """The requests; those with equal prompts share one."""
         made, number = [], 0
         seed = self.engine.new_seed() if sampling.seed is None else sampling.seed
-        known: dict[tuple[int, ...], Prompt] = {}
+        known: dict[Any, Prompt] = {}
         for index, request in enumerate(requests):
             own = request.sampling if request.sampling is not None else sampling
             ids = list(request.prompt_ids)[len(self.shared) :]
-            prompt = known.setdefault(tuple(ids), Prompt(len(known), ids))
+            held = list(request.pictures)
+            key = tuple(ids), tuple(one.picture.digest for one in held)
+            prompt = known.setdefault(
+                key, Prompt(len(known), ids, pictures=held, offset=text_offset(held) if held else 0)
+            )
             prompt.waiting += request.n
             seeded = own.seed if request.sampling is not None else None
             counted = (seed, number, number) if seeded is None else (seeded, number, 0)
@@ -206,7 +213,8 @@ class Run:
         prompt, written = completion.asked.prompt, len(completion.tokens) - 1
         prompt.live += 1
         self.live.append(completion)
-        add = [completion.tokens[-1], len(self.shared) + len(prompt.ids) + written, written]
+        position = len(self.shared) + len(prompt.ids) + prompt.offset + written
+        add = [completion.tokens[-1], position, written]
         new = torch.tensor(add, device=self.device)
         self.tokens = torch.cat([self.tokens, new[:1]])
         self.positions = torch.cat([self.positions, new[1:2]])
@@ -252,7 +260,7 @@ class Run:
             if stopped or len(completion.tokens) >= completion.asked.sampling.max_new_tokens:
                 self.done[completion.number] = self._rollout(completion, "stop" if stopped else "length")
                 ended.append(row)
-                if self.filler.keeping:
+                if self.filler.keeping and not completion.asked.prompt.pictures:
                     self._keep(completion, row)
         if ended:
             self._remove(ended)
@@ -276,6 +284,7 @@ class Run:
             self.engine.version,
             processed_logp=completion.processed or None,
             top_logps=completion.top or None,
+            pictures=completion.asked.request.pictures,
         )
 
     def _remove(self, rows: list[int]) -> None:
