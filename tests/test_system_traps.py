@@ -20,9 +20,9 @@ from tests.algorithms.test_dpo import dpo
 
 def test_trap_s24_whether_a_cache_is_there_is_the_main_process_s_to_say(tmp_path, monkeypatch):
     """On a disk that is not shared, another process has the file and the main one has not: both compute."""
-    path = tmp_path / "logps.npz"
+    path = tmp_path / "logps.npy"
     with path.open("wb") as file:
-        np.savez(file, logps=np.zeros((3, 2), dtype=np.float32))
+        np.save(file, np.zeros((3, 2), dtype=np.float32))
     told = []
 
     def gather(items, accelerator):
