@@ -510,7 +510,7 @@ def test_o13_evaluation_scores_one_sample_and_trains_nothing(tiny_tokenizer, tmp
     assert logs(trainer, "eval_objective/scores") == [2.0]
 
 
-def test_o4_o14_an_adapter_that_came_trained_is_its_own_reference_without_a_second_model(tiny_tokenizer, tmp_path):
+def test_o4_o14_p40_an_adapter_that_came_trained_is_its_own_reference_without_a_second_model(tiny_tokenizer, tmp_path):
     from peft import get_peft_model
 
     model = get_peft_model(build_model(len(tiny_tokenizer)), lora())
