@@ -4,7 +4,7 @@ import datasets
 import pytest
 import torch
 
-from posttrain import ConfigError, DataError, ModelError, RewardError, ScriptedEngine
+from posttrain import ConfigError, DataError, ModelError, PreflightError, RewardError, ScriptedEngine
 from posttrain.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer, pair_terms, sequence_sums
 from posttrain.algorithms.rloo import RLOOConfig
 from posttrain.data.forest import Layout, collate
@@ -488,6 +488,11 @@ def test_o11_images_are_refused(tiny_tokenizer, tmp_path):
     data = prompts().add_column("image", [None] * 16)
     with pytest.raises(DataError, match=r"have images \(columns \['image'\]\)"):
         make(tmp_path, tiny_tokenizer, data=data)
+
+
+def test_o12_vllm_that_is_not_there_is_refused_when_the_trainer_is_made(tiny_tokenizer, tmp_path):
+    with pytest.raises(PreflightError, match="PT-V001.*vllm"):
+        make(tmp_path, tiny_tokenizer, use_vllm=True)
 
 
 def test_o13_evaluation_scores_one_sample_and_trains_nothing(tiny_tokenizer, tmp_path):
