@@ -491,7 +491,7 @@ def test_o11_images_are_refused(tiny_tokenizer, tmp_path):
 
 
 def test_o12_vllm_that_is_not_there_is_refused_when_the_trainer_is_made(tiny_tokenizer, tmp_path):
-    with pytest.raises(PreflightError, match="PT-V001.*vllm"):
+    with pytest.raises(PreflightError, match=r"PT-V001.*vllm"):
         make(tmp_path, tiny_tokenizer, use_vllm=True)
 
 
