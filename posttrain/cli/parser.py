@@ -64,8 +64,11 @@ class PosttrainArgumentParser(HfArgumentParser):
         args: Sequence[str] | None = None,
         return_remaining_strings: bool = False,
         fail_with_unknown_args: bool = True,
+        separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
         """Instances of the dataclasses; with ``return_remaining_strings``, also the strings that no field took.
+
+        With ``separate_remaining_strings`` too, those of the config file and those of the command line are two lists.
 
         Raises:
             ConfigError: A file that is missing or not a mapping, unknown keys, or values that a dataclass refuses.
@@ -87,7 +90,7 @@ class PosttrainArgumentParser(HfArgumentParser):
             raise ConfigError(f"unknown argument{'s' if len(rest) > 1 else ''} {self._suggest(rest)}.")
         if return_remaining_strings:
             left = [token for key, value in others.items() for token in to_tokens(key, value, flags=True)]
-            return (*instances, left + list(rest))
+            return (*instances, left, list(rest)) if separate_remaining_strings else (*instances, left + list(rest))
         return tuple(instances)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]

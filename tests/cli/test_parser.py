@@ -90,6 +90,11 @@ def test_prefixes_are_not_accepted(parse):
     assert parse("", "--learning", "1", return_remaining_strings=True)[-1] == ["--learning", "1"]
 
 
+def test_what_no_field_took_comes_apart_by_where_it_stood(parse):
+    both = {"return_remaining_strings": True, "separate_remaining_strings": True}
+    assert parse("color: red", "--shape", "round", **both)[-2:] == (["--color", "red"], ["--shape", "round"])
+
+
 def test_config_path_may_follow_an_equals_sign_and_the_last_one_wins(tmp_path):
     for name, steps in (("a", 1), ("b", 2)):
         (tmp_path / f"{name}.yaml").write_text(f"steps: {steps}")
