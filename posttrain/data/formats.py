@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, TypedDict
 
 from posttrain.errors import ArgumentTypeError, DataError
@@ -344,7 +345,11 @@ def pictures_of(example: Mapping[str, Any]) -> list[Any]:
 
 def has_pictures(rows: Iterable[Mapping[str, Any]]) -> bool:
     """Whether any row has a picture, in its columns or inside its messages."""
-    return any(pictures_of(row) or any(picture_blocks(row.get(name)) for name in MESSAGE_COLUMNS) for row in rows)
+    for row in rows:
+        held = [row[name] for name in MESSAGE_COLUMNS if isinstance(row.get(name), list)]
+        if pictures_of(row) or any(map(picture_blocks, held)):
+            return True
+    return False
 
 
 def picture_blocks(messages: Any) -> list[dict[str, Any]]:
@@ -590,5 +595,5 @@ def shown_pieces(
 
 
 def _runs(tokenizer: Any, ids: list[int], flags: list[Any]) -> list[tuple[str, bool]]:
-    runs = groupby(zip(ids, flags, strict=True), key=lambda pair: bool(pair[1]))
+    runs = groupby(zip(ids, map(bool, flags), strict=True), key=itemgetter(1))
     return [(tokenizer.decode([token for token, _ in group]), learnt) for learnt, group in runs]
