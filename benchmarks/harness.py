@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,29 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--model", help="folder or hub id; by default the model of `posttrain demo`")
     made.add_argument("--pairs", type=int, default=3, help="alternating pairs of runs")
     return made
+
+
+def both_sides(
+    script: str, description: str, build: Callable[[Path, str], Any], side: Callable[[str, Path], Any]
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """What ``side`` finds for ours and for the peer, each in a process of its own; None in these processes themselves.
+
+    Args:
+        script: File of the caller.
+        description: Of its command.
+        build: Writes what both sides read into a folder, from the model of the command line.
+        side: ``ours`` or ``peer`` and that folder to numbers by name.
+    """
+    options = parser(description)
+    options.add_argument("--folder", help="(child) where the models are")
+    args = options.parse_args()
+    if args.side:
+        print(json.dumps(side(args.side, Path(args.folder))))
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        build(Path(folder), args.model or default_model())
+        ours = child(sys.executable, script, "--side", "ours", "--folder", folder)
+        return ours, child(peer_python(), script, "--side", "peer", "--folder", folder)
 
 
 def default_model() -> str:

@@ -7,10 +7,7 @@ Where the peer is wrong (denominators on policy, tokens of two vocabularies) the
 from __future__ import annotations
 
 import importlib
-import json
 import random
-import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,16 +127,10 @@ def side(name: str, folder: Path) -> dict[str, list[float]]:
 
 def main() -> None:
     """Both sides, and the largest difference of each case."""
-    options = harness.parser(__doc__)
-    options.add_argument("--folder", help="(child) where the models are")
-    args = options.parse_args()
-    if args.side:
-        print(json.dumps(side(args.side, Path(args.folder))))
+    sides = harness.both_sides(__file__, __doc__, build, side)
+    if sides is None:
         return
-    folder = Path(tempfile.mkdtemp())
-    build(folder, args.model or harness.default_model())
-    ours = harness.child(sys.executable, __file__, "--side", "ours", "--folder", str(folder))
-    peer = harness.child(harness.peer_python(), __file__, "--side", "peer", "--folder", str(folder))
+    ours, peer = sides
     gaps = {
         case: max(abs(a - b) / max(abs(b), 1.0) for a, b in zip(values, peer[case], strict=True))
         for case, values in ours.items()

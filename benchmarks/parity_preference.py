@@ -6,10 +6,7 @@ run with an error.
 from __future__ import annotations
 
 import importlib
-import json
 import random
-import sys
-import tempfile
 from pathlib import Path
 
 import harness
@@ -202,16 +199,10 @@ def told(rows: list[dict]) -> str:
 
 def main() -> None:
     """Both sides, and the table."""
-    options = harness.parser(__doc__)
-    options.add_argument("--folder", help="(child) where the models are")
-    args = options.parse_args()
-    if args.side:
-        print(json.dumps(side(args.side, Path(args.folder))))
+    sides = harness.both_sides(__file__, __doc__, build, side)
+    if sides is None:
         return
-    folder = Path(tempfile.mkdtemp())
-    build(folder, args.model or harness.default_model())
-    ours = harness.child(sys.executable, __file__, "--side", "ours", "--folder", str(folder))
-    peer = harness.child(harness.peer_python(), __file__, "--side", "peer", "--folder", str(folder))
+    ours, peer = sides
     gaps, deliberate, unexplained = compare(ours, peer)
     one_sided = {case: sorted(set(peer[case]) - set(ours[case])) for case in ours}
     print(f"deliberate:\n{told(deliberate)}")

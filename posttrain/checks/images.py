@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from posttrain.checks.registry import Context, finding, probe, register
-from posttrain.data.formats import MESSAGE_COLUMNS, pictures_of, undecoded
-from posttrain.data.pictures import ALIASES, Picture, read_picture
+from posttrain.data.formats import MESSAGE_COLUMNS, picture_blocks, pictures_of, undecoded
+from posttrain.data.pictures import ALIASES, ORIENTATION, Picture, read_picture
 from posttrain.data.processors import Placed
 from posttrain.errors import DataError
 from posttrain.integrations import require
@@ -438,7 +438,7 @@ def _signs(picture: Picture, value: Any) -> dict[str, bool]:
     return {
         "PT-G006": min(picture.size) < SMALL,
         "PT-G007": small[0] == small[1],
-        "PT-G009": odd or image.getexif().get(274, 1) != 1,
+        "PT-G009": odd or image.getexif().get(ORIENTATION, 1) != 1,
         "PT-G014": again and name.lower().endswith((".jpg", ".jpeg")),
     }
 
@@ -456,25 +456,10 @@ def pictures(context: Context) -> list[Finding]:
         return []
     rows = []
     for number, example in enumerate(islice(undecoded(context.train_dataset), 0, ROWS, ROWS // READ)):
-        blocks = (
-            b
-            for name in MESSAGE_COLUMNS
-            for m in example.get(name) or ()
-            if isinstance(m, Mapping)
-            for b in _content(m)
-        )
+        blocks = [b for name in MESSAGE_COLUMNS for b in picture_blocks(example.get(name))]
         held = [*pictures_of(example), *(one for b in blocks if (one := _held(b)) is not None)]
         rows += [(number * (ROWS // READ), one) for one in held]
     return check_pictures(rows)
-
-
-def _content(message: Mapping[str, Any]) -> list[Any]:
-    content = message.get("content")
-    return (
-        [b for b in content if isinstance(b, Mapping) and "image" in str(b.get("type"))]
-        if isinstance(content, list)
-        else []
-    )
 
 
 # What images do -----------------------------------------------------------------------------------------------------

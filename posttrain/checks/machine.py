@@ -31,6 +31,7 @@ __all__ = [
     "check_devices",
     "check_disk_space",
     "check_gpu_memory",
+    "check_launch",
     "check_precision",
     "check_strangers",
     "check_versions",
@@ -498,6 +499,29 @@ def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
         "torch.nn.DataParallel would copy the model for each and call the forward of the original: the gradient is wrong.",
         f"start one process a GPU: accelerate launch --num_processes {visible} your_script.py; or show this one a single GPU "
         "with CUDA_VISIBLE_DEVICES=0.",
+    )
+
+
+def check_launch(environment: Mapping[str, str], processes: int) -> Finding | None:
+    """Several processes were asked for, and one runs: ``accelerate launch --cpu`` starts no more, whatever ``--num_processes``.
+
+    Its launcher for a CPU exports an address for the processes to meet at, and then runs the script once.
+
+    Args:
+        environment: Variables of this process.
+        processes: How many there are.
+    """
+    if processes > 1 or environment.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):
+        return None
+    if "MASTER_PORT" not in environment or "WORLD_SIZE" in environment:
+        return None
+    return finding(
+        "PT-C004",
+        "warning",
+        "accelerate launch was asked for several processes, and this is the only one.",
+        "accelerate launch --cpu",
+        "it starts one process on a CPU without mpirun: a step has the rows of one process, and takes as long.",
+        "torchrun --nproc_per_node N your_script.py, with use_cpu=True.",
     )
 
 

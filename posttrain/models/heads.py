@@ -275,6 +275,11 @@ class LogitRule:
         caps = (getattr(text, name, None) for name in CAPS)
         return cls(scale, next((cap for cap in caps if cap), None))
 
+    def logits(self, product: Tensor) -> Tensor:
+        """``cap(scale * hidden W^T)`` in float32, differentiable, of what the output layer gives, any shape."""
+        scaled = product.float() * self.scale
+        return self.softcap * torch.tanh(scaled / self.softcap) if self.softcap else scaled
+
 
 @dataclass(slots=True)
 class TokenHead:
@@ -522,10 +527,7 @@ def _own_precision(layer: nn.Module, hidden: Tensor) -> Any:
 
 def _dense(layer: nn.Module, hidden: Tensor, head: TokenHead, rule: LogitRule) -> dict[str, Tensor]:
     """The slow path for heads that are not one plain matrix (an adapter on ``lm_head``) and for losses on logits."""
-    logits = layer(hidden).float() * rule.scale
-    if rule.softcap:
-        logits = rule.softcap * torch.tanh(logits / rule.softcap)
-    return _from_logits(logits, head)
+    return _from_logits(rule.logits(layer(hidden)), head)
 
 
 def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:

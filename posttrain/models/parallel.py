@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +13,6 @@ from accelerate.state import GradientState
 
 from posttrain.errors import PosttrainError
 from posttrain.integrations import require
-from posttrain.types import Finding
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -22,7 +21,6 @@ __all__ = [
     "all_gather_objects",
     "all_reduce_sum",
     "backward",
-    "check_launch",
     "equal_passes",
     "failing_together",
     "flattens_parameters",
@@ -43,29 +41,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-
-def check_launch(environment: Mapping[str, str], processes: int) -> Finding | None:
-    """Several processes were asked for, and one runs: ``accelerate launch --cpu`` starts no more, whatever ``--num_processes``.
-
-    Its launcher for a CPU exports an address for the processes to meet at, and then runs the script once.
-
-    Args:
-        environment: Variables of this process.
-        processes: How many there are.
-    """
-    if processes > 1 or environment.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):
-        return None
-    if "MASTER_PORT" not in environment or "WORLD_SIZE" in environment:
-        return None
-    return Finding(
-        "PT-C004",
-        "warning",
-        "accelerate launch was asked for several processes, and this is the only one.",
-        "accelerate launch --cpu",
-        "it starts one process on a CPU without mpirun: a step has the rows of one process, and takes as long.",
-        "torchrun --nproc_per_node N your_script.py, with use_cpu=True.",
-    )
 
 
 def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:

@@ -78,7 +78,7 @@ class PictureEncoder:
         weights = tower_parameters(model).values()
         # Features that are kept have no graph, so a pass that trains the tower must make its own.
         trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        versions = hash(tuple(map(_state, weights)))
+        versions = None if trains else hash(tuple(map(_state, weights)))
         found = {picture: None if trains else self._recall((picture.digest, versions)) for picture in counts}
         missing = [picture for picture, features in found.items() if features is None]
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)

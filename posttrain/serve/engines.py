@@ -257,8 +257,7 @@ def score_sequence(model: nn.Module, ids: list[int], top: int) -> list[dict[int,
     hidden = trunk(inner)(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]  # (T - 1, H)
     found: list[dict[int, tuple[float, int]] | None] = [None]
     for part, own in zip(hidden.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
-        logits = inner.get_output_embeddings()(part).float() * rule.scale  # (c, V)
-        logits = logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)
+        logits = rule.logits(inner.get_output_embeddings()(part))  # (c, V)
         for line, token in zip(logits.log_softmax(-1), own.tolist(), strict=True):
             best = line.topk(min(top, len(line)))
             pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)

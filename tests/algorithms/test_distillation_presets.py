@@ -362,5 +362,5 @@ def test_constructors_take_the_peers_positions(tmp_path, tiny_tokenizer):
     assert trainer.teacher_model is teacher and trainer.processing_class is tiny_tokenizer
     names = list(inspect.signature(pt.SDPOTrainer.__init__).parameters)
     assert names[:6] == ["self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset"]
-    with pytest.raises(TypeError, match="by position"):
+    with pytest.raises(TypeError, match="positional"):
         pt.SDFTTrainer(*[None] * 9)

@@ -5,9 +5,8 @@ import types
 import pytest
 import torch
 
-from posttrain.checks.machine import check_dense_masks, check_devices, check_precision, smallest_update
+from posttrain.checks.machine import check_dense_masks, check_devices, check_launch, check_precision, smallest_update
 from posttrain.checks.registry import Context
-from posttrain.models import parallel
 from posttrain.training.checkpoint import check_special_tokens
 from posttrain.training.checks import (
     Checks,
@@ -179,6 +178,6 @@ def test_a_launch_on_a_cpu_that_starts_one_process_of_two_is_told(asked, monkeyp
     given = launch_command_parser().parse_args(["--cpu", "--num_processes", str(asked), "train.py"])
     command, environment = prepare_simple_launcher_cmd_env(_validate_launch_command(given)[0])
     assert command[1:] == ["train.py"]
-    assert codes(parallel.check_launch(environment, 1)) == (["PT-C004"] if asked > 1 else [])
-    assert parallel.check_launch(environment | {"WORLD_SIZE": "2"}, 1) is None
-    assert parallel.check_launch(environment, 2) is None
+    assert codes(check_launch(environment, 1)) == (["PT-C004"] if asked > 1 else [])
+    assert check_launch(environment | {"WORLD_SIZE": "2"}, 1) is None
+    assert check_launch(environment, 2) is None

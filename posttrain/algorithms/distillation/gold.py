@@ -11,7 +11,7 @@ import torch
 from posttrain.algorithms.distillation.config import Axes, logit_width, option, preset
 from posttrain.algorithms.distillation.objective import AlignedComparison
 from posttrain.algorithms.distillation.presets import OF_BUFFER, OF_GKD, GKDConfig
-from posttrain.algorithms.distillation.trainer import DistillationTrainer, positional
+from posttrain.algorithms.distillation.trainer import DistillationTrainer
 from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import to_rows
@@ -20,6 +20,7 @@ from posttrain.metrics import mean
 from posttrain.models import load
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.training.config import takes
 from posttrain.types import Batch, Row
 
 __all__ = ["GOLDConfig", "GOLDTrainer", "byte_groups"]
@@ -124,7 +125,6 @@ class GOLDConfig(GKDConfig):
         )
 
 
-@positional(*OF_GKD)
 class GOLDTrainer(DistillationTrainer):
     """General online logit distillation: GKD, also from a teacher with another tokenizer.
 
@@ -133,6 +133,7 @@ class GOLDTrainer(DistillationTrainer):
 
     config_class: ClassVar[type[Any]] = GOLDConfig
     _name: ClassVar[str] = "GOLD"
+    __init__ = takes(OF_GKD)(DistillationTrainer.__init__)
 
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
         args = self.args

@@ -76,12 +76,6 @@ class TokenScores:
     actual: Tensor
 
 
-def _all_logits(hidden: Tensor, layer: Any, rule: LogitRule) -> Tensor:
-    """``(N, V)`` of an output layer that is no plain product (an adapter, a quantised one)."""
-    x = layer(hidden).float() * rule.scale
-    return rule.softcap * torch.tanh(x / rule.softcap) if rule.softcap else x
-
-
 def capture(hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Any]:
     """For `posttrain.models.forward.forward`: the teacher's hidden states at the loss positions, and no logits."""
     if hasattr(layer, "base_layer") and getattr(layer, "disable_adapters", False):
@@ -89,7 +83,7 @@ def capture(hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dic
     if layer is None:
         return {"teacher": HiddenTeacher(hidden)}
     if type(layer) not in (nn.Linear, Float32Linear):
-        return {"teacher": HiddenTeacher(_all_logits(hidden, layer, rule))}
+        return {"teacher": HiddenTeacher(rule.logits(layer(hidden)))}
     weight, device = layer.weight, hidden.device.type
     if type(layer) is nn.Linear and torch.is_autocast_enabled(device):
         weight = weight.to(torch.get_autocast_dtype(device))  # As the student's: else rounding would be a divergence.
@@ -103,7 +97,7 @@ def _by_position(
     if layer is None:
         return measure(hidden, slice(None))
     if type(layer) not in (nn.Linear, Float32Linear):
-        return measure(_all_logits(hidden, layer, rule), slice(None))
+        return measure(rule.logits(layer(hidden)), slice(None))
     options: dict[str, Any] = {"logit_scale": rule.scale, "softcap": rule.softcap, "chunk_size": head.chunk_size}
     with torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext():
         return chunked_rows(hidden, layer.weight, layer.bias, measure, columns=2, **options)

@@ -18,13 +18,14 @@ from posttrain.algorithms.distillation.config import (
 )
 from posttrain.algorithms.distillation.data import joined_text
 from posttrain.algorithms.distillation.objective import distillation_objective
-from posttrain.algorithms.distillation.trainer import DATA, DistillationTrainer, positional
+from posttrain.algorithms.distillation.trainer import DistillationTrainer
 from posttrain.algorithms.grpo.config import GRPOConfig
 from posttrain.errors import ConfigError, DataError, check_choice
 from posttrain.losses.distillation import discounted_returns
 from posttrain.metrics import mean
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.training.config import takes
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
 
 __all__ = [
@@ -44,9 +45,14 @@ __all__ = [
 
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 SHORT = 10  # A single line of fewer characters is no answer (SSD).
-OF_GKD = ("model", "teacher_model", "args", "data_collator", *DATA, "compute_metrics", "callbacks", "optimizers")
-OF_GKD += ("preprocess_logits_for_metrics", "peft_config")
-OF_REWARDED = ("args", *DATA, "reward_processing_classes", "callbacks", "optimizers", "peft_config")
+OF_GKD = (
+    "model, teacher_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
+    "optimizers, preprocess_logits_for_metrics, peft_config"
+)
+OF_REWARDED = (
+    "args, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, peft_config"
+)
+OF_SELF = "model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, peft_config"
 # Fields that the peer's configs have from SFT, whose preparation of rows its trainers switch off.
 OF_SFT: dict[str, tuple[Any, str]] = {
     "assistant_only_loss": (False, "The last message is the completion, and it alone is trained."),
@@ -98,7 +104,6 @@ class GKDConfig(DistillationConfig):
         return 1.0
 
 
-@positional(*OF_GKD, "formatting_func")
 class GKDTrainer(DistillationTrainer):
     """Generalised knowledge distillation: the dataset's answers mixed with the student's own (or the teacher's).
 
@@ -107,6 +112,7 @@ class GKDTrainer(DistillationTrainer):
 
     config_class: ClassVar[type[Any]] = GKDConfig
     _name: ClassVar[str] = "GKD"
+    __init__ = takes(f"{OF_GKD}, formatting_func")(DistillationTrainer.__init__)
 
 
 # IW-OPD -----------------------------------------------------------------------------------------------------------------
@@ -155,7 +161,6 @@ class IWOPDConfig(DistillationConfig):
         return replace(super().axes(), support="sampled", beta=1.0, estimator="score", prefix=prefix)
 
 
-@positional(*OF_GKD)
 class IWOPDTrainer(DistillationTrainer):
     """On-policy distillation whose early tokens weigh more, against the log-probs that they were sampled with.
 
@@ -164,6 +169,7 @@ class IWOPDTrainer(DistillationTrainer):
 
     config_class: ClassVar[type[Any]] = IWOPDConfig
     _name: ClassVar[str] = "IW-OPD"
+    __init__ = takes(OF_GKD)(DistillationTrainer.__init__)
 
 
 # MiniLLM: with a GRPO term ------------------------------------------------------------------------------------------------
@@ -212,7 +218,6 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
         return replace(super().axes(), policy=1.0)
 
 
-@positional("model", "teacher_model", "reward_funcs", *OF_REWARDED, "rollout_func")
 class MiniLLMTrainer(DistillationTrainer):
     """The reverse KL to the teacher as a reward of each token, beside rewards of whole completions if there are any.
 
@@ -222,6 +227,7 @@ class MiniLLMTrainer(DistillationTrainer):
     config_class: ClassVar[type[Any]] = MiniLLMConfig
     takes_rewards: ClassVar[bool] = True
     _name: ClassVar[str] = "MiniLLM"
+    __init__ = takes(f"model, teacher_model, reward_funcs, {OF_REWARDED}, rollout_func")(DistillationTrainer.__init__)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """``GRPO(A + sum gamma^i (log p - log q)) + KL(q || p)``."""
@@ -305,7 +311,6 @@ class SDFTConfig(SelfDistillationFields, DistillationConfig):
         ]
 
 
-@positional("model", "args", *DATA, "callbacks", "optimizers", "peft_config")
 class SDFTTrainer(DistillationTrainer):
     """The student learns what it would say if it saw the ``privileged_context`` of the row.
 
@@ -315,6 +320,7 @@ class SDFTTrainer(DistillationTrainer):
     config_class: ClassVar[type[Any]] = SDFTConfig
     privileged: ClassVar[bool] = True
     _name: ClassVar[str] = "SDFT"
+    __init__ = takes(OF_SELF)(DistillationTrainer.__init__)
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """Refuse a dataset without ``privileged_context``."""
@@ -386,7 +392,6 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
         return replace(super().axes(), reduction="active", weight=w, policy=1 - w)
 
 
-@positional("model", "reward_funcs", *OF_REWARDED)
 class SDPOTrainer(DistillationTrainer):
     """The student learns from itself after it saw a successful completion of the same prompt.
 
@@ -398,6 +403,7 @@ class SDPOTrainer(DistillationTrainer):
     takes_rewards: ClassVar[bool] = True
     _name: ClassVar[str] = "SDPO"
 
+    @takes(f"model, reward_funcs, {OF_REWARDED}")
     def __init__(self, model: Any, *, reward_funcs: Any = None, **kwargs: Any) -> None:
         if reward_funcs is None:
             raise ConfigError("SDPO needs reward_funcs: they say which completions succeeded.")
@@ -471,7 +477,6 @@ class SSDConfig(DistillationConfig):
         return Axes("none", weight=0.0, cross_entropy=1.0)
 
 
-@positional("model", "args", *DATA, "callbacks", "optimizers", "peft_config")
 class SSDTrainer(DistillationTrainer):
     """Simple self-distillation: supervised fine-tuning on the model's own samples, at another temperature.
 
@@ -480,6 +485,7 @@ class SSDTrainer(DistillationTrainer):
 
     config_class: ClassVar[type[Any]] = SSDConfig
     _name: ClassVar[str] = "SSD"
+    __init__ = takes(OF_SELF)(DistillationTrainer.__init__)
 
     def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
         """Leave out completions that say nothing."""

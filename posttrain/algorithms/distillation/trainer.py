@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -46,42 +45,14 @@ from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
 from posttrain.rollouts.server.client import VLLMClient
-from posttrain.training.config import choose_layout
+from posttrain.training.config import choose_layout, takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.prompts import PromptSource
 from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Row
 
-__all__ = ["DistillationTrainer", "positional"]
+__all__ = ["DistillationTrainer"]
 
 WORST = 5  # Tokens of a pass that are named in the table of completions.
-DATA = ("train_dataset", "eval_dataset", "processing_class")
-
-
-def positional(*names: str) -> Callable[[Any], Any]:
-    """Let a trainer's constructor take its arguments in TRL's order too, and not by their names alone."""
-
-    def decorate(cls: Any) -> Any:
-        inner = cls.__init__
-
-        def init(self: Any, *given: Any, **named: Any) -> None:
-            if len(given) > len(names):
-                raise TypeError(
-                    f"{cls.__name__} takes {len(names)} arguments by position, and {len(given)} were given."
-                )
-            inner(self, **dict(zip(names, given, strict=False)), **named)
-
-        by_name = [
-            p for p in inspect.signature(inner).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in names
-        ]
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        first = [inspect.Parameter(name, kind, default=None) for name in names[1:]]
-        ends = [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
-        heads = [inspect.Parameter(name, kind) for name in ("self", names[0])]
-        cls.__init__ = functools.wraps(inner)(init)
-        cls.__init__.__signature__ = inspect.Signature([*heads, *first, *by_name, *ends])
-        return cls
-
-    return decorate
 
 
 def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
@@ -89,9 +60,6 @@ def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
     raise AssertionError("distillation without rewards scores nothing")
 
 
-@positional(
-    "model", "teacher_model", "args", *DATA, "callbacks", "optimizers", "quantization_config", "peft_config", "tools"
-)
 class DistillationTrainer(OnlineTrainer):
     """Distillation with four axes: whose tokens (``lmbda``, ``seq_kd``), which divergence, which teacher, what else.
 
@@ -125,6 +93,10 @@ class DistillationTrainer(OnlineTrainer):
         cls._tag_names = ["posttrain", cls._name.lower()]
         cls._suffix = cls.__name__.removesuffix("Trainer")
 
+    @takes(
+        "model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, "
+        "quantization_config, peft_config, tools"
+    )
     def __init__(
         self,
         model: str | nn.Module,
