@@ -21,7 +21,7 @@ chat_template_utils core data_utils distributed experimental extras generation i
 scripts trainer
 extras.dataset_formatting extras.profiling extras.vllm_client generation.vllm_client generation.vllm_generation
 kernels.chunked_divergence kernels.chunked_logprob kernels.logprob_entropy
-models.activation_offloading models.modeling_base models.modeling_value_head
+models.activation_offloading
 models.selective_activation_checkpointing models.utils
 rewards.accuracy_rewards rewards.format_rewards rewards.other_rewards
 scripts.distillation scripts.dpo scripts.env scripts.grpo scripts.kto scripts.reward scripts.rloo scripts.sft
@@ -77,6 +77,9 @@ INSTEAD = {
     "pad_byte_offsets": "tokenizer(text, return_offsets_mapping=True)",
     "add_bos_token_if_needed": "nothing: the trainers add it once",
     "add_eos_token_if_needed": "nothing: the trainers add it once",
+    "AutoModelForCausalLMWithValueHead": "posttrain.PPOTrainer, which puts a value head on a plain model",
+    "AutoModelForSeq2SeqLMWithValueHead": "posttrain.PPOTrainer, which puts a value head on a plain model",
+    "PreTrainedModelWrapper": "posttrain.PPOTrainer, which puts a value head on a plain model",
     "NashMDConfig": "posttrain.OnlineDPOConfig",
     "NashMDTrainer": "posttrain.OnlineDPOTrainer",
     "XPOConfig": "posttrain.OnlineDPOConfig",

@@ -27,7 +27,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 HEAD, CRITIC = "v_head", "value_model"  # Where the policy's transformers model keeps the one or the other.
-DROPOUT = 0.1
 
 
 def hidden_size(config: Any) -> int:
@@ -49,11 +48,10 @@ def hidden_size(config: Any) -> int:
 
 
 class ValueHead(nn.Module):
-    """Dropout, then one number a hidden state: what the state is worth.
+    """One number a hidden state: what the state is worth.
 
     Args:
         config: Of the model whose hidden states it reads.
-        summary_dropout_prob: None is what the config says, else 0.1; 0 is no dropout.
 
     >>> import torch
     >>> from transformers import LlamaConfig
@@ -61,16 +59,13 @@ class ValueHead(nn.Module):
     torch.Size([2, 3, 1])
     """
 
-    def __init__(self, config: Any, *, summary_dropout_prob: float | None = None) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        said = getattr(config, "summary_dropout_prob", None)
-        rate = next(p for p in (summary_dropout_prob, said, DROPOUT) if p is not None)
-        self.dropout = nn.Dropout(rate) if rate else nn.Identity()
         self.summary = nn.Linear(hidden_size(config), 1)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``(..., H)`` of any dtype to ``(..., 1)`` in the head's own dtype."""
-        return self.summary(self.dropout(hidden_states).to(self.summary.weight.dtype))
+        return self.summary(hidden_states.to(self.summary.weight.dtype))
 
 
 def attach_value(policy: nn.Module, value: nn.Module | None = None) -> nn.Module:
@@ -88,7 +83,7 @@ def attach_value(policy: nn.Module, value: nn.Module | None = None) -> nn.Module
     inner: Any = causal_lm(policy)
     parameter = next(inner.parameters())
     if value is None:
-        value = ValueHead(inner.config, summary_dropout_prob=0.0)
+        value = ValueHead(inner.config)
         nn.init.zeros_(value.summary.weight)
         nn.init.zeros_(value.summary.bias)
     if isinstance(value, ValueHead):

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 import posttrain
 from posttrain import CheckpointError, ConfigError, DataError, ModelError, RewardError, Row
 from posttrain.algorithms.ppo import PPOConfig, PPOTrainer, ppo_objective
-from posttrain.compat.value_models import AutoModelForCausalLMWithValueHead
 from posttrain.data.forest import Layout
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.types import ModelOutputs
@@ -764,18 +763,6 @@ def test_dropout_is_off_in_all_four_models(tokenizer, tmp_path):
     for model in (trainer.model, trainer.ref_model, value, scorer):
         assert model.config.attention_dropout == 0
         assert model.model.layers[0].self_attn.attention_dropout == 0
-
-
-def test_a_model_that_carries_a_value_head_brings_it(tokenizer, tmp_path):
-    wrapped = AutoModelForCausalLMWithValueHead(build_model(len(tokenizer)), v_head_init_strategy="normal")
-    head = wrapped.v_head
-    trainer = ppo(tmp_path, tokenizer, model=wrapped)
-    before = head.summary.weight.detach().clone()
-    assert trainer.value_model is head
-    trainer.train()
-    assert not torch.equal(head.summary.weight, before)
-    with pytest.raises(ConfigError, match="model already has a value head"):
-        ppo(tmp_path, tokenizer, model=wrapped, value=classifier(len(tokenizer)))
 
 
 def test_the_policy_is_saved_as_a_plain_model_and_a_checkpoint_holds_the_values_too(tokenizer, tmp_path):

@@ -55,11 +55,9 @@ trainer.judges OpenAIPairwiseJudge
 trainer PPOConfig
 models create_reference_model
 models unwrap_model_for_generation
-models AutoModelForCausalLMWithValueHead
 models.utils create_reference_model
 models.utils unwrap_model_for_generation
 models.activation_offloading get_act_offloading_ctx_manager
-models.modeling_value_head AutoModelForCausalLMWithValueHead
 data_utils apply_chat_template
 data_utils maybe_apply_chat_template
 data_utils is_conversational

@@ -1,21 +1,13 @@
 """Value functions on a policy's trunk or beside it, and language models that carry a value head in their checkpoint."""
 
 import json
-import logging
-import shutil
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from posttrain import ConfigError, ModelError, Row
-from posttrain.compat.value_models import (
-    AutoModelForCausalLMWithValueHead,
-    AutoModelForSeq2SeqLMWithValueHead,
-    PreTrainedModelWrapper,
-)
+from posttrain import ModelError, Row
 from posttrain.data.forest import Layout, collate
-from posttrain.errors import ArgumentTypeError
 from posttrain.models.forward import forward
 from posttrain.models.value_head import (
     ValueHead,
@@ -66,7 +58,7 @@ def by_completion(rows, batches, policy):
 
 @pytest.mark.parametrize("layout", [Layout("tree", row_tokens=64), Layout("padded")], ids=["packed", "padded"])
 def test_a_head_on_the_trunk_reads_the_state_before_each_token(tiny_model, layout):
-    head = ValueHead(tiny_model.config, summary_dropout_prob=0.0)
+    head = ValueHead(tiny_model.config)
     attach_value(tiny_model, head)
     rows, batches = forest(layout)
     found = iter(by_completion(rows, batches, tiny_model))
@@ -103,7 +95,7 @@ def test_values_of_a_token_without_loss_are_there_and_log_probs_are_not(tiny_mod
 
 
 def test_a_model_with_logits_of_its_own_gives_the_same_values(tiny_model):
-    attach_value(tiny_model, ValueHead(tiny_model.config, summary_dropout_prob=0.0))
+    attach_value(tiny_model, ValueHead(tiny_model.config))
     _, (batch,) = forest(Layout("tree", row_tokens=64))
     fast = forward(tiny_model, batch, NEEDS)
     tiny_model.own_logits = True
@@ -223,150 +215,3 @@ def test_the_hidden_size_is_looked_for_in_the_order_of_the_chapter():
     assert hidden_size(Sizes(decoder=Sizes(hidden_size=4))) == 4
     with pytest.raises(ModelError, match="none of word_embed_proj_dim"):
         hidden_size(Sizes())
-
-
-def test_the_dropout_is_the_argument_s_else_the_config_s_else_a_tenth(tiny_model):
-    wrap = AutoModelForCausalLMWithValueHead
-    assert wrap(tiny_model).v_head.dropout.p == 0.1
-    tiny_model.config.summary_dropout_prob = 0.3
-    assert wrap(tiny_model).v_head.dropout.p == 0.3
-    assert isinstance(wrap(tiny_model, summary_dropout_prob=0.0).v_head.dropout, torch.nn.Identity)
-
-
-def test_the_forward_gives_logits_loss_and_values(tiny_model):
-    model = AutoModelForCausalLMWithValueHead(tiny_model.to(torch.bfloat16), summary_dropout_prob=0.0).eval()
-    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-    logits, loss, values = model(ids, attention_mask=torch.ones_like(ids))
-    assert (logits.dtype, logits.shape) == (torch.float32, (2, 3, tiny_model.config.vocab_size))
-    assert loss is None
-    assert (values.dtype, values.shape) == (torch.float32, (2, 3))
-    hidden = tiny_model.model(ids).last_hidden_state.float()
-    assert torch.allclose(values, model.v_head.summary(hidden)[..., 0], atol=1e-4)
-    assert model(ids, labels=ids)[1] > 0
-    *_, cache = model(ids, return_past_key_values=True, use_cache=True)
-    assert cache.get_seq_length() == 3
-
-
-def test_the_normal_strategy_draws_weights_and_clears_the_bias(tiny_model):
-    torch.manual_seed(0)
-    head = AutoModelForCausalLMWithValueHead(
-        tiny_model, v_head_init_strategy="normal", v_head_initializer_range=3.0
-    ).v_head.summary
-    assert head.bias.item() == 0
-    assert 1.5 < head.weight.std() < 4.5
-    with pytest.raises(ConfigError, match=r"v_head_init_strategy='normla' is not known .did you mean 'normal'"):
-        AutoModelForCausalLMWithValueHead(tiny_model, v_head_init_strategy="normla")
-
-
-@pytest.mark.parametrize("shard", ["5GB", "20KB"], ids=["one file", "shards"])
-def test_a_saved_head_is_restored(tiny_model, tmp_path, shard, caplog):
-    model = AutoModelForCausalLMWithValueHead(tiny_model)
-    model.save_pretrained(tmp_path, max_shard_size=shard)
-    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
-    with caplog.at_level(logging.WARNING, "posttrain"):
-        again = AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path), summary_dropout_prob=0.0)
-    assert not caplog.records
-    assert torch.equal(again.v_head.summary.weight, model.v_head.summary.weight)
-    assert torch.equal(again.v_head.summary.bias, model.v_head.summary.bias)
-    ids = torch.tensor([[3, 4, 5]])
-    assert torch.equal(again.eval()(ids)[0], model.eval()(ids)[0])
-
-
-def test_a_state_dict_round_trip_by_the_names_of_the_base_model(tiny_model, tiny_tokenizer):
-    model = AutoModelForCausalLMWithValueHead(tiny_model)
-    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    assert {"v_head.summary.weight", "v_head.summary.bias", "model.norm.weight"} <= set(state)
-    other = AutoModelForCausalLMWithValueHead(build_model(len(tiny_tokenizer), seed=9))
-    other.load_state_dict(state)
-    assert torch.equal(other.v_head.summary.weight, model.v_head.summary.weight)
-    assert torch.equal(other.pretrained_model.model.norm.weight, tiny_model.model.norm.weight)
-
-
-def test_a_checkpoint_without_a_head_is_told_once(tiny_model_dir, caplog):
-    with caplog.at_level(logging.WARNING, "posttrain"):
-        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir)
-    assert [record.message for record in caplog.records if "the value head is new" in record.message]
-    assert len(caplog.records) == 1
-
-
-def test_with_adapters_the_state_is_the_head_alone_and_comes_back(tiny_model_dir, tmp_path):
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, peft_config=lora())
-    assert model.is_peft_model
-    assert set(model.state_dict()) == {"v_head.summary.weight", "v_head.summary.bias"}
-    folder = tmp_path / "saved"
-    model.save_pretrained(str(folder))
-    again = AutoModelForCausalLMWithValueHead.from_pretrained(str(folder), is_trainable=True)
-    assert torch.equal(again.v_head.summary.weight, model.v_head.summary.weight)
-    ids = torch.tensor([[3, 4, 5]])
-    assert torch.allclose(again.eval()(ids)[0], model.eval()(ids)[0])
-    assert any(p.requires_grad for n, p in again.pretrained_model.named_parameters() if "lora" in n)
-
-
-@pytest.mark.parametrize("adapter", [False, True])
-def test_an_upload_holds_the_head_too(tiny_model_dir, tmp_path, adapter, monkeypatch):
-    """The adapter's own upload leaves it out, and a loaded policy has a new one."""
-    made, sent = [], []
-
-    def upload(repo_id, folder_path, **kwargs):
-        sent.append((repo_id, kwargs["commit_message"], kwargs["revision"]))
-        shutil.copytree(folder_path, tmp_path / "hub")
-
-    monkeypatch.setattr("huggingface_hub.create_repo", lambda repo_id, private, **_: made.append((repo_id, private)))
-    monkeypatch.setattr("huggingface_hub.create_branch", lambda repo_id, branch, **_: made.append((repo_id, branch)))
-    monkeypatch.setattr("huggingface_hub.upload_folder", upload)
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, peft_config=lora() if adapter else None)
-    model.push_to_hub("me/policy", private=True, revision="next")
-    assert made == [("me/policy", True), ("me/policy", "next")]
-    assert sent == [("me/policy", "Upload AutoModelForCausalLMWithValueHead", "next")]
-    again = AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path / "hub"))
-    assert again.is_peft_model is adapter
-    assert torch.equal(again.v_head.summary.weight, model.v_head.summary.weight)
-
-
-def test_it_generates_and_passes_on_what_it_does_not_know(tiny_model):
-    model = AutoModelForCausalLMWithValueHead(tiny_model)
-    out = model.generate(torch.tensor([[3, 4]]), max_new_tokens=3, do_sample=False)
-    assert out.shape[1] <= 5
-    assert model.get_output_embeddings() is tiny_model.lm_head
-    assert isinstance(model, PreTrainedModelWrapper)
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = model.no_such_thing
-
-
-def test_what_cannot_be_wrapped_is_refused(tiny_model, tiny_model_dir):
-    from peft import PromptTuningConfig, get_peft_model
-
-    with pytest.raises(ModelError, match="has no language-model head"):
-        AutoModelForCausalLMWithValueHead(LlamaModel(tiny_model.config))
-    with pytest.raises(ArgumentTypeError, match="takes a string or a model, not int"):
-        AutoModelForCausalLMWithValueHead.from_pretrained(3)
-    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(ModelError, match="virtual tokens"):
-        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model_dir, peft_config=prompts)
-    with pytest.raises(ModelError, match="virtual"):
-        AutoModelForCausalLMWithValueHead(get_peft_model(tiny_model, prompts))
-
-
-@pytest.mark.parametrize("places", [{"model": 0, "lm_head": "cpu"}, {"model": 0, "lm_head": "disk"}])
-def test_an_offloaded_model_is_refused(tiny_model, places):
-    tiny_model.hf_device_map = places
-    with pytest.raises(ModelError, match="off the accelerator"):
-        AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model)
-
-
-def test_an_encoder_decoder_has_values_of_its_decoder(tmp_path, caplog):
-    from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = T5Config(vocab_size=40, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
-    model = AutoModelForSeq2SeqLMWithValueHead(T5ForConditionalGeneration(config), summary_dropout_prob=0.0).eval()
-    ids, target = torch.tensor([[3, 4, 5]]), torch.tensor([[0, 6]])
-    logits, loss, values = model(ids, decoder_input_ids=target)
-    assert (logits.shape, loss, values.shape) == ((1, 2, 40), None, (1, 2))
-    model.save_pretrained(str(tmp_path))
-    with caplog.at_level(logging.WARNING, "posttrain"):
-        again = AutoModelForSeq2SeqLMWithValueHead.from_pretrained(str(tmp_path), summary_dropout_prob=0.0).eval()
-    assert not caplog.records
-    assert torch.allclose(again(ids, decoder_input_ids=target)[2], values)
-    with pytest.raises(ModelError, match="has no language-model head"):
-        AutoModelForSeq2SeqLMWithValueHead(T5EncoderModel(config))

@@ -140,7 +140,7 @@ class PPOTrainer(OnlineTrainer):
     Args:
         args: `PPOConfig`.
         processing_class: The policy's tokenizer; None loads it. Its pad token must not be its eos token.
-        model: Hub id, folder, model, peft model, or an `AutoModelForCausalLMWithValueHead`, whose head is then used.
+        model: Hub id, folder, model, or peft model.
         ref_model: What the divergence is measured from; None is a copy of ``model``, or ``model`` without its adapter.
         reward_model: A sequence classifier with one label (or its id), which reads the policy's token ids; or a function as
             `GRPOTrainer` takes them, ``f(prompts, completions, **columns) -> list[float]``; or a list of these.
@@ -514,31 +514,23 @@ class PPOTrainer(OnlineTrainer):
 
 
 def _opened(args: PPOConfig, model: Any, ref_model: Any, value_model: Any) -> tuple[Any, Any, Any]:
-    """Policy, reference and value function: strings loaded, `AutoModelForCausalLMWithValueHead` taken apart.
+    """Policy, reference and value function: strings loaded.
 
     Raises:
         ModelError: The reference is the policy itself.
-        ConfigError: Two value functions, or an adapter that the policy does not have.
+        ConfigError: An adapter that the policy does not have.
     """
     if isinstance(ref_model, nn.Module) and ref_model is model:
         raise ModelError(
             "ref_model is the same object as model, so it would move with training and the divergence would stay 0. Fix: "
             "leave ref_model out: a frozen copy is made (or the adapter is switched off)."
         )
-    if hasattr(model, "v_head") and hasattr(model, "pretrained_model"):
-        if value_model is not None:
-            raise ConfigError(
-                "model already has a value head (it is an AutoModelForCausalLMWithValueHead), and value_model is given "
-                "too. Fix: leave value_model out, or pass model.pretrained_model."
-            )
-        model, value_model = model.pretrained_model, model.v_head
     known = sorted(getattr(model, "peft_config", {}))
     for name in (args.model_adapter_name, args.ref_adapter_name):
         if name is not None and name not in known:
             raise ConfigError(f"the model has no adapter {name!r}; it has {known}{did_you_mean(name, known)}.")
     if args.model_adapter_name is not None:
         model.set_adapter(args.model_adapter_name)
-    ref_model = getattr(ref_model, "pretrained_model", ref_model)
     if isinstance(ref_model, str):
         ref_model = create_model_from_path(ref_model, trust_remote_code=args.trust_remote_code)
     value_model = _classifier(value_model, args)
