@@ -26,14 +26,16 @@ __all__ = [
     "shape_of",
 ]
 
-API_KEY_VARIABLE = "POSTTRAIN_API_KEY"  # The token in the environment, where no list of processes shows it.
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # Addresses of this machine, whose memory can be shared.
-INCOMPLETE = "incomplete"  # Version of the weights during an update, and after one that failed.
-SEEDS = 2**62  # Seeds stay within the signed integers of every engine.
-NO_LOGP = -9999.0  # What vLLM writes in place of minus infinity.
-
-
-# Requests --------------------------------------------------------------------------------------------------------------
+# The token in the environment, where no list of processes shows it.
+API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
+# Addresses of this machine, whose memory can be shared.
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Version of the weights during an update, and after one that failed.
+INCOMPLETE = "incomplete"
+# Seeds stay within the signed integers of every engine.
+SEEDS = 2**62
+# What vLLM writes in place of minus infinity.
+NO_LOGP = -9999.0
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:
@@ -72,9 +74,6 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
         value = text.split("\n") if kind == "choices" else text
         body["structured_outputs"] = {"choice" if kind == "choices" else kind: value}
     return body
-
-
-# Replies ---------------------------------------------------------------------------------------------------------------
 
 
 def checked_choices(
@@ -134,19 +133,15 @@ def _number(value: Any) -> float:
     return math.nan if value is None or value <= NO_LOGP else float(value)
 
 
-def read_choice(choice: dict[str, Any], prompt: Sequence[int], sampling: Sampling) -> Rollout:
-    """A choice that `checked_choices` let pass, as a rollout.
-
-    Its log-probs are of the distribution that was sampled from, unless the server also sent those before truncation.
-    """
-    ids, said = list(choice["token_ids"]), choice["logprobs"]
-    drawn, raw = ([_number(value) for value in said.get(name) or ()] for name in ("token_logprobs", "raw_logprobs"))
-    logps, processed = (raw, drawn) if raw else (drawn, None)
+def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
+    """A choice that `checked_choices` let pass, as a rollout; its log-probs are of the distribution that was sampled from."""
+    ids = list(choice["token_ids"])
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length", "abort"):
         reason = "stop" if ids and ids[-1] in sampling.stop_token_ids else "length"
+    logps = [_number(value) for value in choice["logprobs"]["token_logprobs"]]
     tops = [at[: sampling.top_logps] for at in ranked(choice)] if sampling.top_logps else None
-    return Rollout(list(prompt), ids, logps, reason, processed_logp=processed, top_logps=tops)
+    return Rollout(list(choice["prompt_token_ids"]), ids, logps, reason, top_logps=tops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +165,7 @@ def scores_of(ids: Sequence[int], begin: int, entries: Sequence[Any], top: int) 
     found = Scores([], [], [])
     for t in range(begin, len(ids)):
         at = (entries[t] if t < len(entries) else None) or {}
-        by_rank = sorted(at.items(), key=lambda entry: entry[1]["rank"])[:top]
+        by_rank = sorted(at.items(), key=lambda entry: -entry[1]["logprob"])[:top]
         found.top_ids.append([int(token) for token, _ in by_rank])
         found.top_logps.append([float(entry["logprob"]) for _, entry in by_rank])
         own = at.get(str(ids[t]))
