@@ -167,8 +167,9 @@ class VLLMClient:
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
             text = f"{url} gave no answer within {answer:g} s."
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
-        except (httpx2.HTTPError, OSError, ValueError) as error:
-            # A ValueError: what came is half of a JSON text.
+        except (httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
+            # A ValueError: what came is half of a JSON text. A RuntimeError: the server was taken off the list meanwhile, and
+            # its connections were closed.
             raise ServerUnreachable(
                 f"{url} could not be reached, or its answer broke off: {error}.", url=self.base_url
             ) from error
