@@ -121,9 +121,9 @@ def test_a_slow_answer_ends_after_the_time_out_and_is_not_asked_for_again(made, 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda c: [c[0] | {"prompt_token_ids": [1]}, c[1]], "answered other prompts than it was asked"),
-        (lambda c: c[:-1], "sent 1 completions for 1 prompts x 2"),
-        (lambda c: [x | {"logprobs": None} for x in c], "no log-probs"),
+        (lambda c: [c[0] | {"prompt_token_ids": [1]}, c[1]], "answered another prompt than it was asked"),
+        (lambda c: c[:-1], "sent 1 completions and 2 were asked for"),
+        (lambda c: [x | {"logprobs": None} for x in c], "sent 0 log-probs for"),
         (
             lambda c: [x | {"token_ids": x["token_ids"][:-1]} for x in c],
             "sent 6 log-probs for a completion of 5 tokens",
@@ -357,7 +357,7 @@ def test_trap_s53_a_pause_that_a_trainer_left_is_ended_by_the_next_one(made, stu
 
 
 def test_a_server_that_hangs_is_noticed_by_the_push_in_seconds(made, stub, model, monkeypatch):
-    monkeypatch.setattr(connection, "QUICK", (0.2, 0.2))
+    monkeypatch.setattr(connection, "QUICK", 0.2)
     engine = connect(made, stub)
     monkeypatch.setattr(stub, "on_health", lambda *_: time.sleep(1.0))
     begin = time.monotonic()
@@ -397,7 +397,7 @@ def test_trl_s_arguments_and_reply(made, stub):
         assert all(token in at for token, at in zip(ids, tokens, strict=True))
     assert client.generate([[5]], logprobs=None)["logprobs"] is None
     with pytest.raises(BadRequest, match="top_pp"):
-        client.generate([[5]], generation_kwargs={"top_pp": 1})
+        client.generate([[5]], top_pp=1)
 
 
 def test_the_same_tokens_come_from_one_server_and_from_three(made, model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -38,15 +39,12 @@ __all__ = ["VLLMClient"]
 
 logger = logging.getLogger(__name__)
 
-# Seconds to connect and to be answered: health, versions.
-QUICK = (3.0, 5.0)
-CONNECT = 5.0
+# Seconds to connect, and to be answered where nothing is to be computed: health, versions.
+QUICK = 5.0
 GENERATE_TIMEOUT, PAUSE_TIMEOUT, UPDATE_TIMEOUT = 600.0, 300.0, 720.0
 # Of a request's time-out, beyond 30 s.
 SECONDS_PER_TOKEN = 0.02
-# Prompts of one request without a seed of its own; servers batch requests by themselves.
-TOGETHER = 64
-# Requests of one call that are on their way at once.
+# Requests of one call that are on their way at once; servers batch them by themselves.
 AT_ONCE = 256
 # Seconds before the second try, doubled at each further one up to the longest.
 BACK_OFF, LONGEST_WAIT = 0.5, 8.0
@@ -59,7 +57,9 @@ PHASES = {
     "/update_weights": "bucket",
     "/finish_weight_update": "end",
 }
-# Fields of a request beside the arguments of `VLLMClient.generate`.
+# Sampling that changes nothing; all of it is sent, so that defaults of the model's folder do not count.
+NEUTRAL = {"temperature": 1.0, "max_tokens": 16, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+# Further fields of a request.
 FURTHER = {"ignore_eos", "stop_token_ids", "min_tokens", "stop", "logit_bias", "structured_outputs", "seed"}
 FURTHER |= {"frequency_penalty", "presence_penalty"}
 
@@ -128,7 +128,7 @@ class VLLMClient:
         path: str,
         body: Any = None,
         *,
-        timeout: float | tuple[float, float] = PAUSE_TIMEOUT,
+        timeout: float = PAUSE_TIMEOUT,
         retries: int = 0,
     ) -> dict[str, Any]:
         """One request and its answer, sent again up to ``retries`` times where nothing came, or a 502, 503, 504 or 429.
@@ -137,7 +137,7 @@ class VLLMClient:
             method: ``GET`` or ``POST``.
             path: Below the server's address.
             body: Sent as JSON.
-            timeout: Seconds to be answered, or a pair with the seconds to connect.
+            timeout: Seconds to be answered.
             retries: Further tries.
 
         Raises:
@@ -155,9 +155,8 @@ class VLLMClient:
         )
         return again(self._once, method, path, body, timeout)
 
-    def _once(self, method: str, path: str, body: Any, timeout: float | tuple[float, float]) -> dict[str, Any]:
-        connect, answer = timeout if isinstance(timeout, tuple) else (CONNECT, timeout)
-        url, limit = self.base_url + path, httpx2.Timeout(answer, connect=connect)
+    def _once(self, method: str, path: str, body: Any, timeout: float) -> dict[str, Any]:
+        url, limit = self.base_url + path, httpx2.Timeout(timeout, connect=QUICK)
         # After an error vLLM closes the connection: the next request of an update, which is sent once, takes a new one.
         headers = {"Connection": "close"} if path in PHASES else None
         try:
@@ -165,7 +164,7 @@ class VLLMClient:
             # Health and others answer nothing but 200.
             found = response.json() if response.status_code == 200 and response.content else {}
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
-            text = f"{url} gave no answer within {answer:g} s."
+            text = f"{url} gave no answer within {timeout:g} s."
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
         except (httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
             # A ValueError: what came is half of a JSON text. A RuntimeError: the server was taken off the list meanwhile, and
@@ -179,13 +178,10 @@ class VLLMClient:
 
     def _failure(self, path: str, response: httpx2.Response) -> RolloutServerError:
         """The typed error of a status other than 200."""
-        status, reason = response.status_code, response.text[:500]
-        try:
-            said = response.json()
-            reason = said["error"]["message"] if "error" in said else said["detail"]
-        except (ValueError, KeyError, TypeError):
-            pass
-        text, url = f"{self.base_url}{path} answered {status}: {reason}", self.base_url
+        status, url, reason = response.status_code, self.base_url, response.text[:500]
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            reason = response.json()["error"]["message"]
+        text = f"{url}{path} answered {status}: {reason}"
         if path in PHASES or status == 409:
             return WeightSyncError(text, phase=PHASES.get(path, "generate"), url=url)
         kinds = {400: BadRequest, 413: BadRequest, 422: BadRequest} | dict.fromkeys(UNMADE, ServerBusy)
@@ -235,7 +231,7 @@ class VLLMClient:
         except RolloutServerError:
             pass
         try:
-            config = self.call("GET", "/server_info?config_format=json", timeout=(3.0, 30.0), retries=2)["vllm_config"]
+            config = self.call("GET", "/server_info?config_format=json", timeout=30.0, retries=2)["vllm_config"]
         except RolloutServerError:
             return {"engine": "vllm", "takes_no_weights": "it runs without VLLM_SERVER_DEV_MODE=1"}
         model, backend = config.get("model_config") or {}, (config.get("weight_transfer_config") or {}).get("backend")
@@ -258,21 +254,21 @@ class VLLMClient:
 
     def complete(
         self,
-        prompts: Sequence[Any],
+        prompts: Sequence[str] | Sequence[Sequence[int]],
         *,
         n: int = 1,
         seeds: Sequence[int | None] | None = None,
         retries: int = 3,
         **body: Any,
     ) -> list[dict[str, Any]]:
-        """Completions by ``/v1/completions``: ``n`` choices of each prompt, in order.
+        """Completions by ``/v1/completions``: ``n`` choices of each prompt, in order; each prompt is a request of its own.
 
         A request that is sent again is computed again: with a seed it says the same, and nothing else depends on it.
 
         Args:
-            prompts: Token ids of each, or texts.
+            prompts: Token ids of each, or texts (which `posttrain serve` does not take).
             n: Completions a prompt.
-            seeds: One a prompt, or None.
+            seeds: One a prompt; None: the server draws them.
             retries: Further tries where nothing came, or a 502, 503 or 504.
             body: Further fields.
 
@@ -288,21 +284,17 @@ class VLLMClient:
         body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
         tells, vocabulary = self.facts.get("tells_versions", False), self.facts.get("vocab_size")
         before = "" if tells else self._whole_version()
-        size = 1 if seeds is not None and seeds[0] is not None else TOGETHER
-        parts = [slice(at, at + size) for at in range(0, len(prompts), size)]
         timeout = self.time_for(len(prompts) * n * body["max_tokens"])
 
-        def ask(part: slice) -> list[dict[str, Any]]:
-            listed = [p if isinstance(p, str) else list(p) for p in prompts[part]]
-            seed = {} if size > 1 or seeds is None else {"seed": seeds[part.start]}
-            sent = body | seed | {"prompt": listed}
+        def ask(prompt: Any, seed: int | None) -> list[dict[str, Any]]:
+            sent = body | {"prompt": prompt} | ({} if seed is None else {"seed": seed})
             reply = self.call("POST", "/v1/completions", sent, timeout=timeout, retries=retries)
-            most = body["max_tokens"]
-            found = checked_choices(reply, listed, drawn, most=most, vocabulary=vocabulary, url=self.base_url)
-            return [choice for choice in found for _ in range(n // drawn)]
+            found = checked_choices(reply, prompt, drawn, body["max_tokens"], vocabulary, self.base_url)
+            return found * (n // drawn)
 
-        with ThreadPoolExecutor(max_workers=max(min(len(parts), AT_ONCE), 1)) as pool:
-            choices = [choice for found in pool.map(ask, parts) for choice in found]
+        with ThreadPoolExecutor(max_workers=max(min(len(prompts), AT_ONCE), 1)) as pool:
+            answers = pool.map(ask, prompts, seeds or [None] * len(prompts))
+            choices = [choice for found in answers for choice in found]
         if tells:
             return choices
         after = self._whole_version()
@@ -333,31 +325,21 @@ class VLLMClient:
         prompts: Sequence[str] | Sequence[Sequence[int]],
         *,
         n: int = 1,
-        repetition_penalty: float = 1.0,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        max_tokens: int = 16,
         logprobs: int | None = 0,
         structured_outputs_regex: str | None = None,
         generation_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> dict[str, Any]:
         """Sample ``n`` completions a prompt; arguments and reply are those of TRL's client.
 
         Args:
             prompts: Texts or token ids.
             n: Completions a prompt.
-            repetition_penalty: 1 is off.
-            temperature: 0 is greedy.
-            top_p: 1 is off.
-            top_k: 0 is off.
-            min_p: 0 is off.
-            max_tokens: Most tokens of a completion.
             logprobs: 0: of the sampled token; k: of the k most likely too; None: none in the reply.
             structured_outputs_regex: Pattern that completions match.
-            generation_kwargs: Further fields of a request: ``seed``, ``stop``, ``stop_token_ids``, ``min_tokens``,
-                ``logit_bias``, ``ignore_eos``, ``structured_outputs``.
+            generation_kwargs: Further fields of a request: ``seed``, ``stop``, ``min_tokens``, and so on.
+            sampling: ``temperature``, ``max_tokens``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``; what is left out
+                is at its neutral value, and ``max_tokens`` at 16.
 
         Returns:
             ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``logprob_token_ids`` by rank, ``finish_reasons``,
@@ -366,15 +348,13 @@ class VLLMClient:
         Raises:
             BadRequest: Fields that servers do not know.
         """
-        body: dict[str, Any] = {"repetition_penalty": repetition_penalty, "temperature": temperature, "top_p": top_p}
-        body |= {"top_k": top_k, "min_p": min_p, "max_tokens": max_tokens, "logprobs": logprobs or 0}
+        body = NEUTRAL | sampling | dict(generation_kwargs or {})
         # vLLM would leave them out in silence.
-        if unknown := sorted(set(generation_kwargs or {}) - FURTHER - set(body)):
-            raise BadRequest(f"generation_kwargs: {', '.join(unknown)}: servers have no such field.", url=self.base_url)
-        body |= dict(generation_kwargs or {})
+        if unknown := sorted(body.keys() - NEUTRAL.keys() - FURTHER):
+            raise BadRequest(f"{', '.join(unknown)}: servers have no such field.", url=self.base_url)
         if structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": structured_outputs_regex}
-        choices = self.complete(prompts, n=n, **body)
+        choices = self.complete(prompts, n=n, logprobs=logprobs or 0, **body)
         lines = [ranked(choice) for choice in choices]
         values = [[[None if math.isnan(v) else v for _, v in at] for at in line] for line in lines]
         return {
@@ -518,7 +498,7 @@ class VLLMClient:
             ("/resume", {}),
         ):
             try:
-                self.call("POST", path, body, timeout=CONNECT)
+                self.call("POST", path, body, timeout=QUICK)
             except RolloutServerError as error:
                 logger.info("%s did not take the end of a failed update: %s", self.base_url, error)
 

@@ -77,42 +77,36 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
 
 
 def checked_choices(
-    reply: dict[str, Any], prompts: Sequence[Any], n: int, *, most: int, vocabulary: int | None, url: str
+    reply: dict[str, Any], prompt: Any, n: int, most: int, vocabulary: int | None, url: str
 ) -> list[dict[str, Any]]:
-    """The choices of a reply of ``/v1/completions``, ``n`` of each prompt in order.
+    """The choices of a reply of ``/v1/completions`` to one prompt, in order.
 
     Args:
         reply: As it came.
-        prompts: Token ids, or texts (whose token ids are not compared).
-        n: Completions of each prompt.
+        prompt: Token ids, or a text (whose token ids are not compared).
+        n: Completions that were asked for.
         most: Tokens that a completion may have.
         vocabulary: Token ids are below it; None: unknown.
         url: Of the server, for messages.
 
     Raises:
-        RolloutServerError: Other prompts, too few completions, tokens without log-probs, ids beyond the vocabulary.
+        RolloutServerError: Another prompt, too few completions, tokens without log-probs, ids beyond the vocabulary.
     """
     found = sorted(reply.get("choices") or [], key=lambda choice: choice.get("index", 0))
-    owners = [prompt for prompt in prompts for _ in range(n)]
-    if len(found) != len(owners):
-        raise _unusable(url, f"sent {len(found)} completions for {len(prompts)} prompts x {n}")
-    for choice, prompt in zip(found, owners, strict=True):
+    wrong = "" if len(found) == n else f"sent {len(found)} completions and {n} were asked for"
+    for choice in found:
         ids, logps = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        if ids is None or logps is None:
-            raise _unusable(url, "sent no token ids or no log-probs")
-        if not isinstance(prompt, str) and choice.get("prompt_token_ids") != list(prompt):
-            raise _unusable(url, "answered other prompts than it was asked")
-        if len(ids) != len(logps):
-            raise _unusable(url, f"sent {len(logps)} log-probs for a completion of {len(ids)} tokens")
-        if len(ids) > most or not (ids or choice.get("finish_reason") == "abort"):
-            raise _unusable(url, f"sent a completion of {len(ids)} tokens, and 1 to {most} were asked for")
-        if ids and vocabulary and not 0 <= min(ids) <= max(ids) < vocabulary:
-            raise _unusable(url, f"sent token id {max(ids)}, and its vocabulary has {vocabulary}")
+        if ids is None or logps is None or len(ids) != len(logps):
+            wrong = f"sent {len(logps or ())} log-probs for a completion of {len(ids or ())} tokens"
+        elif not isinstance(prompt, str) and choice.get("prompt_token_ids") != list(prompt):
+            wrong = "answered another prompt than it was asked"
+        elif len(ids) > most or not (ids or choice.get("finish_reason") == "abort"):
+            wrong = f"sent a completion of {len(ids)} tokens, and 1 to {most} were asked for"
+        elif ids and vocabulary and not 0 <= min(ids) <= max(ids) < vocabulary:
+            wrong = f"sent token id {max(ids)}, and its vocabulary has {vocabulary}"
+    if wrong:
+        raise RolloutServerError(f"{url} {wrong}: its answer cannot be used.", url=url)
     return found
-
-
-def _unusable(url: str, what: str) -> RolloutServerError:
-    return RolloutServerError(f"{url} {what}: its answer cannot be used.", url=url)
 
 
 def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
