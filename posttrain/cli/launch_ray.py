@@ -76,9 +76,8 @@ class RayArguments:
         for name in ("rollout_servers", "rollout_server_gpus", "trainer_gpus"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more.")
-        for name in ("ray_timeout", "rollout_server_cpus", "trainer_cpus"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")
+        if not self.ray_timeout > 0:
+            raise ConfigError(f"ray_timeout={self.ray_timeout} must be above 0.")
 
 
 @dataclass
@@ -159,12 +158,12 @@ class RayRun:
 
     def trainer_arguments(self, urls: Sequence[str]) -> list[str]:
         """Of the training command, with the servers' addresses."""
-        words = [self.name, *self.argv]
+        further: list[str] = []
         if urls and self.name == "async-grpo":
-            return [*words, "--worker_engine", "server", "--vllm_server_base_url", *urls]
-        if urls:
-            return [*words, "--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", ",".join(urls)]
-        return words
+            further = ["--worker_engine", "server", "--vllm_server_base_url", *urls]
+        elif urls:
+            further = ["--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", ",".join(urls)]
+        return [self.name, *self.argv, *further]
 
     def bundles(self, with_gpus: bool) -> list[dict[str, float]]:
         """Resources of the trainer, then of each server, for Ray's placement group."""

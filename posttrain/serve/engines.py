@@ -138,9 +138,8 @@ class ServedEngine:
             target = self._known.get(name)
             if target is None or target.shape != tensor.shape:
                 theirs = "does not know it" if target is None else f"has the shape {tuple(target.shape)} there"
-                raise ModelError(
-                    f"{name} of shape {tuple(tensor.shape)} came, and the server {theirs}. Fix: serve the model that is trained."
-                )
+                came = f"{name} of shape {tuple(tensor.shape)}"
+                raise ModelError(f"{came} came, and the server {theirs}. Fix: serve the model that is trained.")
             target.copy_(tensor)
             self._loaded.add(id(target))
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hmac
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import prometheus_client
@@ -74,9 +72,7 @@ class Host:
         self.served, self.config, self.stops, self.context = served, config, stops, context
         self.facts = served.facts()
         self.registry = prometheus_client.CollectorRegistry()
-        counter = functools.partial(prometheus_client.Counter, registry=self.registry)
-        self.completed = counter("posttrain_completions", "Completions")
-        self.tokens = counter("posttrain_tokens", "Completion tokens")
+        self.completed = prometheus_client.Counter("posttrain_completions", "Completions", registry=self.registry)
         running = prometheus_client.Gauge("posttrain_running", "Completions being written", registry=self.registry)
         running.set_function(lambda: served.running)
 
@@ -92,8 +88,8 @@ class Host:
 
     async def models(self) -> dict[str, Any]:
         """The card of the one model."""
-        card = {"id": self.config.model, "object": "model", "owned_by": "posttrain", "root": self.config.model}
-        return {"object": "list", "data": [card | {"parent": None, "max_model_len": self.context}]}
+        card = {"id": self.config.model, "root": self.config.model, "parent": None, "max_model_len": self.context}
+        return {"object": "list", "data": [card]}
 
     async def weight_info(self) -> dict[str, Any]:
         """The version of the weights."""
@@ -124,7 +120,6 @@ class Host:
             await asyncio.gather(*(asyncio.wrap_future(job.rollouts) for job in jobs))
             choices = [choice for job in jobs for choice in choices_of(job, body.logprobs or 0)]
             self.completed.inc(len(choices))
-            self.tokens.inc(sum(len(choice["token_ids"]) for choice in choices))
         listed = [choice | {"index": index} for index, choice in enumerate(choices)]
         # Validation by FastAPI would cost more than sampling a short completion.
         return JSONResponse({"object": "text_completion", "model": self.config.model, "choices": listed})
@@ -196,13 +191,7 @@ class Host:
 
 def create_app(host: Host) -> FastAPI:
     """The endpoints of a host, under the paths of vLLM's server."""
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        host.served.thread.shutdown(wait=False, cancel_futures=True)
-
-    app = FastAPI(title="posttrain serve", lifespan=lifespan)
+    app = FastAPI(title="posttrain serve")
     for endpoint in (host.health, host.weight_info, host.metrics):
         app.get(f"/{endpoint.__name__}")(endpoint)
     app.get("/v1/models")(host.models)
@@ -253,6 +242,6 @@ def make_host(config: ServeConfig) -> Host:
         engine: Any = HFEngine(model, **options)
     else:
         engine = NativeEngine(model, max_slots=config.max_num_seqs, **options)
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    context = min((x for x in (config.max_model_len, own) if x is not None), default=None)
+    limits = (config.max_model_len, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    context = min((limit for limit in limits if limit is not None), default=None)
     return Host(ServedEngine(engine), config, stops=tuple(terminal_token_ids(tokenizer, generation)), context=context)

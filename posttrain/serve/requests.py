@@ -138,4 +138,4 @@ def _finite(value: float) -> float | None:
 def score_choice(ids: Sequence[int], entries: Sequence[dict[int, float] | None]) -> dict[str, Any]:
     """Scores of a given sequence as a choice with ``prompt_logprobs`` and no completion."""
     listed = [at and {str(token): {"logprob": logp} for token, logp in at.items()} for at in entries]
-    return {"finish_reason": "length", "token_ids": [], "prompt_token_ids": ids, "prompt_logprobs": listed}
+    return {"token_ids": [], "prompt_token_ids": ids, "prompt_logprobs": listed}

@@ -17,7 +17,6 @@ __all__ = ["ServeConfig", "check_token", "run_server"]
 KEEP_ALIVE_S = 120
 # Seconds that a shutdown waits for running requests.
 DRAIN_S = 120
-ENGINES = ("native", "hf")
 
 
 def _help(text: str, default: Any) -> Any:
@@ -47,7 +46,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         self.api_key = self.api_key or os.environ.get(API_KEY_VARIABLE) or None
-        check_choice("engine", self.engine, ENGINES)
+        check_choice("engine", self.engine, ("native", "hf"))
         for name in ("max_model_len", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -87,13 +86,7 @@ def run_server(config: ServeConfig) -> int:
     # uvicorn raises the signal that ended it once more, when the requests have ended.
     for one in (signal.SIGTERM, signal.SIGINT):
         signal.signal(one, lambda *_: None)
-    uvicorn.run(
-        create_app(make_host(config)),
-        host=config.host,
-        port=config.port,
-        access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=DRAIN_S,
-        backlog=4096,
-    )
+    seconds = {"timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": DRAIN_S}
+    app = create_app(make_host(config))
+    uvicorn.run(app, host=config.host, port=config.port, access_log=False, backlog=4096, **seconds)
     return 0

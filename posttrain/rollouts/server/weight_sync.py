@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -68,10 +67,9 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
         yield bucket
 
 
-# Tensors as files in shared memory -------------------------------------------------------------------------------------
+# Tensors as files in shared memory
 
 SHARED_FOLDER = Path("/dev/shm")
-SHARED_NAME = re.compile(r"posttrain-[A-Za-z0-9_.-]{1,200}/[A-Za-z0-9_-]{1,200}\.safetensors")
 
 
 def checksum(data: Any) -> str:
@@ -125,13 +123,10 @@ def shared_path(path: str) -> Path:
         ConfigError: Any other path, a link, or no file.
     """
     found = Path(path)
-    below = found.parts[len(SHARED_FOLDER.parts) :]
-    if SHARED_FOLDER not in found.parents or not SHARED_NAME.fullmatch("/".join(below)):
+    if found.resolve() != found or not found.match(f"{SHARED_FOLDER}/posttrain-*/*.safetensors") or not found.is_file():
         raise ConfigError(
-            f"path={path!r} is not {SHARED_FOLDER}/posttrain-*/*.safetensors, the only files that are read."
+            f"path={path!r} is no regular file {SHARED_FOLDER}/posttrain-*/*.safetensors, the only files that are read."
         )
-    if found.resolve() != found or not found.is_file():
-        raise ConfigError(f"path={path!r} is no regular file on the server's machine.")
     return found
 
 
@@ -194,7 +189,7 @@ def _remove(path: Path, held: int, owner: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# Pushing to servers ----------------------------------------------------------------------------------------------------
+# Pushing to servers
 
 BUCKET_BYTES = 512 * 2**20
 # Through shared memory there is no round trip to save: small buckets overlap better.
