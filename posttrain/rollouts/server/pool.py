@@ -110,7 +110,12 @@ class ServerPool:
             raise ConfigError("no rollout server is named. Set vllm_server_base_url, or vllm_server_host and _port.")
         for url, error in late.items():
             if not self.servers:
-                raise ServerUnreachable(f"waited {timeout:g} s for {', '.join(late)}: {error}", url=url) from error
+                raise ServerUnreachable(
+                    f"no healthy rollout server at {', '.join(late)} within {timeout:g} s. The last answer: "
+                    f"{error.__cause__ or error} Fix: start one with 'posttrain serve --model MODEL', or correct "
+                    "vllm_server_base_url.",
+                    url=url,
+                ) from error
             logger.warning("%s is not there and is left out until it is: %s", url, error)
 
     def _admit_new(self, urls: Sequence[str]) -> dict[str, RolloutServerError]:
