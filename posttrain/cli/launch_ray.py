@@ -58,9 +58,7 @@ class RayArguments:
     """Options of ``--launcher ray``, on the command line or in the config file with those of the training."""
 
     launcher: Literal["ray"] = _help("ray: start servers and trainer on a Ray cluster.", "ray")
-    ray_address: str = _help(
-        "auto: that of $RAY_ADDRESS, or of this machine; host:port; local: one for this run.", "auto"
-    )
+    ray_address: str = _help("auto: $RAY_ADDRESS, or this machine; host:port; local: one for this run.", "auto")
     ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = _help(
         "Placement over machines: on few, on many, on one, each command on its own.", "PACK"
     )
@@ -151,9 +149,7 @@ class RayRun:
         given = self.trained
         options = {"model": given.model_name_or_path, "host": host, "port": port, "revision": given.model_revision}
         words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-        if given.trust_remote_code:
-            # A flag of vLLM takes no value.
-            words += ["--trust_remote_code"] if self.serving == "vllm-serve" else ["--trust_remote_code", "True"]
+        words += ["--trust_remote_code"] if given.trust_remote_code else []
         return [*words, *shlex.split(self.options.rollout_server_args)]
 
     def trainer_arguments(self, urls: Sequence[str]) -> list[str]:
@@ -245,7 +241,7 @@ def run(name: str, argv: list[str]) -> int:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster can be used at ray_address={address!r}: {str(error).strip().splitlines()[0]} Fix: start one with "
-            "'ray start --head --port=6379' and give its HOST:6379, or use --ray_address local for one of this run."
+            "'ray start --head', or use --ray_address local for one of this run."
         ) from error
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
@@ -265,13 +261,15 @@ class _Placed:
         self.group = ray.util.placement_group(self.bundles, strategy=job.options.ray_placement)
         # A cluster that scales by itself adds machines meanwhile.
         if not self.group.wait(job.options.ray_timeout):
-            needed = {kind: sum(bundle[kind] for bundle in self.bundles) for kind in ("CPU", "GPU")}
-            free = ray.available_resources()
+            needed, free = (
+                (sum(bundle[kind] for bundle in self.bundles) for kind in ("CPU", "GPU")),
+                ray.available_resources(),
+            )
             raise ConfigError(
-                f"--launcher ray needs {needed['CPU']:g} CPUs and {needed['GPU']:g} GPUs for the trainer and "
-                f"{len(self.bundles) - 1} servers (ray_placement={job.options.ray_placement!r}), and the Ray cluster has "
-                f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free after {job.options.ray_timeout:g} s. Fix: "
-                "lower those of trainer or servers, or add machines."
+                "--launcher ray needs {:g} CPUs and {:g} GPUs".format(*needed)
+                + f" for the trainer and {len(self.bundles) - 1} "
+                f"servers (ray_placement={job.options.ray_placement!r}), and the Ray cluster has {free.get('CPU', 0):g} CPUs and "
+                f"{free.get('GPU', 0):g} GPUs free after {job.options.ray_timeout:g} s. Fix: lower those, or add machines."
             )
 
     def start(self, index: int, function: Any, *arguments: Any) -> Any:
@@ -294,12 +292,12 @@ class _Placed:
                 words = [self.job.serving, *self.job.serve_arguments(host, port)]
                 task = self.start(index, _run_command, words, os.getcwd())
                 servers[task] = f"rollout server {index} ({urls[-1]})"
-                _say(servers[task])
+                print(f"posttrain: {servers[task]}", file=sys.stderr)
             # It waits for the servers itself, for vllm_server_timeout.
             trainer = self.start(0, _run_command, self.job.trainer_arguments(urls), os.getcwd())
             return self.follow(trainer, servers)
         except KeyboardInterrupt:
-            _say("interrupted; the trainer ends its step and saves")
+            print("posttrain: interrupted; the trainer ends its step and saves", file=sys.stderr)
             return INTERRUPTED
         finally:
             # The trainer first: it may still need its servers to save.
@@ -316,15 +314,10 @@ class _Placed:
             try:
                 code = int(self.ray.get(ended))
             except self.ray.exceptions.RayError as error:
-                _say(f"error: a command was lost: {str(error).strip().splitlines()[0]}")
+                print(f"posttrain: error: a command was lost: {str(error).splitlines()[0]}", file=sys.stderr)
                 code = LOST
             if ended == trainer:
                 return code
-            _say(f"warning: {servers[ended]} ended with code {code}")
+            print(f"posttrain: warning: {servers[ended]} ended with code {code}", file=sys.stderr)
             if waiting == [trainer]:
                 return code or LOST
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"posttrain: {text}\n")
-    sys.stderr.flush()

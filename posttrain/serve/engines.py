@@ -99,7 +99,7 @@ class ServedEngine:
     def _write(self, jobs: Sequence[Job]) -> None:
         if not jobs:
             return
-        self.running = sum(job.request.n for job in jobs)
+        self.running, version = sum(job.request.n for job in jobs), self.version
         call = jobs[0].request.sampling
         if self.engine.capabilities.per_request_sampling:
             # Requests without a seed must not take that of the first one.
@@ -118,7 +118,7 @@ class ServedEngine:
         finally:
             self.running = 0
         for job, rollouts in zip(jobs, written, strict=True):
-            job.version = self.version
+            job.version = version
             job.rollouts.set_result(rollouts)
 
     # Weights

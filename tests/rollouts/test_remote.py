@@ -86,7 +86,9 @@ def test_trap_s6_weights_that_this_run_never_gave_write_nothing_for_it(made):
         assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {3}
     assert engine.fleet.servers[stub.url].holds == ""
     other.version = "another-3"
-    with pytest.raises(WeightSyncError, match="sampled from weights of version another-3, and version run-3 was pushed"):
+    with pytest.raises(
+        WeightSyncError, match="sampled from weights of version another-3, and version run-3 was pushed"
+    ):
         engine.generate(REQUESTS[:1], SAMPLING)
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "sampling_body",
     "scores_of",
     "shape_of",
+    "truncates",
 ]
 
 # The token in the environment, where no list of processes shows it.
@@ -109,6 +110,12 @@ def checked_choices(
     return found
 
 
+def truncates(sampling: Sampling) -> bool:
+    """Whether tokens are drawn from another distribution than the one at the temperature."""
+    cut = sampling.top_k > 0 or sampling.top_p < 1 or bool(sampling.min_p) or sampling.repetition_penalty != 1
+    return bool(cut or sampling.logit_bias or sampling.guide or sampling.min_new_tokens)
+
+
 def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
     """For every token of a choice the pairs (token id, log-prob) by rank, the sampled token among them."""
     logprobs = choice["logprobs"]
@@ -128,14 +135,18 @@ def _number(value: Any) -> float:
 
 
 def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
-    """A choice that `checked_choices` let pass, as a rollout; its log-probs are of the distribution that was sampled from."""
+    """A choice that `checked_choices` let pass, as a rollout.
+
+    Its log-probs are of the distribution that was sampled from; those before truncation are not known.
+    """
     ids = list(choice["token_ids"])
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length", "abort"):
         reason = "stop" if ids and ids[-1] in sampling.stop_token_ids else "length"
     logps = [_number(value) for value in choice["logprobs"]["token_logprobs"]]
     tops = [at[: sampling.top_logps] for at in ranked(choice)] if sampling.top_logps else None
-    return Rollout(list(choice["prompt_token_ids"]), ids, logps, reason, top_logps=tops)
+    drawn = list(logps) if truncates(sampling) else None
+    return Rollout(list(choice["prompt_token_ids"]), ids, logps, reason, processed_logp=drawn, top_logps=tops)
 
 
 @dataclass(frozen=True, slots=True)
