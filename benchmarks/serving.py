@@ -113,7 +113,7 @@ def serving(model: str, threads: int) -> Iterator[tuple[str, int]]:
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
-            while (found := re.search(r"ready on (\S+)", Path(log.name).read_text())) is None:
+            while (found := re.search(r"running on (\S+)", Path(log.name).read_text())) is None:
                 if server.poll() is not None:
                     raise SystemExit(Path(log.name).read_text())
                 time.sleep(0.2)
@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace) -> tuple[Clock, float, int]:
             many = clock.time("many_requests", lambda: many_requests(url, prompts, args.new_tokens))
             equal += [a == b for found in (one, many) for a, b in zip(found, own, strict=True)]
             weights = list(model.named_parameters())
-            clock.time("push", lambda w=weights, v=version: pusher.push(w, {client: v}))
+            clock.time("push", lambda w=weights, v=version: pusher.push(w, [client], f"benchmark-{v}"))
         pusher.close()
         client.close()
     return clock, sum(equal) / len(equal), sum(p.numel() for p in model.parameters())

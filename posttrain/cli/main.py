@@ -88,13 +88,12 @@ def _env(argv: list[str]) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    """Returns 0 after a shutdown that was asked for, 1 after the engine failed."""
+    """Returns 0 after a shutdown that was asked for."""
     from posttrain.cli.parser import PosttrainArgumentParser
     from posttrain.serve.server import ServeConfig, run_server
 
     (config,) = PosttrainArgumentParser(ServeConfig, prog="posttrain serve").parse_args_and_config(argv)
-    level = {"critical": 50, "error": 40, "warning": 30}.get(config.log_level, 20)
-    logging.getLogger("posttrain").setLevel(level)
+    logging.getLogger("posttrain").setLevel(logging.INFO)
     return run_server(config)
 
 
@@ -107,7 +106,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _lazy("cli.report:run"),
     "watch": _lazy("cli.report:watch"),
     "serve": _serve,
-    "vllm-serve": _lazy("serve.server:run_vllm"),
+    "vllm-serve": _lazy("cli.vllm_serve:run"),
     "demo": _lazy("cli.demo:run"),
     "env": _env,
 }

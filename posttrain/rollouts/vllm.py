@@ -13,7 +13,7 @@ from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, 
 from posttrain.integrations import require
 from posttrain.models.heads import causal_lm
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, refuse_pictures, refuse_virtual_tokens
-from posttrain.rollouts.server.replies import check_each, derived_seed
+from posttrain.rollouts.server.replies import check_each, derived_seed, truncates
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
@@ -271,7 +271,7 @@ class VLLMEngine(RolloutEngine):
         logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
         tops = [[(i, float(x.logprob)) for i, x in at.items()][:most] for at in completion.logprobs] if most else None
         reason: Any = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
-        drawn = list(logps) if _truncates(sampling) else None
+        drawn = list(logps) if truncates(sampling) else None
         prompt = list(request.prompt_ids)
         return Rollout(prompt, ids, logps, reason, self.version, processed_logp=drawn, top_logps=tops)
 
@@ -435,12 +435,6 @@ def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
             f"of {len(request.prompt_ids)} tokens was to get {drawn}."
         )
     return sorted(output.outputs, key=lambda one: one.index) * (request.n // drawn)
-
-
-def _truncates(sampling: Sampling) -> bool:
-    """Whether tokens are drawn from another distribution than the one at the temperature."""
-    cut = sampling.top_k > 0 or sampling.top_p < 1 or bool(sampling.min_p) or sampling.repetition_penalty != 1
-    return bool(cut or sampling.logit_bias or sampling.guide or sampling.min_new_tokens)
 
 
 def _engine_dtype(model: Any, accelerator: Any) -> torch.dtype:

@@ -88,13 +88,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
         path: Safetensors file in shared memory: a bucket.
         checksum: Of its bytes.
         complete: All buckets came.
-        partial: Not offered: all weights must come.
     """
 
     path: str = ""
     checksum: str = ""
     complete: bool = False
-    partial: bool = False
 
 
 class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -130,7 +128,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ModelError("no update was begun.")
         if update_info.complete:
             update, self._update = self._update, None
-            # Also of a partial push: vLLM fuses layers, and would fill what did not come of one with whatever is in memory.
+            # vLLM fuses layers, and would fill what did not come of one with whatever is in memory.
             if missing := update.end():
                 raise ModelError(
                     f"vLLM still has old values of {len(missing)} weights: {', '.join(missing[:5])}. Fix: serve the model that "

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
-import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from posttrain.errors import BadRequest
+from posttrain.errors import BadRequest, RolloutError
+from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.sampling import structured_guide
 from posttrain.serve.engines import Job
-from posttrain.types import Rollout, Sampling
+from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["Completions", "Finish", "NewVersion", "Rpc", "Tokenize", "Update", "choice_of", "reply_of"]
+__all__ = ["Completions", "Update", "choices_of", "score_choice"]
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
 # What divides logits: a smaller number makes them infinite, which no engine can sample from.
@@ -32,7 +31,7 @@ class Completions(Body):
     """``/v1/completions``; with ``prompt_logprobs`` the prompts are scored and nothing is generated."""
 
     model: str | None = None
-    prompt: TokenIds | Annotated[list[TokenIds], Field(min_length=1)] | str | Annotated[list[str], Field(min_length=1)]
+    prompt: TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
     n: Annotated[int, Field(ge=1, le=4096)] = 1
     max_tokens: Annotated[int, Field(ge=1)] = 16
     temperature: Literal[0] | Annotated[float, Field(ge=LEAST)] = 1.0
@@ -51,19 +50,25 @@ class Completions(Body):
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    request_id: str | None = None
     stream: Literal[False] = False
 
-    def sampling(self, stops: Sequence[int]) -> Sampling:
-        """As the engines take it.
+    def requests(self, stops: Sequence[int], context: int | None, vocabulary: int) -> list[Request]:
+        """One request a prompt, each shown to fit the context and the vocabulary.
 
         Args:
             stops: Token ids that end a completion unless ``ignore_eos``.
+            context: Most tokens of prompt and completion; None: no limit.
+            vocabulary: Of the model.
 
         Raises:
             ConfigError: ``structured_outputs`` that cannot be followed.
+            BadRequest: A prompt that does not fit; names its index.
         """
-        return Sampling(
+        if self.logprobs and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1):
+            raise BadRequest(
+                "logprobs above 0 with truncated sampling is not offered. Fix: logprobs=0, or vLLM's server."
+            )
+        sampling = Sampling(
             max_new_tokens=self.max_tokens,
             temperature=self.temperature,
             top_k=max(self.top_k, 0),
@@ -78,74 +83,51 @@ class Completions(Body):
             guide=None if self.structured_outputs is None else structured_guide(self.structured_outputs),
             top_logps=self.logprobs or 0,
         )
-
-    def prompts(self, tokenizer: Any, context: int | None, vocabulary: int) -> list[list[int]]:
-        """The prompts as token ids, each shown to fit.
-
-        Raises:
-            BadRequest: One that does not; names its index.
-        """
-        given: Any = [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
-        found = [tokenizer(one)["input_ids"] if isinstance(one, str) else list(one) for one in given]
-        for index, ids in enumerate(found):
-            if not ids:
-                raise BadRequest(f"prompt {index} is empty.", index=index)
-            if max(ids) >= vocabulary:
-                raise BadRequest(
-                    f"prompt {index} holds token id {max(ids)}, and the model has {vocabulary}.", index=index
-                )
-            new = 0 if self.prompt_logprobs is not None else self.max_tokens
-            if context is not None and len(ids) + new > context:
-                raise BadRequest(
-                    f"prompt {index} of {len(ids)} tokens and max_tokens={new} do not fit the context of {context} tokens.",
-                    index=index,
-                )
-        named = [*self.stop_token_ids, *self.logit_bias]
-        if named and max(named) >= vocabulary:
-            raise BadRequest(f"token id {max(named)} is named, and the model has {vocabulary}.")
+        prompts: Any = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+        found = [Request(ids, self.n, sampling) for ids in prompts]
+        try:
+            check_requests(found, sampling, context, vocabulary)
+        except RolloutError as error:
+            raise BadRequest(str(error)) from error
         return found
-
-
-class Tokenize(Body):
-    """``/tokenize``: a text, or a conversation as the model's chat template renders it."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = True
 
 
 class Update(Body):
     """``/update_weights``: one bucket in shared memory, or, with ``complete``, that all buckets came."""
 
-    path: str | None = None
+    path: str = ""
     checksum: str = ""
     complete: bool = False
-    partial: bool = False
 
 
-class Finish(Body):
-    """``/finish_weight_update``; without a version the update is given up."""
+def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
+    """The completions of a job as choices of ``/v1/completions``; texts are left out.
 
-    weight_version: str | None = None
+    Args:
+        job: That has ended.
+        top: Most likely tokens of every position that are told beside the sampled one.
+    """
+    return [
+        {
+            "finish_reason": rollout.finish_reason,
+            "token_ids": rollout.token_ids,
+            "prompt_token_ids": job.request.prompt_ids,
+            "logprobs": _logprobs(rollout, top),
+            "weight_version": job.version,
+        }
+        for rollout in job.rollouts.result()
+    ]
 
 
-class NewVersion(Body):
-    """``/update_weight_version``."""
-
-    new_version: str
-
-
-class Rpc(Body):
-    """``/collective_rpc``; the host knows ``posttrain_facts``."""
-
-    method: str
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    timeout: float | None = None
+def _logprobs(rollout: Rollout, top: int) -> dict[str, Any]:
+    """Log-probs of the distribution that tokens were drawn from (vLLM's ``processed_logprobs``), tokens as ``token_id:ID``."""
+    drawn = [_finite(value) for value in rollout.processed_logp or rollout.logp]
+    best = rollout.top_logps or [[]] * len(drawn)
+    tops = [
+        {f"token_id:{other}": _finite(value) for other, value in at[:top]} | {f"token_id:{token}": own}
+        for at, token, own in zip(best, rollout.token_ids, drawn, strict=True)
+    ]
+    return {"token_logprobs": drawn, "top_logprobs": tops}
 
 
 def _finite(value: float) -> float | None:
@@ -153,65 +135,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def choice_of(job: Job, index: int, number: int, body: Completions, tokenizer: Any) -> dict[str, Any]:
-    """One completion of a job as a choice of ``/v1/completions``.
-
-    Args:
-        job: That has ended.
-        index: Of the completion.
-        number: Of the choice.
-        body: What was asked for.
-        tokenizer: Of the model; None leaves texts empty.
-    """
-    rollout = job.rollouts[index]
-    assert rollout is not None
-    begins = [sum(count for _, count in job.spans[index][:i]) for i in range(len(job.spans[index]))]
-    return {
-        "index": number,
-        "text": "" if tokenizer is None else tokenizer.decode(rollout.token_ids, skip_special_tokens=True),
-        "finish_reason": rollout.finish_reason,
-        "stop_reason": None,
-        "token_ids": rollout.token_ids,
-        "prompt_token_ids": job.prompt_ids,
-        "logprobs": None if body.logprobs is None else _logprobs(rollout, body.logprobs),
-        # As vLLM's /inference/v1/generate says under which weights which tokens were written.
-        "weight_versions": [
-            {"version": version, "start": begin, "end": begin + count}
-            for begin, (version, count) in zip(begins, job.spans[index], strict=True)
-        ],
-    }
-
-
-def _logprobs(rollout: Rollout, top: int) -> dict[str, Any]:
-    """Log-probs of the distribution that tokens were drawn from (vLLM's ``processed_logprobs``), tokens as ``token_id:ID``."""
-    drawn = rollout.logp if rollout.processed_logp is None else rollout.processed_logp
-    tops = []
-    for t, token in enumerate(rollout.token_ids):
-        # Truncation renormalises all survivors alike: their log-probs follow from the shift of the sampled token.
-        shift, mass, entry = drawn[t] - rollout.logp[t], 0.0, {}
-        for other, value in (rollout.top_logps or [[]] * len(drawn))[t][:top]:
-            mass += math.exp(min(value + shift, 0.0))
-            if mass <= 1 + 1e-3:  # What does not fit into a probability of one was cut off before drawing.
-                entry[f"token_id:{other}"] = _finite(value + shift)
-        tops.append(entry | {f"token_id:{token}": _finite(drawn[t])})
-    raw = None if rollout.processed_logp is None else [_finite(value) for value in rollout.logp]
-    return {
-        "tokens": [f"token_id:{token}" for token in rollout.token_ids],
-        "token_logprobs": [_finite(value) for value in drawn],
-        "raw_logprobs": raw,  # Before truncation and penalties, which vLLM does not say.
-        "top_logprobs": tops,
-        "text_offset": [],
-    }
-
-
-def reply_of(choices: list[dict[str, Any]], model: str) -> dict[str, Any]:
-    """A whole reply of ``/v1/completions``."""
-    written = sum(len(choice["token_ids"]) for choice in choices)
-    return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": choices,
-        "usage": {"completion_tokens": written},
-    }
+def score_choice(ids: Sequence[int], entries: Sequence[dict[int, float] | None]) -> dict[str, Any]:
+    """Scores of a given sequence as a choice with ``prompt_logprobs`` and no completion."""
+    listed = [at and {str(token): {"logprob": logp} for token, logp in at.items()} for at in entries]
+    return {"token_ids": [], "prompt_token_ids": ids, "prompt_logprobs": listed}

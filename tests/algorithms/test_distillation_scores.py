@@ -10,7 +10,8 @@ import posttrain as pt
 from posttrain.algorithms.distillation.scores import ScoreFile, score_dataset
 from posttrain.cli.main import main
 from posttrain.errors import ConfigError, DataError, ModelError
-from posttrain.serve.engines import NativeServed
+from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.serve.engines import ServedEngine
 from tests.algorithms.helpers import losses, prompts
 from tests.algorithms.test_distillation import answers, dense_loss, make
 from tests.conftest import build_model
@@ -186,7 +187,8 @@ def test_streams_and_splits_are_scored_by_the_number_of_their_row(tmp_path, tiny
 
 def test_a_served_teacher_is_the_sparse_loss_of_a_model_here(tmp_path, tiny_tokenizer):
     size = len(tiny_tokenizer)
-    with serving(lambda **options: NativeServed(build_model(size, seed=1), **options), context=256) as server:
+    engine = ServedEngine(NativeEngine(build_model(size, seed=1), pad_token_id=0))
+    with serving(lambda: engine, context=256) as server:
         remote = make(
             tmp_path / "a", tiny_tokenizer, teacher=None, beta=0.0, loss_top_k=8, data=prompts(4), max_steps=1,
             teacher_model_server_url=server.url,

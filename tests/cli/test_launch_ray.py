@@ -83,7 +83,6 @@ def test_where_vllm_is_installed_its_own_server_serves(monkeypatch):
     made = job(*MODEL, *args, "--rollout_servers", "1", "--trust_remote_code", "true")
     assert made.serving == "vllm-serve"
     assert made.serve_arguments("h", 1)[-3:] == ["--trust_remote_code", "--tensor-parallel-size", "4"]
-    assert made.bundles(with_gpus=True)[1]["GPU"] == 4
     with pytest.raises(ConfigError, match="logprobs-mode"):
         job(*MODEL, "--rollout_servers", "1", "--rollout_server_args", "--logprobs-mode raw_logprobs")
 
@@ -91,7 +90,7 @@ def test_where_vllm_is_installed_its_own_server_serves(monkeypatch):
 def test_resources_are_one_trainer_and_its_servers_with_gpus_only_where_there_are_some():
     made = job(*MODEL, "--rollout_servers", "2", "--num_processes", "6")
     assert made.bundles(with_gpus=True) == [{"CPU": 1, "GPU": 6}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]
-    assert made.bundles(with_gpus=False) == [{"CPU": 1}] * 3
+    assert made.bundles(with_gpus=False) == [{"CPU": 1, "GPU": 0}] * 3
     given = job(*MODEL, "--trainer_gpus", "2", "--rollout_server_gpus", "0.5", "--trainer_cpus", "8")
     assert given.bundles(with_gpus=False) == [{"CPU": 8, "GPU": 2}, {"CPU": 1, "GPU": 0.5}]
 
@@ -312,17 +311,16 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_last_words(cluster, fo
     out, _ = run.communicate(timeout=240)
     assert run.returncode == 1 and re.search(r"rollout server 1 \(\S+\) ended with code 1", out), out[-4000:]
     assert "no-model" in out and "ray.exceptions" not in out
-    assert not (folder / "run").exists()
     assert wait_until(lambda: not left(folder)), left(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_more_than_the_cluster_has_is_refused_with_both_numbers(cluster, folder):
-    run = command(folder, "m", cluster, "--rollout_servers", "9")
+    run = command(folder, "m", cluster, "--rollout_servers", "9", "--ray_timeout", "3")
     out, _ = run.communicate(timeout=240)
     assert run.returncode == 1
-    assert re.search(r"needs 10 CPUs and 0 GPUs for the trainer and 9 servers.* has 4 CPUs and 0 GPUs", out)
+    assert re.search(r"needs 10 CPUs and 0 GPUs for the trainer and 9 servers.* has 4 CPUs and 0 GPUs free", out)
 
 
 @pytest.mark.slow

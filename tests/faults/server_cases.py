@@ -60,9 +60,7 @@ def unreachable(scene: Scene) -> None:
 
 def stale_replies(lies: Any, _: int) -> None:
     """Replies say that they come from weights of long ago."""
-    lies["edit"] = lambda choices: [
-        c | {"weight_versions": [{"version": "3000", "start": 0, "end": len(c["token_ids"])}]} for c in choices
-    ]
+    lies["edit"] = lambda choices: [c | {"weight_version": "other-3000"} for c in choices]
 
 
 def mixed_up(lies: Any, _: int) -> None:
@@ -90,7 +88,7 @@ CASES = (
     Case(
         "server", "server of another model", served(other=40), r"vocabulary|serves|does not know|shape", "first batch"
     ),
-    Case("server", "replies of old weights", served(stale_replies, by=1), r"weights of version 3000", "step 2"),
+    Case("server", "replies of old weights", served(stale_replies, by=1), r"weights of version other-3000", "step 2"),
     Case("server", "a completion is missing", served(mixed_up, by=1), r"completion|group", "step 2"),
     Case("server", "tokens of another vocabulary", served(foreign_tokens, by=1), r"70000|vocabulary", "step 2"),
     Case("server", "weights refused", served(out_of_memory, by=0), r"out of memory|update_weights", "step 2"),

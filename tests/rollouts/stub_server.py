@@ -15,11 +15,12 @@ import torch
 import xxhash
 from safetensors.torch import load as load_safetensors
 
+from posttrain.errors import BadRequest
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.serve.engines import Job, score_sequence
-from posttrain.serve.requests import Completions, choice_of
-from posttrain.types import Request
+from posttrain.serve.requests import Completions, choices_of, score_choice
 
+VOCABULARY = 10**6  # Ids beyond the model's own are for the trainer to notice.
 ONE_AT_A_TIME = threading.RLock()  # The native engine plugs into a table of transformers: one run a process.
 
 
@@ -41,7 +42,7 @@ class StubServer:
     def __init__(self, model, port=0):
         self.model = copy.deepcopy(model)
         self.engine = NativeEngine(self.model, pad_token_id=0)
-        self.lies, self.version, self.valid, self.paused = {}, 0, True, None
+        self.lies, self.version, self.valid, self.paused = {}, "default", True, False
         self.calls, self.lock, self.updating = [], ONE_AT_A_TIME, False
         self.came, self.connections, self.dead = [], [], False
         stub = self
@@ -86,8 +87,7 @@ class StubServer:
         parts = urlsplit(handler.path)
         path, query = parts.path.strip("/"), parse_qs(parts.query)
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-        binary = handler.headers.get("Content-Type") == "application/x-safetensors"
-        asked = {} if binary or not body else json.loads(body)
+        asked = json.loads(body) if body else {}
         if path == "v1/completions" and asked.get("prompt_logprobs") is not None:
             path = "score"
         if path == "update_weights" and asked.get("update_info", {}).get("complete"):
@@ -95,11 +95,11 @@ class StubServer:
         self.calls.append((handler.command, path))
         status, reply = 200, None
         try:
-            reply = self.answer(
-                path, asked | {name: values[0] for name, values in query.items()}, handler.headers, body
-            )
+            reply = self.answer(path, asked | {name: values[0] for name, values in query.items()})
         except Refused as refused:
             status, reply = refused.status, {"error": refused.detail}
+        except BadRequest as error:
+            status, reply = 400, {"error": {"message": str(error)}}
         except (BrokenPipeError, ConnectionError):
             raise
         except Exception as error:
@@ -128,25 +128,25 @@ class StubServer:
         self.lies[name] = max(left - 1, 0)
         return left > 0
 
-    def answer(self, path, asked, headers, body):
+    def answer(self, path, asked):
         if self.lies.get("fail") == path:
             raise RuntimeError("out of memory")
         method = getattr(self, "on_" + path.replace("/", "_"), None)
         if method is None:
             raise Refused(404, "Not Found")
-        return method(asked, headers, body)
+        return method(asked)
 
     # Endpoints
 
-    def on_health(self, asked, headers, body):
+    def on_health(self, asked):
         if self.lies.get("sick"):
             raise Refused(503, self.lies["sick"])
 
-    def on_v1_models(self, asked, headers, body):
+    def on_v1_models(self, asked):
         length = self.model.config.max_position_embeddings
         return {"data": [{"id": "tiny", "root": "tiny", "parent": None, "max_model_len": length}]}
 
-    def on_collective_rpc(self, asked, headers, body):
+    def on_collective_rpc(self, asked):
         config = self.model.config
         facts = {
             "engine": "native",
@@ -157,80 +157,59 @@ class StubServer:
             "vocab_size": config.vocab_size,
             "dtype": "float32",
             "transfer": "shared memory",
-            "keeps": True,
             "tells_versions": True,
-            "takes_bytes": True,
         }
         return {"results": [facts | self.lies.get("facts", {})]}
 
-    def on_weight_info(self, asked, headers, body):
-        return {"weight_version": str(self.version or "default")}
+    def on_weight_info(self, asked):
+        return {"weight_version": self.version}
 
-    def on_is_paused(self, asked, headers, body):
-        return {"is_paused": self.paused is not None}
-
-    def on_get_world_size(self, asked, headers, body):
-        return {"world_size": 1}
-
-    def on_reset_prefix_cache(self, asked, headers, body):
+    def on_reset_prefix_cache(self, asked):
         return {"success": not self.lies.get("stuck")}
 
-    def on_v1_completions(self, asked, headers, body):
+    def on_v1_completions(self, asked):
         if self.lies.get("statuses"):
             raise Refused(self.lies["statuses"].pop(0), "not now")
         time.sleep(self.lies.get("slow", 0))
         if not self.valid:
             raise Refused(409, "the weights are not whole")
-        wanted = Completions.model_validate(asked)
-        prompts = wanted.prompts(None, None, 10**6)
-        for index, ids in enumerate(prompts):
-            if len(ids) + wanted.max_tokens > self.model.config.max_position_embeddings:
-                raise Refused(400, f"prompt {index} of {len(ids)} tokens is too long", index=index)
-        sampling = wanted.sampling(())
-        version = str(self.version or "default")
+        requests = Completions.model_validate(asked).requests((), self.model.config.max_position_embeddings, VOCABULARY)
         with self.lock:
-            rollouts = self.engine.generate(
-                [Request(p, wanted.n, sampling) for p in prompts], replace(sampling, seed=None)
-            )
-        choices = []
-        for number, rollout in enumerate(rollouts):
-            job = Job(rollout.prompt_ids, 1, sampling, lambda job: None)
-            job.rollouts, job.spans = [rollout], [[(version, len(rollout.token_ids))]]
-            choices.append(choice_of(job, 0, number, wanted, None))
+            rollouts = iter(self.engine.generate(requests, replace(requests[0].sampling, seed=None)))
+        jobs = [Job(request, self.version) for request in requests]
+        for job in jobs:
+            job.rollouts.set_result([next(rollouts) for _ in range(job.request.n)])
+        choices = [choice for job in jobs for choice in choices_of(job, asked["logprobs"])]
+        choices = [choice | {"index": index} for index, choice in enumerate(choices)]
         return {"choices": self.lies["edit"](choices) if self.lies.get("edit") else choices}
 
-    def on_score(self, asked, headers, body):
+    def on_score(self, asked):
         ids = asked["prompt"]
         with self.lock, torch.no_grad():
-            entries = score_sequence(self.model, ids, asked["prompt_logprobs"])
-        listed = [at and {str(i): {"logprob": logp, "rank": rank} for i, (logp, rank) in at.items()} for at in entries]
-        return {"choices": [{"token_ids": [], "prompt_logprobs": listed}]}
+            return {"choices": [score_choice(ids, score_sequence(self.model, ids, asked["prompt_logprobs"]))]}
 
-    def on_pause(self, asked, headers, body):
-        self.paused = asked["mode"]
+    def on_pause(self, asked):
+        self.paused = True
         return {"status": "paused"}
 
-    def on_resume(self, asked, headers, body):
-        self.paused = None
+    def on_resume(self, asked):
+        self.paused = False
         return {"status": "resumed"}
 
-    def on_update_weight_version(self, asked, headers, body):
+    def on_update_weight_version(self, asked):
         self.version = asked["new_version"]
         return {"success": True}
 
-    def on_start_weight_update(self, asked, headers, body):
+    def on_start_weight_update(self, asked):
         self.updating, self.valid, self.came = True, False, []
         return {}
 
-    def on_update_weights(self, asked, headers, body):
+    def on_update_weights(self, asked):
         if not self.updating:
             raise Refused(409, "no update was begun")
-        if asked:
-            part = asked["update_info"]
-            with open(part["path"], "rb") as file:
-                data, checksum = file.read(), part["checksum"]
-        else:
-            data, checksum = bytes(body), headers["X-Checksum"]
+        part = asked["update_info"]
+        with open(part["path"], "rb") as file:
+            data, checksum = file.read(), part["checksum"]
         if xxhash.xxh3_128(data).hexdigest() != checksum:
             raise Refused(409, "the checksum does not fit")
         tensors = load_safetensors(data)
@@ -244,20 +223,18 @@ class StubServer:
         self.came += tensors
         return {}
 
-    def on_complete(self, asked, headers, body):
+    def on_complete(self, asked):
         tied = set(self.model.all_tied_weights_keys)
-        missing = (
-            [] if asked["update_info"]["partial"] else sorted(set(self.model.state_dict()) - set(self.came) - tied)
-        )
+        missing = sorted(set(self.model.state_dict()) - set(self.came) - tied)
         missing += [self.lies["drop_name"]] if self.lies.get("drop_name") else []
         if missing:
             raise Refused(409, f"the server still has old values of {len(missing)} weights: {', '.join(missing)}")
         return {}
 
-    def on_finish_weight_update(self, asked, headers, body):
+    def on_finish_weight_update(self, asked):
         self.updating = False
         if asked.get("weight_version") is not None:
-            self.valid, self.version = True, int(self.lies.get("renames") or asked["weight_version"])
+            self.valid, self.version = True, self.lies.get("renames") or asked["weight_version"]
         return {}
 
 
@@ -273,11 +250,11 @@ class Restarting:
         self.url, (first,) = self.stubs[0].url, self.stubs
         usual = first.answer
 
-        def answer(path, *rest):
+        def answer(path, asked):
             if self.armed and path == self.path:
                 self.restart()
                 raise ConnectionResetError
-            return usual(path, *rest)
+            return usual(path, asked)
 
         first.answer = answer
 

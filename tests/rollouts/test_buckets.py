@@ -12,7 +12,6 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.rollouts.server.weight_sync import (
     SharedFolder,
     buckets,
-    checked_tensors,
     checksum,
     file_tensors,
     hold,
@@ -46,10 +45,7 @@ def test_a_bucket_is_a_safetensors_file_whose_bytes_are_those_of_its_checksum(tm
     for pairs in (bucket, bucket[:2], [("h", torch.randn(5).bfloat16())]):
         digest = write_tensors(pairs, tmp_path / "file")
         assert digest == checksum((tmp_path / "file").read_bytes())
-        for found in (
-            load_file(tmp_path / "file"), file_tensors(tmp_path / "file", digest),
-            checked_tensors((tmp_path / "file").read_bytes(), digest),
-        ):  # fmt: skip
+        for found in (load_file(tmp_path / "file"), file_tensors(tmp_path / "file", digest)):
             assert found.keys() == dict(pairs).keys()
             assert all(torch.equal(found[name], tensor) for name, tensor in pairs)
 
@@ -64,11 +60,10 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
 )
 def test_bytes_that_changed_or_are_no_safetensors_file_are_refused(content, tmp_path):
     (tmp_path / "file").write_bytes(content)
-    for read, source in ((file_tensors, tmp_path / "file"), (checked_tensors, content)):
-        with pytest.raises(ModelError, match="safetensors"):
-            read(source, checksum(content))
-        with pytest.raises(ModelError, match="checksum"):
-            read(source, checksum(content[1:]))
+    with pytest.raises(ModelError, match="safetensors"):
+        file_tensors(tmp_path / "file", checksum(content))
+    with pytest.raises(ModelError, match="checksum"):
+        file_tensors(tmp_path / "file", checksum(content[1:]))
 
 
 def test_folders_of_processes_that_ended_are_removed_and_those_that_are_held_stay(tmp_path):

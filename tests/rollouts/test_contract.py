@@ -150,6 +150,9 @@ def test_logps_are_those_before_truncation(engine):
     if engine.name == "paged":  # It knows those after it alone, and does not pass them off as the others.
         assert all(not r.logp and len(r.processed_logp) == 4 for r in rollouts)
         return
+    if engine.name == "server":  # It knows those after it alone, and says that they are.
+        assert all(r.logp == r.processed_logp and len(r.logp) == 4 for r in rollouts)
+        return
     rows = [Row(r.prompt_ids, [r.token_ids], [[1] * 4]) for r in rollouts]
     for r, truth in zip(rollouts, sequence_logps(engine.model, rows), strict=True):
         assert torch.allclose(torch.tensor(r.logp), truth, atol=1e-3)

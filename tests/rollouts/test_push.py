@@ -34,7 +34,7 @@ def test_memory_is_kept_from_push_to_push_and_none_is_left_behind(stub):
     client, pusher, found = VLLMClient(stub.url), Pusher(bucket_bytes=20_000), []
     for version in (1, 2):
         model = build_model(37, seed=version)
-        assert pusher.push(weights_of(model), {client: version}) == {client: None}
+        assert pusher.push(weights_of(model), [client], f"x-{version}") == {client: None}
         assert arrived(stub, model)
         found.append([pusher.file(number) for number in range(2)])
     assert found[0] == found[1] and all(path.exists() for path in found[0])
@@ -43,15 +43,14 @@ def test_memory_is_kept_from_push_to_push_and_none_is_left_behind(stub):
     client.close()
 
 
-def test_where_shared_memory_has_no_room_weights_go_through_http(stub, monkeypatch, caplog):
+def test_where_shared_memory_has_no_room_the_push_fails_and_says_what_to_do(stub, monkeypatch):
     def full(bucket, path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(weight_sync, "write_tensors", full)
-    client, model = VLLMClient(stub.url), build_model(37)
-    pusher = Pusher(bucket_bytes=2000, shared=True)
-    assert pusher.push(weights_of(model), {client: 1}) == {client: None}
-    assert client.weight_version() == 1 and arrived(stub, model)
-    assert "no room" in caplog.text and caplog.text.count("no room") == 1
+    client, pusher = VLLMClient(stub.url), Pusher(bucket_bytes=2000)
+    (error,) = pusher.push(weights_of(build_model(37)), [client], "x-1").values()
+    assert error.phase == "bucket" and "--shm-size" in str(error)
+    assert stub.version == "incomplete" and not stub.paused
     pusher.close()
     client.close()

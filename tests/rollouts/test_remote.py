@@ -30,14 +30,14 @@ def _quick(monkeypatch):
         monkeypatch.setattr(module, "WAIT", 0.05)
 
 
-def stub_of(made, version=0, **options):
+def stub_of(made, version="default", **options):
     made.append(StubServer(build_model(VOCAB, seed=9), **options))
     made[-1].version = version
     return made[-1]
 
 
 def following(made, *holders, **options):
-    made.append(FollowingEngine(**({"request_timeout": 20, "news_timeout": 0.3} | options)))
+    made.append(FollowingEngine(**({"request_timeout": 20} | options)))
     for one in holders:
         made[-1].set_servers(one)
     return made[-1]
@@ -64,50 +64,38 @@ def paths(stub, *wanted):
     return [path for _, path in stub.calls if path in wanted]
 
 
-# Workers -------------------------------------------------------------------------------------------------------------
+# Workers
 
 
-def test_versions_are_the_trainer_s_whatever_servers_call_them(made):
-    stub = stub_of(made, version=41)
-    engine = following(made, ServerVersions(1, {stub.url: 40}), ServerVersions(2, {stub.url: 41}))
+def of(version, *stubs):
+    return ServerVersions("run", version, tuple(stub.url for stub in stubs))
+
+
+def test_a_version_whose_news_is_on_its_way_will_do(made):
+    stub = stub_of(made, version="run-2")
+    engine = following(made, of(1, stub))
     assert [(r.version, r.spans) for r in engine.generate(REQUESTS, SAMPLING)] == [(2, None)] * 4
-
-    def written(*runs):
-        return {"weight_versions": [{"version": str(v), "start": a, "end": b} for v, a, b in runs]}
-
-    stub.lies["edit"] = lambda c: [c[0] | written((40, 0, 2), (41, 2, 6)), c[1] | written((40, 0, 6))]
-    found = engine.generate(REQUESTS[:1], SAMPLING)
-    assert [(r.version, r.spans) for r in found] == [(1, [(1, 2), (2, 4)]), (1, None)]
 
 
 def test_trap_s6_weights_that_this_run_never_gave_write_nothing_for_it(made):
-    stub, other = stub_of(made, version=7), stub_of(made, version=7)
-    engine = following(made, ServerVersions(3, {stub.url: 7, other.url: 7}))
+    stub, other = stub_of(made, version="run-3"), stub_of(made, version="run-3")
+    engine = following(made, of(3, stub, other))
     assert len(engine.generate(REQUESTS, SAMPLING)) == 4
-    stub.version = 0  # It was restarted.
+    stub.version = "default"  # It was restarted.
     for _ in range(2):
         assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {3}
-    assert engine.fleet.servers[stub.url].pushed is None
-    other.version = 0
+    assert engine.fleet.servers[stub.url].holds == ""
+    other.version = "another-3"
     with pytest.raises(
-        WeightSyncError, match=r"sampled from weights of version 0, which this run never gave it \(the last was 7\)"
+        WeightSyncError, match="sampled from weights of version another-3, and version run-3 was pushed"
     ):
         engine.generate(REQUESTS[:1], SAMPLING)
 
 
-def test_news_that_is_still_on_its_way_is_waited_for(made):
-    stub = stub_of(made, version=8)  # The push is done, and told a little later.
-    engine = following(made, ServerVersions(1, {stub.url: 7}), news_timeout=20)
-    news = threading.Timer(0.2, engine.set_servers, [ServerVersions(2, {stub.url: 8})])
-    news.start()
-    assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {2}
-    news.join()
-
-
 def test_while_nobody_holds_the_weights_a_worker_waits_for_news(made):
-    stub, newcomer = stub_of(made, version=0), stub_of(made, version=1)
-    engine = following(made, ServerVersions(1, {stub.url: 1}), patience=20.0)
-    news = threading.Timer(0.3, engine.set_servers, [ServerVersions(1, {newcomer.url: 1})])
+    stub, newcomer = stub_of(made), stub_of(made, version="run-1")
+    engine = following(made, of(1, stub), patience=20.0)
+    news = threading.Timer(0.3, engine.set_servers, [of(1, newcomer)])
     news.start()
     assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {1}
     assert list(engine.fleet.servers) == [newcomer.url]
@@ -115,8 +103,8 @@ def test_while_nobody_holds_the_weights_a_worker_waits_for_news(made):
 
 
 def test_many_threads_ask_while_servers_come_and_go(made):
-    stubs = [stub_of(made, version=1) for _ in range(3)]
-    engine = following(made, ServerVersions(1, {stubs[0].url: 1}), patience=20.0)
+    stubs = [stub_of(made, version="run-1") for _ in range(3)]
+    engine = following(made, of(1, stubs[0]), patience=20.0)
     failures = []
 
     def ask():
@@ -130,7 +118,7 @@ def test_many_threads_ask_while_servers_come_and_go(made):
     for thread in threads:
         thread.start()
     for chosen in ([0, 1], [1, 2], [2], [0, 1, 2]):
-        engine.set_servers(ServerVersions(1, {stubs[i].url: 1 for i in chosen}))
+        engine.set_servers(of(1, *(stubs[i] for i in chosen)))
         time.sleep(0.05)
     for thread in threads:
         thread.join()
@@ -142,21 +130,18 @@ def test_a_worker_pushes_no_weights(made):
         following(made).load_weights([], 1)
 
 
-# The trainer ---------------------------------------------------------------------------------------------------------
+# The trainer
 
 
-def test_each_server_is_paused_around_its_update_and_what_can_be_kept_is(made):
-    stub, other = stub_of(made, version=5), stub_of(made)
-    other.lies["facts"] = {"keeps": False}
-    transfer, model, modes = transfer_to(made, stub, other), build_model(VOCAB), []
+def test_each_server_is_paused_around_its_update(made):
+    stub, other = stub_of(made), stub_of(made)
+    transfer, model = transfer_to(made, stub, other), build_model(VOCAB)
     for one in (stub, other):
-        usual = one.on_pause
-        one.on_pause = lambda asked, *rest, usual=usual: modes.append(asked["mode"]) or usual(asked, *rest)
+        one.calls.clear()
     push(transfer, model)
     sent = ("pause", "start_weight_update", "finish_weight_update", "resume")
     assert paths(stub, *sent) == paths(other, *sent) == list(sent)
-    assert sorted(modes) == ["keep", "wait"]
-    assert transfer.holders == ServerVersions(1, {stub.url: 6, other.url: 1})
+    assert transfer.holders == ServerVersions(transfer.engine.run, 1, (stub.url, other.url))
     assert torch.equal(stub.model.model.norm.weight, model.model.norm.weight)
 
 
@@ -165,13 +150,13 @@ def test_a_server_that_is_gone_is_left_out_until_it_is_back_and_has_the_weights(
     transfer, model = transfer_to(made, stub, other), build_model(VOCAB)
     stub.die()
     push(transfer, model)
-    assert list(transfer.holders.versions) == [other.url]
+    assert transfer.holders.urls == (other.url,)
     assert stub.url in transfer.failure_reason() and other.url not in transfer.failure_reason()
     assert not transfer.missing_weights()
     stub_of(made, port=stub.http.server_port)
     assert transfer.missing_weights()
     push(transfer, model)
-    assert sorted(transfer.holders.versions) == sorted([stub.url, other.url])
+    assert sorted(transfer.holders.urls) == sorted([stub.url, other.url])
     assert transfer.failure_reason() == ""
 
 
@@ -181,7 +166,7 @@ def test_a_push_that_fails_leaves_no_server_paused_and_the_version_as_it_was(mad
     stub.lies["fail"] = "complete"
     with pytest.raises(WeightSyncError):
         push(transfer, build_model(VOCAB))
-    assert (stub.paused, transfer.version, transfer.holders.versions) == (None, 0, {})
+    assert (stub.paused, transfer.version, transfer.holders.urls) == (False, 0, ())
 
 
 def test_servers_that_lost_their_weights_get_the_same_version_again_and_nobody_else_is_sent_anything(made):
@@ -189,10 +174,10 @@ def test_servers_that_lost_their_weights_get_the_same_version_again_and_nobody_e
     transfer, model = transfer_to(made, stub, other), build_model(VOCAB)
     push(transfer, model)
     assert not transfer.missing_weights()
-    stub.version = 0
+    stub.version = "default"
     assert transfer.missing_weights()
     transfer.send_again(Weights(model))
-    assert transfer.holders == ServerVersions(1, {stub.url: 1, other.url: 1})
+    assert transfer.holders.urls == (stub.url, other.url)
     assert not transfer.missing_weights()
     assert (len(paths(stub, "start_weight_update")), len(paths(other, "start_weight_update"))) == (2, 1)
 
@@ -210,7 +195,7 @@ def test_a_server_that_is_too_busy_to_answer_is_not_left_out(made):
 
     served.client.info = busy
     push(transfer, model)
-    assert len(failures) == 1 and transfer.holders == ServerVersions(1, {stub.url: 1})
+    assert len(failures) == 1 and transfer.holders.urls == (stub.url,)
     assert not transfer.missing_weights() and failures == []
     assert transfer.failure_reason() == ""
 
@@ -228,8 +213,8 @@ def test_workers_are_told_of_a_server_that_was_gone_for_a_moment_and_kept_its_we
     engine.load_weights = load_and_lose
     push(transfer, model)
     engine.load_weights = load
-    assert list(transfer.holders.versions) == [other.url]
+    assert transfer.holders.urls == (other.url,)
     assert transfer.missing_weights()
     transfer.send_again(Weights(model))
-    assert transfer.holders == ServerVersions(1, {stub.url: 1, other.url: 1}) and not transfer.missing_weights()
+    assert transfer.holders.urls == (stub.url, other.url) and not transfer.missing_weights()
     assert [len(paths(one, "start_weight_update")) for one in (stub, other)] == [1, 1]

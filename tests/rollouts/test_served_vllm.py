@@ -57,7 +57,7 @@ def gap(engine, policy, version):
 
 def test_every_path_but_health_asks_for_the_token(url):
     assert requests.get(url + "/health", timeout=10).status_code == 200
-    for path in ("/v1/models", "/weight_info", "/is_paused"):
+    for path in ("/v1/models", "/weight_info"):
         assert requests.get(url + path, timeout=10).status_code == 401
 
 
@@ -87,9 +87,8 @@ def test_a_push_that_fails_leaves_weights_that_are_not_sampled_from_until_a_whol
         whole[:-3],
     )
     for number, pairs in enumerate(broken):
-        weights = type("Named", (list,), {"names": []})(pairs)  # As a whole set, not a part of one.
         with pytest.raises(WeightSyncError):
-            engine.load_weights(weights, 10 * number + 4)
+            engine.load_weights(pairs, 10 * number + 4)
         with pytest.raises(WeightSyncError, match="not whole"):
             next(iter(engine.fleet.servers.values())).client.complete([PROMPTS[0]])
         engine.load_weights(Weights(model, checkpoint_names=True), 10 * number + 5)
@@ -116,14 +115,12 @@ def test_checks_have_nothing_to_say_of_it_and_find_another_model(engine, model, 
     assert codes(build_model(model.config.vocab_size), max_completion_length=64) == ["PT-S001"]
 
 
-def test_teachers_score_and_conversations_are_rendered(engine, model):
+def test_teachers_score(engine, model):
     (server,) = engine.fleet.live
     (one,) = server.client.score([[5, 6, 7, 8]], [2], top=30)
     logps = model(torch.tensor([[5, 6, 7]])).logits[0, 1:].detach().log_softmax(-1)
     assert one.logps == pytest.approx([float(logps[0, 7]), float(logps[1, 8])], abs=1e-3)
     assert [ids[:3] for ids in one.top_ids] == logps.topk(3).indices.tolist()
-    reply = server.client.chat([[{"role": "user", "content": "sum"}]], max_tokens=3)
-    assert len(reply["completion_ids"][0]) <= 3
 
 
 def test_grpo_steps_over_it_are_on_policy(url, folder, tmp_path):

@@ -8,7 +8,8 @@ import time
 import requests
 import uvicorn
 
-from posttrain.serve.engines import NativeServed
+from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.serve.engines import ServedEngine
 from posttrain.serve.host import Host, create_app
 from posttrain.serve.server import ServeConfig
 from tests.conftest import build_model
@@ -42,15 +43,15 @@ class Running:
 
 def native(seed=0, **options):
     """A tiny model on the native engine."""
-    return NativeServed(build_model(VOCAB, seed=seed), **options)
+    return ServedEngine(NativeEngine(build_model(VOCAB, seed=seed), pad_token_id=0, **options))
 
 
-def running(make=native, tokenizer=None, context=64, **options):
+def running(make=native, context=64, **options):
     """Start a server on a free port of this machine; close it afterwards."""
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     port = bound.getsockname()[1]
-    host = Host(make, ServeConfig("tiny", port=port, **options), tokenizer=tokenizer, context=context)
+    host = Host(make(), ServeConfig("tiny", port=port, **options), context=context)
     server = uvicorn.Server(uvicorn.Config(create_app(host), log_level="warning", backlog=2048))
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from posttrain.cli.parser import PosttrainArgumentParser
-from posttrain.serve.server import ServeConfig, vllm_command
+from posttrain.cli.vllm_serve import vllm_command
+from posttrain.serve.server import ServeConfig
 
 FOLDER = Path(__file__).parents[2] / "examples" / "serving"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))

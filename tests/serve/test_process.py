@@ -31,7 +31,7 @@ def process(tmp_path, *options):
         running = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=environment)
     try:
         deadline = time.monotonic() + 120
-        while (found := re.search(r"ready on (http://\S+)", log.read_text())) is None:
+        while (found := re.search(r"running on (http://\S+)", log.read_text())) is None:
             assert running.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
         while True:
@@ -89,13 +89,13 @@ def test_a_thousand_concurrent_requests_on_the_native_engine_and_none_is_lost(tm
         assert session.post(url + "/v1/completions", json=body, timeout=10).status_code == 400
         other = build_model(len(tiny_tokenizer), seed=1)
         client = VLLMClient(url)
-        client.update_model_params(other)
+        client.update_model_params(other, "mine-1")
         client.close()
         new = NativeEngine(other, pad_token_id=0).generate([Request(p, 1, sampling) for p in prompts[:5]], sampling)
         for prompt, rollout in zip(prompts[:5], new, strict=True):
             (choice,) = ask(prompt).json()["choices"]
             assert choice["token_ids"] == rollout.token_ids
-            assert choice["weight_versions"] == [{"version": "1", "start": 0, "end": 4}]
+            assert choice["weight_version"] == "mine-1"
             assert choice["logprobs"]["token_logprobs"] == pytest.approx(rollout.logp, abs=1e-4)
 
 

@@ -254,8 +254,8 @@ class RolloutService:
         if kind == "server":
             from posttrain.rollouts.server.engine import FollowingEngine
 
-            waits = {"patience": self.args.vllm_server_timeout, "news_timeout": self.args.sync_timeout_s}
-            factory = functools.partial(FollowingEngine, **self._server_options(), **waits)
+            patience = self.args.vllm_server_timeout
+            factory = functools.partial(FollowingEngine, patience=patience, **self._server_options())
         return EngineSpec(
             kind,
             config=inner.config,

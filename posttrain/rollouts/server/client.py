@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 import tenacity
-from torch import Tensor, nn
+from torch import nn
 
 from posttrain.errors import (
     BadRequest,
@@ -37,17 +39,29 @@ __all__ = ["VLLMClient"]
 
 logger = logging.getLogger(__name__)
 
-QUICK = (3.0, 5.0)  # Seconds to connect and to be answered: health, versions.
-CONNECT = 5.0
+# Seconds to connect, and to be answered where nothing is to be computed: health, versions.
+QUICK = 5.0
 GENERATE_TIMEOUT, PAUSE_TIMEOUT, UPDATE_TIMEOUT = 600.0, 300.0, 720.0
-SECONDS_PER_TOKEN = 0.02  # Of a request's time-out, beyond 30 s.
-TOGETHER = 64  # Prompts of one request without a seed of its own; servers batch requests by themselves.
-BACK_OFF, LONGEST_WAIT = 0.5, 8.0  # Seconds before the second try, doubled at each further one up to the longest.
-UNMADE = (502, 503, 504, 429)  # Statuses after which the same request is sent again.
-PHASES = {"start_weight_update": "begin", "update_weights": "bucket", "finish_weight_update": "end"}
-PHASES |= {"init_weight_transfer_engine": "init"}
+# Of a request's time-out, beyond 30 s.
+SECONDS_PER_TOKEN = 0.02
+# Requests of one call that are on their way at once; servers batch them by themselves.
+AT_ONCE = 256
+# Seconds before the second try, doubled at each further one up to the longest.
+BACK_OFF, LONGEST_WAIT = 0.5, 8.0
+# Statuses after which the same request is sent again.
+UNMADE = (429, 502, 503, 504)
+# Phase of `WeightSyncError` by path.
+PHASES = {
+    "/init_weight_transfer_engine": "init",
+    "/start_weight_update": "begin",
+    "/update_weights": "bucket",
+    "/finish_weight_update": "end",
+}
+# Sampling that changes nothing; all of it is sent, so that defaults of the model's folder do not count.
+NEUTRAL = {"temperature": 1.0, "max_tokens": 16, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+# Further fields of a request.
 FURTHER = {"ignore_eos", "stop_token_ids", "min_tokens", "stop", "logit_bias", "structured_outputs", "seed"}
-FURTHER |= {"frequency_penalty", "presence_penalty"}  # Of vLLM alone; our host refuses them.
+FURTHER |= {"frequency_penalty", "presence_penalty"}
 
 
 class VLLMClient:
@@ -106,7 +120,7 @@ class VLLMClient:
         """Whether the server runs on this machine, so that memory can be shared with it."""
         return self.host in LOOPBACK
 
-    # HTTP --------------------------------------------------------------------------------------------------------------
+    # HTTP
 
     def call(
         self,
@@ -114,19 +128,17 @@ class VLLMClient:
         path: str,
         body: Any = None,
         *,
-        timeout: float | tuple[float, float] = PAUSE_TIMEOUT,
+        timeout: float = PAUSE_TIMEOUT,
         retries: int = 0,
-        headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """One request and its answer, sent again up to ``retries`` times where nothing came, or a 502, 503, 504 or 429.
 
         Args:
             method: ``GET`` or ``POST``.
             path: Below the server's address.
-            body: Bytes, or what becomes JSON.
-            timeout: Seconds to be answered, or a pair with the seconds to connect.
+            body: Sent as JSON.
+            timeout: Seconds to be answered.
             retries: Further tries.
-            headers: Of this request.
 
         Raises:
             ServerUnreachable: No connection, no answer in time, or one that breaks off.
@@ -141,47 +153,39 @@ class VLLMClient:
             before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
             reraise=True,
         )
-        return again(self._once, method, path, body, timeout, headers)
+        return again(self._once, method, path, body, timeout)
 
-    def _once(self, method: str, path: str, body: Any, timeout: Any, headers: Any) -> dict[str, Any]:
-        connect, answer = timeout if isinstance(timeout, tuple) else (CONNECT, timeout)
-        sent = {"content": body} if isinstance(body, bytes | bytearray) else {"json": body} if body is not None else {}
-        url = self.base_url + path
+    def _once(self, method: str, path: str, body: Any, timeout: float) -> dict[str, Any]:
+        url, limit = self.base_url + path, httpx2.Timeout(timeout, connect=QUICK)
         # After an error vLLM closes the connection: the next request of an update, which is sent once, takes a new one.
-        headers = dict(headers or {}) | ({"Connection": "close"} if path.strip("/") in PHASES else {})
+        headers = {"Connection": "close"} if path in PHASES else None
         try:
-            response = self.session.request(
-                method, url, timeout=httpx2.Timeout(answer, connect=connect), headers=headers, **sent
-            )
+            response = self.session.request(method, url, timeout=limit, headers=headers, json=body)
             # Health and others answer nothing but 200.
             found = response.json() if response.status_code == 200 and response.content else {}
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
-            text = f"{url} gave no answer within {answer:g} s."
+            text = f"{url} gave no answer within {timeout:g} s."
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
-        except (httpx2.HTTPError, OSError, ValueError) as error:  # A ValueError: what came is not JSON.
-            broken = isinstance(error, ValueError | httpx2.RemoteProtocolError | httpx2.DecodingError)
-            text = "broke off in the middle of its answer" if broken else "could not be reached"
-            raise ServerUnreachable(f"{url} {text} ({str(error)[:200]}).", url=self.base_url) from error
+        except (httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
+            # A ValueError: what came is half of a JSON text. A RuntimeError: the server was taken off the list meanwhile, and
+            # its connections were closed.
+            raise ServerUnreachable(
+                f"{url} could not be reached, or its answer broke off: {error}.", url=self.base_url
+            ) from error
         if response.status_code != 200:
             raise self._failure(path, response)
         return found
 
     def _failure(self, path: str, response: httpx2.Response) -> RolloutServerError:
         """The typed error of a status other than 200."""
-        status, detail = response.status_code, response.text[:500]
-        try:
-            said = response.json()
-            detail = said.get("error", said.get("detail", said))
-        except (ValueError, AttributeError):
-            pass
-        reason = detail.get("message", detail) if isinstance(detail, dict) else detail
-        text, url = f"{self.base_url}{path} answered {status}: {reason}", self.base_url
-        phase = PHASES.get(path.strip("/"))
-        if phase is not None or status == 409:
-            return WeightSyncError(text, phase=phase or "generate", url=url)
-        if status in (400, 413, 422):
-            return BadRequest(text, index=detail.get("index") if isinstance(detail, dict) else None, url=url)
-        return ServerBusy(text, url=url) if status in UNMADE else RolloutServerError(text, url=url)
+        status, url, reason = response.status_code, self.base_url, response.text[:500]
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            reason = response.json()["error"]["message"]
+        text = f"{url}{path} answered {status}: {reason}"
+        if path in PHASES or status == 409:
+            return WeightSyncError(text, phase=PHASES.get(path, "generate"), url=url)
+        kinds = {400: BadRequest, 413: BadRequest, 422: BadRequest} | dict.fromkeys(UNMADE, ServerBusy)
+        return kinds.get(status, RolloutServerError)(text, url=url)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait until the server says that it is healthy; any other answer counts as none.
@@ -208,13 +212,13 @@ class VLLMClient:
         """Raise where the server is not healthy."""
         self.call("GET", "/health", timeout=QUICK)
 
-    # What the server is --------------------------------------------------------------------------------------------------
+    # What the server is
 
     def info(self) -> dict[str, Any]:
         """Model, limits and ``weight_version``, as far as the server says; ``takes_no_weights`` says what it lacks."""
-        cards = self.call("GET", "/v1/models", timeout=QUICK, retries=2).get("data") or [{}]
-        card = next((card for card in cards if card.get("parent") is None), cards[0])
         if not self.facts:
+            cards = self.call("GET", "/v1/models", timeout=QUICK, retries=2).get("data") or [{}]
+            card = next((card for card in cards if card.get("parent") is None), cards[0])
             known = {"model": card.get("root") or card.get("id"), "max_model_len": card.get("max_model_len")}
             self.facts = known | {"served": card.get("id")} | self._facts()
         return self.facts | {"weight_version": self.weight_version()}
@@ -227,7 +231,7 @@ class VLLMClient:
         except RolloutServerError:
             pass
         try:
-            config = self.call("GET", "/server_info?config_format=json", timeout=(3.0, 30.0), retries=2)["vllm_config"]
+            config = self.call("GET", "/server_info?config_format=json", timeout=30.0, retries=2)["vllm_config"]
         except RolloutServerError:
             return {"engine": "vllm", "takes_no_weights": "it runs without VLLM_SERVER_DEV_MODE=1"}
         model, backend = config.get("model_config") or {}, (config.get("weight_transfer_config") or {}).get("backend")
@@ -237,82 +241,80 @@ class VLLMClient:
             known["takes_no_weights"] = f"it runs without our worker extension, and its weight transfer is {backend}"
         return known
 
-    def weight_version(self) -> int | None:
-        """The version that was pushed last; 0: of the checkpoint; None: it does not say, or its weights are not whole."""
+    def weight_version(self) -> str:
+        """What the server calls its weights: the name that was pushed last; empty where it does not say."""
         try:
-            name = str(self.call("GET", "/weight_info", timeout=QUICK, retries=2).get("weight_version"))
+            return str(self.call("GET", "/weight_info", timeout=QUICK, retries=2).get("weight_version"))
         except ServerUnreachable:
             raise
         except RolloutServerError:
-            return None
-        return None if name == INCOMPLETE else int(name) if name.isdigit() else 0
+            return ""
 
-    def get_world_size(self) -> int:
-        """Workers that take part in a weight update."""
-        return int(self.call("GET", "/get_world_size", timeout=QUICK)["world_size"])
-
-    # Generation ----------------------------------------------------------------------------------------------------------
+    # Generation
 
     def complete(
-        self, prompts: Sequence[Any], *, n: int = 1, seeds: Sequence[int | None] | None = None, retries: int = 3,
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        n: int = 1,
+        seeds: Sequence[int | None] | None = None,
+        retries: int = 3,
         **body: Any,
-    ) -> list[dict[str, Any]]:  # fmt: skip
-        """Completions by ``/v1/completions``: ``n`` choices of each prompt, in order.
+    ) -> list[dict[str, Any]]:
+        """Completions by ``/v1/completions``: ``n`` choices of each prompt, in order; each prompt is a request of its own.
 
         A request that is sent again is computed again: with a seed it says the same, and nothing else depends on it.
 
         Args:
-            prompts: Token ids of each, or texts.
+            prompts: Token ids of each, or texts (which `posttrain serve` does not take).
             n: Completions a prompt.
-            seeds: One a prompt, or None.
+            seeds: One a prompt; None: the server draws them.
             retries: Further tries where nothing came, or a 502, 503 or 504.
             body: Further fields.
 
         Returns:
-            Choices as the server words them; each says by ``weight_versions`` which weights wrote which tokens.
+            Choices as the server words them; each names by ``weight_version`` the weights that wrote it.
 
         Raises:
             WeightSyncError: The weights are not whole, or changed while a server sampled that does not say which wrote what.
         """
-        drawn = 1 if body.get("temperature") == 0 else n  # vLLM refuses several of what can only be one.
-        body = {"model": self.facts.get("served"), "n": drawn, "logprobs": 0} | body
+        # vLLM refuses several of what can only be one.
+        drawn = 1 if body.get("temperature") == 0 else n
+        body = {"model": self.facts.get("served"), "n": drawn, "logprobs": 0, "max_tokens": 16} | body
         body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        tells = self.facts.get("tells_versions", False)
-        before = None if tells else self._sampled_version()
-        size = 1 if seeds is not None and seeds[0] is not None else TOGETHER
-        parts = [slice(at, at + size) for at in range(0, len(prompts), size)]
-        timeout = self.time_for(len(prompts) * n * body.get("max_tokens", 16))
+        tells, vocabulary = self.facts.get("tells_versions", False), self.facts.get("vocab_size")
+        before = "" if tells else self._whole_version()
+        timeout = self.time_for(len(prompts) * n * body["max_tokens"])
 
-        def ask(part: slice) -> list[dict[str, Any]]:
-            listed = [p if isinstance(p, str) else list(p) for p in prompts[part]]
-            seed = {} if size > 1 or seeds is None else {"seed": seeds[part.start]}
-            sent = body | seed | {"prompt": listed}
+        def ask(prompt: Any, seed: int | None) -> list[dict[str, Any]]:
+            sent = body | {"prompt": prompt} | ({} if seed is None else {"seed": seed})
             reply = self.call("POST", "/v1/completions", sent, timeout=timeout, retries=retries)
-            most, vocabulary = body.get("max_tokens", 16), self.facts.get("vocab_size")
-            found = checked_choices(reply, listed, drawn, most=most, vocabulary=vocabulary, url=self.base_url)
-            return [choice for choice in found for _ in range(n // drawn)]
+            found = checked_choices(reply, prompt, drawn, body["max_tokens"], vocabulary, self.base_url)
+            return found * (n // drawn)
 
-        with ThreadPoolExecutor(max_workers=max(min(len(parts), TOGETHER), 1)) as pool:
-            choices = [choice for found in pool.map(ask, parts) for choice in found]
-        if not tells:
-            after = self._sampled_version()
-            if after != before:
-                raise WeightSyncError(
-                    f"the weights of {self.base_url} changed from version {before} to {after} while it sampled.",
-                    phase="reply", version=after, url=self.base_url,
-                )  # fmt: skip
-            for choice in choices:
-                choice["weight_versions"] = [{"version": str(after), "start": 0, "end": len(choice["token_ids"])}]
-        return choices
+        with ThreadPoolExecutor(max_workers=max(min(len(prompts), AT_ONCE), 1)) as pool:
+            answers = pool.map(ask, prompts, seeds or [None] * len(prompts))
+            choices = [choice for found in answers for choice in found]
+        if tells:
+            return choices
+        after = self._whole_version()
+        if after != before:
+            raise WeightSyncError(
+                f"the weights of {self.base_url} changed from version {before} to {after} while it sampled.",
+                phase="reply",
+                url=self.base_url,
+            )
+        return [choice | {"weight_version": after} for choice in choices]
 
-    def _sampled_version(self) -> int:
+    def _whole_version(self) -> str:
         version = self.weight_version()
-        if version is None and "takes_no_weights" not in self.facts:
+        if version == INCOMPLETE:
             raise WeightSyncError(
                 f"the weights of {self.base_url} are not whole: a push failed midway. Push all of them again.",
-                phase="generate", url=self.base_url,
-            )  # fmt: skip
-        return version or 0
+                phase="generate",
+                url=self.base_url,
+            )
+        return version
 
     def time_for(self, tokens: int) -> float:
         """Seconds a generation of this many tokens may take."""
@@ -323,31 +325,21 @@ class VLLMClient:
         prompts: Sequence[str] | Sequence[Sequence[int]],
         *,
         n: int = 1,
-        repetition_penalty: float = 1.0,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        max_tokens: int = 16,
         logprobs: int | None = 0,
         structured_outputs_regex: str | None = None,
         generation_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> dict[str, Any]:
         """Sample ``n`` completions a prompt; arguments and reply are those of TRL's client.
 
         Args:
             prompts: Texts or token ids.
             n: Completions a prompt.
-            repetition_penalty: 1 is off.
-            temperature: 0 is greedy.
-            top_p: 1 is off.
-            top_k: 0 is off.
-            min_p: 0 is off.
-            max_tokens: Most tokens of a completion.
             logprobs: 0: of the sampled token; k: of the k most likely too; None: none in the reply.
             structured_outputs_regex: Pattern that completions match.
-            generation_kwargs: Further fields of a request: ``seed``, ``stop``, ``stop_token_ids``, ``min_tokens``,
-                ``logit_bias``, ``ignore_eos``, ``structured_outputs``.
+            generation_kwargs: Further fields of a request: ``seed``, ``stop``, ``min_tokens``, and so on.
+            sampling: ``temperature``, ``max_tokens``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``; what is left out
+                is at its neutral value, and ``max_tokens`` at 16.
 
         Returns:
             ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``logprob_token_ids`` by rank, ``finish_reasons``,
@@ -356,16 +348,13 @@ class VLLMClient:
         Raises:
             BadRequest: Fields that servers do not know.
         """
-        body: dict[str, Any] = {"repetition_penalty": repetition_penalty, "temperature": temperature, "top_p": top_p}
-        body |= {"top_k": top_k, "min_p": min_p, "max_tokens": max_tokens, "logprobs": logprobs or 0}
-        if unknown := sorted(
-            set(generation_kwargs or {}) - FURTHER - set(body)
-        ):  # vLLM would leave them out in silence.
-            raise BadRequest(f"generation_kwargs: {', '.join(unknown)}: servers have no such field.", url=self.base_url)
-        body |= dict(generation_kwargs or {})
+        body = NEUTRAL | sampling | dict(generation_kwargs or {})
+        # vLLM would leave them out in silence.
+        if unknown := sorted(body.keys() - NEUTRAL.keys() - FURTHER):
+            raise BadRequest(f"{', '.join(unknown)}: servers have no such field.", url=self.base_url)
         if structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": structured_outputs_regex}
-        choices = self.complete(prompts, n=n, **body)
+        choices = self.complete(prompts, n=n, logprobs=logprobs or 0, **body)
         lines = [ranked(choice) for choice in choices]
         values = [[[None if math.isnan(v) else v for _, v in at] for at in line] for line in lines]
         return {
@@ -374,24 +363,8 @@ class VLLMClient:
             "logprobs": None if logprobs is None else values,
             "logprob_token_ids": None if logprobs is None else [[[i for i, _ in at] for at in line] for line in lines],
             "finish_reasons": [choice.get("finish_reason") for choice in choices],
-            "weight_versions": [choice["weight_versions"] for choice in choices],
+            "weight_versions": [choice["weight_version"] for choice in choices],
         }
-
-    def chat(
-        self, messages: Sequence[Sequence[Mapping[str, Any]]], *, tools: Sequence[Any] | None = None, **fields: Any
-    ) -> dict[str, Any]:
-        """Sample answers to conversations, rendered by the server's chat template; otherwise as `generate`."""
-        from transformers.utils import get_json_schema
-
-        listed = [get_json_schema(tool) if callable(tool) else tool for tool in tools or ()]
-        prompts = []
-        for one in messages:
-            body: dict[str, Any] = {"model": self.facts.get("served"), "messages": [dict(m) for m in one]}
-            going_on = one[-1]["role"] == "assistant"
-            body |= {"add_generation_prompt": not going_on, "continue_final_message": going_on}
-            body |= {"tools": listed} if listed else {}
-            prompts.append(self.call("POST", "/tokenize", body, retries=3)["tokens"])
-        return self.generate(prompts, **fields)
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, top: int = 0) -> list[Scores]:
         """Log-probs of given sequences under the served weights, at temperature 1: for teachers, and for comparisons.
@@ -430,35 +403,7 @@ class VLLMClient:
             known = list(pool.map(ask, sequences))
         return [scores_of(*one, top) for one in zip(sequences, prompt_lengths, known, strict=True)]
 
-    def get_sequence_logprobs(
-        self,
-        sequences: Sequence[Sequence[int]],
-        prompt_lengths: Sequence[int],
-        *,
-        top_logprobs: int = 100,
-        temperature: float = 1.0,
-    ) -> dict[str, Any]:
-        """`score` with the reply of TRL's client: rows of ``top_logprobs`` entries, padded with minus infinity.
-
-        Raises:
-            ConfigError: A temperature other than 1, at which vLLM does not score.
-        """
-        if temperature != 1.0:
-            raise ConfigError(f"temperature={temperature}: servers score given sequences at temperature 1 alone.")
-        found = self.score(sequences, prompt_lengths, top=top_logprobs)
-
-        def padded(row: list[Any], filler: Any) -> list[Any]:
-            return row + [filler] * (top_logprobs - len(row))
-
-        tokens = [[[t] for t in ids[begin:]] for ids, begin in zip(sequences, prompt_lengths, strict=True)]
-        return {
-            "logprobs": [[padded(at, -math.inf) for at in one.top_logps] for one in found],
-            "logprob_token_ids": [[padded(at, 0) for at in one.top_ids] for one in found],
-            "actual_logprobs": [[[-math.inf if math.isnan(v) else v] for v in one.logps] for one in found],
-            "actual_token_ids": tokens,
-        }
-
-    # State ---------------------------------------------------------------------------------------------------------------
+    # State
 
     def reset_prefix_cache(self) -> None:
         """Forget keys and values of earlier requests.
@@ -469,22 +414,15 @@ class VLLMClient:
         if self.call("POST", "/reset_prefix_cache").get("success") is False:
             raise WeightSyncError(f"{self.base_url} refused to forget keys and values.", phase="end", url=self.base_url)
 
-    def pause(self, mode: str = "keep") -> None:
-        """Hold generation: ``keep`` what runs, ``abort`` it, or ``wait`` for it."""
-        self.call("POST", f"/pause?mode={mode}", retries=3)
+    def pause(self) -> None:
+        """Hold generation once what runs has ended; requests that come meanwhile wait."""
+        self.call("POST", "/pause?mode=wait", retries=3)
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Go on after `pause`; fine without one."""
         self.call("POST", "/resume", retries=3)
 
-    def is_paused(self) -> bool:
-        """Whether generation is held; servers that do not say hold nothing."""
-        try:
-            return bool(self.call("GET", "/is_paused", timeout=QUICK).get("is_paused"))
-        except RolloutServerError:
-            return False
-
-    # Weights -------------------------------------------------------------------------------------------------------------
+    # Weights
 
     def begin_update(self) -> None:
         """Hold generation and begin an update; until `end_update` the weights are called incomplete.
@@ -492,14 +430,22 @@ class VLLMClient:
         Raises:
             WeightSyncError: The server takes no weights.
         """
-        if why := self.facts.get("takes_no_weights"):
+        why = self.facts.get("takes_no_weights")
+        if self.facts.get("transfer") == "shared memory" and not self.is_local:
+            why = "it takes them through shared memory, and runs on another machine"
+        if why:
             raise WeightSyncError(
-                f"{self.base_url} takes no weights: {why}. Fix: restart it with 'posttrain vllm-serve --model "
-                f"{self.facts.get('model')}'.", phase="begin", url=self.base_url,
-            )  # fmt: skip
-        self.health()  # A server that hangs is noticed now, not at the end of a longer call.
-        # Completions that can be held go on under the new weights; the others end what they write first.
-        self.pause("keep" if self.facts.get("keeps") else "wait")
+                f"{self.base_url} takes no weights from here: {why}. Fix: 'posttrain vllm-serve --model "
+                f"{self.facts.get('model')}' on this machine; from another one with --weight-transfer-config "
+                '\'{"backend": "nccl"}\'.',
+                phase="begin",
+                url=self.base_url,
+            )
+        # A server that hangs is noticed now, not at the end of a longer call.
+        self.health()
+        self.pause()
+        if self.facts.get("transfer") == "nccl" and self.communicator is None:
+            self.init_communicator()
         self.call("POST", "/update_weight_version", {"new_version": INCOMPLETE}, timeout=QUICK)
         start = functools.partial(self.call, "POST", "/start_weight_update", {}, timeout=self.sync_timeout)
         try:
@@ -507,7 +453,8 @@ class VLLMClient:
         except WeightSyncError as error:
             if "already active" not in str(error):
                 raise
-            self.call("POST", "/finish_weight_update", {}, timeout=self.sync_timeout)  # Its trainer died in the middle.
+            # The trainer that began it died.
+            self.call("POST", "/finish_weight_update", {}, timeout=self.sync_timeout)
             start()
 
     def send_part(self, **update_info: Any) -> None:
@@ -517,38 +464,41 @@ class VLLMClient:
         """
         self.call("POST", "/update_weights", {"update_info": update_info}, timeout=self.sync_timeout)
 
-    def end_update(self, version: int, *, partial: bool = False) -> None:
+    def end_update(self, version: str) -> None:
         """All buckets came: the server checks that nothing is missing, forgets old keys and values, and goes on.
 
         Args:
-            version: Of the weights from now on.
-            partial: Whether weights that were not sent may stay as they are.
+            version: Name of the weights from now on.
 
         Raises:
             WeightSyncError: Weights are missing or unknown, or the server confirms another version.
         """
         try:
             if self.communicator is None:
-                self.send_part(complete=True, partial=partial)
+                self.send_part(complete=True)
+            self.call("POST", "/finish_weight_update", {"weight_version": version}, timeout=self.sync_timeout)
+            self.reset_prefix_cache()
         except WeightSyncError as error:
             error.phase = "end"
             raise
-        self.call("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout=self.sync_timeout)
-        self.reset_prefix_cache()
         confirmed = self.weight_version()
         if confirmed != version:
             raise WeightSyncError(
                 f"{self.base_url} confirmed version {confirmed} after version {version} was sent.",
-                phase="end", version=version, url=self.base_url,
-            )  # fmt: skip
+                phase="end",
+                url=self.base_url,
+            )
         self.resume()
 
     def abort_update(self) -> None:
         """Give an update up: its weights stay incomplete, and are sampled from only after a whole update."""
-        for path in ("/update_weight_version", "/finish_weight_update", "/resume"):
-            body = {"new_version": INCOMPLETE} if path == "/update_weight_version" else {}
+        for path, body in (
+            ("/update_weight_version", {"new_version": INCOMPLETE}),
+            ("/finish_weight_update", {}),
+            ("/resume", {}),
+        ):
             try:
-                self.call("POST", path, body, timeout=CONNECT)
+                self.call("POST", path, body, timeout=QUICK)
             except RolloutServerError as error:
                 logger.info("%s did not take the end of a failed update: %s", self.base_url, error)
 
@@ -558,22 +508,15 @@ class VLLMClient:
 
         self.communicator = NcclSender(self, device)
 
-    def update_named_param(self, name: str, weights: Tensor) -> None:
-        """Replace one parameter."""
-        self.update_model_params([(name, weights)])
-
-    def update_model_params(self, model: nn.Module | Sequence[tuple[str, Tensor]], version: int | None = None) -> None:
-        """Replace parameters by those of a model, or by the given ones."""
+    def update_model_params(self, model: nn.Module, version: str | None = None) -> None:
+        """Replace all weights by those of a model; ``version`` names them, and every later reply says so."""
         from posttrain.rollouts.server.weight_sync import Pusher
         from posttrain.rollouts.workers.shared_weights import Weights
 
-        whole = isinstance(model, nn.Module)
-        tensors = Weights(model, checkpoint_names=bool(self.facts.get("checkpoint_names"))) if whole else model
-        pusher = Pusher(timeout=self.sync_timeout)
+        pusher = Pusher()
         try:
-            result = pusher.push(
-                tensors, {self: (self.weight_version() or 0) + 1 if version is None else version}, partial=not whole
-            )[self]
+            weights = Weights(model, checkpoint_names=bool(self.facts.get("checkpoint_names")))
+            result = pusher.push(weights, [self], version or f"{secrets.token_hex(4)}-1")[self]
         finally:
             pusher.close()
         if result is not None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from posttrain.errors import (
-    BadRequest,
-    RolloutServerError,
-    ServerBusy,
-    ServerUnreachable,
-    WeightSyncError,
-)
+from posttrain.errors import BadRequest, RolloutServerError, ServerBusy, ServerUnreachable, WeightSyncError
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import Server, ServerPool, Urls
@@ -28,52 +24,30 @@ from posttrain.rollouts.server.weight_sync import Pusher
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = [
-    "FollowingEngine",
-    "ServerEngine",
-    "ServerTransfer",
-    "ServerVersions",
-    "VLLMClient",
-]
+__all__ = ["FollowingEngine", "ServerEngine", "ServerTransfer", "ServerVersions", "VLLMClient"]
 
 logger = logging.getLogger(__name__)
 
-
 RETRIES = 3
-WAIT = 2.0  # Seconds between two looks for a server that is gone.
-AWAY = (ServerUnreachable, ServerBusy)  # Errors of a server that may come back by itself.
-UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that servers have no rule for.
+# Seconds between two looks for a server that is gone.
+WAIT = 2.0
+# Errors of a server that may come back by itself.
+AWAY = (ServerUnreachable, ServerBusy)
+# Fields of `Sampling` that servers have no rule for.
+UNKNOWN = ("no_repeat_ngram",)
 Found = TypeVar("Found")
-Spans = list[tuple[int, int]]
-
-
-@dataclass(eq=False)
-class Chunk:
-    """Requests that go to one server together: one number of completions, one sampling.
-
-    Attributes:
-        indices: Of the requests in the call.
-        seeds: One a request; None: the server draws them.
-    """
-
-    indices: list[int]
-    prompts: list[list[int]]
-    n: int
-    sampling: Sampling
-    seeds: list[int | None]
-
-    @property
-    def tokens(self) -> int:
-        """That may have to be computed."""
-        return sum(map(len, self.prompts)) + len(self.prompts) * self.n * self.sampling.max_new_tokens
+# Requests with their places in a call; of one number of completions and one sampling but for the seeds.
+Chunk = list[tuple[int, Request]]
 
 
 class ServerEngine(RolloutEngine):
     """Rollouts from servers that hold a copy of the policy's weights.
 
     Requests are spread by outstanding tokens. What a server that dies was asked for goes to the others, with the same seeds;
-    servers may join and leave, and a newcomer is used once it has the current weights. Every reply must say
-    the version it was sampled from; rollouts of another version never reach the trainer.
+    servers may join and leave, and a newcomer is used once it has the current weights.
+
+    A version of the weights is named ``RUN-NUMBER`` at the servers, with a run of its own for every engine. Every reply must
+    say the version it was sampled from; rollouts of another version, or of another trainer's, never reach this trainer.
 
     Args:
         urls: See `ServerPool`.
@@ -83,7 +57,6 @@ class ServerEngine(RolloutEngine):
         bucket_mb: MiB of one bucket of weights.
         pushes: Whether weights are pushed from here: then this process alone, of all on its machine, may use the servers.
         api_key: Bearer token of the servers.
-        shared_memory: Whether weights go to servers on this machine through shared memory; None: where there is any.
         patience: Seconds to wait for a server to come back when none is left, before a call fails.
 
     Raises:
@@ -106,33 +79,32 @@ class ServerEngine(RolloutEngine):
         bucket_mb: int = 512,
         pushes: bool = True,
         api_key: str | None = None,
-        shared_memory: bool | None = None,
         patience: float = 0.0,
     ) -> None:
         def connect(url: str) -> VLLMClient:
             return VLLMClient(url, request_timeout=request_timeout, sync_timeout=sync_timeout, api_key=api_key)
 
-        self.patience = patience
+        self.patience, self.run = patience, secrets.token_hex(4)
         self.pushed = False
-        self.pusher = Pusher(bucket_mb * 2**20, sync_timeout, shared_memory)
+        self.pusher = Pusher(bucket_mb * 2**20)
         self.fleet = ServerPool(urls, connect, timeout=connection_timeout, pushes=pushes)
-        self._ending = weakref.finalize(self, _end, self.fleet, self.pusher)  # Also when the process ends.
+        # Also when the process ends.
+        self._ending = weakref.finalize(self, _end, self.fleet, self.pusher)
 
-    # What it is --------------------------------------------------------------------------------------------------------
+    # What it is
+
+    def version_name(self, version: int) -> str:
+        """What servers call a version of this run."""
+        return f"{self.run}-{version}"
 
     def _least(self, name: str) -> int | None:
-        values = [int(s.info[name]) for s in self.fleet.servers.values() if s.info.get(name)]
-        return min(values, default=None)
-
-    @property
-    def _members(self) -> list[Server]:
-        """The servers that are up; where none is, all of them as they were: they are what will come back."""
-        return self.fleet.live or list(self.fleet.servers.values())
+        return min((int(s.info[name]) for s in self.fleet.servers.values() if s.info.get(name)), default=None)
 
     @property
     def capabilities(self) -> Capabilities:
         """What all servers that are up can do together: the smallest context, one dtype or None."""
-        infos = [server.info for server in self._members]
+        # Where none is up, all of them as they were: they are what will come back.
+        infos = [server.info for server in self.fleet.live or self.fleet.servers.values()]
         dtypes = {as_dtype(info.get("dtype")) for info in infos}
         return Capabilities(
             needs_weight_sync=True,
@@ -163,14 +135,14 @@ class ServerEngine(RolloutEngine):
     def mark_stale(self) -> None:
         """See `RolloutEngine.mark_stale`."""
         for server in self.fleet.servers.values():
-            server.pushed = None
+            server.holds = ""
 
     def needs_weights(self) -> bool:
         """Whether a server that could work lacks the version that was pushed last."""
         self.fleet.refresh()
-        return not self.pushed or any(server.pushed != self.version for server in self.fleet.live)
+        return not self.pushed or any(s.holds != self.version_name(self.version) for s in self.fleet.live)
 
-    # Generation --------------------------------------------------------------------------------------------------------
+    # Generation
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """See `posttrain.rollouts.base.RolloutEngine.generate`.
@@ -204,49 +176,44 @@ class ServerEngine(RolloutEngine):
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         chunks = self._chunks(requests, sampling)
-        if not chunks:
-            return []
-        with ThreadPoolExecutor(max_workers=len(chunks)) as pool:
+        with ThreadPoolExecutor(max_workers=max(len(chunks), 1)) as pool:
             answers = list(pool.map(self._served, chunks))
-        found: list[list[Rollout]] = [[] for _ in requests]
+        found: dict[int, list[Rollout]] = {}
         for chunk, rollouts in zip(chunks, answers, strict=True):
-            for place, index in enumerate(chunk.indices):
-                found[index] = rollouts[place * chunk.n : (place + 1) * chunk.n]
-        return [rollout for rollouts in found for rollout in rollouts]
+            stream = iter(rollouts)
+            found |= {index: list(itertools.islice(stream, request.n)) for index, request in chunk}
+        return [rollout for index in range(len(requests)) for rollout in found[index]]
 
     def _chunks(self, requests: Sequence[Request], sampling: Sampling) -> list[Chunk]:
         """Requests of one kind, cut into as many pieces as there are servers."""
-        kinds: dict[tuple[int, Sampling, bool], list[tuple[int, Request]]] = {}
+        kinds: dict[tuple[int, Sampling, bool], Chunk] = {}
         for index, request in enumerate(requests):
-            own = request.sampling or sampling
-            kinds.setdefault((request.n, replace(own, seed=None), own.seed is None), []).append((index, request))
+            own = request.sampling or replace(sampling, seed=derived_seed(sampling.seed, index))
+            kind = request.n, replace(own, seed=None), own.seed is None
+            kinds.setdefault(kind, []).append((index, replace(request, sampling=own)))
         pieces = max(len(self.fleet.live), 1)
-        chunks = []
-        for (n, own, _), members in kinds.items():
-            count = min(pieces, len(members))
-            for number in range(count):
-                part = members[len(members) * number // count : len(members) * (number + 1) // count]
-                seeds = [derived_seed(sampling.seed, i) if r.sampling is None else r.sampling.seed for i, r in part]
-                chunks.append(Chunk([i for i, _ in part], [list(r.prompt_ids) for _, r in part], n, own, seeds))
-        return chunks
+        return [part for members in kinds.values() for k in range(pieces) if (part := members[k::pieces])]
 
     def _served(self, chunk: Chunk) -> list[Rollout]:
         """A chunk's rollouts, from the first server that manages it."""
         failed: dict[Server, RolloutServerError] = {}
-        wanted = self.version if self.pushed else None
-        while (server := self.fleet.acquire(chunk.tokens, wanted, failed)) is not None:
+        wanted = self.version_name(self.version) if self.pushed else None
+        # Tokens that may have to be computed.
+        tokens = sum(len(r.prompt_ids) + r.n * r.sampling.max_new_tokens for _, r in chunk if r.sampling)
+        while (server := self.fleet.acquire(tokens, wanted, failed)) is not None:
             try:
-                return self._ask(server, chunk, alone=len(self.fleet.live) == 1)
+                return self._ask(server, [request for _, request in chunk], alone=len(self.fleet.live) == 1)
             except BadRequest:
                 raise
             except RolloutServerError as error:
                 failed[server] = error
                 if isinstance(error, WeightSyncError):
-                    server.pushed = None  # It must be given its weights again before it is used.
+                    # It must be given its weights again before it is used.
+                    server.holds = ""
                 else:
                     self.fleet.failed(server, error)
             finally:
-                self.fleet.release(server, chunk.tokens)
+                self.fleet.release(server, tokens)
         raise self._nobody(failed)
 
     def _nobody(self, failed: dict[Server, RolloutServerError]) -> RolloutServerError:
@@ -260,54 +227,44 @@ class ServerEngine(RolloutEngine):
         if len(errors) == 1:
             return errors[0]
         if not errors and self.fleet.live:
-            return WeightSyncError(
-                f"no rollout server holds version {self.version} of the weights. Push it (load_weights) before generating.",
-                phase="generate", version=self.version,
-            )  # fmt: skip
+            text = f"no rollout server holds version {self.version} of the weights. Push it (load_weights) before generating."
+            return WeightSyncError(text, phase="generate", version=self.version)
         said = "; ".join(f"{e.url}: {str(e).splitlines()[0]}" for e in errors)
         return ServerUnreachable(f"no rollout server is left of {len(self.fleet.servers)}. {said}")
 
-    def _ask(self, server: Server, chunk: Chunk, alone: bool) -> list[Rollout]:
+    def _ask(self, server: Server, requests: Sequence[Request], alone: bool) -> list[Rollout]:
+        n, sampling = requests[0].n, requests[0].sampling
+        assert sampling is not None
         choices = server.client.complete(
-            chunk.prompts,
-            n=chunk.n,
-            seeds=chunk.seeds,
+            [list(request.prompt_ids) for request in requests],
+            n=n,
+            seeds=[request.sampling.seed for request in requests if request.sampling],
             retries=RETRIES if alone else 1,
-            **sampling_body(chunk.sampling),
+            **sampling_body(sampling),
         )
-        owners = [prompt for prompt in chunk.prompts for _ in range(chunk.n)]
-        rollouts = [read_choice(*pair, chunk.sampling) for pair in zip(choices, owners, strict=True)]
+        rollouts = [read_choice(choice, sampling) for choice in choices]
         for rollout, choice in zip(rollouts, choices, strict=True):
-            self._stamp(server, rollout, self._spans(server, choice))
-        server.served += len(rollouts)
+            rollout.version = self._version_of(server, choice["weight_version"])
         return rollouts
 
-    def _spans(self, server: Server, choice: dict[str, Any]) -> Spans:
-        """Runs of (version as the server calls it, tokens) of a completion."""
-        runs = [(_server_version(run["version"]), run["end"] - run["start"]) for run in choice["weight_versions"]]
-        if sum(tokens for _, tokens in runs) != len(choice["token_ids"]):
-            raise RolloutServerError(
-                f"{server.url} says which weights wrote {sum(tokens for _, tokens in runs)} tokens of a completion of "
-                f"{len(choice['token_ids'])}: its answer cannot be used.", url=server.url,
-            )  # fmt: skip
-        return runs
-
-    def _stamp(self, server: Server, rollout: Rollout, spans: Spans) -> None:
-        """Note on a rollout which weights wrote it.
+    def _version_of(self, server: Server, name: str) -> int:
+        """The trainer's version of the weights that a server calls so.
 
         Raises:
             WeightSyncError: Others than were pushed.
         """
-        versions = {version for version, _ in spans}
-        if self.pushed and versions - {server.server_version}:
+        wanted = self.version_name(self.version)
+        if self.pushed and name != wanted:
             raise WeightSyncError(
-                f"{server.url} sampled from weights of version {', '.join(map(str, sorted(versions)))}, and version "
-                f"{server.server_version} was pushed last. It was restarted, or another trainer pushes to it.",
-                phase="reply", version=max(versions), url=server.url,
-            )  # fmt: skip
-        rollout.version = self.version if self.pushed else max(versions, default=0)
+                f"{server.url} sampled from weights of version {name}, and version {wanted} was pushed last. It was restarted, "
+                "or another trainer pushes to it.",
+                phase="reply",
+                version=self.version,
+                url=server.url,
+            )
+        return self.version if self.pushed else 0
 
-    # Weights -----------------------------------------------------------------------------------------------------------
+    # Weights
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Push a version to every server that lacks it; those that fail are left out while others do not.
@@ -315,46 +272,44 @@ class ServerEngine(RolloutEngine):
         Where no server is there, one is waited for, before the first tensor is read.
 
         Args:
-            named_tensors: `posttrain.rollouts.workers.shared_weights.Weights`, or pairs; read to the end in any case.
-            version: The trainer's; servers number on from what they have.
+            named_tensors: All weights: `posttrain.rollouts.workers.shared_weights.Weights`, or pairs; read to the end in any
+                case.
+            version: The trainer's.
 
         Raises:
             ServerUnreachable: None has come back in time.
             WeightSyncError: No server took it; or a server knows other names, which no other server would cure.
         """
+        name = self.version_name(version)
         try:
-            outdated = self.patiently(lambda: self._outdated(version))
+            outdated = self.patiently(lambda: self._outdated(name))
         except RolloutServerError:
-            for _ in named_tensors:  # Reading may be a collective that other ranks wait in.
+            # Reading may be a collective that other ranks wait in.
+            for _ in named_tensors:
                 pass
             raise
-        server_versions = {
-            s.client: max(version, (s.info["weight_version"] or 0) + 1, (s.server_version or 0) + 1) for s in outdated
-        }
-        for server in outdated:
-            server.pushed = server.server_version = None
         dtype = self.capabilities.dtype
         pairs = ((n, t.to(dtype) if dtype is not None and t.is_floating_point() else t) for n, t in named_tensors)
-        answers = self.pusher.push(pairs, server_versions, partial=not hasattr(named_tensors, "names"))
+        answers = self.pusher.push(pairs, [server.client for server in outdated], name)
         for server in outdated:
             error = answers[server.client]
+            server.holds = name if error is None else ""
             if error is not None:
+                error.version = version
                 self.fleet.failed(server, error)
-            else:
-                server.pushed, server.server_version = version, server_versions[server.client]
-        if not any(s.pushed == version for s in self.fleet.live):
+        if not any(server.holds == name for server in self.fleet.live):
             errors = [error for error in answers.values() if error is not None]
             raise errors[0] if errors else self._nobody({})
         self.version, self.pushed = version, True
 
-    def _outdated(self, version: int) -> list[Server]:
+    def _outdated(self, name: str) -> list[Server]:
         """The servers that are there and must be given a version; each says anew what it has."""
         self.fleet.refresh(force=True)
         for server in self.fleet.live:
             self.fleet.look_at(server)
         if not self.fleet.live:
             raise self._nobody({})
-        return [s for s in self.fleet.live if not (self.pushed and s.pushed == version == self.version)]
+        return [server for server in self.fleet.live if server.holds != name]
 
     def close(self) -> None:
         """Leave the servers to others, and remove files in shared memory."""
@@ -366,29 +321,26 @@ def _end(fleet: ServerPool, pusher: Pusher) -> None:
     pusher.close()
 
 
-def _server_version(version: str) -> int:
-    """A version as numbers; what a checkpoint's weights are called by is 0, and -1 what is no version of anybody's."""
-    return int(version) if version.isdigit() else 0 if version == "default" else -1
-
-
 @dataclass(frozen=True, slots=True)
 class ServerVersions:
     """Which servers hold a version of the weights.
 
     Attributes:
+        run: See `ServerEngine`.
         version: The trainer's.
-        versions: By address, the number under which a server knows it (servers number on from what they had).
+        urls: Of the servers.
     """
 
+    run: str = ""
     version: int = 0
-    versions: dict[str, int] = field(default_factory=dict)
+    urls: tuple[str, ...] = ()
 
 
 class ServerTransfer:
     """The trainer's end: servers are given the next version, and go on; satisfies the protocol of weight transfers.
 
-    Each server is paused inside its update: completions that can be held stay in the middle and go on under the new weights,
-    the others end first. A server that fails is left out, and taken in again once it is healthy and has the weights.
+    Each server is paused inside its update. A server that fails is left out, and taken in again once it is healthy and has the
+    weights.
 
     Args:
         make: Makes the engine that pushes; called on the rank that sends.
@@ -397,7 +349,7 @@ class ServerTransfer:
     def __init__(self, make: Callable[[], ServerEngine]) -> None:
         self.make, self.version = make, 0
         self.engine: ServerEngine | None = None
-        self._announced = ServerVersions()
+        self._announced: tuple[str, ...] = ()
 
     @property
     def _pushing(self) -> ServerEngine:
@@ -417,11 +369,9 @@ class ServerTransfer:
     @property
     def holders(self) -> ServerVersions:
         """Who has the version that was pushed last."""
-        live = self._pushing.fleet.live
-        return ServerVersions(
-            self.version,
-            {s.url: s.server_version for s in live if s.pushed == self.version and s.server_version is not None},
-        )
+        engine, name = self._pushing, self._pushing.version_name(self.version)
+        urls = tuple(server.url for server in engine.fleet.live if server.holds == name)
+        return ServerVersions(engine.run, self.version, urls)
 
     def init_weight_transfer(self) -> None:
         """Meet the servers."""
@@ -434,12 +384,12 @@ class ServerTransfer:
         """Push the next version; returns when at least one server has confirmed it."""
         self._pushing.load_weights(tensors, self.version + 1)
         self.version += 1
-        self._announced = self.holders
+        self._announced = self.holders.urls
 
     def send_again(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Push the same version, with the same weights, to servers that lack it: newcomers, and those that were restarted."""
         self._pushing.load_weights(tensors, self.version)
-        self._announced = self.holders
+        self._announced = self.holders.urls
 
     def resume(self) -> None:
         """Nothing: the update of each server ends its pause."""
@@ -453,8 +403,8 @@ class ServerTransfer:
         fleet.refresh(force=True)
         for server in fleet.live:
             fleet.look_at(server)
-        known = self._announced.versions
-        return any(server.pushed != self.version or server.url not in known for server in fleet.live)
+        holders = self.holders.urls
+        return any(server.url not in holders or server.url not in self._announced for server in fleet.live)
 
     def failure_reason(self) -> str:
         """What is wrong with servers that get no requests; empty where all are well."""
@@ -471,32 +421,28 @@ class ServerTransfer:
 
 
 class FollowingEngine(ServerEngine):
-    """A worker's end: asks servers that another process gives their weights, and knows which version wrote which token.
+    """A worker's end: asks servers that another process gives their weights, and knows which version wrote a completion.
 
-    It pushes nothing; `set_servers` names the servers that may be asked. An answer whose weights this run never gave to
-    that server (it was restarted, or is another trainer's by now) is refused, and asked of another server.
+    It pushes nothing; `set_servers` names the servers that may be asked. An answer from weights that this run did not push (the
+    server was restarted, or is another trainer's by now) is refused, and asked of another server.
 
     Args:
-        news_timeout: Seconds for news of a version that a server already has.
         options: Of `ServerEngine`.
     """
 
-    def __init__(self, *, news_timeout: float = 60.0, **options: Any) -> None:
-        self.holders, self.news_timeout = ServerVersions(), news_timeout
-        self._known: dict[str, dict[int, int]] = {}  # By address: the number at the server, and the trainer's version.
-        self._noted: dict[Server, ServerVersions] = {}
+    def __init__(self, **options: Any) -> None:
+        self._urls: tuple[str, ...] = ()
         self._news = threading.Condition()
-        super().__init__(lambda: list(self.holders.versions), connection_timeout=None, pushes=False, **options)
+        super().__init__(lambda: self._urls, connection_timeout=None, pushes=False, **options)
 
     def set_servers(self, holders: ServerVersions) -> None:
         """Ask these servers from now on."""
+        self.run, self.version, self.pushed, self._urls = holders.run, holders.version, True, holders.urls
+        self.fleet.refresh(force=True)
         with self._news:
-            for url, server_version in holders.versions.items():
-                self._known.setdefault(url, {})[server_version] = holders.version
-            self.holders, self.version, self.pushed = holders, holders.version, True
+            for server in self.fleet.live:
+                server.holds = self.version_name(self.version)
             self._news.notify_all()
-        if holders.versions.keys() - self.fleet.servers.keys():
-            self.fleet.force_refresh()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Weights are pushed elsewhere."""
@@ -514,36 +460,7 @@ class FollowingEngine(ServerEngine):
                 with self._news:
                     self._news.wait(WAIT)
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        with self._news:
-            for server in (known := list(self.fleet.servers.values())):
-                if self._noted.get(server) is not self.holders:
-                    server.server_version = self.holders.versions.get(server.url)
-                    server.pushed = None if server.server_version is None else self.holders.version
-            self._noted = dict.fromkeys(known, self.holders)
-        return super()._generate(requests, sampling)
-
-    def _stamp(self, server: Server, rollout: Rollout, spans: Spans) -> None:
-        """See `ServerEngine._stamp`; a completion may have been written under several versions."""
-        found = [(self._version_of(server, server_version), tokens) for server_version, tokens in spans]
-        rollout.version = min((version for version, _ in found), default=self.version)
-        rollout.spans = found if len(found) > 1 else None
-
-    def _version_of(self, server: Server, server_version: int | None) -> int:
-        """The trainer's version of the weights that a server calls so."""
-
-        def known() -> dict[int, int]:
-            return self._known.get(server.url, {})
-
-        with self._news:
-            if server_version is not None and server_version > max(
-                known(), default=0
-            ):  # Pushed just now: the news is on its way.
-                self._news.wait_for(lambda: server_version in known(), self.news_timeout)
-            if server_version in known():
-                return known()[server_version]
-        raise WeightSyncError(
-            f"{server.url} sampled from weights of version {server_version}, which this run never gave it (the last was "
-            f"{max(known(), default=None)}). It was restarted, or another trainer pushes to it.",
-            phase="reply", version=server_version, url=server.url,
-        )  # fmt: skip
+    def _version_of(self, server: Server, name: str) -> int:
+        """See `ServerEngine._version_of`; a version whose news is on its way will do too."""
+        run, _, number = name.rpartition("-")
+        return int(number) if run == self.run else super()._version_of(server, name)

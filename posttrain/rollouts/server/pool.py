@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import tempfile
@@ -21,7 +22,8 @@ __all__ = ["Server", "ServerPool", "Urls"]
 
 logger = logging.getLogger(__name__)
 
-REFRESH_SECONDS = 5.0  # Between two looks at who has come or gone.
+# Seconds between two looks at who has come or gone.
+REFRESH_SECONDS = 5.0
 
 Urls = str | Path | Sequence[str] | Callable[[], Sequence[str]]
 
@@ -32,9 +34,8 @@ class Server:
 
     Attributes:
         client: Its connections.
-        info: What it said of itself when it was admitted.
-        pushed: The trainer's version that it was given; None: none, or lost.
-        server_version: The number under which it knows that version, which rises even where trainers begin anew.
+        info: What it said of itself when it was asked last.
+        holds: The version of its weights by the name they were pushed under; empty: they must be pushed anew.
         outstanding: Tokens it has been asked for and has not answered.
         down: Why it gets no requests; None: it does.
         lock: Keeps other trainers of this machine from a server on this machine; None: nothing is pushed to it.
@@ -42,12 +43,10 @@ class Server:
 
     client: VLLMClient
     info: dict[str, Any]
-    pushed: int | None = None
-    server_version: int | None = None
+    holds: str = ""
     outstanding: int = 0
     down: RolloutServerError | None = None
     lock: FileLock | None = None
-    served: int = 0
 
     @property
     def url(self) -> str:
@@ -87,11 +86,11 @@ class ServerPool:
         self.source, self.connect, self.pushes = urls, connect, pushes
         self.servers: dict[str, Server] = {}
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
-        self._looked = 0.0
+        self._looked = -REFRESH_SECONDS
         if timeout is not None:
             self._wait_until_ready(timeout)
 
-    # Who is there ----------------------------------------------------------------------------------------------------
+    # Who is there
 
     def urls(self) -> list[str]:
         """Addresses as of now."""
@@ -105,51 +104,45 @@ class ServerPool:
     def _wait_until_ready(self, timeout: float) -> None:
         """Wait for all servers; go on without the late ones where some are there."""
         deadline = time.monotonic() + timeout
-        while True:
-            waiting = self._admit_new()
-            if not waiting or time.monotonic() >= deadline:
-                break
+        while (late := self._admit_new(self.urls())) and time.monotonic() < deadline:
             time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
         if not self.urls():
             raise ConfigError("no rollout server is named. Set vllm_server_base_url, or vllm_server_host and _port.")
-        if not self.servers:
-            url, error = next(iter(waiting.items()))
-            raise ServerUnreachable(
-                f"no healthy rollout server at {', '.join(waiting)} within {timeout:g} s. The last answer: "
-                f"{error.__cause__ or error} Fix: start one with 'posttrain serve --model MODEL', or correct "
-                "vllm_server_base_url.",
-                url=url,
-            )
-        for url, error in waiting.items():
+        for url, error in late.items():
+            if not self.servers:
+                raise ServerUnreachable(
+                    f"no healthy rollout server at {', '.join(late)} within {timeout:g} s. The last answer: "
+                    f"{error.__cause__ or error} Fix: start one with 'posttrain serve --model MODEL', or correct "
+                    "vllm_server_base_url.",
+                    url=url,
+                ) from error
             logger.warning("%s is not there and is left out until it is: %s", url, error)
 
-    def _admit_new(self) -> dict[str, RolloutServerError]:
+    def _admit_new(self, urls: Sequence[str]) -> dict[str, RolloutServerError]:
         """Connect to the servers that are not known yet; the errors of those that cannot be reached."""
-        waiting: dict[str, RolloutServerError] = {}
-        for url in self.urls():
+        late: dict[str, RolloutServerError] = {}
+        for url in urls:
             if url not in self.servers:
                 try:
-                    self.servers[url] = self._admit(url)
+                    client = self.connect(url)
+                    server = Server(client, client.info())
                 except ServerUnreachable as error:
-                    waiting[url] = error
-        return waiting
-
-    def _admit(self, url: str) -> Server:
-        client = self.connect(url)
-        server = Server(client, client.info())
-        if self.pushes:
-            self._acquire_lease(server)
-        logger.info(
-            "rollout server %s: %s, weights of version %s.", url, server.info["model"], server.info["weight_version"]
-        )
-        return server
+                    late[url] = error
+                    continue
+                server.holds = server.info["weight_version"]
+                self._acquire_lease(server)
+                self.servers[url] = server
+                logger.info("rollout server %s: %s, weights of version %s.", url, server.info["model"], server.holds)
+        return late
 
     def _acquire_lease(self, server: Server) -> None:
-        """Keep other trainers of this machine away, and end a pause that the server's last trainer left.
+        """Where weights are pushed: keep other trainers of this machine away, and end a pause that the last one left.
 
         Raises:
             ServerBusy: Another process of this machine pushes to it.
         """
+        if not self.pushes:
+            return
         if server.lock is None and server.client.is_local:
             name = hashlib.blake2b(server.url.encode(), digest_size=8).hexdigest()
             lock = FileLock(Path(tempfile.gettempdir(), f"posttrain-server-{name}.lock"), thread_local=False)
@@ -159,7 +152,8 @@ class ServerPool:
                 text = f"{server.url} is used by another trainer on this machine. Fix: give each trainer its own."
                 raise ServerBusy(text, held=True, url=server.url) from None
             server.lock = lock
-        if server.client.is_paused():
+        # A vLLM without developer mode cannot be paused, and knows no such path.
+        with contextlib.suppress(RolloutServerError):
             server.client.resume()
 
     def refresh(self, force: bool = False) -> None:
@@ -172,66 +166,50 @@ class ServerPool:
         if not self._refreshing.acquire(blocking=force):
             return
         try:
-            self._looked = time.monotonic()
-            self._refresh()
+            self._looked, wanted = time.monotonic(), self.urls()
+            for url in [u for u in self.servers if u not in wanted]:
+                logger.warning("rollout server %s was taken off the list.", url)
+                self.servers.pop(url).close()
+            for url, error in self._admit_new(wanted).items():
+                logger.debug("%s is still not there: %s", url, error)
+            for server in list(self.servers.values()):
+                if server.down is not None:
+                    self.look_at(server)
         finally:
             self._refreshing.release()
 
-    def force_refresh(self) -> None:
-        """Let the next `refresh` look, however short ago the last one was."""
-        self._looked = -REFRESH_SECONDS
-
-    def _refresh(self) -> None:
-        wanted = self.urls()
-        for url in [u for u in self.servers if u not in wanted]:
-            logger.warning("rollout server %s was taken off the list.", url)
-            self.servers.pop(url).close()
-        if callable(self.source) or len(wanted) > len(self.servers):
-            for url, error in self._admit_new().items():
-                logger.debug("%s is still not there: %s", url, error)
-        for server in list(self.servers.values()):
-            if server.down is not None:
-                self._look_again(server)
-
-    def _look_again(self, server: Server) -> None:
-        """A server that is back gets requests again; its weights must be pushed unless they are still those it had."""
-        try:
-            server.client.health()
-            server.client.facts = {}  # It may have been started anew, with other options.
-            info = server.client.info()
-            if self.pushes:
-                self._acquire_lease(server)
-        except RolloutServerError as error:
-            server.down = error
-            return
-        if info["weight_version"] != server.server_version:
-            server.pushed = server.server_version = None
-        server.info, server.down = info, None
-        logger.warning("rollout server %s is back.", server.url)
-
     def look_at(self, server: Server) -> None:
-        """Ask a server which weights it has, for it may have been restarted; one that is slow to answer is taken as it was."""
+        """Ask a server which weights it has, for it may have been restarted; one that was down gets requests again.
+
+        One that is slow to answer (its machine is busy) is taken to be as it was.
+        """
         try:
-            info = server.client.info()
+            if server.down is not None:
+                server.client.health()
+                # It may have been started anew, with other options.
+                server.client.facts = {}
+                self._acquire_lease(server)
+            server.info = server.client.info()
         except RolloutServerError as error:
-            if not getattr(error, "timed_out", False):
+            if server.down is not None or not getattr(error, "timed_out", False):
                 self.failed(server, error)
             return
-        if info["weight_version"] != server.server_version:
-            server.pushed = server.server_version = None
-        server.info = info
+        server.holds = server.info["weight_version"]
+        if server.down is not None:
+            server.down = None
+            logger.warning("rollout server %s is back.", server.url)
 
-    # Who does what ---------------------------------------------------------------------------------------------------
+    # Who does what
 
     @property
     def live(self) -> list[Server]:
         """Those that are up."""
         return [server for server in list(self.servers.values()) if server.down is None]
 
-    def acquire(self, tokens: int, version: int | None, without: Collection[Server]) -> Server | None:
+    def acquire(self, tokens: int, version: str | None, without: Collection[Server]) -> Server | None:
         """The server with the least to do among those that hold ``version`` (None: any), with ``tokens`` added to its work."""
         with self._lock:
-            ready = [s for s in self.live if s not in without and (version is None or s.pushed == version)]
+            ready = [s for s in self.live if s not in without and version in (None, s.holds)]
             if not ready:
                 return None
             chosen = min(ready, key=lambda server: server.outstanding)
@@ -245,8 +223,9 @@ class ServerPool:
 
     def failed(self, server: Server, error: RolloutServerError) -> None:
         """It gets no requests until it is healthy again."""
+        if server.down is None:
+            logger.warning("rollout server %s is left out: %s", server.url, error)
         server.down = error
-        logger.warning("rollout server %s is left out: %s", server.url, error)
 
     def close(self) -> None:
         """Leave all servers to others."""

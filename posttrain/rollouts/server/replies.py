@@ -24,16 +24,19 @@ __all__ = [
     "sampling_body",
     "scores_of",
     "shape_of",
+    "truncates",
 ]
 
-API_KEY_VARIABLE = "POSTTRAIN_API_KEY"  # The token in the environment, where no list of processes shows it.
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # Addresses of this machine, whose memory can be shared.
-INCOMPLETE = "incomplete"  # Version of the weights during an update, and after one that failed.
-SEEDS = 2**62  # Seeds stay within the signed integers of every engine.
-NO_LOGP = -9999.0  # What vLLM writes in place of minus infinity.
-
-
-# Requests --------------------------------------------------------------------------------------------------------------
+# The token in the environment, where no list of processes shows it.
+API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
+# Addresses of this machine, whose memory can be shared.
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Version of the weights during an update, and after one that failed.
+INCOMPLETE = "incomplete"
+# Seeds stay within the signed integers of every engine.
+SEEDS = 2**62
+# What vLLM writes in place of minus infinity.
+NO_LOGP = -9999.0
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:
@@ -74,46 +77,43 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
     return body
 
 
-# Replies ---------------------------------------------------------------------------------------------------------------
-
-
 def checked_choices(
-    reply: dict[str, Any], prompts: Sequence[Any], n: int, *, most: int, vocabulary: int | None, url: str
+    reply: dict[str, Any], prompt: Any, n: int, most: int, vocabulary: int | None, url: str
 ) -> list[dict[str, Any]]:
-    """The choices of a reply of ``/v1/completions``, ``n`` of each prompt in order.
+    """The choices of a reply of ``/v1/completions`` to one prompt, in order.
 
     Args:
         reply: As it came.
-        prompts: Token ids, or texts (whose token ids are not compared).
-        n: Completions of each prompt.
+        prompt: Token ids, or a text (whose token ids are not compared).
+        n: Completions that were asked for.
         most: Tokens that a completion may have.
         vocabulary: Token ids are below it; None: unknown.
         url: Of the server, for messages.
 
     Raises:
-        RolloutServerError: Other prompts, too few completions, tokens without log-probs, ids beyond the vocabulary.
+        RolloutServerError: Another prompt, too few completions, tokens without log-probs, ids beyond the vocabulary.
     """
     found = sorted(reply.get("choices") or [], key=lambda choice: choice.get("index", 0))
-    owners = [prompt for prompt in prompts for _ in range(n)]
-    if len(found) != len(owners):
-        raise _unusable(url, f"sent {len(found)} completions for {len(prompts)} prompts x {n}")
-    for choice, prompt in zip(found, owners, strict=True):
+    wrong = "" if len(found) == n else f"sent {len(found)} completions and {n} were asked for"
+    for choice in found:
         ids, logps = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        if ids is None or logps is None:
-            raise _unusable(url, "sent no token ids or no log-probs")
-        if not isinstance(prompt, str) and choice.get("prompt_token_ids") != list(prompt):
-            raise _unusable(url, "answered other prompts than it was asked")
-        if len(ids) != len(logps):
-            raise _unusable(url, f"sent {len(logps)} log-probs for a completion of {len(ids)} tokens")
-        if len(ids) > most or not (ids or choice.get("finish_reason") == "abort"):
-            raise _unusable(url, f"sent a completion of {len(ids)} tokens, and 1 to {most} were asked for")
-        if ids and vocabulary and not 0 <= min(ids) <= max(ids) < vocabulary:
-            raise _unusable(url, f"sent token id {max(ids)}, and its vocabulary has {vocabulary}")
+        if ids is None or logps is None or len(ids) != len(logps):
+            wrong = f"sent {len(logps or ())} log-probs for a completion of {len(ids or ())} tokens"
+        elif not isinstance(prompt, str) and choice.get("prompt_token_ids") != list(prompt):
+            wrong = "answered another prompt than it was asked"
+        elif len(ids) > most or not (ids or choice.get("finish_reason") == "abort"):
+            wrong = f"sent a completion of {len(ids)} tokens, and 1 to {most} were asked for"
+        elif ids and vocabulary and not 0 <= min(ids) <= max(ids) < vocabulary:
+            wrong = f"sent token id {max(ids)}, and its vocabulary has {vocabulary}"
+    if wrong:
+        raise RolloutServerError(f"{url} {wrong}: its answer cannot be used.", url=url)
     return found
 
 
-def _unusable(url: str, what: str) -> RolloutServerError:
-    return RolloutServerError(f"{url} {what}: its answer cannot be used.", url=url)
+def truncates(sampling: Sampling) -> bool:
+    """Whether tokens are drawn from another distribution than the one at the temperature."""
+    cut = sampling.top_k > 0 or sampling.top_p < 1 or bool(sampling.min_p) or sampling.repetition_penalty != 1
+    return bool(cut or sampling.logit_bias or sampling.guide or sampling.min_new_tokens)
 
 
 def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
@@ -134,19 +134,19 @@ def _number(value: Any) -> float:
     return math.nan if value is None or value <= NO_LOGP else float(value)
 
 
-def read_choice(choice: dict[str, Any], prompt: Sequence[int], sampling: Sampling) -> Rollout:
+def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
     """A choice that `checked_choices` let pass, as a rollout.
 
-    Its log-probs are of the distribution that was sampled from, unless the server also sent those before truncation.
+    Its log-probs are of the distribution that was sampled from; those before truncation are not known.
     """
-    ids, said = list(choice["token_ids"]), choice["logprobs"]
-    drawn, raw = ([_number(value) for value in said.get(name) or ()] for name in ("token_logprobs", "raw_logprobs"))
-    logps, processed = (raw, drawn) if raw else (drawn, None)
+    ids = list(choice["token_ids"])
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length", "abort"):
         reason = "stop" if ids and ids[-1] in sampling.stop_token_ids else "length"
+    logps = [_number(value) for value in choice["logprobs"]["token_logprobs"]]
     tops = [at[: sampling.top_logps] for at in ranked(choice)] if sampling.top_logps else None
-    return Rollout(list(prompt), ids, logps, reason, processed_logp=processed, top_logps=tops)
+    drawn = list(logps) if truncates(sampling) else None
+    return Rollout(list(choice["prompt_token_ids"]), ids, logps, reason, processed_logp=drawn, top_logps=tops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def scores_of(ids: Sequence[int], begin: int, entries: Sequence[Any], top: int) 
     found = Scores([], [], [])
     for t in range(begin, len(ids)):
         at = (entries[t] if t < len(entries) else None) or {}
-        by_rank = sorted(at.items(), key=lambda entry: entry[1]["rank"])[:top]
+        by_rank = sorted(at.items(), key=lambda entry: -entry[1]["logprob"])[:top]
         found.top_ids.append([int(token) for token, _ in by_rank])
         found.top_logps.append([float(entry["logprob"]) for _, entry in by_rank])
         own = at.get(str(ids[t]))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import mmap
 import os
-import re
 import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from posttrain.errors import ConfigError, ModelError, RolloutServerError, WeightSyncError
@@ -29,15 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUCKET_BYTES",
-    "CHECKSUM_HEADER",
-    "SAFETENSORS",
     "SHARED_FOLDER",
     "Bucket",
     "NcclSender",
     "Pusher",
     "SharedFolder",
     "buckets",
-    "checked_tensors",
     "checksum",
     "file_tensors",
     "hold",
@@ -47,10 +43,6 @@ __all__ = [
     "write_tensors",
 ]
 
-logger = logging.getLogger(__name__)
-
-SAFETENSORS = "application/x-safetensors"
-CHECKSUM_HEADER = "X-Checksum"
 Bucket = list[tuple[str, Tensor]]
 
 
@@ -75,10 +67,9 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
         yield bucket
 
 
-# Tensors as files in shared memory -------------------------------------------------------------------------------------
+# Tensors as files in shared memory
 
 SHARED_FOLDER = Path("/dev/shm")
-SHARED_NAME = re.compile(r"posttrain-[A-Za-z0-9_.-]{1,200}/[A-Za-z0-9_-]{1,200}\.safetensors")
 
 
 def checksum(data: Any) -> str:
@@ -114,28 +105,15 @@ def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
     Raises:
         ModelError: Other bytes than were announced by their checksum, or no safetensors file.
     """
-    _compare(_file_checksum(path), announced)
-    return _read(load_file, path)
-
-
-def checked_tensors(data: bytes, announced: str) -> dict[str, Tensor]:
-    """As `file_tensors`, of the bytes themselves."""
-    _compare(checksum(data), announced)
-    return _read(load, data)
-
-
-def _read(read: Callable[[Any], dict[str, Tensor]], source: Any) -> dict[str, Tensor]:
-    try:
-        return read(source)
-    except SafetensorError as error:
-        raise ModelError(f"it is not in the safetensors format: {error!r}") from error
-
-
-def _compare(got: str, announced: str) -> None:
+    got = _file_checksum(path)
     if got != announced:
         raise ModelError(
             f"the weights' checksum is {got}, and {announced} was announced: their bytes changed on the way."
         )
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ModelError(f"the weights are not in the safetensors format: {error!r}") from error
 
 
 def shared_path(path: str) -> Path:
@@ -145,13 +123,10 @@ def shared_path(path: str) -> Path:
         ConfigError: Any other path, a link, or no file.
     """
     found = Path(path)
-    below = found.parts[len(SHARED_FOLDER.parts) :]
-    if SHARED_FOLDER not in found.parents or not SHARED_NAME.fullmatch("/".join(below)):
+    if found.resolve() != found or not found.match(f"{SHARED_FOLDER}/posttrain-*/*.safetensors") or not found.is_file():
         raise ConfigError(
-            f"path={path!r} is not {SHARED_FOLDER}/posttrain-*/*.safetensors, the only files that are read."
+            f"path={path!r} is no regular file {SHARED_FOLDER}/posttrain-*/*.safetensors, the only files that are read."
         )
-    if found.resolve() != found or not found.is_file():
-        raise ConfigError(f"path={path!r} is no regular file on the server's machine.")
     return found
 
 
@@ -214,55 +189,90 @@ def _remove(path: Path, held: int, owner: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# Pushing to servers ----------------------------------------------------------------------------------------------------
+# Pushing to servers
 
 BUCKET_BYTES = 512 * 2**20
-SHARED_BYTES = 64 * 2**20  # Through shared memory there is no round trip to save: small buckets overlap better.
-Sent = list[tuple["VLLMClient", Future]]
-Result = RolloutServerError | None
+# Through shared memory there is no round trip to save: small buckets overlap better.
+SHARED_BYTES = 64 * 2**20
+Step = Callable[["VLLMClient"], None]
+Result = WeightSyncError | None
 
 
 class Pusher:
     """Sends one version to several servers at once: a bucket is made while the one before it is being loaded.
 
-    A server on this machine reads buckets from shared memory; another one gets safetensors bytes over HTTP (`posttrain serve`)
-    or, where it was started with vLLM's NCCL backend, a broadcast between GPUs.
+    A server on this machine reads buckets from shared memory. One that was started with vLLM's NCCL backend gets broadcasts
+    between GPUs.
 
     Args:
         bucket_bytes: Of one request.
-        timeout: Seconds of one call.
-        shared: Whether servers on this machine read buckets from shared memory; None: where that exists.
     """
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES, timeout: float = 720.0, shared: bool | None = None) -> None:
-        self.bucket_bytes, self.timeout = bucket_bytes, timeout
-        self.shared = os.access(SHARED_FOLDER, os.W_OK) if shared is None else shared
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.bucket_bytes = bucket_bytes
         self._folder: SharedFolder | None = None
         self._lock = threading.Lock()
 
     def push(
-        self, tensors: Iterable[tuple[str, Tensor]], versions: Mapping[VLLMClient, int], *, partial: bool = False
+        self, tensors: Iterable[tuple[str, Tensor]], clients: Sequence[VLLMClient], version: str
     ) -> dict[VLLMClient, Result]:
         """One whole update of every server; None for each that confirmed it, or the error that ended its part.
 
         The tensors are read to their end whatever fails: reading may be a collective that other ranks wait in.
 
         Args:
-            tensors: In the engine's dtype.
-            versions: The version that each server is given.
-            partial: Whether names that are not sent may stay as they are.
+            tensors: All weights, in the engine's dtype.
+            clients: Of the servers.
+            version: Name of the weights from now on.
         """
-        with self._lock, ThreadPoolExecutor(max_workers=max(len(versions), 1)) as pool:
-            update = _Update(self, versions, pool)
-            update.each(lambda client: client.begin_update())
-            iterator = iter(tensors)
+        results: dict[VLLMClient, Result] = dict.fromkeys(clients)
+
+        def start(step: Step) -> list[tuple[VLLMClient, Future]]:
+            return [(client, pool.submit(step, client)) for client in clients if results[client] is None]
+
+        def settle(sent: list[tuple[VLLMClient, Future]]) -> None:
+            for client, future in sent:
+                try:
+                    future.result()
+                except RolloutServerError as error:
+                    if results[client] is None:
+                        results[client] = _as_sync_error(client, error)
+                        client.abort_update()
+
+        with self._lock, ThreadPoolExecutor(max_workers=max(len(clients), 1)) as pool:
+            settle(start(lambda client: client.begin_update()))
+            by_memory = any(client.communicator is None for client in clients)
+            limit = min(self.bucket_bytes, SHARED_BYTES) if by_memory else self.bucket_bytes
+            iterator, earlier = iter(tensors), []
             try:
-                update.send(iterator)
+                for number, bucket in enumerate(buckets(iterator, limit)):
+                    if all(results.values()):
+                        break
+                    # The readers of the file that is written now have answered: they got the bucket before the last.
+                    sent = start(self._sender(bucket, number, by_memory))
+                    settle(earlier)
+                    earlier = sent
+                settle(earlier)
             finally:
                 for _ in iterator:
                     pass
-            update.each(lambda client: client.end_update(versions[client], partial=partial))
-            return update.results
+            settle(start(lambda client: client.end_update(version)))
+        return results
+
+    def _sender(self, bucket: Bucket, number: int, by_memory: bool) -> Step:
+        """What gives a bucket to a server; it is in shared memory then, where any server reads it there."""
+        path, part = self.file(number), {}
+        try:
+            if by_memory:
+                part = {"path": str(path), "checksum": write_tensors(bucket, path)}
+        except OSError as error:
+            full = WeightSyncError(
+                f"weights cannot be written to {path.parent}: {error}. Fix: give shared memory more room (docker run "
+                "--shm-size=8g), or lower vllm_weight_bucket_mb.",
+                phase="bucket",
+            )
+            return functools.partial(_refuse, full)
+        return lambda client: client.communicator.send(bucket) if client.communicator else client.send_part(**part)
 
     def file(self, number: int) -> Path:
         """One of two files: one is written while the other is read."""
@@ -276,93 +286,17 @@ class Pusher:
             self._folder = None
 
 
-class _Update:
-    """One update on its way."""
+def _refuse(error: WeightSyncError, client: VLLMClient) -> None:
+    raise error
 
-    def __init__(self, pusher: Pusher, versions: Mapping[VLLMClient, int], pool: ThreadPoolExecutor) -> None:
-        self.pusher, self.versions, self.pool = pusher, versions, pool
-        self.results: dict[VLLMClient, Result] = dict.fromkeys(versions)
 
-    @property
-    def live(self) -> list[VLLMClient]:
-        """Servers whose part has not failed."""
-        return [client for client, result in self.results.items() if result is None]
-
-    def each(self, step: Callable[[VLLMClient], None]) -> None:
-        """One step of the update on every server."""
-        self.settle([(client, self.pool.submit(step, client)) for client in self.live])
-
-    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Every bucket to every server, two at once on their way."""
-        small = all(self._in_memory(client) for client in self.live)
-        limit = min(self.pusher.bucket_bytes, SHARED_BYTES) if small else self.pusher.bucket_bytes
-        earlier: Sent = []
-        for number, bucket in enumerate(buckets(tensors, limit)):
-            if not self.live:
-                return
-            sent = self._through_memory(bucket, number) + self._to_others(bucket)
-            self.settle(earlier)
-            earlier = sent
-        self.settle(earlier)
-
-    def _in_memory(self, client: VLLMClient) -> bool:
-        return client.is_local and self.pusher.shared and client.facts.get("transfer") == "shared memory"
-
-    def _through_memory(self, bucket: Bucket, number: int) -> Sent:
-        clients = [client for client in self.live if self._in_memory(client)]
-        if not clients:
-            return []
-        path = self.pusher.file(number)  # Its reader has answered: `send` settled the bucket before the last.
-        try:
-            part = {"path": str(path), "checksum": write_tensors(bucket, path)}
-        except OSError as error:
-            logger.warning("weights go through HTTP, because shared memory has no room: %s", error)
-            self.pusher.shared = False
-            return []
-        return [(client, self.pool.submit(client.send_part, **part)) for client in clients]
-
-    def _to_others(self, bucket: Bucket) -> Sent:
-        clients = [client for client in self.live if not self._in_memory(client)]
-        nccl = [client for client in clients if client.facts.get("transfer") == "nccl"]
-        sent: Sent = []
-        for client in nccl:
-            if client.communicator is None:
-                client.init_communicator()
-            sent.append((client, self.pool.submit(client.communicator.send, bucket)))
-        body = save({n: t.detach().cpu().contiguous() for n, t in bucket}) if len(nccl) < len(clients) else b""
-        headers = {"Content-Type": SAFETENSORS, CHECKSUM_HEADER: checksum(body)}
-        for client in (client for client in clients if client not in nccl):
-            sent.append((client, self.pool.submit(self._post, client, body, headers)))
-        return sent
-
-    def _post(self, client: VLLMClient, body: bytes, headers: dict[str, str]) -> None:
-        if not client.facts.get("takes_bytes"):
-            raise WeightSyncError(
-                f"{client.base_url} takes weights through shared memory of its own machine alone. Fix: train on that machine, or "
-                "start it with --weight-transfer-config '{\"backend\": \"nccl\"}'.", phase="bucket", url=client.base_url,
-            )  # fmt: skip
-        client.call("POST", "/update_weights", body, timeout=self.pusher.timeout, headers=headers)
-
-    def settle(self, sent: Sent) -> None:
-        """Wait for answers; a server that failed is told to give the update up."""
-        for client, future in sent:
-            try:
-                future.result()
-            except RolloutServerError as error:
-                if self.results[client] is None:
-                    self.results[client] = self._named(client, error)
-                    client.abort_update()
-
-    def _named(self, client: VLLMClient, error: RolloutServerError) -> WeightSyncError:
-        """The error with the version and the phase that it ended."""
-        version = self.versions[client]
-        if isinstance(error, WeightSyncError):
-            error.version = version
-            return error
-        text = f"version {version} did not reach {client.base_url}: {error}"
-        made = WeightSyncError(text, phase="bucket", version=version, url=client.base_url)
-        made.__cause__ = error
-        return made
+def _as_sync_error(client: VLLMClient, error: RolloutServerError) -> WeightSyncError:
+    """The error as one of an update."""
+    if isinstance(error, WeightSyncError):
+        return error
+    made = WeightSyncError(f"weights did not reach {client.base_url}: {error}", phase="bucket", url=client.base_url)
+    made.__cause__ = error
+    return made
 
 
 class NcclSender:
@@ -380,29 +314,32 @@ class NcclSender:
         common = require("vllm.distributed.weight_transfer.nccl_common", "a broadcast of weights to vLLM")
         network = require("vllm.utils.network_utils", "a broadcast of weights to vLLM")
         torch.cuda.set_device(device)
+        workers = int(client.call("GET", "/get_world_size")["world_size"])
         info = {
-            "master_address": network.get_ip(), "master_port": client.group_port or network.get_open_port(),
-            "rank_offset": 1, "world_size": client.get_world_size() + 1, "packed": True,
-        }  # fmt: skip
+            "master_address": network.get_ip(),
+            "master_port": client.group_port or network.get_open_port(),
+            "rank_offset": 1,
+            "world_size": workers + 1,
+            "packed": True,
+        }
         self.client = client
         with ThreadPoolExecutor(max_workers=1) as pool:
             body, limit = {"init_info": info}, client.sync_timeout
             answer = pool.submit(client.call, "POST", "/init_weight_transfer_engine", body, timeout=limit)
-            self.group: Any = common.trainer_init(info)  # Both sides meet here.
+            # Both sides meet here.
+            self.group: Any = common.trainer_init(info)
             answer.result()
 
     def send(self, bucket: Bucket) -> None:
         """Announce a bucket, then broadcast it in the same order."""
         packed = require("vllm.distributed.weight_transfer.packed_tensor", "a broadcast of weights to vLLM")
-        part = {"names": [n for n, _ in bucket], "shapes": [list(t.shape) for _, t in bucket]}
+        part: dict[str, Any] = {"names": [n for n, _ in bucket], "shapes": [list(t.shape) for _, t in bucket]}
         part["dtype_names"] = [str(t.dtype).removeprefix("torch.") for _, t in bucket]
+        pairs = ((name, tensor.cuda()) for name, tensor in bucket)
         with ThreadPoolExecutor(max_workers=1) as pool:
             answer = pool.submit(self.client.send_part, **part)
             packed.packed_nccl_broadcast_producer(
-                iterator=((n, t.cuda()) for n, t in bucket),
-                group=self.group,
-                src=0,
-                post_iter_func=lambda item: item[1],
+                iterator=pairs, group=self.group, src=0, post_iter_func=lambda item: item[1]
             )
             answer.result()
 
