@@ -486,7 +486,7 @@ class OnlineTrainer(PostTrainer):
         sampled = [list(rollout.logp) for rollout in generation.rollouts]
         if known and not self.engine_is_policy:
             generation.token_columns["rollout_logp"] = sampled
-        elif known and self.engine.capabilities.has_logprobs:
+        elif known and self.engine.capabilities.has_logprobs and self.temperature == self.args.temperature:
             generation.token_columns["engine_logp"] = sampled
         if self.needs_old_logp(mode) and known and self.old_logp_is_engines:
             generation.token_columns["old_logp"] = sampled

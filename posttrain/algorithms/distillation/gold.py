@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, count
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,12 +16,11 @@ from posttrain.algorithms.distillation.trainer import DistillationTrainer
 from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import to_rows
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError
 from posttrain.metrics import mean
 from posttrain.models import load
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.training.config import takes
 from posttrain.types import Batch, Row
 
 __all__ = ["GOLDConfig", "GOLDTrainer", "byte_groups"]
@@ -36,20 +36,14 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
     >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
     [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
     """
-    groups, i, j, done = [], 0, 0, (0, 0)
-    left, right = b"", b""
-    while (i < len(first) and j < len(second)) or left != right:
-        if len(left) <= len(right) and i < len(first):
-            left, i = left + first[i], i + 1
-        elif j < len(second):
-            right, j = right + second[j], j + 1
-        else:
+    # Of both sides: where in the text each token ends, and how many tokens there are until then.
+    mine, theirs = (dict(zip(accumulate(map(len, side)), count(1), strict=False)) for side in (first, second))
+    groups, i, j = [], 0, 0
+    for end in sorted(mine.keys() & theirs.keys()):
+        if b"".join(first[i : mine[end]]) != b"".join(second[j : theirs[end]]):
             break
-        if left[: len(right)] != right[: len(left)]:
-            break
-        if left == right:
-            groups.append((range(done[0], i), range(done[1], j)))
-            left, right, done = b"", b"", (i, j)
+        groups.append((range(i, mine[end]), range(j, theirs[end])))
+        i, j = mine[end], theirs[end]
     return groups
 
 
@@ -67,6 +61,7 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
 class GOLDConfig(GKDConfig):
     """Arguments of `GOLDTrainer`."""
 
+    _loss_temperature: ClassVar[str | float] = "temperature"
     teacher_tokenizer_name_or_path: str | None = option(
         None, "The teacher's tokenizer; None: that of a teacher given by id."
     )
@@ -85,10 +80,6 @@ class GOLDConfig(GKDConfig):
     uld_student_temperature: float = option(1.0, "Loss only: divides the student's logits; > 0.")
     uld_teacher_temperature: float = option(1.0, "Loss only: divides the teacher's logits; > 0.")
 
-    def __post_init__(self) -> None:
-        check_choice("uld_token_merge_strategy", self.uld_token_merge_strategy, ("observed", "bayesian"))
-        super().__post_init__()
-
     def _rules(self) -> list[tuple[str, bool, str]]:
         matched, unmatched = self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight
         far = self.seq_kd or self.teacher_scores or self.teacher_model_server_url or self.loss_top_k
@@ -106,11 +97,6 @@ class GOLDConfig(GKDConfig):
             ("use_uld_loss", not (self.use_uld_loss and far), text + "tokenizer. Fix: a teacher model in this process"),
         ]
 
-    @property
-    def loss_temperature(self) -> float:
-        """The loss is at the sampling temperature."""
-        return self.temperature
-
     def axes(self) -> Axes:
         """Aligned groups with ``use_uld_loss``."""
         if not self.use_uld_loss:
@@ -125,15 +111,11 @@ class GOLDConfig(GKDConfig):
         )
 
 
-class GOLDTrainer(DistillationTrainer):
+class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
     """General online logit distillation: GKD, also from a teacher with another tokenizer.
 
     Reference: Universal Logit Distillation, arXiv:2402.12030.
     """
-
-    config_class: ClassVar[type[Any]] = GOLDConfig
-    _name: ClassVar[str] = "GOLD"
-    __init__ = takes(OF_GKD)(DistillationTrainer.__init__)
 
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
         args = self.args

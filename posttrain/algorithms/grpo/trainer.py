@@ -60,6 +60,7 @@ __all__ = [
     "GRPOTrainer",
     "grpo_needs",
     "grpo_objective",
+    "scored_groups",
 ]
 
 logger = logging.getLogger(__name__)
@@ -328,6 +329,21 @@ ENOUGH, LOOKED_AT = 5, 64
 PADDING = -1e9
 
 
+def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> tuple[AdvantageStats, dict[str, float]]:
+    """Advantages of completions within their groups of ``size``, and what to log of the spread of rewards."""
+    stats = group_advantages(
+        table.values,
+        table.weights,
+        size,
+        scale_rewards=str(args.scale_rewards),
+        aggregation=args.multi_objective_aggregation,
+        min_group_std=args.min_group_std,
+    )
+    scored = stats.totals[~stats.totals.isnan()]
+    whole = float(scored.std()) if scored.numel() > 1 else 0.0
+    return stats, {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
+
+
 @attributes(*SETTABLE, "scale_rewards", "multi_objective_aggregation", **SETTABLE_PATHS)
 @attributes("loss_type", "importance_sampling_level", "top_entropy_quantile", *FIXED, **FIXED_PATHS, fixed=True)
 class GRPOTrainer(OnlineTrainer):
@@ -404,17 +420,7 @@ class GRPOTrainer(OnlineTrainer):
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """A completion's reward against its group's mean, divided by a spread."""
         args, size = self.args, self.group_size(mode)
-        stats = group_advantages(
-            table.values,
-            table.weights,
-            size,
-            scale_rewards=str(args.scale_rewards),
-            aggregation=args.multi_objective_aggregation,
-            min_group_std=args.min_group_std,
-        )
-        scored = stats.totals[~stats.totals.isnan()]
-        whole = float(scored.std()) if scored.numel() > 1 else 0.0
-        std = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
+        stats, std = scored_groups(table, size, args)
         divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
         advantages = self.reward_watch.bounded(stats.advantages, mode) if divided else stats.advantages
         self.reward_watch.log(generation, table, stats.totals, advantages, mode, **std)
