@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 from posttrain.errors import ConfigError, check_choice, check_rules
 from posttrain.models.heads import causal_lm
 from posttrain.training.online_config import OnlineConfig, truncated_sampling
+from posttrain.training.pictures import PictureConfig
 
 __all__ = ["Axes", "DistillationConfig", "DistillationFields", "Support", "logit_width", "option", "preset"]
 
@@ -254,7 +255,7 @@ class DistillationFields:
         "max_tool_calling_iterations": (None, "Completions of a student are single turns; tools are GRPOTrainer's.")
     }
 )
-class DistillationConfig(DistillationFields, OnlineConfig):
+class DistillationConfig(DistillationFields, PictureConfig, OnlineConfig):
     """Arguments of `DistillationTrainer`.
 
     Reference: GKD, arXiv:2306.13649.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import accumulate, count, takewhile
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,7 +21,8 @@ from posttrain.metrics import mean
 from posttrain.models import load
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import Batch, Row
+from posttrain.training.pictures import Vision
+from posttrain.types import Batch, Rollout, Row
 
 __all__ = ["GOLDConfig", "GOLDTrainer", "byte_groups"]
 
@@ -120,7 +121,11 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
         args = self.args
         name = args.teacher_tokenizer_name_or_path
-        if tokenizer is None and name is not None:
+        if args.use_uld_loss and self.vision.images:
+            known = name or (given if isinstance(given, str) else args.teacher_model_name_or_path) or ""
+            self.teacher_vision = Vision(args, tokenizer, known, (self.train_dataset,), takes=True)
+            tokenizer = self.teacher_vision.processor
+        elif tokenizer is None and name is not None:
             tokenizer = load.load_tokenizer(name, trust_remote_code=args.trust_remote_code)
         known = tokenizer is not None or isinstance(given, str) or args.teacher_model_name_or_path
         if args.use_uld_loss and not known:
@@ -171,26 +176,26 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
         """The teacher's ids of prompt and completion; the column ``aligned`` has its token of each group, counted from 1."""
         if not self.args.use_uld_loss:
             return super().facts(generation, table, mode)
-        kwargs, found, columns = self.args.chat_template_kwargs or {}, [], []
+        found, columns = [], []
         stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
-        counts = torch.zeros(3)  # Groups, those of one token each, bytes that are in none.
+        counts = torch.zeros(2)  # Groups, and those of one token each.
         for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
-            asked = self._prompt(example, rollout.prompt_ids)
-            prompt = tokenize_prompts([asked], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]
-            spelled = [b"" if i in stops else self._mine.get(i, b"") for i in rollout.token_ids]
+            # What a template writes behind the stop token follows another text in the teacher's.
+            written = takewhile(lambda token: token not in stops, rollout.token_ids)
+            spelled = [self._mine.get(token, b"") for token in written]
             text = b"".join(spelled)
             valid = _longest_text(text)
             ids = self.teacher_tokenizer(valid, add_special_tokens=False)["input_ids"]
             groups = self._groups([s for s in spelled if s], [self._theirs[i] for i in ids])
             places = [k for k, s in enumerate(spelled) if s]
-            column = [0.0] * len(spelled)
+            column = [0.0] * len(rollout.token_ids)
             at = 0 if self.args.uld_token_merge_strategy == "observed" else -1
             for mine, theirs in groups:
                 column[places[mine[at]]] = float(theirs[at] + 1)
             single = sum(len(a) == len(b) == 1 for a, b in groups)
             used = sum(len(spelled[places[i]]) for a, _ in groups for i in a)
-            counts += torch.tensor([len(groups), single, len(text) - used], dtype=torch.float32)
-            found.append({"prompt": prompt, "ids": ids})
+            counts += torch.tensor([len(groups), single])
+            found.append({"prompt": self._prompt(example, rollout), "ids": ids})
             columns.append(column)
             self.log_metrics_now({"align/dropped_bytes_fraction": mean(1 - used / max(len(text), 1))}, mode)
         generation.token_columns["aligned"] = columns
@@ -198,12 +203,16 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
         self.log_metrics_now({"align/group_count": mean(float(counts[0]))} | one, mode)
         return found
 
-    def _prompt(self, example: dict[str, Any], ids: list[int]) -> dict[str, Any]:
-        """Messages for the teacher's own template; of a plain text what the student's prompt ids spell, where it may be cut."""
-        if not isinstance(example["prompt"], str):
-            return example
-        special = set(self.processing_class.all_special_ids)
-        return {"prompt": _longest_text(b"".join(self._mine.get(i, b"") for i in ids if i not in special))}
+    def _prompt(self, example: dict[str, Any], rollout: Rollout) -> list[int]:
+        """Messages in the teacher's own template; of a plain text what the student's prompt ids spell, where it may be cut."""
+        if self.vision.images:
+            return list(self.teacher_vision.prompt(example, [one.picture for one in rollout.pictures]))
+        if isinstance(example["prompt"], str):
+            special = set(self.processing_class.all_special_ids)
+            spelled = b"".join(self._mine.get(i, b"") for i in rollout.prompt_ids if i not in special)
+            example = {"prompt": _longest_text(spelled)}
+        kwargs = self.args.chat_template_kwargs or {}
+        return tokenize_prompts([example], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]
 
     def _groups(self, mine: list[bytes], theirs: list[bytes]) -> list[tuple[range, range]]:
         if self.args.use_extended_uld:
@@ -220,7 +229,11 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
             aligned, keys = row.token_columns["aligned"], row.sequence_columns["key"]
             for mask, places, key in zip(row.loss_masks, aligned, keys, strict=True):
                 fact = self._fact(int(key))
-                rows.append(Row(fact["prompt"], [fact["ids"]], [[1] * len(fact["ids"])]))
+                made = Row(fact["prompt"], [fact["ids"]], [[1] * len(fact["ids"])])
+                if row.pictures:
+                    held = [one.picture for one in row.pictures[0]]
+                    made.pictures = self.teacher_vision.reader.place_all([fact["prompt"], fact["ids"]], held)
+                rows.append(made)
                 index += [offset + int(place) - 1 for place, kept in zip(places, mask, strict=True) if place and kept]
                 offset += len(fact["ids"])
         device = batch.input_ids.device
@@ -228,7 +241,10 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
         mine = (batch.columns["aligned"][batch.loss_mask] > 0).nonzero().flatten()
         chosen = replace(teacher, hidden=teacher.hidden[torch.tensor(index, dtype=torch.long, device=device)])
         matched = (self._pairs[0], self._pairs[1]) if self.args.uld_use_hybrid_loss else None
-        return AlignedComparison(self.axes, chosen, mine, matched, self._weights, self._widths)
+        options: dict[str, Any] = {"weights": self._weights, "widths": self._widths}
+        if self.vision.images:
+            options["without"] = (self.placeholders(self.vision), self.placeholders(self.teacher_vision))
+        return AlignedComparison(self.axes, chosen, mine, matched, **options)
 
 
 def _longest_text(value: bytes) -> str:

@@ -204,6 +204,7 @@ class MiniLLMTrainer(DistillationTrainer, config=MiniLLMConfig, arguments=OF_MIN
     """
 
     takes_rewards: ClassVar[bool] = True
+    takes_images: bool = False
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """``GRPO(A + sum gamma^i (log p - log q)) + KL(q || p)``."""
@@ -289,6 +290,7 @@ class SDFTTrainer(DistillationTrainer, config=SDFTConfig, arguments=OF_SELF):
     """
 
     privileged: ClassVar[bool] = True
+    takes_images: bool = False
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """Refuse a dataset without ``privileged_context``."""
@@ -369,6 +371,7 @@ class SDPOTrainer(DistillationTrainer, config=SDPOConfig, arguments=f"model, rew
     """
 
     privileged: ClassVar[bool] = True
+    takes_images: bool = False
     takes_rewards: ClassVar[bool] = True
 
     def __init__(self, model: Any, *, reward_funcs: Any = None, **kwargs: Any) -> None:
@@ -449,6 +452,8 @@ class SSDTrainer(DistillationTrainer, config=SSDConfig, arguments=OF_SELF):
 
     Reference: arXiv:2604.01193.
     """
+
+    takes_images: bool = False
 
     def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
         """As the parent's; completions that say nothing are left out."""

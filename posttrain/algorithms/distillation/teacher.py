@@ -87,7 +87,7 @@ class ModelTeacher:
 
     def of_rows(self, rows: Sequence[Row], device: Any) -> HiddenTeacher:
         """The teacher at the loss tokens of all completions, in the order of the rows; equal prompts are computed once."""
-        bare = [Row(row.prompt_ids, row.completions, row.loss_masks) for row in rows]
+        bare = [Row(row.prompt_ids, row.completions, row.loss_masks, pictures=row.pictures) for row in rows]
         shared, places = share_prompts(bare)
         pieces: list[Tensor] = [torch.empty(0)] * len(places)
         view: Any = None

@@ -32,20 +32,24 @@ from posttrain.algorithms.distillation.teacher import (
 from posttrain.algorithms.grpo.trainer import grpo_objective, scored_groups
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.chat import terminal_token_ids
+from posttrain.data.picture_rows import prepare_picture_rows
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.reduce import spread
 from posttrain.models import load, parallel
 from posttrain.models.forward import causal_lm, install_token_head
+from posttrain.models.heads import has_tower
 from posttrain.models.memory_estimate import Part
 from posttrain.models.reference import Reference
+from posttrain.models.vision import install_pictures
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.training.config import choose_layout, takes
 from posttrain.training.online import OnlineTrainer
+from posttrain.training.pictures import Vision, picture_options
 from posttrain.training.prompts import PromptSource
-from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
 
 __all__ = ["DistillationTrainer"]
 
@@ -82,7 +86,8 @@ class DistillationTrainer(OnlineTrainer):
     needs = frozenset({"logp", "entropy"})
     takes_rewards: ClassVar[bool] = False  # Whether GRPO's loss stands beside the divergence.
     privileged: ClassVar[bool] = False  # Whether the teacher reads another prompt, which `facts` gives.
-    may_read_images = False
+    takes_images: bool = True
+    may_read_images = property(lambda self: self.vision.images)
     _name: ClassVar[str] = "Distillation"
     args: Any
 
@@ -126,6 +131,7 @@ class DistillationTrainer(OnlineTrainer):
         # Tokens on which the two differ most, by the completion's number; rows of the completions' table, likewise.
         self._worst: list[tuple[float, str]] = []
         self._row_of: dict[float, dict[str, Any]] = {}
+        self.teacher_vision: Any = None  # How the teacher reads images, where it does not read the student's ids.
         super().__init__(model, reward_funcs or _unrewarded, args, **kwargs)
         self.record.listeners.append(self._listed)
         self.teacher: ModelTeacher | None = None
@@ -161,6 +167,10 @@ class DistillationTrainer(OnlineTrainer):
 
     def _make_teacher(self, given: Any, tokenizer: Any, server: Any) -> None:
         args = self.args
+        if self.vision.images and (self.score_files or server or args.teacher_model_server_url):
+            raise ConfigError(
+                "the rows have images, and a file or a server scores text alone. Fix: a teacher model in this process."
+            )
         if self.axes.support == "none" or self.score_files:
             return
         if args.teacher_model_server_url or server is not None:
@@ -202,14 +212,32 @@ class DistillationTrainer(OnlineTrainer):
         name = self.args.teacher_model_name_or_path if given is None else given
         if tokenizer is None and isinstance(name, str):
             tokenizer = load.load_tokenizer(name, trust_remote_code=self.args.trust_remote_code)
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # Of a processor.
         model = load_teacher(given, self.args, self.model).to(self.args.device)
         install_token_head(model)
+        if self.vision.images:
+            self.show_pictures(model)
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
         self.check_vocabularies(model, self.teacher_tokenizer)
         layout = choose_layout(model, self.args, padded=False)
         shared = layout.kind == self.layout.kind == "tree" and layout.rope_switch is None
         running = functools.partial(frozen, model, self.accelerator.autocast)
         self.teacher = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
+
+    def show_pictures(self, teacher: nn.Module) -> None:
+        """Let the teacher see the student's pictures through its own tower; where it reads the same ids, prepared once for both.
+
+        Raises:
+            ConfigError: It reads text alone, or is of another family, which has other ids and pixels.
+        """
+        kinds = [causal_lm(model).config.model_type for model in (self.model, teacher)]
+        if not has_tower(teacher) or (self.shares_tokens and kinds[0] != kinds[1]):
+            raise ConfigError(
+                f"the rows have images, and the teacher is {kinds[1]!r}, which does not read the ids and pixels of the student, "
+                f"{kinds[0]!r}. Fix: a teacher of the student's family, or GOLD with use_uld_loss=True and one that reads images."
+            )
+        size = int(self.args.image_cache_gb * 2**30)
+        install_pictures(teacher, (self.teacher_vision or self.vision).processor, cache_bytes=size)
 
     @property
     def shares_tokens(self) -> bool:
@@ -256,7 +284,10 @@ class DistillationTrainer(OnlineTrainer):
                 f"{name} has no completion column, and lmbda={args.lmbda} trains on the dataset's completions. Fix: a completion "
                 "column, seq_kd=True (the teacher samples them), or lmbda=1 (the student does)."
             )
-        if answered:
+        if answered and self.vision.reader is not None:
+            options = picture_options(args, branches=("completion",))
+            dataset, _ = prepare_picture_rows(dataset, self.vision.reader, options, name=name, keep=columns)
+        elif answered:
             limits = {"max_length": args.max_length, "max_prompt_length": args.max_prompt_length}
             dataset = tokenized_answers(dataset, self.processing_class, name=name, **limits)
         if args.teacher_scores:
@@ -277,8 +308,9 @@ class DistillationTrainer(OnlineTrainer):
         """Rows of the dataset's own answers; without them completions come later."""
         if not examples or "completion_ids" not in examples[0]:
             raise NotImplementedError
-        answers = [list(example["completion_ids"]) for example in examples]
-        return [Row(list(e["prompt_ids"]), [ids], [[1] * len(ids)]) for e, ids in zip(examples, answers, strict=True)]
+        ids = [(list(example["prompt_ids"]), list(example["completion_ids"])) for example in examples]
+        rows = [Row(prompt, [answer], [[1] * len(answer)]) for prompt, answer in ids]
+        return self.vision.placed(rows, examples)
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
         """Prompts to sample from, cut as those of dataset rows are."""
@@ -320,7 +352,7 @@ class DistillationTrainer(OnlineTrainer):
         if self.args.seq_kd and mode == "train":
             given = iter(self._teacher_rollouts(others, mode))
         else:
-            given = iter([as_rollout(example, self.processing_class) for example in others])
+            given = iter([as_rollout(row, self.processing_class) for row in self.rows(others)])
         rollouts = [next(mine) if one else next(given) for one in sampled]
         chat = not isinstance(examples[0]["prompt"], str)
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
@@ -336,10 +368,10 @@ class DistillationTrainer(OnlineTrainer):
         return self.engine_on(self.teacher_model)
 
     def _teacher_rollouts(self, examples: list[dict[str, Any]], mode: str) -> list[Rollout]:
-        requests = [Request(prompt) for prompt in self.tokenize(examples)]
+        requests = [Request(prompt, pictures=Prompt.pictures_of(prompt)) for prompt in self.tokenize(examples)]
         rollouts = self._teacher_engine.generate(requests, self.sampling(mode))
-        for rollout in rollouts:
-            rollout.logp = []  # The teacher's, and no student's.
+        for rollout, request in zip(rollouts, requests, strict=True):
+            rollout.logp, rollout.pictures = [], request.pictures  # Log-probs of the teacher, and not of a student.
         return rollouts
 
     # One generation ----------------------------------------------------------------------------------------------
@@ -432,6 +464,7 @@ class DistillationTrainer(OnlineTrainer):
         if self.axes.support == "none":
             return None
         options: dict[str, Any] = {"columns": self.columns, "policy_temperature": self.temperature}
+        options["without"] = self.placeholders(self.vision)
         if self.score_files or self.server is not None:
             return Comparison(self.axes, scores_of_batch(batch, self._fact), **options)
         assert self.teacher is not None
@@ -445,6 +478,10 @@ class DistillationTrainer(OnlineTrainer):
             raise DataError(
                 "an optimiser step has no answer token: there is nothing to learn. Fix: longer completions."
             )
+
+    def placeholders(self, vision: Vision) -> Tensor | None:
+        """Ids that stand for images and are never written; None for text."""
+        return None if vision.reader is None else torch.tensor([vision.reader.token_id], device=self.args.device)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `distillation_objective`; in training the tokens on which the two differ most are remembered."""
