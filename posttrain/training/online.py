@@ -23,6 +23,7 @@ from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.forward import batch_logps
 from posttrain.models.reference import Reference
+from posttrain.report.completions import rollout_table
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.batch import (
@@ -127,6 +128,8 @@ class OnlineTrainer(PostTrainer):
         if self.weight_sync.needs_weight_sync:
             self.weight_sync.check_engine(self.engine)
         self.announce()
+        if getattr(self.args, "log_completions", False):
+            self.add_callback(rollout_table(self.args, self.record, self.rewards.names))
         self.source = self.make_source()
 
     # Parts -------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm
 from posttrain.models.heads import cast_head_to_fp32
-from posttrain.report.completions import CompletionsHubCallback, RolloutTableCallback
+from posttrain.report.completions import CompletionsHubCallback
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
@@ -392,7 +392,8 @@ class GRPOTrainer(OnlineTrainer):
             check_correction(args)
         if args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
-        self._log_completions()
+        if args.log_completions_hub_repo:
+            self.add_callback(CompletionsHubCallback(args.log_completions_hub_repo))
         if dropout := _active_dropout(self.model):
             logger.warning(
                 "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
@@ -401,15 +402,6 @@ class GRPOTrainer(OnlineTrainer):
 
     def check_turns(self) -> None:
         """Where a subclass must be refused once it is known whether rollouts have several turns."""
-
-    def _log_completions(self) -> None:
-        args = self.args
-        if args.log_completions:
-            options = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
-            rows = args.generation_batch_size or 1
-            self.add_callback(RolloutTableCallback(self.record, self.rewards.names, rows=rows, **options))
-        if args.log_completions_hub_repo:
-            self.add_callback(CompletionsHubCallback(args.log_completions_hub_repo))
 
     def _prepare_model(self, model: Any, args: Any, peft_config: Any) -> Any:
         model = super()._prepare_model(model, args, peft_config)
