@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from posttrain.errors import ConfigError
+from posttrain.losses.ppo import gae
 
 __all__ = [
     "discounted_returns",
@@ -141,14 +142,9 @@ def discounted_returns(
     if not mask.any():
         return torch.zeros_like(rewards)
     rows, real = _by_sequence(rewards.detach().float(), mask, sequence)
-    returns, weights = torch.zeros_like(rows), torch.zeros_like(rows)
-    later, weight = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
-    for t in range(rows.shape[1] - 1, -1, -1):
-        inside = real[:, t]
-        later = torch.where(inside, rows[:, t] + gamma * later, later)
-        weight = torch.where(inside, 1 + gamma * weight, weight)
-        returns[:, t], weights[:, t] = later, weight
-    found = returns / weights.clamp_min(1.0) if length_normalization else returns
+    found, _ = gae(rows, torch.zeros_like(rows), gamma=gamma, lam=1.0)
+    if length_normalization:
+        found = found / gae(real.to(rows), torch.zeros_like(rows), gamma=gamma, lam=1.0)[0].clamp_min(1.0)
     return torch.zeros_like(rewards, dtype=found.dtype).masked_scatter(mask, found[real])
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "LogCompletionsCallback",
     "RolloutTableCallback",
     "print_prompt_completions_sample",
+    "rollout_table",
     "to_sampling",
 ]
 
@@ -425,7 +426,8 @@ class RolloutTableCallback(transformers.TrainerCallback):
             self._attempts.track(args, f"{prefix}completions", *self.table(rows))
 
     def _print(self, rows: list[dict[str, Any]], step: int) -> None:
-        rewards = {name: [row.get(name) for row in rows] for name in self.names}
+        scored = [name for name in self.names if any(name in row for row in rows)]
+        rewards = {name: [row.get(name) for row in rows] for name in scored}
         own = [[row.get(key) for row in rows] for key in ("prompt", "completion", "advantage")]
         print_prompt_completions_sample(own[0], own[1], rewards, [a or 0.0 for a in own[2]], step, self.shown)
 
@@ -439,6 +441,13 @@ class RolloutTableCallback(transformers.TrainerCallback):
 
 def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def rollout_table(args: Any, record: RunRecordCallback, names: list[str]) -> RolloutTableCallback:
+    """The table that ``log_completions`` asks for, of one generation's completions."""
+    rows = getattr(args, "samples_per_step", None) or args.generation_batch_size or 1
+    options = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
+    return RolloutTableCallback(record, names, rows=rows, **options)
 
 
 class CompletionsHubCallback(transformers.TrainerCallback):

@@ -23,6 +23,7 @@ from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.forward import batch_logps
 from posttrain.models.reference import Reference
+from posttrain.report.completions import rollout_table
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.batch import (
@@ -127,6 +128,8 @@ class OnlineTrainer(PostTrainer):
         if self.weight_sync.needs_weight_sync:
             self.weight_sync.check_engine(self.engine)
         self.announce()
+        if getattr(self.args, "log_completions", False):
+            self.add_callback(rollout_table(self.args, self.record, self.rewards.names))
         self.source = self.make_source()
 
     # Parts -------------------------------------------------------------------------------------------------------
@@ -486,7 +489,7 @@ class OnlineTrainer(PostTrainer):
         sampled = [list(rollout.logp) for rollout in generation.rollouts]
         if known and not self.engine_is_policy:
             generation.token_columns["rollout_logp"] = sampled
-        elif known and self.engine.capabilities.has_logprobs:
+        elif known and self.engine.capabilities.has_logprobs and self.temperature == self.args.temperature:
             generation.token_columns["engine_logp"] = sampled
         if self.needs_old_logp(mode) and known and self.old_logp_is_engines:
             generation.token_columns["old_logp"] = sampled

@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 from posttrain.data.chat import RENDERED, template_arguments
 from posttrain.data.formats import STREAMED, is_messages, pictures_of, shows_pictures, strip_none, undecoded
 from posttrain.data.picture_rows import PictureOptions, place_pictures
-from posttrain.data.pictures import conversation_pictures, read_picture
+from posttrain.data.pictures import Picture, conversation_pictures, read_picture
 from posttrain.data.processors import PictureProcessor, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.losses.advantages import weighted_total
@@ -173,26 +173,29 @@ class Vision:
         before: Mapping[str, Any] = {}
         for example in examples:
             if not made or any(example.get(name) != before.get(name) for name in (*RENDERED, *IMAGES)):
-                made.append(self._prompt(example))
+                made.append(self.prompt(example))
             else:
                 made.append(made[-1])
             before = example
         return made
 
-    def _prompt(self, example: Mapping[str, Any]) -> Prompt:
+    def prompt(self, example: Mapping[str, Any], pictures: Sequence[Picture] | None = None) -> Prompt:
+        """One prompt with its pictures; or of an `opened` one its text, with pictures that were read before."""
         assert self.reader is not None
         most, background = self.args.max_images_per_row, self.args.image_background
         row = strip_none(dict(example))
-        blocks, held = _conversation(row)
+        # The messages of an opened row hold what its columns hold.
+        blocks, held = _conversation(row if pictures is None else {k: v for k, v in row.items() if k not in IMAGES})
         if most is not None and len(held) > most:
             raise DataError(f"a prompt has {len(held)} images, and max_images_per_row={most}. Fix: leave this row out.")
         kwargs = {**(self.args.chat_template_kwargs or {}), **template_arguments(row)}
         goes_on = blocks[-1].get("role") == "assistant"
         how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
         text = self.reader.render(blocks, **how, **kwargs)
-        read = [read_picture(value, "column 'images' of a prompt", background) for value in held]
-        pictures = [self.reader.fitted(picture).encoded() for picture in read]
-        self._resized += sum(a != b for a, b in zip(read, pictures, strict=True))
+        if pictures is None:
+            read = [read_picture(value, "column 'images' of a prompt", background) for value in held]
+            pictures = [self.reader.fitted(picture).encoded() for picture in read]
+            self._resized += sum(a != b for a, b in zip(read, pictures, strict=True))
         return Prompt(*self.reader.encode(text, pictures, prompt=True))
 
     def opened(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:

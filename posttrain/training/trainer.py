@@ -407,10 +407,15 @@ class PostTrainer(transformers.Trainer):
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
         needs = self.needs | {"aux"} if self.router_coefficient else self.needs
-        outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=self.args.logits_chunk_size)
+        options = {"chunk_size": self.args.logits_chunk_size, "compare": self.comparison(batch)}
+        outputs = forward(model, batch, needs, temperature=self.temperature, **options)
         terms = self.objective(outputs, batch)
         add_router_term(terms, outputs, self.router_coefficient)
         return terms, outputs
+
+    def comparison(self, batch: Batch) -> Any:
+        """What the output layer does instead of log-probs, see `TokenHead.compare`; None: nothing."""
+        return None
 
     # Logging and checkpoints -------------------------------------------------------------------------------------
 

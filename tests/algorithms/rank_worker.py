@@ -3,6 +3,7 @@
 import sys
 
 from posttrain import Rollout  # noqa: F401 - the public package must import in a worker too
+from posttrain.report.record import read_rows
 from tests.algorithms.helpers import chats, count_a, grpo, prompts, sft
 from tests.conftest import build_tokenizer
 from tests.ranks import leave, part, step_taken, weights
@@ -44,7 +45,9 @@ def main(kind, folder, batch, accumulation):
     before = weights(trainer)
     trainer.train()
     if trainer.accelerator.is_main_process:
-        leave(step_taken(trainer, before))
+        folder = trainer.record.record.folder / "completions"
+        tables = [read_rows(path) for path in folder.glob("completions_*.parquet") if kind == "gkd"]
+        leave(step_taken(trainer, before) | {"worst": [row["worst_tokens"] for table in tables for row in table]})
 
 
 def evaluate(folder, tokenizer, batch):

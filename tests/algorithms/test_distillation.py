@@ -256,6 +256,12 @@ def test_the_table_of_completions_names_the_tokens_on_which_the_two_differ_most(
     assert not {"key", "advantage"} & rows[0].keys()
 
 
+def test_log_completions_prints_what_was_trained(tmp_path, tiny_tokenizer, capsys):
+    make(tmp_path, tiny_tokenizer, lmbda=0.0, max_steps=1, log_completions=True).train()
+    shown = capsys.readouterr().out
+    assert "a number" in shown and "_unrewarded" not in shown
+
+
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
     """Numbers of the largest tensor that any operation made."""
 

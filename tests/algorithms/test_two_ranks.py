@@ -25,6 +25,17 @@ def test_two_ranks_equal_one_with_twice_the_accumulation(kind, tmp_path):
 
 
 @pytest.mark.distributed
+def test_the_table_of_completions_names_the_worst_tokens_of_every_rank(tmp_path):
+    one, two = run("gkd", tmp_path / "one", 1, 4, 2), run("gkd", tmp_path / "two", 2, 4, 1)
+    values = [
+        [float(token.rsplit(" ", 1)[1]) for row in found["worst"] for token in row.split("  ") if token]
+        for found in (one, two)
+    ]
+    assert len(two["worst"]) == 8 and any(two["worst"][:4]) and any(two["worst"][4:])
+    assert len(values[0]) == len(values[1]) == 10 and max(values[0]) == max(values[1])
+
+
+@pytest.mark.distributed
 def test_t25_evaluation_on_two_ranks_is_that_of_one(tmp_path):
     """Five rows in batches of two: the last round has one row, and the other rank must not count the first ones again."""
     one, two = run("evaluation", tmp_path / "one", 1, 2, 1), run("evaluation", tmp_path / "two", 2, 2, 1)

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from posttrain import (
-    DistillationConfig,
-    DistillationTrainer,
     GRPOConfig,
     GRPOTrainer,
     OnlineDPOConfig,
@@ -336,11 +334,3 @@ def test_online_dpo_compares_completions_of_mixed_prompts_under_their_own_pictur
 def test_online_dpo_cuts_no_prompt_with_images(tmp_path):
     with pytest.raises(DataError, match="max_length"):
         online_dpo(tmp_path, max_length=12, per_device_train_batch_size=4).train()
-
-
-def test_distillation_refuses_rows_with_images_by_their_column(tmp_path):
-    model, processor = build("llava")
-    teacher, _ = build("llava")
-    args = DistillationConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_completion_length=4)
-    with pytest.raises(DataError, match=r"train.*images"):
-        DistillationTrainer(model, teacher, args, train_dataset=prompts(), processing_class=processor.tokenizer)

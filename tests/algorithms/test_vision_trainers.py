@@ -55,8 +55,9 @@ def rows(*answers):
     return datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
 
 
-def alone(model, processor, example, answer):
-    """Log-probs of an answer's tokens, through the processor's own tensors and the model's own forward."""
+def answer_logits(model, processor, example, answer):
+    """Logits before each token of an answer (messages or ids) and its ids, by the processor's own tensors and the model's own
+    forward."""
     pictures = [read_picture(one).load() for one in example["images"]]
     filled = iter(pictures)
     prompt = [
@@ -67,17 +68,24 @@ def alone(model, processor, example, answer):
         for m in example["prompt"]
     ]
     begin = processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    whole = processor.apply_chat_template(prompt + answer, tokenize=False)
     inputs = dict(processor(text=[begin], images=[pictures] if pictures else None, return_tensors="pt"))
-    tail = processor.tokenizer(whole[len(begin) :], add_special_tokens=False)["input_ids"]
+    tail = answer
+    if isinstance(answer[0], dict):
+        whole = processor.apply_chat_template(prompt + answer, tokenize=False)
+        tail = processor.tokenizer(whole[len(begin) :], add_special_tokens=False)["input_ids"]
     ids = torch.cat([inputs["input_ids"], torch.tensor([tail])], 1)
     inputs = {k: v for k, v in inputs.items() if k not in ("attention_mask", "input_ids")}
     for key in ("mm_token_type_ids", "token_type_ids"):
         if key in inputs:
             inputs[key] = torch.cat([inputs[key], torch.zeros(1, len(tail), dtype=torch.long)], 1)
     logits = model(input_ids=ids, **inputs, use_cache=False).logits[0].float()
-    logp = torch.log_softmax(logits[:-1], -1).gather(-1, ids[0, 1:, None])[:, 0]
-    return logp[-len(tail) :]
+    return logits[-len(tail) - 1 : -1], tail
+
+
+def alone(model, processor, example, answer):
+    """Log-probs of an answer's tokens."""
+    logits, tail = answer_logits(model, processor, example, answer)
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tail)[:, None])[:, 0]
 
 
 def first_loss(trainer):

@@ -25,7 +25,6 @@ from posttrain.losses.policy import clip_metrics, clipped, importance_log_ratio,
 from posttrain.losses.reduce import spread
 from posttrain.metrics import Metric, maximum, mean
 from posttrain.models import parallel
-from posttrain.report.completions import RolloutTableCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
@@ -170,10 +169,6 @@ class AsyncGRPOTrainer(OnlineTrainer):
         self._step_kl = torch.zeros(2, dtype=torch.float64)
         self._skipping = False
         self.add_callback(_Steps(self))
-        if args.log_completions:
-            shown = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
-            rows = args.samples_per_step or 1
-            self.add_callback(RolloutTableCallback(self.record, self.rewards.names, rows=rows, **shown))
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
         """As every trainer's, in the config's ``dtype`` unless ``model_init_kwargs`` names another."""

@@ -7,11 +7,12 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from posttrain.errors import ConfigError, check_choice, check_rules
 from posttrain.models.heads import causal_lm
 from posttrain.training.online_config import OnlineConfig, truncated_sampling
+from posttrain.training.pictures import PictureConfig
 
 __all__ = ["Axes", "DistillationConfig", "DistillationFields", "Support", "logit_width", "option", "preset"]
 
@@ -168,6 +169,9 @@ class DistillationFields:
         beta: float
         use_liger_kernel: bool
 
+    # Where the divergence has its beta and its temperature from: the name of a field, or the number itself.
+    _beta: ClassVar[str | float] = "beta"
+    _loss_temperature: ClassVar[str | float] = "temperature"
     _least_generations: ClassVar[int] = 1
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*OnlineConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
     _refused: ClassVar[dict[str, tuple[Any, str]]] = {}  # See `preset`.
@@ -178,6 +182,9 @@ class DistillationFields:
         # The names under which `SyncRefModelCallback` reads them.
         self.ref_model_mixup_alpha, self.ref_model_sync_steps = self.teacher_update_rate, self.teacher_sync_steps
         super().__post_init__()  # type: ignore[misc]
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal:
+                check_choice(name, getattr(self, name), get_args(kind))
         check_rules(
             self,
             (
@@ -186,9 +193,6 @@ class DistillationFields:
             ),
         )
         check_rules(self, self._rules())
-        check_choice("tokenizer_check", self.tokenizer_check, ("error", "warn", "off"))
-        check_choice("eval_mode", self.eval_mode, ("auto", "dataset", "student"))
-        check_choice("teacher_model_kind", self.teacher_model_kind, ("model", "live", "base", "ema"))
         self._check_sources()
         axes = self.axes().check()
         if axes.estimator == "score" and (cut := truncated_sampling(self)):
@@ -229,19 +233,10 @@ class DistillationFields:
             text = "num_generations=%d with lmbda=%s: a completion of the dataset counts %d times."
             logger.warning(text, self.num_generations, self.lmbda, self.num_generations)
 
-    @property
-    def divergence_beta(self) -> float:
-        """Of the divergence, whatever the config calls it."""
-        return float(self.beta)
-
-    @property
-    def loss_temperature(self) -> float:
-        """Of both models in the divergence."""
-        return float(self.temperature)
-
     def axes(self) -> Axes:
         """The loss as a row of the table of methods."""
-        beta, k, t = self.divergence_beta, self.loss_top_k, self.loss_temperature
+        sources, k = (self._beta, self._loss_temperature), self.loss_top_k
+        beta, t = (float(getattr(self, one) if isinstance(one, str) else one) for one in sources)
         support: Support = "student_topk" if beta == 1 else "union_topk"
         if self.teacher_scores:
             support = "teacher_topk"
@@ -260,7 +255,7 @@ class DistillationFields:
         "max_tool_calling_iterations": (None, "Completions of a student are single turns; tools are GRPOTrainer's.")
     }
 )
-class DistillationConfig(DistillationFields, OnlineConfig):
+class DistillationConfig(DistillationFields, PictureConfig, OnlineConfig):
     """Arguments of `DistillationTrainer`.
 
     Reference: GKD, arXiv:2306.13649.

@@ -12,7 +12,7 @@ from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_messages
 from posttrain.data.sft import IGNORED, SupervisedOptions, label_batch
 from posttrain.errors import DataError
-from posttrain.types import Rollout
+from posttrain.types import Prompt, Rollout, Row
 
 __all__ = ["as_rollout", "cut_prompt", "joined_text", "privileged_prompt", "tokenized_answers", "with_prompt_column"]
 
@@ -78,14 +78,32 @@ def _tokenized(
 
 
 def cut_prompt(ids: list[int], most: int | None) -> list[int]:
-    """The last ``most`` tokens."""
-    return ids if most is None else ids[-most:]
+    """The last ``most`` tokens.
+
+    Raises:
+        DataError: The prompt has images and more tokens: a cut could go through an image.
+    """
+    if most is None or len(ids) <= most:
+        return ids
+    if Prompt.pictures_of(ids):
+        raise DataError(
+            f"a prompt with images has {len(ids)} tokens, and max_length and max_prompt_length leave it {most}: a cut would go "
+            "through an image. Fix: larger limits, or smaller images."
+        )
+    return ids[-most:]
 
 
-def as_rollout(example: dict[str, Any], tokenizer: Any) -> Rollout:
-    """The answer of a dataset row, as if it had been sampled."""
-    prompt, ids = list(example["prompt_ids"]), list(example["completion_ids"])
-    return Rollout(prompt, ids, [], "stop", text=tokenizer.decode(ids, skip_special_tokens=True))
+def as_rollout(row: Row, tokenizer: Any) -> Rollout:
+    """The answer of a dataset row, as if it had been sampled.
+
+    Raises:
+        DataError: The answer has images.
+    """
+    (ids,), pictures = row.completions, row.pictures or [[], []]
+    if pictures[1]:
+        raise DataError(f"an answer has {len(pictures[1])} images, and a student writes text alone. Fix: leave it out.")
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return Rollout(row.prompt_ids, ids, [], "stop", text=text, pictures=tuple(pictures[0]))
 
 
 def privileged_prompt(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, count, takewhile
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,13 +16,13 @@ from posttrain.algorithms.distillation.trainer import DistillationTrainer
 from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import to_rows
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError
 from posttrain.metrics import mean
 from posttrain.models import load
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.training.config import takes
-from posttrain.types import Batch, Row
+from posttrain.training.pictures import Vision
+from posttrain.types import Batch, Rollout, Row
 
 __all__ = ["GOLDConfig", "GOLDTrainer", "byte_groups"]
 
@@ -36,20 +37,14 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
     >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
     [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
     """
-    groups, i, j, done = [], 0, 0, (0, 0)
-    left, right = b"", b""
-    while (i < len(first) and j < len(second)) or left != right:
-        if len(left) <= len(right) and i < len(first):
-            left, i = left + first[i], i + 1
-        elif j < len(second):
-            right, j = right + second[j], j + 1
-        else:
+    # Of both sides: where in the text each token ends, and how many tokens there are until then.
+    mine, theirs = (dict(zip(accumulate(map(len, side)), count(1), strict=False)) for side in (first, second))
+    groups, i, j = [], 0, 0
+    for end in sorted(mine.keys() & theirs.keys()):
+        if b"".join(first[i : mine[end]]) != b"".join(second[j : theirs[end]]):
             break
-        if left[: len(right)] != right[: len(left)]:
-            break
-        if left == right:
-            groups.append((range(done[0], i), range(done[1], j)))
-            left, right, done = b"", b"", (i, j)
+        groups.append((range(i, mine[end]), range(j, theirs[end])))
+        i, j = mine[end], theirs[end]
     return groups
 
 
@@ -67,6 +62,7 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
 class GOLDConfig(GKDConfig):
     """Arguments of `GOLDTrainer`."""
 
+    _loss_temperature: ClassVar[str | float] = "temperature"
     teacher_tokenizer_name_or_path: str | None = option(
         None, "The teacher's tokenizer; None: that of a teacher given by id."
     )
@@ -85,10 +81,6 @@ class GOLDConfig(GKDConfig):
     uld_student_temperature: float = option(1.0, "Loss only: divides the student's logits; > 0.")
     uld_teacher_temperature: float = option(1.0, "Loss only: divides the teacher's logits; > 0.")
 
-    def __post_init__(self) -> None:
-        check_choice("uld_token_merge_strategy", self.uld_token_merge_strategy, ("observed", "bayesian"))
-        super().__post_init__()
-
     def _rules(self) -> list[tuple[str, bool, str]]:
         matched, unmatched = self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight
         far = self.seq_kd or self.teacher_scores or self.teacher_model_server_url or self.loss_top_k
@@ -106,11 +98,6 @@ class GOLDConfig(GKDConfig):
             ("use_uld_loss", not (self.use_uld_loss and far), text + "tokenizer. Fix: a teacher model in this process"),
         ]
 
-    @property
-    def loss_temperature(self) -> float:
-        """The loss is at the sampling temperature."""
-        return self.temperature
-
     def axes(self) -> Axes:
         """Aligned groups with ``use_uld_loss``."""
         if not self.use_uld_loss:
@@ -125,20 +112,20 @@ class GOLDConfig(GKDConfig):
         )
 
 
-class GOLDTrainer(DistillationTrainer):
+class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
     """General online logit distillation: GKD, also from a teacher with another tokenizer.
 
     Reference: Universal Logit Distillation, arXiv:2402.12030.
     """
 
-    config_class: ClassVar[type[Any]] = GOLDConfig
-    _name: ClassVar[str] = "GOLD"
-    __init__ = takes(OF_GKD)(DistillationTrainer.__init__)
-
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
         args = self.args
         name = args.teacher_tokenizer_name_or_path
-        if tokenizer is None and name is not None:
+        if args.use_uld_loss and self.vision.images:
+            known = name or (given if isinstance(given, str) else args.teacher_model_name_or_path) or ""
+            self.teacher_vision = Vision(args, tokenizer, known, (self.train_dataset,), takes=True)
+            tokenizer = self.teacher_vision.processor
+        elif tokenizer is None and name is not None:
             tokenizer = load.load_tokenizer(name, trust_remote_code=args.trust_remote_code)
         known = tokenizer is not None or isinstance(given, str) or args.teacher_model_name_or_path
         if args.use_uld_loss and not known:
@@ -189,26 +176,26 @@ class GOLDTrainer(DistillationTrainer):
         """The teacher's ids of prompt and completion; the column ``aligned`` has its token of each group, counted from 1."""
         if not self.args.use_uld_loss:
             return super().facts(generation, table, mode)
-        kwargs, found, columns = self.args.chat_template_kwargs or {}, [], []
+        found, columns = [], []
         stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
-        counts = torch.zeros(3)  # Groups, those of one token each, bytes that are in none.
+        counts = torch.zeros(2)  # Groups, and those of one token each.
         for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
-            asked = self._prompt(example, rollout.prompt_ids)
-            prompt = tokenize_prompts([asked], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]
-            spelled = [b"" if i in stops else self._mine.get(i, b"") for i in rollout.token_ids]
+            # What a template writes behind the stop token follows another text in the teacher's.
+            written = takewhile(lambda token: token not in stops, rollout.token_ids)
+            spelled = [self._mine.get(token, b"") for token in written]
             text = b"".join(spelled)
             valid = _longest_text(text)
             ids = self.teacher_tokenizer(valid, add_special_tokens=False)["input_ids"]
             groups = self._groups([s for s in spelled if s], [self._theirs[i] for i in ids])
             places = [k for k, s in enumerate(spelled) if s]
-            column = [0.0] * len(spelled)
+            column = [0.0] * len(rollout.token_ids)
             at = 0 if self.args.uld_token_merge_strategy == "observed" else -1
             for mine, theirs in groups:
                 column[places[mine[at]]] = float(theirs[at] + 1)
             single = sum(len(a) == len(b) == 1 for a, b in groups)
             used = sum(len(spelled[places[i]]) for a, _ in groups for i in a)
-            counts += torch.tensor([len(groups), single, len(text) - used], dtype=torch.float32)
-            found.append({"prompt": prompt, "ids": ids})
+            counts += torch.tensor([len(groups), single])
+            found.append({"prompt": self._prompt(example, rollout), "ids": ids})
             columns.append(column)
             self.log_metrics_now({"align/dropped_bytes_fraction": mean(1 - used / max(len(text), 1))}, mode)
         generation.token_columns["aligned"] = columns
@@ -216,12 +203,16 @@ class GOLDTrainer(DistillationTrainer):
         self.log_metrics_now({"align/group_count": mean(float(counts[0]))} | one, mode)
         return found
 
-    def _prompt(self, example: dict[str, Any], ids: list[int]) -> dict[str, Any]:
-        """Messages for the teacher's own template; of a plain text what the student's prompt ids spell, where it may be cut."""
-        if not isinstance(example["prompt"], str):
-            return example
-        special = set(self.processing_class.all_special_ids)
-        return {"prompt": _longest_text(b"".join(self._mine.get(i, b"") for i in ids if i not in special))}
+    def _prompt(self, example: dict[str, Any], rollout: Rollout) -> list[int]:
+        """Messages in the teacher's own template; of a plain text what the student's prompt ids spell, where it may be cut."""
+        if self.vision.images:
+            return list(self.teacher_vision.prompt(example, [one.picture for one in rollout.pictures]))
+        if isinstance(example["prompt"], str):
+            special = set(self.processing_class.all_special_ids)
+            spelled = b"".join(self._mine.get(i, b"") for i in rollout.prompt_ids if i not in special)
+            example = {"prompt": _longest_text(spelled)}
+        kwargs = self.args.chat_template_kwargs or {}
+        return tokenize_prompts([example], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]
 
     def _groups(self, mine: list[bytes], theirs: list[bytes]) -> list[tuple[range, range]]:
         if self.args.use_extended_uld:
@@ -238,7 +229,11 @@ class GOLDTrainer(DistillationTrainer):
             aligned, keys = row.token_columns["aligned"], row.sequence_columns["key"]
             for mask, places, key in zip(row.loss_masks, aligned, keys, strict=True):
                 fact = self._fact(int(key))
-                rows.append(Row(fact["prompt"], [fact["ids"]], [[1] * len(fact["ids"])]))
+                made = Row(fact["prompt"], [fact["ids"]], [[1] * len(fact["ids"])])
+                if row.pictures:
+                    held = [one.picture for one in row.pictures[0]]
+                    made.pictures = self.teacher_vision.reader.place_all([fact["prompt"], fact["ids"]], held)
+                rows.append(made)
                 index += [offset + int(place) - 1 for place, kept in zip(places, mask, strict=True) if place and kept]
                 offset += len(fact["ids"])
         device = batch.input_ids.device
@@ -246,7 +241,10 @@ class GOLDTrainer(DistillationTrainer):
         mine = (batch.columns["aligned"][batch.loss_mask] > 0).nonzero().flatten()
         chosen = replace(teacher, hidden=teacher.hidden[torch.tensor(index, dtype=torch.long, device=device)])
         matched = (self._pairs[0], self._pairs[1]) if self.args.uld_use_hybrid_loss else None
-        return AlignedComparison(self.axes, chosen, mine, matched, self._weights, self._widths)
+        options: dict[str, Any] = {"weights": self._weights, "widths": self._widths}
+        if self.vision.images:
+            options["without"] = (self.placeholders(self.vision), self.placeholders(self.teacher_vision))
+        return AlignedComparison(self.axes, chosen, mine, matched, **options)
 
 
 def _longest_text(value: bytes) -> str:

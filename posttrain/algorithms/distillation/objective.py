@@ -35,6 +35,12 @@ MAX_LOG_RATIO = 20.0
 COLUMNS = ("divergence", "logp", "gap", "entropy", "mass", "agree")
 
 
+def kept(logits: Tensor, columns: int | None, without: Tensor | None) -> Tensor:
+    """The first ``columns`` of ``(n, W)`` logits; those ``without`` a place in the distribution (image placeholders) are -inf."""
+    logits = logits[:, :columns]
+    return logits if without is None else logits.index_fill(1, without, -torch.inf)
+
+
 @dataclass
 class HiddenTeacher:
     """A teacher that ran here: hidden states at the loss positions and its output layer.
@@ -51,13 +57,13 @@ class HiddenTeacher:
     bias: Tensor | None = None
     rule: LogitRule = field(default_factory=LogitRule)
 
-    def logp(self, part: slice, columns: int | None, temperature: float) -> Tensor:
-        """``(n, V)`` log-probs over the first ``columns`` ids."""
+    def logp(self, part: slice, columns: int | None, temperature: float, without: Tensor | None = None) -> Tensor:
+        """``(n, V)`` log-probs over the first ``columns`` ids ``without`` some."""
         x = self.hidden[part].float()
         if self.weight is not None:
             rule = {"logit_scale": self.rule.scale, "softcap": self.rule.softcap}
             x = raw_logits(self.hidden[part], self.weight, self.bias, **rule)
-        x = x[:, :columns]
+        x = kept(x, columns, without)
         return (x if temperature == 1 else x / temperature).log_softmax(-1)
 
 
@@ -111,10 +117,20 @@ class Comparison:
         teacher: `HiddenTeacher` or `TokenScores` at the same positions.
         columns: Ids that both models have a token for; those beyond are padding. None: all.
         policy_temperature: Divides the logits of the log-probs that are not part of the divergence.
+        without: Ids that have no probability on either side: those that stand for images.
     """
 
-    def __init__(self, axes: Axes, teacher: Any, *, columns: int | None, policy_temperature: float) -> None:
+    def __init__(
+        self,
+        axes: Axes,
+        teacher: Any,
+        *,
+        columns: int | None,
+        policy_temperature: float,
+        without: Tensor | None = None,
+    ) -> None:
         self.axes, self.teacher, self.columns, self.policy_temperature = axes, teacher, columns, policy_temperature
+        self.without = without
 
     def __call__(self, hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
         """``(N,)`` numbers by name; ``divergence`` and ``logp`` are differentiable."""
@@ -125,7 +141,7 @@ class Comparison:
         """``(n, V)`` logits to ``(n, K)``, in the order of `COLUMNS`; in backward the first two alone."""
         targets, axes = self.targets[part, None], self.axes
         again = x.is_leaf and x.requires_grad  # Backward computes the chunk again, for the two that are differentiable.
-        x = x[:, : self.columns]
+        x = kept(x, self.columns, self.without)
         log_q = (x if axes.student_temperature == 1 else x / axes.student_temperature).log_softmax(-1)
         own = log_q
         if self.policy_temperature != axes.student_temperature:
@@ -147,7 +163,7 @@ class Comparison:
         """Log-probs over the vocabulary where they exist, those of the tokens, and the most likely ids."""
         if isinstance(self.teacher, TokenScores):
             return None, self.teacher.actual[part].to(dtype), self.teacher.ids[part, 0]
-        log_p = self.teacher.logp(part, self.columns, self.axes.teacher_temperature).to(dtype)
+        log_p = self.teacher.logp(part, self.columns, self.axes.teacher_temperature, self.without).to(dtype)
         return log_p, log_p.gather(1, targets)[:, 0], log_p.argmax(-1)
 
     def _divergence(self, log_q: Tensor, log_p: Tensor | None, targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
@@ -194,14 +210,15 @@ class AlignedComparison:
         matched: Ids of equal bytes, for the hybrid loss; None: sorted probabilities alone.
         weights: Of the matched and the unmatched part.
         widths: Ids of each tokenizer.
+        without: Of each, ids that have no probability: those that stand for images.
     """
 
     def __init__(
         self, axes: Axes, teacher: HiddenTeacher, rows: Tensor, matched: tuple[Tensor, Tensor] | None,
-        weights: tuple[float, float], widths: tuple[int, int],
+        *, weights: tuple[float, float], widths: tuple[int, int], without: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:  # fmt: skip
         self.axes, self.teacher, self.rows = axes, teacher, rows
-        self.matched, self.weights, self.widths = matched, weights, widths
+        self.matched, self.weights, self.widths, self.without = matched, weights, widths, without
 
     def __call__(self, hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
         """``matched``, ``unmatched`` at the groups' positions and 0 elsewhere, and ``logp``: ``(N,)``, differentiable."""
@@ -219,8 +236,8 @@ class AlignedComparison:
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
         """``(n, V)`` logits of groups to ``(n, 2)``."""
-        log_q = (x[:, : self.widths[0]] / self.axes.student_temperature).log_softmax(-1)
-        log_p = self.teacher.logp(part, self.widths[1], self.axes.teacher_temperature).to(log_q.dtype)
+        log_q = (kept(x, self.widths[0], self.without[0]) / self.axes.student_temperature).log_softmax(-1)
+        log_p = self.teacher.logp(part, self.widths[1], self.axes.teacher_temperature, self.without[1]).to(log_q.dtype)
         if self.matched is None:
             return torch.stack([torch.zeros_like(log_q[:, 0]), sorted_l1(log_q.exp(), log_p.exp())], 1)
         return torch.stack(hybrid_divergence(log_q, log_p, self.matched, beta=self.axes.beta, weights=self.weights), 1)

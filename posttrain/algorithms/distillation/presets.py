@@ -17,15 +17,14 @@ from posttrain.algorithms.distillation.config import (
     preset,
 )
 from posttrain.algorithms.distillation.data import joined_text
-from posttrain.algorithms.distillation.objective import distillation_objective
 from posttrain.algorithms.distillation.trainer import DistillationTrainer
 from posttrain.algorithms.grpo.config import GRPOConfig
-from posttrain.errors import ConfigError, DataError, check_choice
+from posttrain.data.formats import is_conversational
+from posttrain.errors import ConfigError, DataError
 from posttrain.losses.distillation import discounted_returns
 from posttrain.metrics import mean
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import RolloutBatch
-from posttrain.training.config import takes
+from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
 
 __all__ = [
@@ -52,6 +51,7 @@ OF_GKD = (
 OF_REWARDED = (
     "args, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, peft_config"
 )
+OF_MINILLM = f"model, teacher_model, reward_funcs, {OF_REWARDED}, rollout_func"
 OF_SELF = "model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, peft_config"
 # Fields that the peer's configs have from SFT, whose preparation of rows its trainers switch off.
 OF_SFT: dict[str, tuple[Any, str]] = {
@@ -87,6 +87,7 @@ OF_BUFFER: dict[str, tuple[Any, str]] = {
 class GKDConfig(DistillationConfig):
     """Arguments of `GKDTrainer`."""
 
+    _loss_temperature: ClassVar[str | float] = 1.0
     max_new_tokens: int | None = option(None, "TRL's name of max_completion_length.")
     chat_template_path: str | None = option(
         None, "Template file, or a folder or hub id whose template and tokens to take."
@@ -98,21 +99,12 @@ class GKDConfig(DistillationConfig):
         self.max_new_tokens = self.max_completion_length = self.max_new_tokens or self.max_completion_length
         super().__post_init__()
 
-    @property
-    def loss_temperature(self) -> float:
-        """The loss is at temperature 1."""
-        return 1.0
 
-
-class GKDTrainer(DistillationTrainer):
+class GKDTrainer(DistillationTrainer, config=GKDConfig, arguments=f"{OF_GKD}, formatting_func"):
     """Generalised knowledge distillation: the dataset's answers mixed with the student's own (or the teacher's).
 
     Reference: GKD, arXiv:2306.13649.
     """
-
-    config_class: ClassVar[type[Any]] = GKDConfig
-    _name: ClassVar[str] = "GKD"
-    __init__ = takes(f"{OF_GKD}, formatting_func")(DistillationTrainer.__init__)
 
 
 # IW-OPD -----------------------------------------------------------------------------------------------------------------
@@ -138,7 +130,6 @@ class IWOPDConfig(DistillationConfig):
     iw_opd_epsilon: float = option(1e-8, "Least sum of advantages that is divided by, above 0.")
 
     def __post_init__(self) -> None:
-        check_choice("distillation_objective", self.distillation_objective, ("iw_opd", "jsd"))
         if self.max_prompt_length is None and self.max_length is not None:
             self.max_prompt_length = max(self.max_length - self.max_completion_length, 1)
         super().__post_init__()
@@ -161,15 +152,11 @@ class IWOPDConfig(DistillationConfig):
         return replace(super().axes(), support="sampled", beta=1.0, estimator="score", prefix=prefix)
 
 
-class IWOPDTrainer(DistillationTrainer):
+class IWOPDTrainer(DistillationTrainer, config=IWOPDConfig, arguments=OF_GKD, name="IW-OPD"):
     """On-policy distillation whose early tokens weigh more, against the log-probs that they were sampled with.
 
     Reference: IW-OPD, arXiv:2606.22600.
     """
-
-    config_class: ClassVar[type[Any]] = IWOPDConfig
-    _name: ClassVar[str] = "IW-OPD"
-    __init__ = takes(OF_GKD)(DistillationTrainer.__init__)
 
 
 # MiniLLM: with a GRPO term ------------------------------------------------------------------------------------------------
@@ -180,6 +167,8 @@ class IWOPDTrainer(DistillationTrainer):
 class MiniLLMConfig(DistillationFields, GRPOConfig):
     """Arguments of `MiniLLMTrainer`: those of GRPO, whose ``beta`` is a KL penalty, and of the teacher."""
 
+    _beta: ClassVar[str | float] = 1.0
+    _loss_temperature: ClassVar[str | float] = "kd_temperature"
     rkl_advantage: bool = option(True, "Add log p - log q of each token to its advantage.")
     single_step_decomposition: bool = option(True, "Add KL(student || teacher) of each position.")
     kd_temperature: float = option(1.0, "Loss only: divides both models' logits; > 0.")
@@ -203,31 +192,19 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
             ),
         ]
 
-    @property
-    def divergence_beta(self) -> float:
-        """The reverse KL."""
-        return 1.0
-
-    @property
-    def loss_temperature(self) -> float:
-        """Of both models in the divergence."""
-        return self.kd_temperature
-
     def axes(self) -> Axes:
         """The reverse KL, over the vocabulary and as a reward."""
         return replace(super().axes(), policy=1.0)
 
 
-class MiniLLMTrainer(DistillationTrainer):
+class MiniLLMTrainer(DistillationTrainer, config=MiniLLMConfig, arguments=OF_MINILLM):
     """The reverse KL to the teacher as a reward of each token, beside rewards of whole completions if there are any.
 
     Reference: MiniLLM, arXiv:2306.08543.
     """
 
-    config_class: ClassVar[type[Any]] = MiniLLMConfig
     takes_rewards: ClassVar[bool] = True
-    _name: ClassVar[str] = "MiniLLM"
-    __init__ = takes(f"model, teacher_model, reward_funcs, {OF_REWARDED}, rollout_func")(DistillationTrainer.__init__)
+    takes_images: bool = False
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """``GRPO(A + sum gamma^i (log p - log q)) + KL(q || p)``."""
@@ -237,7 +214,7 @@ class MiniLLMTrainer(DistillationTrainer):
             gap = gap.masked_scatter(batch.loss_mask, outputs.compared["gap"])  # (B, T)
             credit = {"gamma": args.gamma, "length_normalization": args.length_normalization}
             returns = discounted_returns(-gap, batch.loss_mask, batch.sequence, **credit)
-        single = distillation_objective(outputs, batch, self.axes)
+        single = super().objective(outputs, batch)
         policy = self.policy_terms(outputs, batch, returns)
         if args.single_step_decomposition:
             policy.extra.append(single)
@@ -258,6 +235,7 @@ class MiniLLMTrainer(DistillationTrainer):
 class SelfDistillationFields(DistillationFields):
     """Fields of methods whose teacher is the student with more in its prompt."""
 
+    _beta: ClassVar[str | float] = "distillation_alpha"
     distillation_alpha: float = option(0.5, "beta of the divergence: 0 forward KL, 1 reverse KL.")
     distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = option(
         "topk_logits", "What the divergence sees: the token, all ids, the student's likeliest."
@@ -277,15 +255,9 @@ class SelfDistillationFields(DistillationFields):
             ("distillation_topk", mode != "topk_logits" or k >= 1, "must be at least 1 with topk_logits"),
         ]
 
-    @property
-    def divergence_beta(self) -> float:
-        """``distillation_alpha``."""
-        return self.distillation_alpha
-
     def axes(self) -> Axes:
         """By ``distillation_mode``; every sequence weighs the same."""
         modes: dict[str, Support] = {"sampled_token": "sampled", "full_logits": "full", "topk_logits": "student_topk"}
-        check_choice("distillation_mode", self.distillation_mode, modes)
         row = replace(super().axes(), support=modes[self.distillation_mode], reduction="sequence_token")
         row = replace(row, tail=self.distillation_add_tail, is_clip=self.distillation_is_clip)
         return replace(
@@ -311,16 +283,14 @@ class SDFTConfig(SelfDistillationFields, DistillationConfig):
         ]
 
 
-class SDFTTrainer(DistillationTrainer):
+class SDFTTrainer(DistillationTrainer, config=SDFTConfig, arguments=OF_SELF):
     """The student learns what it would say if it saw the ``privileged_context`` of the row.
 
     Reference: Self-Distillation Fine-Tuning, arXiv:2601.19897.
     """
 
-    config_class: ClassVar[type[Any]] = SDFTConfig
     privileged: ClassVar[bool] = True
-    _name: ClassVar[str] = "SDFT"
-    __init__ = takes(OF_SELF)(DistillationTrainer.__init__)
+    takes_images: bool = False
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """Refuse a dataset without ``privileged_context``."""
@@ -335,12 +305,14 @@ class SDFTTrainer(DistillationTrainer):
 
     def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
         """As the parent's, from the teacher's prompts where that is asked for; the first tokens may carry no loss."""
-        rollouts, completions = super().student_rollouts(examples, mode)
         if self.args.generate_from_teacher:
             rollouts = self.sample([self._hinted(example) for example in examples], self.sampling(mode))
-            texts = self.processing_class.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
-            for rollout, text, ids in zip(rollouts, texts, self.tokenize(examples), strict=True):
-                rollout.prompt_ids, rollout.logp, rollout.text = ids, [], text
+            for rollout, ids in zip(rollouts, self.tokenize(examples), strict=True):
+                rollout.prompt_ids, rollout.logp = ids, []
+            chat = is_conversational(examples[0])
+            completions = completions_for_rewards(self.processing_class, rollouts, conversational=chat)
+        else:
+            rollouts, completions = super().student_rollouts(examples, mode)
         skip = self.args.num_loss_tokens_to_skip
         for rollout in rollouts if skip else ():
             rollout.tool_mask = [int(i >= skip) for i in range(len(rollout.token_ids))]
@@ -392,18 +364,16 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
         return replace(super().axes(), reduction="active", weight=w, policy=1 - w)
 
 
-class SDPOTrainer(DistillationTrainer):
+class SDPOTrainer(DistillationTrainer, config=SDPOConfig, arguments=f"model, reward_funcs, {OF_REWARDED}"):
     """The student learns from itself after it saw a successful completion of the same prompt.
 
     Reference: Self-Distillation Policy Optimization, arXiv:2601.20802.
     """
 
-    config_class: ClassVar[type[Any]] = SDPOConfig
     privileged: ClassVar[bool] = True
+    takes_images: bool = False
     takes_rewards: ClassVar[bool] = True
-    _name: ClassVar[str] = "SDPO"
 
-    @takes(f"model, reward_funcs, {OF_REWARDED}")
     def __init__(self, model: Any, *, reward_funcs: Any = None, **kwargs: Any) -> None:
         if reward_funcs is None:
             raise ConfigError("SDPO needs reward_funcs: they say which completions succeeded.")
@@ -450,7 +420,7 @@ class SDPOTrainer(DistillationTrainer):
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """``(1 - w) GRPO + w divergence``, the divergence over completions whose teacher saw more."""
-        loss = distillation_objective(outputs, batch, self.axes)
+        loss = super().objective(outputs, batch)
         if self.axes.policy:
             policy = self.policy_terms(outputs, batch)
             policy.terms = self.axes.policy * policy.terms
@@ -477,18 +447,17 @@ class SSDConfig(DistillationConfig):
         return Axes("none", weight=0.0, cross_entropy=1.0)
 
 
-class SSDTrainer(DistillationTrainer):
+class SSDTrainer(DistillationTrainer, config=SSDConfig, arguments=OF_SELF):
     """Simple self-distillation: supervised fine-tuning on the model's own samples, at another temperature.
 
     Reference: arXiv:2604.01193.
     """
 
-    config_class: ClassVar[type[Any]] = SSDConfig
-    _name: ClassVar[str] = "SSD"
-    __init__ = takes(OF_SELF)(DistillationTrainer.__init__)
+    takes_images: bool = False
 
     def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
-        """Leave out completions that say nothing."""
+        """As the parent's; completions that say nothing are left out."""
+        super().keep(generation, table, mode)
         texts = [(rollout.text or "").strip() for rollout in generation.rollouts]
         if self.args.filter_empty:
             generation.left_out = {

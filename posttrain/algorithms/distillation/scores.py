@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ from posttrain.types import Row
 
 __all__ = ["ScoreFile", "identity", "score_dataset"]
 
-FORMAT = "posttrain teacher scores 1"
-ROWS = 64  # Rows of a record batch, which is what is read at a time.
+FORMAT = "posttrain teacher scores 2"
 POSITIONS = 256  # Whose logits exist at once.
 COLUMNS = {"ids": pa.int32(), "logps": pa.float32(), "actual": pa.float32()}
 
@@ -60,23 +59,6 @@ def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: 
     ]
 
 
-def _write(path: str | Path, scores: Iterable[dict[str, list]], facts: dict[str, Any]) -> int:
-    """Write an Arrow file, one row a completion in the order of the dataset, with ``facts`` as its metadata; returns the rows."""
-    fields = [(name, pa.list_(kind)) for name, kind in COLUMNS.items()]
-    schema = pa.schema(fields, metadata={"format": FORMAT, "facts": json.dumps(facts)})
-    count, rows = 0, []
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for one in scores:
-            rows.append(one)
-            count += 1
-            if len(rows) == ROWS:
-                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
-                rows = []
-        if rows:
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
-    return count
-
-
 def score_dataset(
     teacher: Any,
     dataset: Any,
@@ -89,6 +71,8 @@ def score_dataset(
     batch_size: int = 16,
 ) -> int:
     """Write the teacher's scores of every answer of a dataset, for ``teacher_scores`` of a config; returns the rows.
+
+    The file is Arrow's: a row an answer, in the order of the dataset, ``batch_size`` rows a record batch.
 
     Args:
         teacher: A causal language model of the student's tokenizer.
@@ -116,16 +100,18 @@ def score_dataset(
     install_token_head(teacher)
     running = functools.partial(frozen, teacher.requires_grad_(False).eval())
     runner = ModelTeacher(running, probe_layout(teacher), True, load.resolve_pad_token(tokenizer, teacher))
-
-    def scores() -> Iterator[dict[str, list]]:
+    name = load.get_config_model_id(causal_lm(teacher).config)
+    facts = identity(dataset, tokenizer) | {"teacher": name, "top_k": top_k, "batch_size": batch_size}
+    fields = [(name, pa.list_(kind)) for name, kind in COLUMNS.items()]
+    schema = pa.schema(fields, metadata={"format": FORMAT, "facts": json.dumps(facts)})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for start in tqdm.trange(0, len(dataset), batch_size, desc="teacher scores", unit="batch"):
             found = dataset[start : start + batch_size]
             pairs = zip(found["prompt_ids"], found["completion_ids"], strict=True)
             rows = [Row(prompt, [ids], [[1] * len(ids)]) for prompt, ids in pairs]
-            yield from _scores(runner, rows, top_k=top_k, columns=len(tokenizer))
-
-    name = load.get_config_model_id(causal_lm(teacher).config)
-    return _write(path, scores(), identity(dataset, tokenizer) | {"teacher": name, "top_k": top_k})
+            scores = _scores(runner, rows, top_k=top_k, columns=len(tokenizer))
+            writer.write_batch(pa.RecordBatch.from_pylist(scores, schema))
+    return len(dataset)
 
 
 class ScoreFile:
@@ -174,7 +160,8 @@ class ScoreFile:
 
     def read(self, row: int) -> TokenScores:
         """Scores of the dataset's row of that number."""
-        one = self.reader.get_batch(row // ROWS).slice(row % ROWS, 1)
+        size = self.facts["batch_size"]
+        one = self.reader.get_batch(row // size).slice(row % size, 1)
         ids, logps, actual = (np.array(one.column(name)[0].values) for name in COLUMNS)
         length = len(actual)
         arrays = (ids.astype(np.int64).reshape(length, -1), logps.reshape(length, -1), actual)

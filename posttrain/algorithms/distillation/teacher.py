@@ -43,21 +43,16 @@ def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
             "teacher_model_kind='base', 'live' or 'ema' for the student itself."
         )
     if isinstance(given, nn.Module):
-        refuse_student(given, student)
+        if causal_lm(given) is causal_lm(student):
+            raise ConfigError(
+                "teacher_model is the student object itself: its divergence is 0 at every step. Fix: another model, or "
+                "teacher_model_kind='base', which compares with the weights as they are now."
+            )
         return given.requires_grad_(False).eval()
     kwargs: dict[str, Any] = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
     kwargs |= {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
     kwargs |= dict(args.teacher_model_init_kwargs or {})
     return load.create_model_from_path(given, **kwargs).requires_grad_(False).eval()
-
-
-def refuse_student(teacher: Any, student: Any) -> None:
-    """Refuse a teacher that is the student object."""
-    if isinstance(teacher, nn.Module) and isinstance(student, nn.Module) and causal_lm(teacher) is causal_lm(student):
-        raise ConfigError(
-            "teacher_model is the student object itself: its divergence is 0 at every step. Fix: another model, or "
-            "teacher_model_kind='base', which compares with the weights as they are now."
-        )
 
 
 @contextmanager
@@ -92,7 +87,7 @@ class ModelTeacher:
 
     def of_rows(self, rows: Sequence[Row], device: Any) -> HiddenTeacher:
         """The teacher at the loss tokens of all completions, in the order of the rows; equal prompts are computed once."""
-        bare = [Row(row.prompt_ids, row.completions, row.loss_masks) for row in rows]
+        bare = [Row(row.prompt_ids, row.completions, row.loss_masks, pictures=row.pictures) for row in rows]
         shared, places = share_prompts(bare)
         pieces: list[Tensor] = [torch.empty(0)] * len(places)
         view: Any = None

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.distillation.config import DistillationConfig, logit_width
+from posttrain.algorithms.distillation.config import Axes, DistillationConfig, logit_width
 from posttrain.algorithms.distillation.data import (
     as_rollout,
     cut_prompt,
@@ -27,28 +27,29 @@ from posttrain.algorithms.distillation.teacher import (
     ServerTeacher,
     frozen,
     load_teacher,
-    refuse_student,
     scores_of_batch,
 )
-from posttrain.algorithms.grpo.trainer import grpo_objective
+from posttrain.algorithms.grpo.trainer import grpo_objective, scored_groups
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.chat import terminal_token_ids
+from posttrain.data.picture_rows import prepare_picture_rows
 from posttrain.errors import ConfigError, DataError
-from posttrain.losses.advantages import group_advantages
 from posttrain.losses.reduce import spread
-from posttrain.metrics import mean
-from posttrain.models import load
-from posttrain.models.forward import causal_lm, forward, install_token_head
+from posttrain.models import load, parallel
+from posttrain.models.forward import causal_lm, install_token_head
+from posttrain.models.heads import has_tower
 from posttrain.models.memory_estimate import Part
 from posttrain.models.reference import Reference
+from posttrain.models.vision import install_pictures
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.training.config import choose_layout, takes
 from posttrain.training.online import OnlineTrainer
+from posttrain.training.pictures import Vision, picture_options
 from posttrain.training.prompts import PromptSource
-from posttrain.types import Batch, LossTerms, ModelOutputs, Request, Rollout, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
 
 __all__ = ["DistillationTrainer"]
 
@@ -82,16 +83,22 @@ class DistillationTrainer(OnlineTrainer):
     config_class: ClassVar[type[Any]] = DistillationConfig
     compared: ClassVar[bool] = False  # ``beta`` is the divergence's, and no tie to a reference.
     cuts_prompts = True
+    needs = frozenset({"logp", "entropy"})
     takes_rewards: ClassVar[bool] = False  # Whether GRPO's loss stands beside the divergence.
     privileged: ClassVar[bool] = False  # Whether the teacher reads another prompt, which `facts` gives.
-    may_read_images = False
+    takes_images: bool = True
+    may_read_images = property(lambda self: self.vision.images)
     _name: ClassVar[str] = "Distillation"
     args: Any
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, config: Any = None, arguments: str = "", name: str = "", **kwargs: Any) -> None:
+        """A row of the table of methods: its config, the arguments of its constructor that have a position, its name."""
         super().__init_subclass__(**kwargs)
-        cls._tag_names = ["posttrain", cls._name.lower()]
         cls._suffix = cls.__name__.removesuffix("Trainer")
+        if config is not None:
+            cls.config_class, cls._name = config, name or cls._suffix
+            cls.__init__ = takes(arguments)(cls.__init__)
+        cls._tag_names = ["posttrain", cls._name.lower()]
 
     @takes(
         "model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, "
@@ -121,16 +128,28 @@ class DistillationTrainer(OnlineTrainer):
         self.kept: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
         self.score_files: dict[str, ScoreFile] = {}
         self.columns: int | None = None
-        refuse_student(teacher_model, model)
-        kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        super().__init__(model, reward_funcs or _unrewarded, args, **({"train_dataset": None} | kwargs))
-        self.axes = self.args.axes()
+        # Tokens on which the two differ most, by the completion's number; rows of the completions' table, likewise.
+        self._worst: list[tuple[float, str]] = []
+        self._row_of: dict[float, dict[str, Any]] = {}
+        self.teacher_vision: Any = None  # How the teacher reads images, where it does not read the student's ids.
+        super().__init__(model, reward_funcs or _unrewarded, args, **kwargs)
+        self.record.listeners.append(self._listed)
         self.teacher: ModelTeacher | None = None
         self.teacher_model: nn.Module | None = None
         self.server: ServerTeacher | None = None
         self._make_teacher(teacher_model, teacher_processing_class, teacher_server)
         if self.keeps_completions:
             self.args.balance_ranks = False  # What is known of a completion stays on its rank.
+
+    @functools.cached_property
+    def axes(self) -> Axes:
+        """The loss as a row of the table of methods."""
+        return self.args.axes()
+
+    @property
+    def temperature(self) -> float:
+        """Of log-probs: the sampling's where there is a GRPO term, else the loss's."""
+        return float(self.args.temperature) if self.takes_rewards else self.axes.student_temperature
 
     # Teachers ----------------------------------------------------------------------------------------------------
 
@@ -148,6 +167,10 @@ class DistillationTrainer(OnlineTrainer):
 
     def _make_teacher(self, given: Any, tokenizer: Any, server: Any) -> None:
         args = self.args
+        if self.vision.images and (self.score_files or server or args.teacher_model_server_url):
+            raise ConfigError(
+                "the rows have images, and a file or a server scores text alone. Fix: a teacher model in this process."
+            )
         if self.axes.support == "none" or self.score_files:
             return
         if args.teacher_model_server_url or server is not None:
@@ -189,14 +212,32 @@ class DistillationTrainer(OnlineTrainer):
         name = self.args.teacher_model_name_or_path if given is None else given
         if tokenizer is None and isinstance(name, str):
             tokenizer = load.load_tokenizer(name, trust_remote_code=self.args.trust_remote_code)
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # Of a processor.
         model = load_teacher(given, self.args, self.model).to(self.args.device)
         install_token_head(model)
+        if self.vision.images:
+            self.show_pictures(model)
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
         self.check_vocabularies(model, self.teacher_tokenizer)
         layout = choose_layout(model, self.args, padded=False)
         shared = layout.kind == self.layout.kind == "tree" and layout.rope_switch is None
         running = functools.partial(frozen, model, self.accelerator.autocast)
         self.teacher = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
+
+    def show_pictures(self, teacher: nn.Module) -> None:
+        """Let the teacher see the student's pictures through its own tower; where it reads the same ids, prepared once for both.
+
+        Raises:
+            ConfigError: It reads text alone, or is of another family, which has other ids and pixels.
+        """
+        kinds = [causal_lm(model).config.model_type for model in (self.model, teacher)]
+        if not has_tower(teacher) or (self.shares_tokens and kinds[0] != kinds[1]):
+            raise ConfigError(
+                f"the rows have images, and the teacher is {kinds[1]!r}, which does not read the ids and pixels of the student, "
+                f"{kinds[0]!r}. Fix: a teacher of the student's family, or GOLD with use_uld_loss=True and one that reads images."
+            )
+        size = int(self.args.image_cache_gb * 2**30)
+        install_pictures(teacher, (self.teacher_vision or self.vision).processor, cache_bytes=size)
 
     @property
     def shares_tokens(self) -> bool:
@@ -243,7 +284,10 @@ class DistillationTrainer(OnlineTrainer):
                 f"{name} has no completion column, and lmbda={args.lmbda} trains on the dataset's completions. Fix: a completion "
                 "column, seq_kd=True (the teacher samples them), or lmbda=1 (the student does)."
             )
-        if answered:
+        if answered and self.vision.reader is not None:
+            options = picture_options(args, branches=("completion",))
+            dataset, _ = prepare_picture_rows(dataset, self.vision.reader, options, name=name, keep=columns)
+        elif answered:
             limits = {"max_length": args.max_length, "max_prompt_length": args.max_prompt_length}
             dataset = tokenized_answers(dataset, self.processing_class, name=name, **limits)
         if args.teacher_scores:
@@ -264,8 +308,9 @@ class DistillationTrainer(OnlineTrainer):
         """Rows of the dataset's own answers; without them completions come later."""
         if not examples or "completion_ids" not in examples[0]:
             raise NotImplementedError
-        answers = [list(example["completion_ids"]) for example in examples]
-        return [Row(list(e["prompt_ids"]), [ids], [[1] * len(ids)]) for e, ids in zip(examples, answers, strict=True)]
+        ids = [(list(example["prompt_ids"]), list(example["completion_ids"])) for example in examples]
+        rows = [Row(prompt, [answer], [[1] * len(answer)]) for prompt, answer in ids]
+        return self.vision.placed(rows, examples)
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
         """Prompts to sample from, cut as those of dataset rows are."""
@@ -307,7 +352,7 @@ class DistillationTrainer(OnlineTrainer):
         if self.args.seq_kd and mode == "train":
             given = iter(self._teacher_rollouts(others, mode))
         else:
-            given = iter([as_rollout(example, self.processing_class) for example in others])
+            given = iter([as_rollout(row, self.processing_class) for row in self.rows(others)])
         rollouts = [next(mine) if one else next(given) for one in sampled]
         chat = not isinstance(examples[0]["prompt"], str)
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
@@ -323,10 +368,10 @@ class DistillationTrainer(OnlineTrainer):
         return self.engine_on(self.teacher_model)
 
     def _teacher_rollouts(self, examples: list[dict[str, Any]], mode: str) -> list[Rollout]:
-        requests = [Request(prompt) for prompt in self.tokenize(examples)]
+        requests = [Request(prompt, pictures=Prompt.pictures_of(prompt)) for prompt in self.tokenize(examples)]
         rollouts = self._teacher_engine.generate(requests, self.sampling(mode))
-        for rollout in rollouts:
-            rollout.logp = []  # The teacher's, and no student's.
+        for rollout, request in zip(rollouts, requests, strict=True):
+            rollout.logp, rollout.pictures = [], request.pictures  # Log-probs of the teacher, and not of a student.
         return rollouts
 
     # One generation ----------------------------------------------------------------------------------------------
@@ -341,13 +386,7 @@ class DistillationTrainer(OnlineTrainer):
         """As GRPO's, 0 without rewards; and what the teacher needs to know of each completion is kept."""
         self.totals = found = torch.zeros(len(generation.rollouts))
         if self.can_dry_run:
-            args = self.args
-            stats = group_advantages(
-                table.values, table.weights, self.group_size(mode), scale_rewards=str(args.scale_rewards)
-            )
-            scored = stats.totals[~stats.totals.isnan()]
-            std = {"reward_std": float(scored.std()) if scored.numel() > 1 else 0.0}
-            std["frac_reward_zero_std"] = stats.zero_std_share
+            stats, std = scored_groups(table, self.group_size(mode), self.args)
             self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode, **std)
             self.totals, found = stats.totals, stats.advantages
         if len(self._sampled) == len(generation.rollouts):
@@ -361,46 +400,43 @@ class DistillationTrainer(OnlineTrainer):
         return self.privileged or self.server is not None or bool(self.score_files)
 
     def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
-        """Number the completions, from 1 in training and from -1 in evaluation, and keep the `facts` of each."""
-        sign = 1 if mode == "train" else -1
-        keys = [sign * (i + 1) for i in range(len(generation.rollouts))]
-        if self.score_files:
-            keys = [sign * (int(example["score_row"]) + 1) for example in generation.examples]
-        elif self.keeps_completions:
+        """Number the completions, on each rank others, above 0 in training and below in evaluation; keep the `facts` of each."""
+        sign, count = 1 if mode == "train" else -1, len(generation.rollouts)
+        keys = [sign * (self.accelerator.process_index * count + i + 1) for i in range(count)]
+        if self.keeps_completions:
             self.kept[mode] = dict(zip(keys, self.facts(generation, table, mode), strict=True))
         generation.columns["key"] = [float(key) for key in keys]
 
-    def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
-        """As the parent's, with a column for `_name_worst`."""
-        rows = super().completion_rows(generation, table)
-        self._row_of = dict(zip(generation.columns.get("key", []), rows, strict=False))
+    def _listed(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
+        """Completions of all ranks, in the main process, before they are written: with a column for the worst tokens."""
+        numbered = {row.pop("key"): row for row in rows}
         for row in rows:
             row["worst_tokens"] = ""
-            row.pop("key", None)
             if not self.can_dry_run:
                 del row["advantage"]
-        return rows
+        if not evaluation:
+            self._row_of = numbered
 
-    def _name_worst(self, found: dict[str, Tensor], batch: Batch) -> None:
-        """Write the tokens of a pass on which student and teacher differ most, in nats, into the table of completions."""
-        values = (found["divergence"] if self.axes.estimator == "exact" else found["gap"].abs()).detach()
-        sequence, targets = batch.sequence[batch.loss_mask].tolist(), batch.input_ids[batch.loss_mask].tolist()
-        for i in values.topk(min(WORST, len(values))).indices.tolist():
-            row = self._row_of.get(float(batch.columns["key"][sequence[i]]), {"worst_tokens": ""})
-            row["worst_tokens"] += f"{self.processing_class.decode([targets[i]])!r} {float(values[i]):.2f}  "
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        for key, text in parallel.all_gather_objects(self._worst, self.accelerator):
+            if key in self._row_of:
+                self._row_of[key]["worst_tokens"] += text
+        self._worst = []
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
-        """What the teacher needs to know of each completion, as JSON: a server's scores, a prompt of its own."""
-        assert self.server is not None
+        """What the teacher needs to know of each completion, as JSON: a row of scores, a server's scores, its own prompt."""
+        if self.server is None:
+            return [int(example["score_row"]) for example in generation.examples]
         return self.server.score(
             [r.prompt_ids for r in generation.rollouts], [r.token_ids for r in generation.rollouts]
         )
 
     def _fact(self, key: int) -> Any:
         mode = "train" if key > 0 else "eval"
-        if self.score_files:
-            return self.score_files[mode].read(abs(key) - 1)
         fact = self.kept[mode][key]
+        if self.score_files:
+            return self.score_files[mode].read(fact)
         return fact if self.server is None else TokenScores(**{name: torch.tensor(x) for name, x in fact.items()})
 
     def teacher_prompt(self, prompt: Any, extra: str, template: str, most: int | None) -> list[int]:
@@ -427,8 +463,8 @@ class DistillationTrainer(OnlineTrainer):
         """What the student's head compares itself with; None where there is no teacher."""
         if self.axes.support == "none":
             return None
-        own = self.args.temperature if self.takes_rewards else self.axes.student_temperature
-        options: dict[str, Any] = {"columns": self.columns, "policy_temperature": own}
+        options: dict[str, Any] = {"columns": self.columns, "policy_temperature": self.temperature}
+        options["without"] = self.placeholders(self.vision)
         if self.score_files or self.server is not None:
             return Comparison(self.axes, scores_of_batch(batch, self._fact), **options)
         assert self.teacher is not None
@@ -436,32 +472,27 @@ class DistillationTrainer(OnlineTrainer):
             return Comparison(self.axes, self.teacher.of_prompts(batch, self._fact), **options)
         return Comparison(self.axes, self.teacher.of_batch(batch), **options)
 
-    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """The teacher first, then the student, whose head compares the two."""
-        if model.training and self.denominators.tokens == 0:
+    def before_step(self, micro_batches: list[list[Batch]]) -> None:
+        """Refuse a step that teaches nothing."""
+        if self.denominators.tokens == 0:
             raise DataError(
                 "an optimiser step has no answer token: there is nothing to learn. Fix: longer completions."
             )
-        needs = {"logp", "entropy"} | ({"aux"} if self.router_coefficient else set())
-        options: dict[str, Any] = {"compare": self.comparison(batch), "chunk_size": self.args.logits_chunk_size}
-        outputs = forward(model, batch, frozenset(needs), temperature=self.axes.student_temperature, **options)
-        terms = self.objective(outputs, batch)
-        if (
-            model.training
-            and "gap" in outputs.compared
-            and "key" in batch.columns
-            and self.accelerator.num_processes == 1
-        ):
-            self._name_worst(outputs.compared, batch)
-        if self.router_coefficient and outputs.aux_loss is not None:
-            term = self.router_coefficient * outputs.aux_loss[None]
-            terms.extra.append(LossTerms(term, torch.ones_like(term, dtype=torch.bool), "local_token"))
-            terms.metrics["aux_loss"] = mean(outputs.aux_loss)
-        return terms, outputs
+
+    def placeholders(self, vision: Vision) -> Tensor | None:
+        """Ids that stand for images and are never written; None for text."""
+        return None if vision.reader is None else torch.tensor([vision.reader.token_id], device=self.args.device)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """See `distillation_objective`."""
-        return distillation_objective(outputs, batch, self.axes)
+        """See `distillation_objective`; in training the tokens on which the two differ most are remembered."""
+        loss = distillation_objective(outputs, batch, self.axes)
+        if self.model.training and "gap" in outputs.compared and "key" in batch.columns:
+            values = outputs.compared["divergence" if self.axes.estimator == "exact" else "gap"].detach().abs()
+            sequence, targets = batch.sequence[batch.loss_mask].tolist(), batch.input_ids[batch.loss_mask].tolist()
+            for i in values.topk(min(WORST, len(values))).indices.tolist():
+                text = f"{self.processing_class.decode([targets[i]])!r} {float(values[i]):.2f}  "
+                self._worst.append((float(batch.columns["key"][sequence[i]]), text))
+        return loss
 
     def policy_terms(self, outputs: ModelOutputs, batch: Batch, extra: Tensor | None = None) -> LossTerms:
         """GRPO's loss; ``extra (B, T)`` is added to the advantage of each token."""

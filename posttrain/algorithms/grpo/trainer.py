@@ -40,7 +40,7 @@ from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
 from posttrain.models.forward import causal_lm
 from posttrain.models.heads import cast_head_to_fp32
-from posttrain.report.completions import CompletionsHubCallback, RolloutTableCallback
+from posttrain.report.completions import CompletionsHubCallback
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
@@ -60,6 +60,7 @@ __all__ = [
     "GRPOTrainer",
     "grpo_needs",
     "grpo_objective",
+    "scored_groups",
 ]
 
 logger = logging.getLogger(__name__)
@@ -328,6 +329,21 @@ ENOUGH, LOOKED_AT = 5, 64
 PADDING = -1e9
 
 
+def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> tuple[AdvantageStats, dict[str, float]]:
+    """Advantages of completions within their groups of ``size``, and what to log of the spread of rewards."""
+    stats = group_advantages(
+        table.values,
+        table.weights,
+        size,
+        scale_rewards=str(args.scale_rewards),
+        aggregation=args.multi_objective_aggregation,
+        min_group_std=args.min_group_std,
+    )
+    scored = stats.totals[~stats.totals.isnan()]
+    whole = float(scored.std()) if scored.numel() > 1 else 0.0
+    return stats, {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
+
+
 @attributes(*SETTABLE, "scale_rewards", "multi_objective_aggregation", **SETTABLE_PATHS)
 @attributes("loss_type", "importance_sampling_level", "top_entropy_quantile", *FIXED, **FIXED_PATHS, fixed=True)
 class GRPOTrainer(OnlineTrainer):
@@ -376,7 +392,8 @@ class GRPOTrainer(OnlineTrainer):
             check_correction(args)
         if args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
-        self._log_completions()
+        if args.log_completions_hub_repo:
+            self.add_callback(CompletionsHubCallback(args.log_completions_hub_repo))
         if dropout := _active_dropout(self.model):
             logger.warning(
                 "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
@@ -385,15 +402,6 @@ class GRPOTrainer(OnlineTrainer):
 
     def check_turns(self) -> None:
         """Where a subclass must be refused once it is known whether rollouts have several turns."""
-
-    def _log_completions(self) -> None:
-        args = self.args
-        if args.log_completions:
-            options = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
-            rows = args.generation_batch_size or 1
-            self.add_callback(RolloutTableCallback(self.record, self.rewards.names, rows=rows, **options))
-        if args.log_completions_hub_repo:
-            self.add_callback(CompletionsHubCallback(args.log_completions_hub_repo))
 
     def _prepare_model(self, model: Any, args: Any, peft_config: Any) -> Any:
         model = super()._prepare_model(model, args, peft_config)
@@ -404,17 +412,7 @@ class GRPOTrainer(OnlineTrainer):
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """A completion's reward against its group's mean, divided by a spread."""
         args, size = self.args, self.group_size(mode)
-        stats = group_advantages(
-            table.values,
-            table.weights,
-            size,
-            scale_rewards=str(args.scale_rewards),
-            aggregation=args.multi_objective_aggregation,
-            min_group_std=args.min_group_std,
-        )
-        scored = stats.totals[~stats.totals.isnan()]
-        whole = float(scored.std()) if scored.numel() > 1 else 0.0
-        std = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
+        stats, std = scored_groups(table, size, args)
         divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
         advantages = self.reward_watch.bounded(stats.advantages, mode) if divided else stats.advantages
         self.reward_watch.log(generation, table, stats.totals, advantages, mode, **std)
