@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -15,14 +15,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from posttrain.data.pictures import Picture, conversation_pictures, read_picture
+from posttrain.data.chat import RENDERED, template_arguments
+from posttrain.data.formats import is_messages, pictures_of, strip_none
+from posttrain.data.pictures import Background, Picture, conversation_pictures, read_picture
 from posttrain.errors import DataError, ModelError
+from posttrain.types import Prompt
 
 __all__ = [
     "FAMILIES",
+    "IMAGES",
     "Family",
     "PictureProcessor",
     "Placed",
+    "conversation_of",
+    "family_of",
     "image_only",
     "is_processor",
     "load_processor",
@@ -65,6 +71,7 @@ FAMILIES = {
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"}
 COUNTS = {"num_crops", "num_patches", "rows", "cols"}  # Of an image processor, for its processor's text.
+IMAGES = ("image", "images")  # Columns of a row.
 LARGE = (1500, 1000)  # A picture that is cut into tiles where any is.
 REMEMBERED = 4096  # Sizes whose expansion is kept.
 
@@ -120,6 +127,8 @@ class PictureProcessor:
         processor: With a tokenizer and an image processor.
         most: Placeholders a picture may have; None: any number.
         resize: Whether `fitted` makes pictures smaller that have more.
+        per_row: Pictures a prompt, or an episode, may have; None: any number.
+        background: What shows through transparent pixels.
 
     Raises:
         ModelError: It belongs to no family that is known.
@@ -128,15 +137,23 @@ class PictureProcessor:
         family: See `Family`.
         token_id: Of the placeholder that a feature replaces.
         settings: A digest of the image processor's settings: part of every key of prepared pictures.
+        resized: Pictures of prompts that were made smaller so far.
     """
 
-    def __init__(self, processor: Any, *, most: int | None = None, resize: bool = False) -> None:
-        self.most, self.resize = most, resize
-        kinds = [kind.__name__ for kind in type(processor).__mro__]
-        family = next((FAMILIES[kind] for kind in kinds if kind in FAMILIES), None)
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        most: int | None = None,
+        resize: bool = False,
+        per_row: int | None = None,
+        background: Background = "white",
+    ) -> None:
+        self.most, self.resize, self.per_row, self.background = most, resize, per_row, background
+        family, kind = family_of(processor), type(processor).__name__
         if family is None:
             raise ModelError(
-                f"{kinds[0]} is of no family that trains on images here ({', '.join(FAMILIES)}). Fix: use a model of one of "
+                f"{kind} is of no family that trains on images here ({', '.join(FAMILIES)}). Fix: use a model of one of "
                 "these, or rows without images."
             )
         self.processor, self.tokenizer, self.family = processor, processor.tokenizer, family
@@ -145,10 +162,11 @@ class PictureProcessor:
         self.token_id = int(
             self.tokenizer.convert_tokens_to_ids(token if family.block == "image" else self.placeholder)
         )
-        state = f"{kinds[0]} {type(processor.image_processor).__name__} {processor.image_processor.to_json_string()}"
+        state = f"{kind} {type(processor.image_processor).__name__} {processor.image_processor.to_json_string()}"
         self.settings = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
         self._expansions: dict[tuple[int, int], Expansion] = {}
         self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
+        self.resized = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # What was remembered is no part of a dataset's fingerprint.
@@ -156,6 +174,7 @@ class PictureProcessor:
             **{k: v for k, v in vars(self).items() if k not in ("controls", "_alone")},
             "_expansions": {},
             "_sizes": {},
+            "resized": 0,
         }
 
     @functools.cached_property
@@ -207,7 +226,12 @@ class PictureProcessor:
                     )
 
     def encode(
-        self, text: str, pictures: Sequence[Picture] = (), *, prompt: bool = False
+        self,
+        text: str,
+        pictures: Sequence[Picture] = (),
+        *,
+        prompt: bool = False,
+        ids_of: Callable[[str], list[int]] | None = None,
     ) -> tuple[list[int], list[Placed]]:
         """Ids of a text in which every placeholder is expanded, and where its pictures are.
 
@@ -215,6 +239,7 @@ class PictureProcessor:
             text: With one placeholder a picture.
             pictures: In reading order.
             prompt: Whether it is the whole prompt, which PaliGemma ends in its own way.
+            ids_of: Text to ids; None: the tokenizer, without special tokens of its own.
 
         Raises:
             DataError: As many placeholders as there are not pictures, or two pictures without a token between them.
@@ -229,7 +254,7 @@ class PictureProcessor:
             text = f"{text[:end]}{self.tokenizer.bos_token}{text[end:]}\n"
         if pictures:
             (text,), _ = self.processor.get_text_with_replacements([text], [self.expansion(p).text for p in pictures])
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if ids_of is None else ids_of(text)
         return ids, self.place(ids, pictures)
 
     def place(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[Placed]:
@@ -407,12 +432,68 @@ class PictureProcessor:
 
     # Rows --------------------------------------------------------------------------------------------------------
 
+    def prompts(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        ids_of: Callable[[str], list[int]] | None = None,
+    ) -> list[Prompt]:
+        """Prompts as the model reads them, with their pictures placed; equal neighbours are read once.
+
+        Args:
+            rows: With a conversational ``prompt``.
+            kwargs: For the chat template; a row's own win.
+            ids_of: See `encode`.
+
+        Raises:
+            DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
+        """
+        made: list[Prompt] = []
+        before: Mapping[str, Any] = {}
+        for row in rows:
+            if not made or any(row.get(name) != before.get(name) for name in (*RENDERED, *IMAGES)):
+                made.append(self._prompt(strip_none(dict(row)), kwargs, ids_of))
+            else:
+                made.append(made[-1])
+            before = row
+        return made
+
+    def _prompt(self, row: dict[str, Any], kwargs: Mapping[str, Any], ids_of: Any) -> Prompt:
+        blocks, held = conversation_of(row)
+        if self.per_row is not None and len(held) > self.per_row:
+            raise DataError(
+                f"a prompt has {len(held)} images, and max_images_per_row={self.per_row}. Fix: leave this row out."
+            )
+        goes_on = blocks[-1].get("role") == "assistant"
+        how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
+        text = self.render(blocks, **how, **{**kwargs, **template_arguments(row)})
+        read = [read_picture(value, "column 'images' of a prompt", self.background) for value in held]
+        pictures = [self.fitted(picture).encoded() for picture in read]
+        self.resized += sum(a != b for a, b in zip(read, pictures, strict=True))
+        return Prompt(*self.encode(text, pictures, prompt=True, ids_of=ids_of))
+
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[Picture] = (), **options: Any
     ) -> tuple[str, list[Any]]:
         """Rendered text of messages with pictures inside them or beside them, and the pictures in reading order."""
         blocks, pictures = conversation_pictures(messages, images)
         return self.render(blocks, **options), pictures
+
+
+def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages of a prompt with empty image blocks, and what belongs in them.
+
+    Raises:
+        DataError: The prompt is no conversation, or has other places than images.
+    """
+    if not is_messages(row["prompt"]):
+        raise DataError("rows with images need conversational prompts: [{'role': 'user', 'content': ...}].")
+    return conversation_pictures(row["prompt"], pictures_of(row))
+
+
+def family_of(processor: Any) -> Family | None:
+    """What is known of the models of a processor; None: nothing, or it is a tokenizer."""
+    return next((FAMILIES[kind.__name__] for kind in type(processor).__mro__ if kind.__name__ in FAMILIES), None)
 
 
 def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
