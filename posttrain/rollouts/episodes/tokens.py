@@ -19,14 +19,14 @@ from posttrain.data.chat import (
     with_template,
 )
 from posttrain.data.formats import strip_none
+from posttrain.data.pictures import Picture
+from posttrain.data.processors import PictureProcessor
 from posttrain.data.responses import add_response_schema
 from posttrain.data.templates import (
     get_training_chat_template,
     is_chat_template_prefix_preserving,
     supports_tool_calling,
 )
-from posttrain.data.pictures import Picture
-from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ModelError
 from posttrain.rollouts.episodes.environments import Observed
 from posttrain.types import Prompt
