@@ -257,6 +257,17 @@ class PictureProcessor:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if ids_of is None else ids_of(text)
         return ids, self.place(ids, pictures)
 
+    def collapsed(self, ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
+        """Undo the expansion of `encode`: one placeholder a picture, for an engine that expands and prepares by itself."""
+        made: list[int] = []
+        at, single = 0, int(self.tokenizer.convert_tokens_to_ids(self.placeholder))
+        for one in placed:
+            whole = self.tokenizer(self.expansion(one.picture).text, add_special_tokens=False)["input_ids"]
+            begin = one.start - whole.index(self.token_id)
+            made += [*ids[at:begin], single]
+            at = begin + len(whole)
+        return [*made, *ids[at:]]
+
     def place(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[Placed]:
         """Where pictures are in ids that hold all of their placeholders.
 
