@@ -165,9 +165,7 @@ class VLLMEngine(RolloutEngine):
         self.sleeper = Sleeper(llm, sleep_level)
 
     @classmethod
-    def create(
-        cls, model: str, *, sleep_level: int | None = None, encoder: Any = None, **options: Any
-    ) -> VLLMEngine:
+    def create(cls, model: str, *, sleep_level: int | None = None, encoder: Any = None, **options: Any) -> VLLMEngine:
         """Load vLLM in this process.
 
         Args:
@@ -295,7 +293,10 @@ class VLLMEngine(RolloutEngine):
         if not request.pictures:
             return {"prompt_token_ids": list(request.prompt_ids)}
         ids = self.encoder.processor.collapsed(request.prompt_ids, request.pictures)
-        return {"prompt_token_ids": ids, "multi_modal_data": {"image": [one.picture.load() for one in request.pictures]}}
+        return {
+            "prompt_token_ids": ids,
+            "multi_modal_data": {"image": [one.picture.load() for one in request.pictures]},
+        }
 
     def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
         """What vLLM wrote; its log-probs are of the distribution that was sampled from."""
