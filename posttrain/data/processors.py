@@ -45,6 +45,8 @@ class Family:
         padded: Whether they are ``(1, tiles, ...)``, joined along pictures with empty tiles.
         positions: ``grid`` for rotary positions of three rows (time, height, width); else one.
         block: What attends both ways: the placeholders of one ``image``, the whole ``prompt``, or nothing.
+        cross: Whether text attends to features beside it instead of reading them in the place of placeholders. Text before the
+            first picture then attends to all pictures of its row, so every tree is a pass of its own.
     """
 
     models: tuple[str, ...]
@@ -52,6 +54,7 @@ class Family:
     padded: bool = False
     positions: Literal["plain", "grid"] = "plain"
     block: Literal["none", "image", "prompt"] = "none"
+    cross: bool = False
 
 
 # Each proven with tiny models: log-probs and gradients of a tree equal those of its sequences alone.
@@ -66,11 +69,12 @@ FAMILIES = {
     "Gemma3Processor": Family(("gemma3",), block="image"),
     "PaliGemmaProcessor": Family(("paligemma",), block="prompt"),
     "InternVLProcessor": Family(("internvl",)),
+    "MllamaProcessor": Family(("mllama",), tiled=True, cross=True),
 }
 # Strings that stand for pictures or around them; a user who types one would change what the model sees.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"}
-COUNTS = {"num_crops", "num_patches", "rows", "cols"}  # Of an image processor, for its processor's text.
+COUNTS = {"num_crops", "num_patches", "num_tiles", "rows", "cols"}  # Of an image processor, for its processor's text.
 IMAGES = ("image", "images")  # Columns of a row.
 LARGE = (1500, 1000)  # A picture that is cut into tiles where any is.
 REMEMBERED = 4096  # Sizes whose expansion is kept.
@@ -358,6 +362,8 @@ class PictureProcessor:
     def _expand(self, picture: Picture) -> Expansion:
         from PIL import Image
 
+        if self.family.cross:
+            return Expansion(self.placeholder, 1, None)
         found = self._call(Image.new("RGB", picture.size, "gray"), picture.where)
         count = int((torch.as_tensor(found["input_ids"]) == self.token_id).sum())
         text = found["text_replacement_offsets"][0][0]["replacement"]
@@ -384,6 +390,8 @@ class PictureProcessor:
         """Whether the image processor by itself, at a third of the cost, prepares a large picture as the processor does."""
         from PIL import Image
 
+        if self.family.cross:
+            return True
         image = Image.linear_gradient("L").resize(LARGE).convert("RGB")
         whole, alone = self._whole(image, "a shaded picture"), self._pixels(image, "a shaded picture")
         return whole.keys() == alone.keys() and all(torch.equal(value, alone[name]) for name, value in whole.items())
@@ -437,9 +445,25 @@ class PictureProcessor:
             inputs["mm_token_type_ids"] = kinds
         elif self.family.block == "image":
             inputs["token_type_ids"] = kinds
+        elif self.family.cross and pictures:
+            inputs["cross_attention_mask"] = self.cross_mask(ids, inputs["aspect_ratio_mask"][0])
         elif self.family.block == "prompt":
             inputs["token_type_ids"] = (torch.arange(ids.shape[1])[None] >= prompt).long()
         return inputs
+
+    def cross_mask(self, ids: Tensor, tiles: Tensor) -> Tensor:
+        """``(1, T, N, tiles)`` which tiles of which picture a token attends to: of the last before it, or of several in a row.
+
+        Args:
+            ids: ``(1, T)`` with N placeholders.
+            tiles: ``(N, tiles)`` 1 where a picture has one.
+        """
+        from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
+
+        mask = tiles.new_zeros(1, ids.shape[1], *tiles.shape)
+        for k, (start, end) in enumerate(get_cross_attention_token_mask(ids[0].tolist(), self.token_id)):
+            mask[0, start : ids.shape[1] if end == -1 else end, k] = tiles[k]
+        return mask
 
     # Rows --------------------------------------------------------------------------------------------------------
 
