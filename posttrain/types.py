@@ -334,6 +334,7 @@ class Rollout:
         top_logps: For each token the most likely ones of its raw distribution, pairs (token id, log-prob), when asked for.
         spans: Runs of (version, tokens) where the weights changed while it was written; None: all are of ``version``.
         pictures: Those of the prompt.
+        shown: Those that tools and environments showed after it, placed in ``token_ids``.
     """
 
     prompt_ids: list[int]
@@ -347,6 +348,7 @@ class Rollout:
     top_logps: list[list[tuple[int, float]]] | None = None
     spans: list[tuple[int, int]] | None = None
     pictures: Sequence[Any] = ()
+    shown: Sequence[Any] = ()
 
 
 @dataclass(slots=True, frozen=True)

@@ -215,11 +215,35 @@ def _internvl(name):
     )
 
 
+def _mllama(name):
+    import transformers as tf
+    from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+
+    tokenizer = byte_tokenizer(image_token="<image>")
+    text = _text(num_hidden_layers=3, cross_attention_layers=[1], rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 4,
+        "image_size": 28, "patch_size": 14, "vision_output_dim": 64, "intermediate_layers_indices": [0],
+    }  # fmt: skip
+    config = tf.MllamaConfig(
+        text_config=text, vision_config=vision, image_token_index=tokenizer.convert_tokens_to_ids("<image>")
+    )
+    model = tf.MllamaForConditionalGeneration(config)
+    with torch.no_grad():
+        # Gates begin closed: no picture would reach the text.
+        for path, parameter in model.named_parameters():
+            if path.endswith("gate") or "gate" in path.rsplit(".", 1)[-1]:
+                parameter.fill_(0.7)
+    images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4)
+    return model, tf.MllamaProcessor(image_processor=images, tokenizer=tokenizer)
+
+
 BUILDERS = {
     "qwen2_vl": _qwen, "qwen2_5_vl": _qwen, "qwen3_vl": _qwen, "idefics3": _idefics, "smolvlm": _idefics, "llava": _llava,
-    "llava_next": _llava, "gemma3": _gemma3, "paligemma": _paligemma, "internvl": _internvl,
+    "llava_next": _llava, "gemma3": _gemma3, "paligemma": _paligemma, "internvl": _internvl, "mllama": _mllama,
 }  # fmt: skip
-NAMES = tuple(BUILDERS)
+# Of whose trees several share a row; Mllama has tests of its own.
+NAMES = tuple(name for name in BUILDERS if name != "mllama")
 
 
 def build(name):

@@ -94,6 +94,9 @@ register("PT-G010", "remote-images", moment="data", title="images by address", p
 register("PT-G012", "tower-without-gradient", moment="first_batch", title="trained tower without gradient", page="g")
 register("PT-G014", "images-encoded-again", moment="data", title="JPEG files that a map wrote as PNG", page="g")
 register("PT-G015", "exchanged-images", moment="log_step", title="rollouts under another row's images", page="g")
+register(
+    "PT-G016", "engine-reads-otherwise", moment="config", title="an engine that expands images otherwise", page="g"
+)
 register("PT-G017", "images-not-needed", moment="log_step", title="a reward that other images give too", page="g")
 register("PT-G008", "placeholder-typed", moment="data", title="text that stands for an image", page="g")
 register("PT-G011", "images-lost", moment="first_batch", title="other placeholders than images in a pass", page="g")

@@ -8,7 +8,7 @@ import hashlib
 import io
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import unquote, urlparse
@@ -20,7 +20,9 @@ from posttrain.integrations import require
 __all__ = [
     "Picture",
     "conversation_pictures",
+    "filled",
     "image_size",
+    "observed_blocks",
     "read_picture",
     "without_pictures",
 ]
@@ -122,13 +124,15 @@ def read_picture(value: Any, where: str = "", background: Background = "white") 
 
     Args:
         value: A PIL image, encoded bytes, a dict of ``bytes`` and ``path``, a path, a ``data:`` or ``file:`` address, or uint8
-            pixels ``(H, W)``, ``(H, W, 3)``, ``(H, W, 4)`` (torch: ``(C, H, W)`` too).
+            pixels ``(H, W)``, ``(H, W, 3)``, ``(H, W, 4)`` (torch: ``(C, H, W)`` too); a `Picture` stays as it is.
         where: Row and column, for errors.
         background: What shows through transparent pixels.
 
     Raises:
         DataError: A remote address, a broken file, more than 8 bits a channel, or no picture at all.
     """
+    if isinstance(value, Picture):
+        return value
     source = _source(value, where)
     try:
         with_header = _open(source)
@@ -312,6 +316,31 @@ def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
     if "base64" in block and held is block["base64"]:
         held = f"data:;base64,{held}"
     return {"type": "image"}, held
+
+
+def filled(messages: Sequence[Mapping[str, Any]], images: Iterable[Any]) -> list[dict[str, Any]]:
+    """Undo `conversation_pictures`: messages whose image blocks hold these images, in reading order."""
+    rest = iter(images)
+    return [
+        {**m, "content": [{**b, "image": next(rest)} if b["type"] == "image" else b for b in m["content"]]}
+        if isinstance(m.get("content"), list)
+        else dict(m)
+        for m in messages
+    ]
+
+
+def observed_blocks(content: Any, where: str, background: Background) -> list[dict[str, Any]]:
+    """What a tool or an environment returned as blocks of text and of pictures.
+
+    Pictures are encoded as they are now: who returned an image may draw on it later.
+
+    Raises:
+        DataError: No list of blocks, a block of another type, one without its picture, or a picture that cannot be read.
+    """
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise DataError(f"{where}: {type(content).__name__} is no list of blocks of text and images.")
+    messages, held = conversation_pictures([{"role": "tool", "content": content}])
+    return filled(messages, [read_picture(value, where, background).encoded() for value in held])[0]["content"]
 
 
 def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -15,14 +15,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from posttrain.data.pictures import Picture, conversation_pictures, read_picture
+from posttrain.data.chat import RENDERED, template_arguments
+from posttrain.data.formats import is_messages, pictures_of, strip_none
+from posttrain.data.pictures import Background, Picture, conversation_pictures, read_picture
 from posttrain.errors import DataError, ModelError
+from posttrain.types import Prompt
 
 __all__ = [
     "FAMILIES",
+    "IMAGES",
     "Family",
     "PictureProcessor",
     "Placed",
+    "conversation_of",
+    "family_of",
     "image_only",
     "is_processor",
     "load_processor",
@@ -39,6 +45,8 @@ class Family:
         padded: Whether they are ``(1, tiles, ...)``, joined along pictures with empty tiles.
         positions: ``grid`` for rotary positions of three rows (time, height, width); else one.
         block: What attends both ways: the placeholders of one ``image``, the whole ``prompt``, or nothing.
+        cross: Whether text attends to features beside it instead of reading them in the place of placeholders. Text before the
+            first picture then attends to all pictures of its row, so every tree is a pass of its own.
     """
 
     models: tuple[str, ...]
@@ -46,6 +54,7 @@ class Family:
     padded: bool = False
     positions: Literal["plain", "grid"] = "plain"
     block: Literal["none", "image", "prompt"] = "none"
+    cross: bool = False
 
 
 # Each proven with tiny models: log-probs and gradients of a tree equal those of its sequences alone.
@@ -60,11 +69,13 @@ FAMILIES = {
     "Gemma3Processor": Family(("gemma3",), block="image"),
     "PaliGemmaProcessor": Family(("paligemma",), block="prompt"),
     "InternVLProcessor": Family(("internvl",)),
+    "MllamaProcessor": Family(("mllama",), tiled=True, cross=True),
 }
 # Strings that stand for pictures or around them; a user who types one would change what the model sees.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"}
-COUNTS = {"num_crops", "num_patches", "rows", "cols"}  # Of an image processor, for its processor's text.
+COUNTS = {"num_crops", "num_patches", "num_tiles", "rows", "cols"}  # Of an image processor, for its processor's text.
+IMAGES = ("image", "images")  # Columns of a row.
 LARGE = (1500, 1000)  # A picture that is cut into tiles where any is.
 REMEMBERED = 4096  # Sizes whose expansion is kept.
 
@@ -120,6 +131,8 @@ class PictureProcessor:
         processor: With a tokenizer and an image processor.
         most: Placeholders a picture may have; None: any number.
         resize: Whether `fitted` makes pictures smaller that have more.
+        per_row: Pictures a prompt, or an episode, may have; None: any number.
+        background: What shows through transparent pixels.
 
     Raises:
         ModelError: It belongs to no family that is known.
@@ -128,15 +141,23 @@ class PictureProcessor:
         family: See `Family`.
         token_id: Of the placeholder that a feature replaces.
         settings: A digest of the image processor's settings: part of every key of prepared pictures.
+        resized: Pictures of prompts that were made smaller so far.
     """
 
-    def __init__(self, processor: Any, *, most: int | None = None, resize: bool = False) -> None:
-        self.most, self.resize = most, resize
-        kinds = [kind.__name__ for kind in type(processor).__mro__]
-        family = next((FAMILIES[kind] for kind in kinds if kind in FAMILIES), None)
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        most: int | None = None,
+        resize: bool = False,
+        per_row: int | None = None,
+        background: Background = "white",
+    ) -> None:
+        self.most, self.resize, self.per_row, self.background = most, resize, per_row, background
+        family, kind = family_of(processor), type(processor).__name__
         if family is None:
             raise ModelError(
-                f"{kinds[0]} is of no family that trains on images here ({', '.join(FAMILIES)}). Fix: use a model of one of "
+                f"{kind} is of no family that trains on images here ({', '.join(FAMILIES)}). Fix: use a model of one of "
                 "these, or rows without images."
             )
         self.processor, self.tokenizer, self.family = processor, processor.tokenizer, family
@@ -145,10 +166,11 @@ class PictureProcessor:
         self.token_id = int(
             self.tokenizer.convert_tokens_to_ids(token if family.block == "image" else self.placeholder)
         )
-        state = f"{kinds[0]} {type(processor.image_processor).__name__} {processor.image_processor.to_json_string()}"
+        state = f"{kind} {type(processor.image_processor).__name__} {processor.image_processor.to_json_string()}"
         self.settings = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
         self._expansions: dict[tuple[int, int], Expansion] = {}
         self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
+        self.resized = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # What was remembered is no part of a dataset's fingerprint.
@@ -156,6 +178,7 @@ class PictureProcessor:
             **{k: v for k, v in vars(self).items() if k not in ("controls", "_alone")},
             "_expansions": {},
             "_sizes": {},
+            "resized": 0,
         }
 
     @functools.cached_property
@@ -207,7 +230,12 @@ class PictureProcessor:
                     )
 
     def encode(
-        self, text: str, pictures: Sequence[Picture] = (), *, prompt: bool = False
+        self,
+        text: str,
+        pictures: Sequence[Picture] = (),
+        *,
+        prompt: bool = False,
+        ids_of: Callable[[str], list[int]] | None = None,
     ) -> tuple[list[int], list[Placed]]:
         """Ids of a text in which every placeholder is expanded, and where its pictures are.
 
@@ -215,6 +243,7 @@ class PictureProcessor:
             text: With one placeholder a picture.
             pictures: In reading order.
             prompt: Whether it is the whole prompt, which PaliGemma ends in its own way.
+            ids_of: Text to ids; None: the tokenizer, without special tokens of its own.
 
         Raises:
             DataError: As many placeholders as there are not pictures, or two pictures without a token between them.
@@ -229,8 +258,19 @@ class PictureProcessor:
             text = f"{text[:end]}{self.tokenizer.bos_token}{text[end:]}\n"
         if pictures:
             (text,), _ = self.processor.get_text_with_replacements([text], [self.expansion(p).text for p in pictures])
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if ids_of is None else ids_of(text)
         return ids, self.place(ids, pictures)
+
+    def collapsed(self, ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
+        """Undo the expansion of `encode`: one placeholder a picture, for an engine that expands and prepares by itself."""
+        made: list[int] = []
+        at, single = 0, int(self.tokenizer.convert_tokens_to_ids(self.placeholder))
+        for one in placed:
+            whole = self.tokenizer(self.expansion(one.picture).text, add_special_tokens=False)["input_ids"]
+            begin = one.start - whole.index(self.token_id)
+            made += [*ids[at:begin], single]
+            at = begin + len(whole)
+        return [*made, *ids[at:]]
 
     def place(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[Placed]:
         """Where pictures are in ids that hold all of their placeholders.
@@ -322,6 +362,8 @@ class PictureProcessor:
     def _expand(self, picture: Picture) -> Expansion:
         from PIL import Image
 
+        if self.family.cross:
+            return Expansion(self.placeholder, 1, None)
         found = self._call(Image.new("RGB", picture.size, "gray"), picture.where)
         count = int((torch.as_tensor(found["input_ids"]) == self.token_id).sum())
         text = found["text_replacement_offsets"][0][0]["replacement"]
@@ -348,6 +390,8 @@ class PictureProcessor:
         """Whether the image processor by itself, at a third of the cost, prepares a large picture as the processor does."""
         from PIL import Image
 
+        if self.family.cross:
+            return True
         image = Image.linear_gradient("L").resize(LARGE).convert("RGB")
         whole, alone = self._whole(image, "a shaded picture"), self._pixels(image, "a shaded picture")
         return whole.keys() == alone.keys() and all(torch.equal(value, alone[name]) for name, value in whole.items())
@@ -401,11 +445,84 @@ class PictureProcessor:
             inputs["mm_token_type_ids"] = kinds
         elif self.family.block == "image":
             inputs["token_type_ids"] = kinds
+        elif self.family.cross and pictures:
+            inputs["cross_attention_mask"] = self.cross_mask(ids, inputs["aspect_ratio_mask"][0])
         elif self.family.block == "prompt":
             inputs["token_type_ids"] = (torch.arange(ids.shape[1])[None] >= prompt).long()
         return inputs
 
+    def cross_mask(self, ids: Tensor, tiles: Tensor) -> Tensor:
+        """``(1, T, N, tiles)`` which tiles of which picture a token attends to: of the last before it, or of several in a row.
+
+        Args:
+            ids: ``(1, T)`` with N placeholders.
+            tiles: ``(N, tiles)`` 1 where a picture has one.
+        """
+        from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
+
+        mask = tiles.new_zeros(1, ids.shape[1], *tiles.shape)
+        for k, (start, end) in enumerate(get_cross_attention_token_mask(ids[0].tolist(), self.token_id)):
+            mask[0, start : ids.shape[1] if end == -1 else end, k] = tiles[k]
+        return mask
+
     # Rows --------------------------------------------------------------------------------------------------------
+
+    def prompts(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        ids_of: Callable[[str], list[int]] | None = None,
+    ) -> list[Prompt]:
+        """Prompts as the model reads them, with their pictures placed; equal neighbours are read once.
+
+        Args:
+            rows: With a conversational ``prompt``.
+            kwargs: For the chat template; a row's own win.
+            ids_of: See `encode`.
+
+        Raises:
+            DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
+        """
+        made: list[Prompt] = []
+        before: Mapping[str, Any] = {}
+        for row in rows:
+            if not made or any(row.get(name) != before.get(name) for name in (*RENDERED, *IMAGES)):
+                made.append(self.prompt(row, kwargs, ids_of))
+            else:
+                made.append(made[-1])
+            before = row
+        return made
+
+    def prompt(
+        self,
+        row: Mapping[str, Any],
+        kwargs: Mapping[str, Any],
+        ids_of: Callable[[str], list[int]] | None = None,
+        pictures: Sequence[Picture] | None = None,
+    ) -> Prompt:
+        """One of `prompts`.
+
+        Args:
+            row: With a conversational ``prompt``.
+            kwargs: For the chat template; the row's own win.
+            ids_of: See `encode`.
+            pictures: That were read before, of a row whose messages hold them again; None: read those of the row.
+        """
+        row = strip_none(dict(row))
+        # The messages hold what the columns hold where pictures were read before.
+        blocks, held = conversation_of(row if pictures is None else {k: v for k, v in row.items() if k not in IMAGES})
+        if self.per_row is not None and len(held) > self.per_row:
+            raise DataError(
+                f"a prompt has {len(held)} images, and max_images_per_row={self.per_row}. Fix: leave this row out."
+            )
+        goes_on = blocks[-1].get("role") == "assistant"
+        how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
+        text = self.render(blocks, **how, **{**kwargs, **template_arguments(row)})
+        if pictures is None:
+            read = [read_picture(value, "column 'images' of a prompt", self.background) for value in held]
+            pictures = [self.fitted(picture).encoded() for picture in read]
+            self.resized += sum(a != b for a, b in zip(read, pictures, strict=True))
+        return Prompt(*self.encode(text, pictures, prompt=True, ids_of=ids_of))
 
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[Picture] = (), **options: Any
@@ -413,6 +530,22 @@ class PictureProcessor:
         """Rendered text of messages with pictures inside them or beside them, and the pictures in reading order."""
         blocks, pictures = conversation_pictures(messages, images)
         return self.render(blocks, **options), pictures
+
+
+def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages of a prompt with empty image blocks, and what belongs in them.
+
+    Raises:
+        DataError: The prompt is no conversation, or has other places than images.
+    """
+    if not is_messages(row["prompt"]):
+        raise DataError("rows with images need conversational prompts: [{'role': 'user', 'content': ...}].")
+    return conversation_pictures(row["prompt"], pictures_of(row))
+
+
+def family_of(processor: Any) -> Family | None:
+    """What is known of the models of a processor; None: nothing, or it is a tokenizer."""
+    return next((FAMILIES[kind.__name__] for kind in type(processor).__mro__ if kind.__name__ in FAMILIES), None)
 
 
 def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -174,7 +174,10 @@ def layout_for(model: Module) -> Layout:
     if implementation not in MASKABLE:
         return padded_layout(model)
     switch, end = rope_limits(model)
-    return replace(_fastest_layout(model, implementation), rope_switch=switch, rope_end=end)
+    layout = replace(_fastest_layout(model, implementation), rope_switch=switch, rope_end=end)
+    encoder = picture_encoder(model)
+    # Every tree a pass of its own, see `Family.cross`.
+    return replace(layout, row_tokens=1, pass_tokens=0) if encoder and encoder.processor.family.cross else layout
 
 
 def _fastest_layout(model: Module, implementation: str) -> Layout:

@@ -89,7 +89,22 @@ class PictureEncoder:
                     self._keep((picture.digest, versions), features)
         features = [found[one.picture] or [] for one in placed]
         levels = [torch.cat(level) for level in zip(*features, strict=True)]
+        if self.processor.family.cross:
+            return {"cross_attention_states": levels[0][None], "tiles": levels[1].view(len(placed), -1)}
         return {"mm_encoder_outputs": {"image": self._output(levels)}}
+
+    def crossed(self, model: Any, batch: Batch, placed: Sequence[Placed]) -> dict[str, Any]:
+        """Features beside the text of one tree, and which of them each token attends to."""
+        inputs = self.inputs(model, placed)
+        inputs["cross_attention_mask"] = self.processor.cross_mask(batch.input_ids, inputs.pop("tiles"))
+        return inputs
+
+    def _beside(self, model: Any, joined: dict[str, Tensor]) -> list[list[Tensor]]:
+        """Features ``(tiles · tokens, H)`` of each picture, and ``(tiles,)`` 1 where it has a tile."""
+        inner = model.model
+        output = inner.vision_model(**joined).last_hidden_state  # (1, N, tiles, tokens, width)
+        features = inner.multi_modal_projector(output)[0].flatten(1, 2)  # (N, tiles · tokens, H)
+        return [list(pair) for pair in zip(features, joined["aspect_ratio_mask"][0], strict=True)]
 
     def idle(self, model: Any) -> dict[str, Any]:
         """Of a pass without pictures beside processes that may have some: the tower's gradient is zero instead of missing.
@@ -128,6 +143,8 @@ class PictureEncoder:
         weight = next(iter(tower_parameters(model).values()))
         joined = self.processor.join([self.processor.prepare(picture) for picture in pictures])
         joined = {k: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for k, v in joined.items()}
+        if self.processor.family.cross:
+            return self._beside(model, joined)
         output = model.get_image_features(**joined, return_dict=True)
         self._listed = not isinstance(output.pooler_output, Tensor)
         levels: list[Any] = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
@@ -233,6 +250,8 @@ def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) 
         raise ModelError(
             f"PT-G011: prompts have {found.sum(1).tolist()} image placeholders and their pictures have {wanted}."
         )
+    if processor.family.cross:
+        return _crossed_prompts(model, ids, placed)
     flat = [one for row in placed for one in row]
     inputs = encoder.inputs(causal_lm(model), flat)
     if processor.family.positions == "grid":
@@ -244,6 +263,17 @@ def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) 
     elif processor.family.block == "prompt":
         inputs["token_type_ids"] = torch.zeros_like(ids)
     return inputs
+
+
+def _crossed_prompts(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
+    """The processor's own keys of prompts with equally many pictures each; ``generate`` encodes them."""
+    processor, weight = picture_encoder(model).processor, next(iter(tower_parameters(model).values()))
+    rows = [
+        processor.plain_inputs(line[None].cpu(), [one.picture for one in held], 0)
+        for line, held in zip(ids, placed, strict=True)
+    ]
+    joined = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    return {k: v.to(ids.device, weight.dtype if v.is_floating_point() else None) for k, v in joined.items()}
 
 
 def tower_parameters(model: Any) -> dict[str, nn.Parameter]:
@@ -347,6 +377,13 @@ def view(model: Any, batch: Batch) -> VisionView:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         return VisionView(batch.position_ids, inputs=encoder.idle if several else None)
     family = encoder.processor.family
+    if family.cross:
+        if len(batch.tree) > 1 or int(batch.tree.max()) > 0 or any(batch.branch[b, c] for b, c, _ in batch.pictures):
+            raise ModelError(
+                f"{type(causal_lm(model)).__name__}: a pass holds several prompts, or an answer holds pictures: text before a "
+                "picture attends to all pictures of its row, those of others too. Fix: pictures in prompts alone."
+            )
+        return VisionView(batch.position_ids, inputs=lambda inner: encoder.crossed(inner, batch, placed))
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
     spans = block_spans(batch, found, family.block) if family.block != "none" else None
     return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed))

@@ -205,9 +205,12 @@ def check_requests(
                 f"request {index}: a prompt of {length} tokens and max_new_tokens={most} do not fit the "
                 f"model's context of {context} tokens."
             )
-        if vocabulary is not None and max(request.prompt_ids) >= vocabulary:
+        # A placeholder may have no logit: nothing is ever drawn in its place.
+        own = None if encoder is None else encoder.processor.token_id
+        largest = max((token for token in request.prompt_ids if token != own), default=0)
+        if vocabulary is not None and largest >= vocabulary:
             raise RolloutError(
-                f"request {index} holds token id {max(request.prompt_ids)}, and the model has {vocabulary}: the tokenizer "
+                f"request {index} holds token id {largest}, and the model has {vocabulary}: the tokenizer "
                 "belongs to another model."
             )
         one = request.sampling or sampling

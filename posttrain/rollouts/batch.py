@@ -137,17 +137,17 @@ class RolloutBatch:
             rollout = self.rollouts[i]
             if before != _prompt(rollout):
                 before = _prompt(rollout)
-                rows.append(
-                    Row(list(rollout.prompt_ids), [], [], pictures=[list(p)] if (p := rollout.pictures) else [])
-                )
+                rows.append(Row(list(rollout.prompt_ids), [], [], pictures=[list(rollout.pictures)]))
             row = rows[-1]
-            row.pictures += [[]] if row.pictures else []
+            row.pictures.append(list(rollout.shown))
             row.completions.append(list(rollout.token_ids))
             row.loss_masks.append(self.loss_mask(i, skip_truncated))
             for name, numbers in self.columns.items():
                 row.sequence_columns.setdefault(name, []).append(numbers[i])
             for name, column in self.token_columns.items():
                 row.token_columns.setdefault(name, []).append(column[i])
+        for row in rows:
+            row.pictures = row.pictures if any(row.pictures) else []
         return rows
 
     def slices(self, count: int, *, seed: int, skip_truncated: bool) -> list[list[Row]]:

@@ -161,7 +161,8 @@ class HFEngine(RolloutEngine):
         """
         switch, _ = rope_limits(self.model)
         scaled = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", False)
-        unpadded = scaled or learns_prompts(self.model)
+        unpadded, encoder = scaled or learns_prompts(self.model), picture_encoder(self.model)
+        beside = encoder is not None and encoder.processor.family.cross
         calls: dict[tuple[int, ...], list[int]] = {}
         for i, request in enumerate(requests):
             size = len(request.prompt_ids)
@@ -173,7 +174,8 @@ class HFEngine(RolloutEngine):
                     "that is drawn with those of short sequences, and trained with those of long ones. Such requests are sampled "
                     "one by one. Keep prompt and completion within %d tokens to avoid this.", switch, switch,
                 )  # fmt: skip
-            key = (i if alone else -1, size if unpadded else -1)
+            # Where pictures stand beside the text, rows of a call have equally many: padding would be attended to.
+            key = (i if alone else -1, size if unpadded else -1, len(request.pictures) if beside else -1)
             calls.setdefault(key, []).append(i)
         return list(calls.values())
 

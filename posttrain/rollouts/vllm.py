@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, WeightSyncError
 from posttrain.integrations import require
-from posttrain.models.heads import causal_lm
-from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, refuse_pictures, refuse_virtual_tokens
+from posttrain.models.heads import causal_lm, picture_encoder
+from posttrain.models.vision import probe_rows
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, refuse_virtual_tokens
 from posttrain.rollouts.server.replies import check_each, derived_seed, truncates
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
@@ -137,6 +138,7 @@ class VLLMEngine(RolloutEngine):
         vocabulary: Token ids are below it.
         dtype: Of its weights.
         sleep_level: Of its sleep between generations; None: it stays awake.
+        encoder: The model's `PictureEncoder` where prompts may hold pictures; vLLM gets them as they are, and prepares them.
 
     >>> engine = VLLMEngine.create("model-folder", dtype="float32")  # doctest: +SKIP
     >>> engine.load_weights(Weights(model, checkpoint_names=True), version=1)  # doctest: +SKIP
@@ -145,22 +147,31 @@ class VLLMEngine(RolloutEngine):
     name = "vllm"
 
     def __init__(
-        self, llm: Any, *, context: int | None, vocabulary: int, dtype: Any = None, sleep_level: int | None = None
-    ) -> None:  # fmt: skip
+        self,
+        llm: Any,
+        *,
+        context: int | None,
+        vocabulary: int,
+        dtype: Any = None,
+        sleep_level: int | None = None,
+        encoder: Any = None,
+    ) -> None:
+        self.encoder = encoder
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
         self.capabilities = Capabilities(
             in_process=True, needs_weight_sync=True, scores_sequences=True, prefix_cache=True, sleeps=sleep_level is not None,
-            checkpoint_names=True, unsupported=UNKNOWN, context=context, dtype=self.dtype,
+            checkpoint_names=True, unsupported=UNKNOWN, context=context, dtype=self.dtype, pictures=encoder is not None,
         )  # fmt: skip
         self.sleeper = Sleeper(llm, sleep_level)
 
     @classmethod
-    def create(cls, model: str, *, sleep_level: int | None = None, **options: Any) -> VLLMEngine:
+    def create(cls, model: str, *, sleep_level: int | None = None, encoder: Any = None, **options: Any) -> VLLMEngine:
         """Load vLLM in this process.
 
         Args:
             model: Folder or id.
             sleep_level: See the class.
+            encoder: See the class.
             options: Of ``vllm.LLM``: ``revision``, ``dtype``, ``max_model_len``, ``gpu_memory_utilization``,
                 ``tensor_parallel_size``, ``max_num_seqs``, ``seed``, ``quantization``, ``model_impl``.
 
@@ -192,6 +203,7 @@ class VLLMEngine(RolloutEngine):
             vocabulary=config.get_vocab_size(),
             dtype=config.dtype,
             sleep_level=sleep_level,
+            encoder=encoder,
         )
 
     @classmethod
@@ -222,10 +234,12 @@ class VLLMEngine(RolloutEngine):
         level = None
         if args.vllm_enable_sleep_mode:
             level = _level(base, args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        init = args.model_init_kwargs or {}
+        init, encoder = args.model_init_kwargs or {}, picture_encoder(base)
         engine = cls.create(
             path,
             sleep_level=level,
+            encoder=encoder,
+            limit_mm_per_prompt=_image_limit(args, encoder),
             revision=init.get("revision"),
             trust_remote_code=args.trust_remote_code,
             dtype=str(_engine_dtype(base, accelerator)).removeprefix("torch."),
@@ -238,6 +252,7 @@ class VLLMEngine(RolloutEngine):
             distributed_executor_backend="external_launcher" if world > 1 else None,
             enforce_eager=None if accelerator.device.type == "cuda" else True,
         )
+        engine.check_pictures(base)
         engine.sleeper.valid = False  # What it loaded from disk is not the policy, or not for long.
         return engine
 
@@ -251,9 +266,9 @@ class VLLMEngine(RolloutEngine):
         """See `posttrain.rollouts.base.RolloutEngine.generate`."""
         own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
         check_followed(requests, sampling, "vLLM", UNKNOWN, own)
-        check_each(requests, sampling, self.context, self.vocabulary)
+        check_each(requests, sampling, self.context, self.vocabulary, encoder=self.encoder)
         self.sleeper.before_generate()
-        prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
+        prompts = [self._prompt(request) for request in requests]
         settings = [self._settings(r, sampling, index) for index, r in enumerate(requests)]
         outputs = self.llm.generate(prompts, settings, use_tqdm=False) if prompts else []
         if len(outputs) != len(requests):
@@ -263,6 +278,25 @@ class VLLMEngine(RolloutEngine):
             for request, output in zip(requests, outputs, strict=True)
             for completion in _whole(output, request, _drawn(request, sampling))
         ]
+
+    def check_pictures(self, model: nn.Module) -> None:
+        """Let vLLM read two prompts with a picture of different size each; it expands and prepares them by itself.
+
+        Raises:
+            RolloutError: PT-G016: its processor makes another number of placeholders of one than ours.
+        """
+        rows = probe_rows(model)
+        self.generate([Request(row.prompt_ids, pictures=row.pictures[0]) for row in rows], Sampling(1, temperature=0.0))
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        """A request as vLLM takes it: one placeholder a picture, and the pictures as the trainer reads them."""
+        if not request.pictures:
+            return {"prompt_token_ids": list(request.prompt_ids)}
+        ids = self.encoder.processor.collapsed(request.prompt_ids, request.pictures)
+        return {
+            "prompt_token_ids": ids,
+            "multi_modal_data": {"image": [one.picture.load() for one in request.pictures]},
+        }
 
     def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
         """What vLLM wrote; its log-probs are of the distribution that was sampled from."""
@@ -364,7 +398,6 @@ def vllm_refusal(model: nn.Module) -> str | None:
     try:
         vllm = require("vllm", "rollouts by vLLM in this process")
         refuse_virtual_tokens(model, "vLLM")
-        refuse_pictures(model, "vLLM")
         _quantisation(model)
     except (ConfigError, MissingDependencyError) as error:
         return str(error)
@@ -429,12 +462,24 @@ def _drawn(request: Request, call: Sampling) -> int:
 
 def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
     """All completions of a request, or an error that names it."""
+    if request.pictures and list(output.prompt_token_ids) != list(request.prompt_ids):
+        raise RolloutError(
+            f"PT-G016: vLLM read a prompt with pictures of {[one.picture.size for one in request.pictures]} as "
+            f"{len(output.prompt_token_ids)} tokens, and the trainer as {len(request.prompt_ids)}: their processors differ. Fix: "
+            "save the processor that is trained with beside the model, so that vLLM loads the same one; or use_vllm=False."
+        )
     if list(output.prompt_token_ids) != list(request.prompt_ids) or len(output.outputs) != drawn:
         raise RolloutError(
             f"vLLM answered a prompt of {len(output.prompt_token_ids)} tokens with {len(output.outputs)} completions where one "
             f"of {len(request.prompt_ids)} tokens was to get {drawn}."
         )
     return sorted(output.outputs, key=lambda one: one.index) * (request.n // drawn)
+
+
+def _image_limit(args: Any, encoder: Any) -> dict[str, int] | None:
+    """Pictures of a prompt, where the run has a limit; vLLM makes room for as many."""
+    most = getattr(args, "max_images_per_row", None)
+    return None if encoder is None or most is None else {"image": most}
 
 
 def _engine_dtype(model: Any, accelerator: Any) -> torch.dtype:

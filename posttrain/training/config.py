@@ -500,7 +500,7 @@ def choose_layout(model: Any, args: Any, *, padded: bool) -> Layout:
     """
     probe_head(model)
     layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model)
-    if args.max_row_tokens is not None:
+    if args.max_row_tokens is not None and layout.row_tokens > 1:
         layout = replace(layout, row_tokens=args.max_row_tokens)
     multiple = getattr(args, "pad_to_multiple_of", None)
     return replace(layout, pad_to_multiple_of=multiple) if multiple else layout

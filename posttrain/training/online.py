@@ -16,6 +16,7 @@ from posttrain.checks import rules as log_rules
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
+from posttrain.data.processors import is_processor
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutServerError
 from posttrain.losses.policy import engine_gap
@@ -105,7 +106,10 @@ class OnlineTrainer(PostTrainer):
     ) -> None:
         given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
         self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
-        self.takes_images = self.takes_images and self.driver is None
+        # Tools and environments may return images; a rollout function reads them itself.
+        episodes, processing_class = self.driver is not None, kwargs.get("processing_class")
+        self.returns_images = episodes and rollout_func is None and is_processor(processing_class)
+        self.takes_images = self.takes_images and (not episodes or self.returns_images)
         # By the names that TRL's trainers have.
         self.tools, self.rollout_func = list(tools or ()), rollout_func
         self.environments = None if self.driver is None else self.driver.pool
@@ -223,7 +227,7 @@ class OnlineTrainer(PostTrainer):
         """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
         self.prompt_source = self.make_prompt_source()
         if self.driver is not None:
-            train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation)
+            train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation, self.vision.reader)
         train, evaluation = self.vision.checked_prompts(train, "train"), self.vision.checked_prompts(evaluation, "eval")
         train, evaluation, head = self.prompt_source.prepared(train, evaluation, images=self.may_read_images)
         if self.args.check_rewards and self.can_dry_run:
@@ -414,10 +418,10 @@ class OnlineTrainer(PostTrainer):
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[Any]:
         """Prompts as the engine must see them; what an environment added cannot open or end a turn."""
-        if self.vision.images:
-            return self.vision.prompts(examples)
         if self.driver is not None and self.environments is not None:
             return self.driver.tokenize(examples)
+        if self.vision.images:
+            return self.vision.prompts(examples)
         kwargs = self.args.chat_template_kwargs or {}
         return tokenize_prompts(examples, self.processing_class, chat_template_kwargs=kwargs)
 

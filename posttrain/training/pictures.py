@@ -15,11 +15,10 @@ from typing import Any, Literal
 from torch import nn
 from transformers.utils.hub import cached_file
 
-from posttrain.data.chat import RENDERED, template_arguments
 from posttrain.data.formats import STREAMED, is_messages, pictures_of, shows_pictures, strip_none, undecoded
 from posttrain.data.picture_rows import PictureOptions, place_pictures
-from posttrain.data.pictures import Picture, conversation_pictures, read_picture
-from posttrain.data.processors import PictureProcessor, load_processor
+from posttrain.data.pictures import Picture, conversation_pictures, filled, read_picture
+from posttrain.data.processors import IMAGES, PictureProcessor, conversation_of, family_of, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
@@ -34,7 +33,6 @@ __all__ = ["PictureConfig", "Vision", "picture_options", "prepare_vision"]
 
 logger = logging.getLogger(__name__)
 
-IMAGES = ("image", "images")
 COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
 
 # What a checkpoint of a multimodal model has beside its weights and its tokenizer.
@@ -129,32 +127,53 @@ class Vision:
         model_id: Where the model is, to load its processor from.
         sets: Training and evaluation sets as they were given.
         takes: Whether the method trains on images; else nothing here does anything.
+        returned: Whether tools or environments may return images: then a processor in place of a tokenizer is enough.
 
     Attributes:
-        images: Whether rows have images.
+        images: Whether rows have images, or get them from tools and environments.
         processor: Of `transformers`; None: the run reads text alone.
         reader: The processor as rows are read with it; None: rows are text.
         tokenizer: The processor's, or what was given.
 
     Raises:
         DataError: Rows have images, and a tokenizer was given.
+        ConfigError: ``check_image_use`` beside tools or environments.
     """
 
-    def __init__(self, args: Any, processing_class: Any, model_id: str, sets: Iterable[Any], *, takes: bool) -> None:
+    def __init__(
+        self,
+        args: Any,
+        processing_class: Any,
+        model_id: str,
+        sets: Iterable[Any],
+        *,
+        takes: bool,
+        returned: bool = False,
+    ) -> None:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
-        self.images = takes and any(map(shows_pictures, sets))
+        returned = takes and returned and family_of(processing_class) is not None
+        self.images = returned or (takes and any(map(shows_pictures, sets)))
+        if returned and args.check_image_use:
+            raise ConfigError(
+                "check_image_use=True samples prompts again under other images, and here tools or environments have a part in "
+                "what is sampled. Fix: check_image_use=False."
+            )
         self.processor = _processor_of(processing_class, model_id, images=self.images)
         self.reader = None
         if self.images:
-            resize = args.image_fit == "resize"
-            self.reader = PictureProcessor(self.processor, most=args.image_max_tokens, resize=resize)
+            self.reader = PictureProcessor(
+                self.processor,
+                most=args.image_max_tokens,
+                resize=args.image_fit == "resize",
+                per_row=args.max_images_per_row,
+                background=args.image_background,
+            )
         if self.processor is not None:
             self.tokenizer = self.processor.tokenizer
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
         # A run on text that read the tokenizer alone keeps the image settings of its checkpoint.
         alone = self.processor is None and bool(model_id)
-        self._counted = (0, 0)
-        self._resized = 0
+        self._counted = (0, 0, 0)
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
@@ -169,34 +188,13 @@ class Vision:
         Raises:
             DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
         """
-        made: list[Prompt] = []
-        before: Mapping[str, Any] = {}
-        for example in examples:
-            if not made or any(example.get(name) != before.get(name) for name in (*RENDERED, *IMAGES)):
-                made.append(self.prompt(example))
-            else:
-                made.append(made[-1])
-            before = example
-        return made
+        assert self.reader is not None
+        return self.reader.prompts(examples, self.args.chat_template_kwargs or {})
 
     def prompt(self, example: Mapping[str, Any], pictures: Sequence[Picture] | None = None) -> Prompt:
         """One prompt with its pictures; or of an `opened` one its text, with pictures that were read before."""
         assert self.reader is not None
-        most, background = self.args.max_images_per_row, self.args.image_background
-        row = strip_none(dict(example))
-        # The messages of an opened row hold what its columns hold.
-        blocks, held = _conversation(row if pictures is None else {k: v for k, v in row.items() if k not in IMAGES})
-        if most is not None and len(held) > most:
-            raise DataError(f"a prompt has {len(held)} images, and max_images_per_row={most}. Fix: leave this row out.")
-        kwargs = {**(self.args.chat_template_kwargs or {}), **template_arguments(row)}
-        goes_on = blocks[-1].get("role") == "assistant"
-        how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
-        text = self.reader.render(blocks, **how, **kwargs)
-        if pictures is None:
-            read = [read_picture(value, "column 'images' of a prompt", background) for value in held]
-            pictures = [self.reader.fitted(picture).encoded() for picture in read]
-            self._resized += sum(a != b for a, b in zip(read, pictures, strict=True))
-        return Prompt(*self.reader.encode(text, pictures, prompt=True))
+        return self.reader.prompt(example, self.args.chat_template_kwargs or {}, pictures=pictures)
 
     def opened(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Examples as reward functions see them: PIL images in columns and messages, decoded when they are touched.
@@ -234,7 +232,7 @@ class Vision:
         dataset = undecoded(dataset)
         for index, row in enumerate(dataset if hasattr(dataset, "__len__") else islice(dataset, STREAMED)):
             try:
-                blocks, held = _conversation(strip_none(dict(row)))
+                blocks, held = conversation_of(strip_none(dict(row)))
                 self.reader.refuse_controls(blocks)
                 for value in held if self.reader.most is not None else ():
                     self.reader.fitted(read_picture(value, "column 'images'"))
@@ -283,7 +281,7 @@ class Vision:
         if self.reader is None:
             return set(), {}
         for i in range(0, len(rollouts), COMPARED):
-            held = _conversation(strip_none(dict(examples[i])))[1]
+            held = conversation_of(strip_none(dict(examples[i])))[1]
             wanted = [self.reader.fitted(read_picture(one, "column 'images' of a prompt")).digest for one in held]
             if wanted != [one.picture.digest for one in rollouts[i].pictures]:
                 raise ModelError(
@@ -292,20 +290,21 @@ class Vision:
                 )
         token, odd = self.reader.token_id, set()
         for i, rollout in enumerate(rollouts):
-            if token in rollout.token_ids:
-                rollout.token_ids = [pad_token_id if one == token else one for one in rollout.token_ids]
-                odd.add(i)
-        encoder, counts = picture_encoder(model), [[one.count for one in rollout.pictures] for rollout in rollouts]
-        now = (encoder.encoded, encoder.reused)
-        before, self._counted = self._counted, now
-        resized, self._resized = self._resized, 0
+            own = rollout.tool_mask or [1] * len(rollout.token_ids)
+            drawn = [t for t, one in enumerate(rollout.token_ids) if one == token and own[t]]
+            for t in drawn:
+                rollout.token_ids[t] = pad_token_id
+            odd |= {i} if drawn else set()
+        encoder, counts = picture_encoder(model), [[p.count for p in (*r.pictures, *r.shown)] for r in rollouts]
+        before, self._counted = self._counted, (encoder.encoded, encoder.reused, self.reader.resized)
+        encoded, reused, resized = (now - then for now, then in zip(self._counted, before, strict=True))
         return odd, {
             "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/tokens_mean": mean(sum(map(sum, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/resized": mean(float(resized)),
             "images/sampled_placeholders": mean(float(len(odd))),
-            "images/encoded": mean(float(now[0] - before[0])),
-            "images/reused": mean(float(now[1] - before[1])),
+            "images/encoded": mean(float(encoded)),
+            "images/reused": mean(float(reused)),
         }
 
     def exchanged(self, examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
@@ -315,7 +314,7 @@ class Vision:
             examples: Groups of ``size`` consecutive.
             size: Rows of one prompt.
         """
-        rows = [_conversation(strip_none(dict(example))) for example in examples]
+        rows = [conversation_of(strip_none(dict(example))) for example in examples]
         made = [{k: v for k, v in example.items() if k not in IMAGES} for example in examples]
         for count in {len(held) for _, held in rows}:
             alike = [i for i, (_, held) in enumerate(rows) if len(held) == count]
@@ -360,13 +359,6 @@ class Vision:
                 shutil.copy(path, folder)
 
 
-def _conversation(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages of a prompt with empty image blocks, and what belongs in them."""
-    if not is_messages(row["prompt"]):
-        raise DataError("rows with images need conversational prompts: [{'role': 'user', 'content': ...}].")
-    return conversation_pictures(row["prompt"], pictures_of(row))
-
-
 def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
     """Prompt and columns of images of one example, with images of PIL."""
 
@@ -378,13 +370,7 @@ def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
     prompt: Any = example.get("prompt")
     if is_messages(prompt):
         blocks, held = conversation_pictures(prompt, range(len(images)))
-        filling = iter(images[one] if isinstance(one, int) else read(one) for one in held)
-        made["prompt"] = [
-            {**m, "content": [{**b, "image": next(filling)} if b["type"] == "image" else b for b in m["content"]]}
-            if isinstance(m.get("content"), list)
-            else m
-            for m in blocks
-        ]
+        made["prompt"] = filled(blocks, [images[one] if isinstance(one, int) else read(one) for one in held])
     return made
 
 

@@ -24,6 +24,7 @@ from posttrain.training.weight_sync import WeightSync
 from posttrain.types import Prompt, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
+    from posttrain.data.processors import PictureProcessor
     from posttrain.rollouts.episodes.driver import EpisodeDriver
     from posttrain.rollouts.episodes.loop import Batches, Episode
 
@@ -111,15 +112,23 @@ class PromptSource:
         self.check_size(train)
         return train, evaluation, head
 
-    def for_episodes(self, driver: EpisodeDriver, train: Any, evaluation: Any) -> tuple[Any, Any]:
+    def for_episodes(
+        self, driver: EpisodeDriver, train: Any, evaluation: Any, reader: PictureProcessor | None = None
+    ) -> tuple[Any, Any]:
         """Datasets as a driver of episodes needs them: a prompt in every row, messages where there are tools.
+
+        Args:
+            driver: Of the run.
+            train: The training set.
+            evaluation: A set, or several by name, or None.
+            reader: Where rows, tools and environments may have images.
 
         Raises:
             DataError: The model may call tools, and prompts are text.
             ModelError: The chat template cannot hold tool calls.
         """
         for name, dataset in named_sets({"train": train, "eval": evaluation} if driver.pool is None else {}):
-            if driver.calls_tools:
+            if driver.calls_tools and reader is None:
                 refuse_images(dataset, name)
         if driver.pool is not None:
             train, evaluation = [with_prompts(one, drops_columns=self.drops_columns) for one in (train, evaluation)]
@@ -129,7 +138,7 @@ class PromptSource:
                 "tools need conversational prompts, and train_dataset has text in 'prompt'. Give lists of messages: "
                 "[{'role': 'user', 'content': ...}]."
             )
-        driver.use_tokenizer(self.tokenizer)
+        driver.use_tokenizer(self.tokenizer, reader)
         return train, evaluation
 
     def checked_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
@@ -515,7 +524,7 @@ class SyncRollouts(RolloutSource):
         limits = {"context": self.sync.context, "stop_ids": self.stop_ids}
         with self.sync.engine.prefix_cache():
             found = self.driver.run_tools(episodes, sampling, generate, **limits, any_process=any_process)
-        self.log(_call_metrics(episodes), mode)
+        self.log(_call_metrics(episodes, pictures=self.driver.reader is not None), mode)
         return found
 
     def run_function(self, rows: list[dict[str, Any]], trainer: Any, *, vocabulary: int) -> Rolled:
@@ -537,9 +546,9 @@ class SyncRollouts(RolloutSource):
         return found
 
 
-def _call_metrics(episodes: list[Episode]) -> dict[str, Metric]:
+def _call_metrics(episodes: list[Episode], *, pictures: bool) -> dict[str, Metric]:
     calls, failures = sum(e.calls for e in episodes), sum(e.failures for e in episodes)
     return {
         "tools/call_frequency": mean(calls / max(len(episodes), 1), weight=len(episodes)),
         "tools/failure_frequency": mean(failures / calls, weight=calls) if calls else mean(0.0, weight=1e-9),
-    }
+    } | ({"images/masked_episodes": mean(float(sum(e.masked for e in episodes)))} if pictures else {})

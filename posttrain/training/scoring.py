@@ -137,9 +137,10 @@ def completion_rows(batch: RolloutBatch, table: RewardTable, tokenizer: Any, ste
             **rewards,
             **{name: column[i] for name, column in table.extra_columns.items()},
         }
-        if any(one.pictures for one in batch.rollouts):
-            row["image_digests"] = [one.picture.digest for one in rollout.pictures]
-            row["image_sizes"] = [list(one.picture.size) for one in rollout.pictures]
+        if any(one.pictures or one.shown for one in batch.rollouts):
+            held = [one.picture for one in (*rollout.pictures, *rollout.shown)]
+            row["image_digests"] = [picture.digest for picture in held]
+            row["image_sizes"] = [list(picture.size) for picture in held]
         rows.append(row | {name: column[i] for name, column in batch.shown().items()})
     # Single tokens of one group a rollout batch, so that the table stays small.
     first = batch.groups()[0] if table.start == 0 and len(rows) > 0 else []

@@ -63,6 +63,7 @@ class PostTrainer(transformers.Trainer):
     keep_groups_together: ClassVar[bool] = False
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
     takes_images: bool = False  # Whether rows may hold pictures.
+    returns_images: bool = False  # Whether tools or environments may show some.
     takes_loss_func: ClassVar[bool] = False  # Whether a user's compute_loss_func says what the loss is.
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
     single_forward_per_microbatch = False  # Whether the objective compares all rows of a micro-batch.
@@ -101,7 +102,8 @@ class PostTrainer(transformers.Trainer):
         config.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        self.vision = Vision(args, processing_class, model_id, (train_dataset, eval_dataset), takes=self.takes_images)
+        images = {"takes": self.takes_images, "returned": self.returns_images}
+        self.vision = Vision(args, processing_class, model_id, (train_dataset, eval_dataset), **images)
         self.processing_class = self.vision.tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )

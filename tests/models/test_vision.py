@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from posttrain.data.forest import Layout, collate, halves, share_prompts, split_by_sequence, to_rows
 from posttrain.data.pictures import read_picture
 from posttrain.errors import ModelError
+from posttrain.models.attention import probe_layout
 from posttrain.models.forward import forward
 from posttrain.models.vision import grid_positions, install_pictures, tower_parameters
 from posttrain.types import Row
@@ -43,6 +45,8 @@ def rows_of(name, encoder):
     rows, sequences = [], []
     for chosen, count in prompts_of(name):
         text = "".join(f"see {encoder.processor.placeholder} " for _ in chosen) + "which is it?"
+        # Mllama's processor begins every text so.
+        text = f"<bos>{text}" if name == "mllama" else text
         held = [found[i] for i in chosen]
         ids, placed = encoder.processor.encode(text, held, prompt=True)
         answers = [[draw.randrange(1, 250) for _ in range(draw.randint(2, 9))] for _ in range(count)]
@@ -63,6 +67,10 @@ def truth(name, model, processor, sequences):
         for key, fill in (("mm_token_type_ids", 0), ("token_type_ids", int(name == "paligemma"))):
             if key in inputs:
                 inputs[key] = torch.cat([inputs[key], torch.full((1, len(answer)), fill)], 1)
+        if "cross_attention_mask" in inputs:
+            # An answer attends to what the prompt's end attends to.
+            mask = inputs["cross_attention_mask"]
+            inputs["cross_attention_mask"] = torch.cat([mask, mask[:, -1:].expand(-1, len(answer), -1, -1)], 1)
         if name.startswith("qwen"):
             inputs.setdefault("mm_token_type_ids", torch.zeros_like(inputs["input_ids"]))
         logits = model(**inputs, use_cache=False).logits[0].float()
@@ -98,6 +106,45 @@ def test_gradients_of_a_tree_are_those_of_its_sequences_alone(family):
     model.zero_grad()
     assert grads[0].shape == grads[1].shape
     assert float((grads[0] - grads[1]).norm() / grads[0].norm()) < 2e-5
+
+
+@pytest.fixture(scope="module")
+def mllama():
+    model, processor = build("mllama")
+    return model, processor, install_pictures(model, processor)
+
+
+def test_mllama_computes_a_tree_as_its_sequences_alone_one_tree_a_pass(mllama):
+    model, processor, encoder = mllama
+    layout = probe_layout(model)
+    assert layout.kind == "tree" and layout.row_tokens == 1
+    rows, sequences = rows_of("mllama", encoder)
+    encoder.encoded = 0
+    found, grads = [], []
+    for run in (lambda: truth("mllama", model, processor, sequences), lambda: forest(model, rows, layout)):
+        model.zero_grad()
+        found.append(run())
+        found[-1].sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    model.zero_grad()
+    assert float((found[0] - found[1]).detach().abs().max()) < 1e-5
+    assert float((grads[0] - grads[1]).norm() / grads[0].norm()) < 2e-5
+    # One picture for three answers, two for two, none, one for three.
+    assert encoder.encoded == 4
+    # The control: pictures exchanged.
+    rows[0].pictures[0], rows[3].pictures[0] = (
+        [replace(a, picture=b.picture) for a, b in zip(rows[i].pictures[0], rows[3 - i].pictures[0], strict=True)]
+        for i in (0, 3)
+    )
+    assert float((forest(model, rows, layout) - found[0]).detach().abs().max()) > 1e-2
+
+
+def test_mllama_refuses_a_pass_in_which_one_prompt_would_see_anothers_pictures(mllama):
+    model, _, encoder = mllama
+    rows, _ = rows_of("mllama", encoder)
+    (batch,) = collate(rows, pad_token_id=256, layout=TREE, together=True)
+    with pytest.raises(ModelError, match="several prompts"):
+        forward(model, batch)
 
 
 def test_a_picture_is_encoded_once_for_a_group_and_for_every_prompt_that_shows_it(family, monkeypatch):

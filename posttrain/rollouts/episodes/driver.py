@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.data.formats import is_conversational
+from posttrain.data.processors import PictureProcessor
 from posttrain.errors import (
     ArgumentTypeError,
     ConfigError,
+    ModelError,
     RolloutError,
     given_truth,
     listed,
@@ -100,6 +102,7 @@ class EpisodeDriver:
         if function is not None and not callable(function):
             raise ArgumentTypeError(f"rollout_func must be callable, and it is {type(function).__name__}.")
         self.setup, self.tokenizer = setup, None
+        self.reader: PictureProcessor | None = None
         self.toolbox = ToolBox.of(setup.tools)
         self.runner = ToolRunner(setup.tool_workers, setup.tool_timeout)
         self.pool: EnvironmentPool | None = None
@@ -114,16 +117,24 @@ class EpisodeDriver:
         """Whether the model has anything to call."""
         return bool(self.setup.tools) or (self.pool is not None and self.pool.has_tools)
 
-    def use_tokenizer(self, tokenizer: Any) -> None:
-        """Render and read turns with this tokenizer.
+    def use_tokenizer(self, tokenizer: Any, reader: PictureProcessor | None = None) -> None:
+        """Render and read turns with this tokenizer; with a reader, tools and environments may return images.
 
         Raises:
-            ModelError: Its chat template cannot hold tool calls.
+            ModelError: Its chat template cannot hold tool calls, or the model reads a whole prompt both ways.
         """
+        if reader is not None and reader.family.block == "prompt":
+            raise ModelError(
+                f"{type(reader.processor).__name__}: this model reads a whole prompt both ways, so what it wrote would be read "
+                "differently in the next turn. Fix: prompts of one turn, or a model of another family."
+            )
+        self.reader = reader
+        self.runner.background = None if reader is None else reader.background
         schema, template = [getattr(tokenizer, f"response_{x}", None) for x in ("schema", "template")]
         if self.calls_tools and schema is not None and template is None:
             warnings.warn("response_schema is not read any more: set response_template.", FutureWarning, stacklevel=2)
-        self.tokenizer = prepare_tokenizer(tokenizer) if self.calls_tools else tokenizer
+        prepared = tokenizer if reader is None else reader.processor
+        self.tokenizer = prepare_tokenizer(prepared) if self.calls_tools else tokenizer
 
     def begin(
         self, rows: list[dict[str, Any]], seeds: Sequence[int], errors: dict[int, str] | None = None
@@ -135,9 +146,11 @@ class EpisodeDriver:
         """
         return (None, rows) if self.pool is None else self.pool.begin(rows, seeds, errors)
 
-    def tokenize(self, rows: Sequence[dict[str, Any]]) -> list[list[int]]:
+    def tokenize(self, rows: Sequence[dict[str, Any]]) -> Sequence[list[int]]:
         """Prompts in which nothing that an environment added can open or end a turn."""
-        return tokenize_observed(rows, self.tokenizer, chat_template_kwargs=self.setup.template_kwargs)
+        return tokenize_observed(
+            rows, self.tokenizer, chat_template_kwargs=self.setup.template_kwargs, reader=self.reader
+        )
 
     def episodes(self, rows: Sequence[dict[str, Any]], environments: Sequence[Any] | None) -> list[Episode]:
         """An episode of each row, with its prompt and its tools, before its first turn."""
@@ -181,6 +194,7 @@ class EpisodeDriver:
             context=context,
             any_process=any_process,
             template_kwargs=self.setup.template_kwargs,
+            reader=self.reader,
         )
         loop.run(episodes, sampling)
         for episode in episodes:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.data.pictures import Background, observed_blocks
 from posttrain.errors import BadValue, ConfigError, DataError, RolloutError, did_you_mean, given_number, given_truth
-from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, TooSlow, tool_schema
+from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, TooSlow, shows_images, tool_schema
 
 __all__ = ["EnvironmentPool", "Observed", "PooledReward", "add_observation", "is_done", "step_environment"]
 
@@ -43,17 +44,19 @@ def _tool_names(made: type) -> list[str]:
 
 
 class Observed(list):
-    """The messages of a prompt to which ``reset`` added a text, and which of it that was: a template must not obey it.
+    """The messages of a prompt to which ``reset`` added text or images, and which of it that was: a template must not obey it.
 
     Args:
         prompt: As the dataset has it.
         blocks: What was added, at the end of the last message.
     """
 
-    def __init__(self, prompt: list[dict[str, Any]], blocks: list[dict[str, str]]) -> None:
+    def __init__(self, prompt: list[dict[str, Any]], blocks: list[dict[str, Any]]) -> None:
         last = dict(prompt[-1])
         content = last.get("content") or ""
-        text = "".join(block["text"] for block in blocks)
+        if isinstance(content, str) and shows_images(blocks):
+            content = [{"type": "text", "text": content}] if content else []
+        text = "".join(block.get("text", "") for block in blocks)
         last["content"] = content + text if isinstance(content, str) else [*content, *blocks]
         super().__init__([*prompt[:-1], last])
         self.prompt, self.blocks = prompt, blocks
@@ -63,22 +66,37 @@ class Observed(list):
 
     def through(self, change: Callable[[str], str]) -> Observed:
         """The same with another spelling of what was added."""
-        return Observed(self.prompt, [{**block, "text": change(block["text"])} for block in self.blocks])
+        blocks = [{**b, "text": change(b["text"])} if b["type"] == "text" else b for b in self.blocks]
+        return Observed(self.prompt, blocks)
 
 
-def add_observation(prompt: list[dict[str, Any]], observation: Any, where: str) -> list[dict[str, Any]]:
+def add_observation(
+    prompt: list[dict[str, Any]], observation: Any, where: str, background: Background | None = None
+) -> list[dict[str, Any]]:
     """A prompt with what ``reset`` returned at the end of its last message; the given prompt is not changed.
 
+    Args:
+        prompt: Of the dataset.
+        observation: None, text, a list of blocks, or an image of PIL.
+        where: Environment and row, for errors.
+        background: See `ToolRunner`.
+
     Raises:
-        RolloutError: The observation is neither None, text nor a list of text blocks.
+        RolloutError: The observation is none of these, or holds images for a model that reads text alone.
     """
     if observation is None:
         return prompt
+    if background is not None and shows_images(observation):
+        content = observation if isinstance(observation, list) else [{"type": "image", "image": observation}]
+        try:
+            return Observed(prompt, observed_blocks(content, where, background))
+        except DataError as error:
+            raise RolloutError(f"{where}: what reset returned cannot be shown: {error}") from error
     blocks = [{"type": "text", "text": observation}] if isinstance(observation, str) else observation
     if not isinstance(blocks, list) or not all(_is_text(block) for block in blocks):
         raise RolloutError(
             f"{where}: reset must return None, text, or a list of text blocks, and it returned {observation!r:.120}. A client "
-            "with reset and step is adapted by posttrain.step_environment."
+            "with reset and step is adapted by posttrain.step_environment. Images need a processor as processing_class."
         )
     return Observed(prompt, blocks)
 
@@ -164,8 +182,9 @@ class EnvironmentPool:
             kind, environment, row = kinds[index], lent[index], rows[index]
             try:
                 environment, seen = self._reset(kind, environment, dict(row), seeds[index], index)
-                prompt = add_observation(_prompt(row, index), seen, f"{_label(kind)}, row {index}")
-                return environment, {**row, "prompt": prompt}, seen
+                where = f"{_label(kind)}, row {index}"
+                prompt = add_observation(_prompt(row, index), seen, where, self.runner.background)
+                return environment, {**row, "prompt": prompt}, prompt
             except (DataError, RolloutError) as error:
                 self._drop(kind, environment)
                 if errors is None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.data.chat import inner_tokenizer, terminal_token_ids, tokenize_prompts
+from posttrain.data.pictures import conversation_pictures, filled
+from posttrain.data.processors import PictureProcessor, Placed
 from posttrain.data.responses import parse_response
-from posttrain.errors import RolloutError
+from posttrain.errors import DataError, RolloutError
 from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.episodes.environments import is_done
 from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolResult, ToolRunner
-from posttrain.types import FinishReason, Request, Rollout, Sampling
+from posttrain.types import FinishReason, Prompt, Request, Rollout, Sampling
 
 __all__ = ["Batches", "Episode", "ToolLoop", "roll_out_with_tools", "share_prompts"]
+
+logger = logging.getLogger(__name__)
 
 # Rounds of tool calls, unless another number (or no limit) is given.
 MAX_ITERATIONS = 32
@@ -46,6 +51,8 @@ class Episode:
         finish_reason: ``stop``, or ``length`` when the budget of the whole episode cut the last turn.
         version: Of the weights.
         spans: Runs of (version, tokens) of what the model wrote.
+        shown: Pictures that tools answered with, placed in ``token_ids``.
+        masked: Whether nothing of it is trained, because an answer's pictures could not be placed.
         calls: Tool calls so far.
         failures: Those that ended in an error.
     """
@@ -61,6 +68,8 @@ class Episode:
     finish_reason: FinishReason = "stop"
     version: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
+    shown: list[Placed] = field(default_factory=list)
+    masked: bool = False
     calls: int = 0
     failures: int = 0
     waiting: list[dict[str, Any]] = field(default_factory=list)
@@ -69,14 +78,16 @@ class Episode:
     processed: bool = False
 
     @property
-    def ids(self) -> list[int]:
-        """All tokens so far: what the next turn goes on from."""
-        return self.prompt_ids + self.token_ids
+    def ids(self) -> Prompt:
+        """All tokens so far, with the pictures in them: what the next turn goes on from."""
+        shown = [replace(one, start=one.start + len(self.prompt_ids)) for one in self.shown]
+        return Prompt([*self.prompt_ids, *self.token_ids], (*Prompt.pictures_of(self.prompt_ids), *shown))
 
     def rollout(self, text: str | None = None) -> Rollout:
         """The finished episode as the rest of the library knows completions."""
         logp = self.logp if self.knows_logp else []
         mask = None if all(self.tool_mask) else self.tool_mask
+        mask = [0] * len(self.tool_mask) if self.masked else mask
         drawn = self.processed_logp if self.processed and self.knows_logp else None
         return Rollout(
             self.prompt_ids,
@@ -88,6 +99,8 @@ class Episode:
             text,
             processed_logp=drawn,
             spans=self.spans if len({version for version, _ in self.spans}) > 1 else None,
+            pictures=Prompt.pictures_of(self.prompt_ids),
+            shown=self.shown,
         )
 
     def add(self, ids: list[int], mask: int, logp: list[float], processed_logp: list[float] | None = None) -> None:
@@ -116,6 +129,7 @@ class ToolLoop:
         context: Most tokens the model can read.
         any_process: Whether any process has episodes left, given whether this one has.
         template_kwargs: For the chat template.
+        reader: Where prompts and results may hold images.
         parse: Reads a turn: ``(tokenizer, ids, prefix, tools) -> message``.
     """
 
@@ -131,13 +145,14 @@ class ToolLoop:
         context: int | None = None,
         any_process: Callable[[bool], bool] = bool,
         template_kwargs: dict[str, Any] | None = None,
+        reader: PictureProcessor | None = None,
         parse: Callable[..., dict[str, Any]] = parse_response,
     ) -> None:
         self.tokenizer, self.generate, self.parse = tokenizer, generate, parse
         self.runner = runner or ToolRunner()
         self.max_iterations, self.max_output_tokens = max_iterations, max_output_tokens
         self.context, self.any_process = context, any_process
-        self.suffix = ToolSuffix(tokenizer, stop_ids, template_kwargs)
+        self.suffix, self.reader = ToolSuffix(tokenizer, stop_ids, template_kwargs, reader), reader
 
     def run(self, episodes: Sequence[Episode], sampling: Sampling) -> None:
         """Take every episode to its end, in place."""
@@ -163,23 +178,45 @@ class ToolLoop:
         episode.failures += sum(result.failed for result in results)
         messages = [self._message(call, result) for call, result in zip(calls, results, strict=True)]
         if is_done(episode.environment):
-            episode.messages += messages
+            episode.messages += opened(messages)
             return False
-        suffix = self.suffix(messages)
-        full = self.context is not None and len(episode.ids) + len(suffix) >= self.context
-        if full or len(episode.token_ids) + len(suffix) > sampling.max_new_tokens:
+        suffix = self._suffix(episode, messages)
+        if suffix is None or not self._fits(episode, suffix, sampling):
             return False
-        episode.messages += messages
+        episode.messages += opened(messages)
         episode.suffix = suffix
+        at = len(episode.token_ids)
+        episode.shown += [replace(one, start=one.start + at) for one in suffix.pictures]
         episode.add(suffix, 0, [0.0] * len(suffix))
         if len(episode.token_ids) == sampling.max_new_tokens:
             episode.finish_reason = "length"
             return False
         return True
 
+    def _suffix(self, episode: Episode, messages: list[dict[str, Any]]) -> Prompt | None:
+        """Tokens of the results; None, and the episode is masked, where their pictures cannot be placed."""
+        try:
+            return self.suffix(messages)
+        except DataError as error:
+            if not any(isinstance(message["content"], list) for message in messages):
+                raise
+            logger.warning("the images of a tool's result cannot be shown, and the episode is not trained: %s", error)
+            episode.masked = True
+            return None
+
+    def _fits(self, episode: Episode, suffix: Prompt, sampling: Sampling) -> bool:
+        """Whether results fit the budget, the context, and the images that an episode may have."""
+        most = None if self.reader is None else self.reader.per_row
+        held = len(Prompt.pictures_of(episode.prompt_ids)) + len(episode.shown) + len(suffix.pictures)
+        many = most is not None and bool(suffix.pictures) and held > most
+        full = self.context is not None and len(episode.ids) + len(suffix) >= self.context
+        return not (many or full or len(episode.token_ids) + len(suffix) > sampling.max_new_tokens)
+
     def _message(self, call: dict[str, Any], result: ToolResult) -> dict[str, Any]:
-        name = call.get("function", {}).get("name")
-        message = {"role": "tool", "name": str(name or ""), "content": self._shortened(result.text)}
+        name, content = call.get("function", {}).get("name"), self._shortened(result.text)
+        if result.blocks is not None:
+            content = [b | {"text": self._shortened(b["text"])} if b["type"] == "text" else b for b in result.blocks]
+        message = {"role": "tool", "name": str(name or ""), "content": content}
         return message | ({"tool_call_id": call["id"]} if call.get("id") is not None else {})
 
     def _shortened(self, text: str) -> str:
@@ -253,8 +290,19 @@ class ToolLoop:
             return
         message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
         episode.messages.append(message)
+        if self.reader is not None and self.reader.token_id in ids:
+            # No engine may draw it; a turn behind it would miss a picture.
+            return
         if episode.finish_reason == "stop":  # A turn that was cut has used up the budget: nobody could read the answer.
             episode.waiting = list(message.get("tool_calls") or [])
+
+
+def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results as reward functions read them: images of PIL, decoded when they are touched."""
+    if all(isinstance(message["content"], str) for message in messages):
+        return messages
+    blocks, held = conversation_pictures(messages)
+    return filled(blocks, [picture.opened() for picture in held])
 
 
 def _spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
@@ -271,8 +319,11 @@ def _later(seed: int | None, number: int, stride: int = SEED_STRIDE) -> int | No
 
 
 def share_prompts(prompts: Sequence[list[int]]) -> list[Request]:
-    """One request for each run of equal neighbours."""
-    return [Request(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
+    """One request for each run of equal neighbours; prompts are equal where their pictures are too."""
+    return [
+        Request(prompt, len(list(equal)), pictures=Prompt.pictures_of(prompt))
+        for prompt, equal in itertools.groupby(prompts)
+    ]
 
 
 def roll_out_with_tools(

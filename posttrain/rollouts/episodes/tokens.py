@@ -19,6 +19,8 @@ from posttrain.data.chat import (
     with_template,
 )
 from posttrain.data.formats import strip_none
+from posttrain.data.pictures import Picture
+from posttrain.data.processors import PictureProcessor
 from posttrain.data.responses import add_response_schema
 from posttrain.data.templates import (
     get_training_chat_template,
@@ -27,6 +29,7 @@ from posttrain.data.templates import (
 )
 from posttrain.errors import ModelError
 from posttrain.rollouts.episodes.environments import Observed
+from posttrain.types import Prompt
 
 __all__ = ["PlainText", "ToolSuffix", "prepare_tokenizer", "tokenize_observed"]
 
@@ -37,6 +40,9 @@ def prepare_tokenizer(tokenizer: Any) -> Any:
     Its template keeps earlier turns as they were (a training template where the published one does not), and its wire
     format is known, so that calls can be read.
 
+    Args:
+        tokenizer: A processor where results may hold images: its template is probed with one, and used as it is.
+
     Raises:
         ModelError: The template shows no tool calls or results, changes what was said before, or nobody reads its calls.
     """
@@ -46,16 +52,16 @@ def prepare_tokenizer(tokenizer: Any) -> Any:
             f"{'' if template_text(tokenizer) else ' (it has none)'}. Use a checkpoint trained with tools, or set "
             "tokenizer.chat_template to a template that renders tool_calls and the role 'tool'."
         )
-    template = template_text(tokenizer)
-    if not is_chat_template_prefix_preserving(tokenizer):
+    template, preserved = template_text(tokenizer), is_chat_template_prefix_preserving(tokenizer)
+    if not preserved and inner_tokenizer(tokenizer) is tokenizer:
         template = get_training_chat_template(tokenizer) or template
-    own = with_template(tokenizer, template)
-    if not is_chat_template_prefix_preserving(own):
+        preserved = is_chat_template_prefix_preserving(with_template(tokenizer, template))
+    if not preserved:
         raise ModelError(
             "the chat template changes a tool call once its result follows, so what the model wrote would not be what is "
             "trained. Use a template that only appends (chat_template_path)."
         )
-    return add_response_schema(own)
+    return add_response_schema(with_template(tokenizer, template))
 
 
 class PlainText:
@@ -97,15 +103,27 @@ class PlainText:
 
 
 def tokenize_observed(
-    rows: Sequence[dict[str, Any]], tokenizer: Any, *, chat_template_kwargs: dict[str, Any] | None = None
-) -> list[list[int]]:
+    rows: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    *,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    reader: PictureProcessor | None = None,
+) -> Sequence[list[int]]:
     """As `tokenize_prompts`; special tokens that an environment's ``reset`` spelled in a prompt are plain text there.
 
     Args:
         rows: Conversational; prompts of environments are `Observed`.
         tokenizer: With a chat template.
         chat_template_kwargs: For the template.
+        reader: Where prompts may hold images; then they are `Prompt`.
     """
+    if reader is not None:
+        plain = PlainText(tokenizer)
+        hidden = [
+            {**row, "prompt": row["prompt"].through(plain.hide)} if isinstance(row["prompt"], Observed) else row
+            for row in rows
+        ]
+        return reader.prompts(hidden, chat_template_kwargs or {}, plain.ids)
     found = tokenize_prompts(rows, tokenizer, chat_template_kwargs=chat_template_kwargs)
     observed = [i for i, row in enumerate(rows) if isinstance(row["prompt"], Observed)]
     plain = PlainText(tokenizer) if observed else None
@@ -129,26 +147,32 @@ class ToolSuffix:
         tokenizer: From `prepare_tokenizer`.
         stop_ids: Tokens that end a turn.
         template_kwargs: For the chat template.
+        reader: Where results may hold images.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: dict[str, Any] | None = None) -> None:
-        self.text = PlainText(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        template_kwargs: dict[str, Any] | None = None,
+        reader: PictureProcessor | None = None,
+    ) -> None:
+        self.text, self.reader = PlainText(tokenizer), reader
         self.tokenizer, self.stop_ids = self.text.tokenizer, frozenset(stop_ids)
         self.template_kwargs = dict(template_kwargs or {})
 
-    def __call__(self, results: list[dict[str, Any]]) -> list[int]:
-        """What stands between the end of the model's turn and the beginning of its next.
+    def __call__(self, results: list[dict[str, Any]]) -> Prompt:
+        """What stands between the end of the model's turn and the beginning of its next, with the pictures in it.
 
         Raises:
             ModelError: The template renders a call differently once its result follows.
+            DataError: Pictures that the template does not show, or that the processor refuses.
         """
-        hide = self.text.hide
-        hidden = [{**m, "name": hide(m["name"], drop=True), "content": hide(m["content"])} for m in results]
+        hidden = [self._hidden(message) for message in results]
         call = {"type": "function", "function": {"name": hidden[0]["name"] or "tool", "arguments": {}}}
         begin = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        before = self.text.ids(render(self.tokenizer, begin, **self.template_kwargs))
-        text = render(self.tokenizer, begin + hidden, add_generation_prompt=True, **self.template_kwargs)
-        after = self.text.ids(text)
+        _, before, _ = self._rendered(begin)
+        text, after, pictures = self._rendered(begin + hidden, add_generation_prompt=True)
         ends = [i for i, token in enumerate(before) if token in self.stop_ids]
         cut = ends[-1] + 1 if ends else len(before)
         if self.tokenizer.decode(before[cut:]).strip():
@@ -158,7 +182,25 @@ class ToolSuffix:
                 "the chat template renders a tool call differently once its result follows, so the tokens of the result "
                 f"cannot be told apart: {text!r:.200}"
             )
-        return after[cut:]
+        return Prompt(after[cut:], () if self.reader is None else self.reader.place(after[cut:], pictures))
+
+    def _hidden(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A result whose texts spell no special token."""
+        hide, content = self.text.hide, message["content"]
+        if isinstance(content, str):
+            content = hide(content)
+        else:
+            content = [{**b, "text": hide(b["text"])} if b["type"] == "text" else b for b in content]
+        return {**message, "name": hide(message["name"], drop=True), "content": content}
+
+    def _rendered(self, messages: list[dict[str, Any]], **how: Any) -> tuple[str, list[int], list[Picture]]:
+        """Text, ids, and the pictures that are expanded in them."""
+        if self.reader is None:
+            text = render(self.tokenizer, messages, **how, **self.template_kwargs)
+            return text, self.text.ids(text), []
+        text, held = self.reader.conversation(messages, **how, **self.template_kwargs)
+        pictures = [self.reader.fitted(picture) for picture in held]
+        return text, self.reader.encode(text, pictures, ids_of=self.text.ids)[0], pictures
 
     def plain(self, text: str) -> list[int]:
         """A text as tokens none of which is special, whatever it spells."""

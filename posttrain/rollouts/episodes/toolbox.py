@@ -14,9 +14,20 @@ from typing import Any, TypeVar
 
 from transformers.utils import get_json_schema
 
+from posttrain.data.formats import PICTURE_BLOCKS
+from posttrain.data.pictures import Background, observed_blocks
 from posttrain.errors import BadValue, ConfigError, did_you_mean
 
-__all__ = ["TooSlow", "ToolBox", "ToolResult", "ToolRunner", "as_text", "by_schema", "tool_schema"]
+__all__ = [
+    "TooSlow",
+    "ToolBox",
+    "ToolResult",
+    "ToolRunner",
+    "as_text",
+    "by_schema",
+    "shows_images",
+    "tool_schema",
+]
 
 T = TypeVar("T")
 LONGEST = 1_000_000  # Characters of a result; more fits no context, and would only cost time to tokenise.
@@ -41,10 +52,11 @@ class Cancelled(Exception):
 
 @dataclass(slots=True)
 class ToolResult:
-    """What one call gave: the text the model will read, and whether it is an error."""
+    """What one call gave: the text the model will read, and whether it is an error; ``blocks`` where it holds images."""
 
     text: str
     failed: bool = False
+    blocks: list[dict[str, Any]] | None = None
 
 
 def tool_schema(tool: Any) -> dict[str, Any]:
@@ -233,6 +245,7 @@ def as_text(value: Any) -> str:
         TypeError: A block that is no text, or a value that no text shows: a generator, a function, a bare object.
     """
     bare = type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__
+    bare = bare or hasattr(value, "getexif")
     if bare or isinstance(value, Iterator | AsyncIterator) or inspect.isroutine(value):
         raise TypeError(f"the tool returned a {type(value).__name__} object, which no text shows; return its values")
     if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
@@ -246,6 +259,16 @@ def as_text(value: Any) -> str:
     return text.encode("utf-8", "replace").decode()  # Half a surrogate pair has no tokens.
 
 
+def shows_images(value: Any) -> bool:
+    """Whether a value is an image of PIL, or a list of blocks with images.
+
+    >>> shows_images([{"type": "text", "text": "a"}, {"type": "image", "image": "a.png"}]), shows_images("a.png")
+    (True, False)
+    """
+    blocks = value if isinstance(value, list) else ()
+    return hasattr(value, "getexif") or any(isinstance(b, Mapping) and b.get("type") in PICTURE_BLOCKS for b in blocks)
+
+
 class ToolRunner:
     """Runs calls of many rollouts side by side, those of one rollout in their order.
 
@@ -256,10 +279,14 @@ class ToolRunner:
         workers: Rollouts served at once; None is one each, at most 32; 0 runs everything in turn on the calling thread,
             without a time limit (for tools that belong to one thread).
         timeout: Seconds a call may take; None waits for ever.
+
+    Attributes:
+        background: What shows through transparent pixels of images that are returned; None: the model reads text alone.
     """
 
     def __init__(self, workers: int | None = None, timeout: float | None = 60.0) -> None:
         self.workers, self.timeout = workers, timeout
+        self.background: Background | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
@@ -337,6 +364,9 @@ class ToolRunner:
             value, kind = wait(), box.declared(call).get("return") or {}
             if value is None and kind.get("type") not in (None, "null") and not kind.get("nullable"):
                 raise WrongValue(f"the tool returned nothing, and its declaration says {kind['type']}")
+            if self.background is not None and shows_images(value):
+                content = value if isinstance(value, list) else [{"type": "image", "image": value}]
+                return ToolResult("", blocks=observed_blocks(content, "a tool's result", self.background))
             return ToolResult(as_text(value))
         except BadValue:
             raise

@@ -47,10 +47,18 @@ def derived_seed(seed: int | None, index: int) -> int | None:
     return None if seed is None else (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % SEEDS
 
 
-def check_each(requests: Sequence[Request], sampling: Sampling, context: int | None, vocabulary: int | None) -> None:
+def check_each(
+    requests: Sequence[Request],
+    sampling: Sampling,
+    context: int | None,
+    vocabulary: int | None,
+    *,
+    encoder: Any = None,
+) -> None:
     """`posttrain.rollouts.base.check_requests` where requests may bring their own sampling."""
     for own in {id(r.sampling): r.sampling or sampling for r in requests}.values():
-        check_requests([r for r in requests if (r.sampling or sampling) is own], own, context, vocabulary)
+        alike = [r for r in requests if (r.sampling or sampling) is own]
+        check_requests(alike, own, context, vocabulary, encoder=encoder)
 
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
