@@ -352,6 +352,21 @@ class PictureProcessor:
         whole, alone = self._whole(image, "a shaded picture"), self._pixels(image, "a shaded picture")
         return whole.keys() == alone.keys() and all(torch.equal(value, alone[name]) for name, value in whole.items())
 
+    def seen(self, picture: Picture) -> Any:
+        """What the model sees of a picture, as an image of PIL: prepared, then its normalisation undone; tiles side by side."""
+        from PIL import Image
+
+        images, prepared = self.processor.image_processor, self.prepare(picture)
+        pixels = prepared["pixel_values"]
+        if self.family.positions == "grid":
+            pixels = _unpatched(pixels, prepared["image_grid_thw"][0].tolist(), images)[None]
+        strip = torch.cat(list(pixels.flatten(0, -4)), -1).float()  # (3, H, sum of W)
+        if images.do_normalize:
+            mean, deviation = (torch.tensor(one)[:, None, None] for one in (images.image_mean, images.image_std))
+            strip = strip * deviation + mean
+        strip = strip / (images.rescale_factor if images.do_rescale else 1)
+        return Image.fromarray(strip.round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
+
     def _whole(self, image: Any, where: str) -> dict[str, Tensor]:
         return {name: value for name, value in self._call(image, where).items() if name not in TEXT_KEYS}
 
@@ -413,6 +428,13 @@ class PictureProcessor:
         """Rendered text of messages with pictures inside them or beside them, and the pictures in reading order."""
         blocks, pictures = conversation_pictures(messages, images)
         return self.render(blocks, **options), pictures
+
+
+def _unpatched(patches: Tensor, grid: Sequence[int], images: Any) -> Tensor:
+    """Pixels ``(3, H, W)`` of patches ``(h w, 3 * frames * size^2)``, which come in squares of ``merge_size``."""
+    (_, h, w), merge, size = grid, images.merge_size, images.patch_size
+    parts = patches.view(h // merge, w // merge, merge, merge, 3, images.temporal_patch_size, size, size)[:, :, :, :, :, 0]
+    return parts.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, h * size, w * size)
 
 
 def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -153,3 +153,19 @@ def test_a_sequence_is_shown_with_one_piece_a_picture():
         assert pieces[-1] == ("yes", True) and reader.placeholder not in shown_prompt(reader.tokenizer, ids, placed)
     plain = shown_pieces(reader.tokenizer, answer, [0, 1, 1], Row([], [answer], [[0, 1, 1]]))
     assert plain == [("y", False), ("es", True)]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava", "gemma3", "idefics3", "llava_next", "internvl"])
+def test_what_the_model_sees_is_the_picture_after_resizing(name):
+    import numpy as np
+
+    _, processor = build(name)
+    reader = PictureProcessor(processor)
+    picture = read_picture(noise(56, 56, 3))
+    seen = reader.seen(picture)
+    # The last tile is the whole picture in every family that cuts one; squares of noise survive the resizing.
+    whole = seen if name not in ("llava_next",) else seen.crop((0, 0, seen.height, seen.height))
+    if whole.width != whole.height:
+        whole = seen.crop((seen.width - seen.height, 0, seen.width, seen.height))
+    wanted = picture.load().resize(whole.size)
+    assert np.abs(np.asarray(whole, int) - np.asarray(wanted, int)).mean() < 12
