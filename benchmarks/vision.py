@@ -124,6 +124,7 @@ def trainer_of(side: str, folder: str, method: str, steps: int) -> Any:
     rows_a_step = 1 if method == "grpo" else ROWS[method]
     options: dict[str, Any] = {
         "per_device_train_batch_size": ROWS[method], "gradient_checkpointing": False, "learning_rate": 1e-5,
+        "output_dir": str(Path(folder) / "run"),
     }  # fmt: skip
     common = {"train_dataset": rows(method, rows_a_step * steps), "processing_class": processor}
     if method == "grpo":
@@ -166,6 +167,43 @@ def profile(folder: str, method: str, steps: int) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
+def memory(folder: Path, method: str) -> dict[str, Any]:
+    """The estimate of a run of the large model against the most memory that it held, less what was held before."""
+    import ctypes
+    import gc
+
+    import estimate
+    import transformers
+
+    from posttrain.checks.memory import Lengths, plan, sampled_pictures
+    from posttrain.models.memory_estimate import estimate_memory
+
+    for size in SIZES:
+        build(folder / size, size)
+    # Libraries are loaded and their pages touched by a step of the tiny one.
+    trainer_of("ours", str(folder / "tiny"), method, 1).train()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = estimate.rss("VmRSS")
+    trainer = trainer_of("ours", str(folder / "large"), method, 2)
+    trainer.train()
+    measured = estimate.rss("VmHWM") - before
+    examples = [trainer.train_dataset[i] for i in range(2)]
+    made = trainer._rows_of(examples)
+    longest = {"prompt": max(len(row.prompt_ids) for row in made), "completion": ANSWER + 1}
+    config = transformers.AutoConfig.from_pretrained(folder / "large")
+    work = plan(
+        trainer, trainer.args, config, lengths=Lengths(**longest), pictures=sampled_pictures(trainer.vision, made)
+    )
+    found = estimate_memory(work)
+    return {
+        "measured_mb": round(measured / 1e6), "estimate_mb": round(found.peak / 1e6),
+        "error": round(found.peak / measured - 1, 3), "moment": found.fullest,
+        "components_mb": {name: round(size / 1e6) for name, size in found.components.items()},
+    }  # fmt: skip
+
+
 def main() -> None:
     """Both sizes and all methods, both sides in turn."""
     options = harness.parser(__doc__)
@@ -173,7 +211,12 @@ def main() -> None:
     options.add_argument("--size", choices=list(SIZES), help="one of them; both when left out")
     options.add_argument("--method", choices=list(GOALS), help="one of them; all when left out")
     options.add_argument("--profile", action="store_true", help="profile our side and stop")
+    options.add_argument("--memory", action="store_true", help="the estimate against what was measured, and stop")
     args = options.parse_args()
+    if args.memory:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(memory(Path(folder), args.method or "sft")))
+        return
     if args.side:
         print(json.dumps(harness.timed(trainer_of(args.side, args.model, args.method, args.steps))))
         return

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ROWS", "Prepared", "RowsFunction", "inspect_rows", "prompt_rows", "run", "sft_rows"]
 
 EXAMPLES = 1000
+CAPTION, CAPTION_WIDTH = 16, 240  # Pixels of a line of text over a picture.
 
 
 class Prepared(NamedTuple):
@@ -101,8 +102,10 @@ def picture_rows(name: str, examples: Any, vision: Any, config: Any) -> Prepared
         return Prepared(vision.prompt_rows(list(vision.checked_prompts(examples, "train_dataset"))))
     branches = {"sft": (), "dpo": ("chosen", "rejected")}.get(name, ("completion",))
     examples = extract_and_unpair(examples) if branches == ("completion",) else examples
-    text = {"train_prompt": config.completion_only_loss is False, "text_field": config.dataset_text_field}
-    options = picture_options(config, branches=branches, **({} if branches else text))
+    more: dict[str, Any] = {"branches": branches}
+    if not branches:
+        more = {"train_prompt": config.completion_only_loss is False, "text_field": config.dataset_text_field}
+    options = picture_options(config, **more)
     prepared, report = prepare_picture_rows(examples, vision.reader, options, keep=(ROW,))
     rows = answer_rows(prepared, branches) if branches else document_rows(prepared)
     placed = vision.placed(rows, list(prepared))
@@ -213,7 +216,7 @@ def inspect_rows(
         ConfigError: No model or no data is named. DataError: Data that cannot be tokenised, or none.
     """
     from posttrain.checks.rows import check_rows, dropped_rows
-    from posttrain.report.inspect import contact_sheet, summarise
+    from posttrain.report.inspect import summarise
 
     script_args, config, model_args, mixture = parsed
     tokenizer = _tokenizer(model_args, config, generative=name != "reward")
@@ -329,3 +332,32 @@ def _no_progress_bars() -> Iterator[None]:
         yield
     finally:
         datasets.enable_progress_bars()
+
+
+def contact_sheet(summary: Summary, processor: Any) -> Any:
+    """One image of PIL with the shown rows' pictures as the model sees them, each under its row and label.
+
+    Args:
+        summary: With pictures.
+        processor: A `posttrain.data.processors.PictureProcessor`.
+
+    Raises:
+        DataError: No row that is shown has a picture.
+    """
+    from PIL import Image, ImageDraw
+
+    drawn = {
+        f"row {shown.row}: image {number}, {one.size[0]}x{one.size[1]}, {one.digest[:4]}": processor.seen(one)
+        for shown in summary.shown
+        for number, one in enumerate(shown.pictures, 1)
+    }
+    if not drawn:
+        raise DataError("none of the shown rows has an image. Fix: leave out --pictures, or show more rows (--rows).")
+    width = max(CAPTION_WIDTH, *(image.width for image in drawn.values()))
+    sheet = Image.new("RGB", (width, sum(image.height + CAPTION for image in drawn.values())), "white")
+    at, pen = 0, ImageDraw.Draw(sheet)
+    for caption, image in drawn.items():
+        pen.text((2, at + 2), caption, fill="black")
+        sheet.paste(image, (0, at + CAPTION))
+        at += image.height + CAPTION
+    return sheet

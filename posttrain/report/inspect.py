@@ -21,18 +21,7 @@ from posttrain.errors import DataError
 from posttrain.report.templates import TEMPLATES, environment, visible
 from posttrain.types import Finding, Row
 
-__all__ = [
-    "Bin",
-    "Piece",
-    "Shown",
-    "SpecialToken",
-    "Summary",
-    "contact_sheet",
-    "histogram",
-    "summarise",
-    "to_console",
-    "to_html",
-]
+__all__ = ["Bin", "Piece", "Shown", "SpecialToken", "Summary", "histogram", "summarise", "to_console", "to_html"]
 
 BINS = 12
 TAIL = 3  # Lengths beyond this many times those of 99 in 100 rows would squeeze the others into one bin.
@@ -40,7 +29,6 @@ ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 SCREEN = 400  # Tokens of a row shown on a terminal before its middle is left out: about a screen.
 MOST = 2000  # The same in a file: some ten screens.
 BAR = 40
-CAPTION, CAPTION_WIDTH = 16, 240  # Pixels of a line of text over a picture.
 STYLES = {  # (trained, special)
     (True, False): "bold green",
     (False, False): "dim",
@@ -571,32 +559,3 @@ def to_html(summary: Summary) -> str:
     style = (TEMPLATES / "page.css").read_text(encoding="utf-8")
     template = environment().get_template("inspect.html.jinja")
     return template.render(summary=summary, facts=facts(summary), rows=rows, style=style)
-
-
-def contact_sheet(summary: Summary, processor: Any) -> Any:
-    """One image of PIL with the shown rows' pictures as the model sees them, each under its row and label.
-
-    Args:
-        summary: With pictures.
-        processor: A `posttrain.data.processors.PictureProcessor`.
-
-    Raises:
-        DataError: No row that is shown has a picture.
-    """
-    from PIL import Image, ImageDraw
-
-    drawn = {
-        f"row {shown.row}: image {number}, {one.size[0]}x{one.size[1]}, {one.digest[:4]}": processor.seen(one)
-        for shown in summary.shown
-        for number, one in enumerate(shown.pictures, 1)
-    }
-    if not drawn:
-        raise DataError("none of the shown rows has an image. Fix: leave out --pictures, or show more rows (--rows).")
-    width = max(CAPTION_WIDTH, *(image.width for image in drawn.values()))
-    sheet = Image.new("RGB", (width, sum(image.height + CAPTION for image in drawn.values())), "white")
-    at, pen = 0, ImageDraw.Draw(sheet)
-    for caption, image in drawn.items():
-        pen.text((2, at + 2), caption, fill="black")
-        sheet.paste(image, (0, at + CAPTION))
-        at += image.height + CAPTION
-    return sheet

@@ -337,9 +337,7 @@ FLAGS = ("--output_dir", "o", "--model_name_or_path", "model", "--report_to", "n
 def test_a_picture_is_one_piece_and_drawn_as_the_model_sees_it(pictured, name, file, capsys):
     from PIL import Image
 
-    from posttrain.report.inspect import CAPTION
-
-    more = ["--max_length", "None"] if name != "grpo" else ["--reward_funcs", "think_format_reward"]
+    more = ["--reward_funcs", "think_format_reward"] if name == "grpo" else []
     argv = [name, *FLAGS, *more, "--dataset_name", f"{file}.parquet", "--html", "page.html", "--pictures", "seen.png"]
     assert command.run(argv) == 0
     out, page = capsys.readouterr().out, (pictured / "page.html").read_text(encoding="utf-8")
@@ -347,7 +345,7 @@ def test_a_picture_is_one_piece_and_drawn_as_the_model_sees_it(pictured, name, f
     assert "[image 1: 84×56, 20 tokens, " in out and "<image>" not in out.split("special tokens")[0]
     assert "4 in 4 rows" in out and page.count("data:image/jpeg;base64,") == 4 * (2 if name == "dpo" else 1)
     with Image.open("seen.png") as sheet:
-        assert sheet.size == (240, 4 * (32 + CAPTION))
+        assert sheet.size == (240, 4 * (32 + command.CAPTION))
 
 
 def test_a_file_of_pictures_is_refused_where_rows_are_text(folder):
