@@ -17,7 +17,7 @@ from posttrain.data.chat import RENDERED, template_arguments
 from posttrain.data.formats import STREAMED, is_messages, pictures_of, shows_pictures, strip_none, undecoded
 from posttrain.data.picture_rows import PictureOptions, place_pictures
 from posttrain.data.pictures import conversation_pictures, read_picture
-from posttrain.data.processors import PictureProcessor, load_processor
+from posttrain.data.processors import MARK, PictureProcessor, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
@@ -143,7 +143,7 @@ class Vision:
         # A run on text that read the tokenizer alone keeps the image settings of its checkpoint.
         alone = self.processor is None and bool(model_id)
         self._counted = (0, 0)
-        self._resized = 0
+        self._resized = self._escaped = 0
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
@@ -179,6 +179,7 @@ class Vision:
         goes_on = blocks[-1].get("role") == "assistant"
         how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
         text = self.reader.render(blocks, **how, **kwargs)
+        self._escaped += text.count(MARK)
         read = [read_picture(value, "column 'images' of a prompt", background) for value in held]
         pictures = [self.reader.fitted(picture).encoded() for picture in read]
         self._resized += sum(a != b for a, b in zip(read, pictures, strict=True))
@@ -284,11 +285,12 @@ class Vision:
         encoder, counts = picture_encoder(model), [[one.count for one in rollout.pictures] for rollout in rollouts]
         now = (encoder.encoded, encoder.reused)
         before, self._counted = self._counted, now
-        resized, self._resized = self._resized, 0
+        resized, escaped, self._resized, self._escaped = self._resized, self._escaped, 0, 0
         return odd, {
             "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/tokens_mean": mean(sum(map(sum, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/resized": mean(float(resized)),
+            "images/escaped_strings": mean(float(escaped)),
             "images/sampled_placeholders": mean(float(len(odd))),
             "images/encoded": mean(float(now[0] - before[0])),
             "images/reused": mean(float(now[1] - before[1])),

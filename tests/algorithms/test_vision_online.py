@@ -210,7 +210,20 @@ def test_images_above_the_limit_are_refused_by_row_before_the_model_is_loaded(tm
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_typed_placeholder_is_refused_by_row(tmp_path):
+def test_a_typed_placeholder_stays_text_and_is_counted(tmp_path):
+    dataset = datasets.concatenate_datasets([prompts(), prompts([(84, 56, 9)], text="an <image> here?")])
+    trainer = trainer_of("grpo", tmp_path, dataset=dataset, logging_steps=1)
+    (prompt,) = trainer.vision.prompts([dict(trainer.train_dataset[4])])
+    assert prompt.count(trainer.vision.reader.token_id) == prompt.pictures[0].count
+    assert "an <image> here?" in trainer.processing_class.decode(prompt)
+    generate(trainer, (4,))
+    assert trainer.buffers["train"].compute(None)["images/escaped_strings"] == 2
+
+
+def test_a_typed_placeholder_that_cannot_stay_text_is_refused_by_row(tmp_path, monkeypatch):
+    from posttrain.data.processors import PictureProcessor
+
+    monkeypatch.setattr(PictureProcessor, "escapes", False)
     dataset = datasets.concatenate_datasets([prompts(), prompts([(84, 56, 9)], text="an <image> here?")])
     with pytest.raises(DataError, match="row 4: PT-G008"):
         trainer_of("grpo", tmp_path, dataset=dataset)

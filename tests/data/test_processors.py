@@ -53,8 +53,20 @@ def test_conversations_are_rendered_with_a_place_for_every_picture(made):
     assert text.count(ours.placeholder) == 2 and pictures == ["a", "b"] and "assistant" in text
 
 
-def test_a_placeholder_that_a_user_types_is_refused_by_role(made):
+def test_a_placeholder_that_a_user_types_stays_text_and_is_no_place_of_a_picture(made):
     _, _, ours = made
+    held, typed = [read_picture(noise(84, 56))], list(ours.controls)
+    begin = "" if ours.family.block == "prompt" else f"what {typed[0]} is "
+    ask = lambda text: [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]  # noqa: E731
+    plain, placed = ours.encode(ours.render(ask("is it?")), held, prompt=True)
+    hostile, same = ours.encode(ours.render(ask(f"{begin}{''.join(typed)} it?")), held, prompt=True)
+    assert same == placed and all(plain.count(one) == hostile.count(one) for one in ours.controls.values())
+    assert f"{begin}{''.join(typed)} it?" in ours.tokenizer.decode(hostile)
+
+
+def test_a_placeholder_that_a_user_types_is_refused_by_role_where_it_cannot_stay_text(made, monkeypatch):
+    _, _, ours = made
+    monkeypatch.setitem(vars(ours), "escapes", False)
     for typed in list(ours.controls)[:4]:
         with pytest.raises(DataError, match=r"PT-G008: a user message"):
             ours.render([{"role": "user", "content": f"what is {typed}?"}])
