@@ -14,10 +14,12 @@ import torch
 from posttrain.checks.machine import gib
 from posttrain.checks.registry import Context, finding
 from posttrain.errors import ModelError
-from posttrain.types import Finding, Row
+from posttrain.types import Batch, Finding, Row
 
 if TYPE_CHECKING:
     from posttrain.data.forest import Layout
+    from posttrain.data.pictures import Picture
+    from posttrain.data.processors import PictureProcessor
     from posttrain.models.memory import Available
     from posttrain.models.memory_estimate import Generating, Shards, Workload
 
@@ -32,6 +34,7 @@ __all__ = [
     "compare_estimate",
     "larger_batch",
     "plan",
+    "sampled_pictures",
     "samples",
 ]
 
@@ -327,6 +330,7 @@ def plan(
     processes: int = 1,
     batch_size: int | None = None,
     bits: int | None = None,
+    pictures: tuple[PictureProcessor, Sequence[Picture]] | None = None,
 ) -> Workload:
     """What one process of this run holds.
 
@@ -342,6 +346,7 @@ def plan(
         processes: Ranks.
         batch_size: Instead of the config's.
         bits: Of quantised weights.
+        pictures: Those of the longest row, and what prepares them; None: rows are text.
     """
     from posttrain.data.forest import collate
     from posttrain.models.memory_estimate import Part, Workload
@@ -349,7 +354,9 @@ def plan(
     parts = dict(parts or {})
     lengths = lengths or assumed_lengths(trainer, args)
     dtype = _dtype(args, model_config)
-    policy = Part("policy", model_config, "causal" if trainer.generative else "sequence", dtype, peft_config, bits=bits)
+    vision = {"freeze_vision": getattr(args, "freeze_vision", "auto"), "images": pictures is not None}
+    kind = "causal" if trainer.generative else "sequence"
+    policy = Part("policy", model_config, kind, dtype, peft_config, bits=bits, **vision)
     size = batch_size or int(args.per_device_train_batch_size)
     rows = _longest_rows(trainer, args, lengths, size)
     together = {"whole_rows": trainer.keep_groups_together, "together": _single_pass(args)}
@@ -378,7 +385,19 @@ def plan(
         shards=_shards(args, processes),
         device=device,
         process=process,
+        pixels=_pixels(pictures, min(len(rows), max(map(_trees, batches)))) if pictures else {},
     )
+
+
+def _trees(batch: Batch) -> int:
+    return int((batch.tree.amax(1) + 1).sum())
+
+
+def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> dict[str, torch.Tensor]:
+    """Prepared images of so many rows; numbers of pixels without their values."""
+    reader, held = pictures
+    joined = reader.join([reader.prepare(one) for one in held] * rows)
+    return {name: one.to("meta") if one.is_floating_point() else one for name, one in joined.items()}
 
 
 def _dtype(args: Any, config: Any) -> Any:
@@ -451,6 +470,7 @@ def compare_estimate(context: Context, trainer: Any, has: Available) -> Finding 
     work = plan(
         trainer, args, context.model_config, lengths=_sampled_lengths(trainer, context), peft_config=context.peft_config,
         device=args.device.type, process=process, processes=context.processes,
+        pictures=sampled_pictures(getattr(trainer, "vision", None), context.rows),
     )  # fmt: skip
     try:
         found = estimate_memory(work)
@@ -464,6 +484,16 @@ def compare_estimate(context: Context, trainer: Any, has: Available) -> Finding 
         fixes.append("kept_layers=0")
     fixes.append("lower max_row_tokens, max_length or max_completion_length")
     return check_estimate(found.components, has.free, total=has.total, where=has.where, fixes=fixes)
+
+
+def sampled_pictures(vision: Any, rows: Sequence[Row]) -> Any:
+    """Images of the row that has most tokens of them, and what prepares them; None of text."""
+    held = max(([one for part in row.pictures for one in part] for row in rows), key=_image_tokens, default=[])
+    return (vision.reader, [one.picture for one in held]) if held else None
+
+
+def _image_tokens(placed: Sequence[Any]) -> int:
+    return sum(one.count for one in placed)
 
 
 def _sampled_lengths(trainer: Any, context: Context) -> Lengths:

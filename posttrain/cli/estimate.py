@@ -125,12 +125,12 @@ def estimate(trainer: str, parsed: Sequence[Any], *, given: tuple[int | None, in
     config = _config(source, args, model_args.model_revision)
     notes: list[str] = []
     kind = train._load(train.COMMANDS[trainer].trainer)
-    lengths = _lengths(trainer, kind, parsed, given, notes)
+    lengths, pictures = _lengths(trainer, kind, parsed, given, notes)
     device = "cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu"
     settings = {
         "lengths": lengths, "peft_config": get_peft_config(model_args), "parts": _parts(script_args, args, notes),
         "device": device, "process": in_use("cpu") if device == "cpu" else 0, "processes": max(int(args.world_size), 1),
-        "bits": 4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None,
+        "bits": 4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None, "pictures": pictures,
     }  # fmt: skip
     work = plan(kind, args, config, **settings)
     memory = estimate_memory(work)
@@ -186,43 +186,52 @@ def _parts(script_args: Any, args: Any, notes: list[str]) -> dict[str, Any]:
 
 def _lengths(
     trainer: str, kind: Any, parsed: Sequence[Any], given: tuple[int | None, int | None], notes: list[str]
-) -> Lengths:
-    """As given, as the data has them, or as the config allows."""
-    from posttrain.checks.memory import Lengths, assumed_lengths, samples
+) -> tuple[Lengths, Any]:
+    """As given, as the data has them, or as the config allows; and the images of the row that has most tokens of them."""
+    from posttrain.checks.memory import Lengths, assumed_lengths, sampled_pictures, samples
 
     prompt, completion = given
     known = assumed_lengths(kind, parsed[1])
     if prompt is not None or completion is not None:
-        return Lengths(prompt or 0, completion or known.completion, "given")
+        return Lengths(prompt or 0, completion or known.completion, "given"), None
     try:
-        rows = _longest_rows(trainer, parsed)
+        rows, vision = _longest_rows(trainer, parsed)
     except (PosttrainError, OSError, ValueError, KeyError) as error:
         notes.append(
             f"the data was not read ({_short(error)}). Fix: give its lengths as --prompt_tokens and --completion_tokens."
         )
-        return known
+        return known, None
+    pictures = sampled_pictures(vision, rows) if vision else None
+    if pictures:
+        sizes = ", ".join(f"{one.size[0]}x{one.size[1]}" for one in pictures[1])
+        notes.append(f"images of the row that has most: {sizes}; freeze_vision={parsed[1].freeze_vision}.")
     if samples(parsed[1]):
         prompt = max(len(row.prompt_ids) for row in rows)
-        return Lengths(prompt, known.completion, "the longest prompt of the data, the config's completions")
+        return Lengths(prompt, known.completion, "the longest prompt of the data, the config's completions"), pictures
     longest = max(rows, key=lambda row: len(row.prompt_ids) + sum(map(len, row.completions)))
-    return Lengths(len(longest.prompt_ids), max(map(len, longest.completions)), "the longest row of the data")
+    told = "the longest row of the data"
+    return Lengths(len(longest.prompt_ids), max(map(len, longest.completions)), told), pictures
 
 
-def _longest_rows(trainer: str, parsed: Sequence[Any]) -> list[Any]:
-    """The longest examples of the training set, tokenised."""
+def _longest_rows(trainer: str, parsed: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The longest examples of the training set, tokenised, and what their images are read with."""
     import datasets
 
+    from posttrain.data.formats import undecoded
     from posttrain.data.samplers import longest_examples
 
     script_args, config, model_args, mixture = parsed
     with inspect._no_progress_bars():
         data, _ = train._datasets(script_args, mixture, config)
-        dataset = data[train._train_split(script_args, mixture)]
+        dataset = undecoded(data[train._train_split(script_args, mixture)])
         examples = datasets.Dataset.from_list(longest_examples(dataset, EXAMPLES), features=dataset.features)
         drawn, _, _ = inspect._drawn(examples, EXAMPLES, config.seed)
+        vision = inspect._vision(trainer, model_args.model_name_or_path, config, drawn)
+        if vision:
+            return inspect.picture_rows(trainer, drawn, vision, config).rows, vision
         tokenizer = inspect._tokenizer(model_args, config, generative=trainer != "reward")
         made = inspect.ROWS["grpo" if trainer == "ppo" else trainer](drawn, tokenizer, config)
-    return made.rows
+    return made.rows, None
 
 
 def _changes(work: Workload) -> dict[str, Workload]:

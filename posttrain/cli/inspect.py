@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ROWS", "Prepared", "RowsFunction", "inspect_rows", "prompt_rows", "run", "sft_rows"]
 
 EXAMPLES = 1000
+CAPTION, CAPTION_WIDTH = 16, 240  # Pixels of a line of text over a picture.
 
 
 class Prepared(NamedTuple):
@@ -89,6 +90,28 @@ def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     return Prepared([Row(ids, [], []) for ids in tokens])
 
 
+def picture_rows(name: str, examples: Any, vision: Any, config: Any) -> Prepared:
+    """Rows of command ``name`` with their images, as its trainer makes them; ``vision`` is its `Vision`."""
+    from posttrain.data.formats import ROW, listed
+    from posttrain.data.picture_rows import prepare_picture_rows
+    from posttrain.data.preference import answer_rows, extract_and_unpair
+    from posttrain.data.sft import document_rows
+    from posttrain.training.pictures import picture_options
+
+    if ROWS[name] is prompt_rows:
+        return Prepared(vision.prompt_rows(list(vision.checked_prompts(examples, "train_dataset"))))
+    branches = {"sft": (), "dpo": ("chosen", "rejected")}.get(name, ("completion",))
+    examples = extract_and_unpair(examples) if branches == ("completion",) else examples
+    more: dict[str, Any] = {"branches": branches}
+    if not branches:
+        more = {"train_prompt": config.completion_only_loss is False, "text_field": config.dataset_text_field}
+    options = picture_options(config, **more)
+    prepared, report = prepare_picture_rows(examples, vision.reader, options, keep=(ROW,))
+    rows = answer_rows(prepared, branches) if branches else document_rows(prepared)
+    placed = vision.placed(rows, list(prepared))
+    return Prepared(placed, cut=report.truncated, numbers=_numbers(prepared), reasons=listed(report.dropped))
+
+
 def reward_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     """Rows of an outcome reward model: pairs that share their prompt."""
     from posttrain.data.preference import pair_rows, prepare_reward_dataset
@@ -132,7 +155,8 @@ ROWS: dict[str, RowsFunction] = {
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="posttrain inspect",
-        usage="posttrain inspect COMMAND --config FILE.yaml [--rows N] [--examples N] [--html FILE] [options of COMMAND]",
+        usage="posttrain inspect COMMAND --config FILE.yaml [--rows N] [--examples N] [--html FILE] [--pictures FILE] "
+        "[options of COMMAND]",
         description="Show what the model will really see: rows as text with the trained tokens coloured, lengths, padding, "
         "special tokens, and everything the checks find. Loads the tokenizer and no weights.",
         allow_abbrev=False,
@@ -143,6 +167,9 @@ def _parser() -> argparse.ArgumentParser:
         "--examples", type=int, default=EXAMPLES, metavar="N", help=f"examples to analyse, at most ({EXAMPLES})"
     )
     parser.add_argument("--html", metavar="FILE", help="write one self-contained HTML file as well")
+    parser.add_argument(
+        "--pictures", metavar="FILE", help="draw the images of the shown rows as the model sees them (PNG, JPEG)"
+    )
     return parser
 
 
@@ -157,11 +184,13 @@ def run(argv: list[str]) -> int:
     for name in ("rows", "examples"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least 1.")
-    if options.html and not Path(options.html).absolute().parent.is_dir():
-        raise ConfigError(f"--html {options.html}: the folder {str(Path(options.html).parent)!r} does not exist.")
+    for name, path in (("--html", options.html), ("--pictures", options.pictures)):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{name} {path}: the folder {str(Path(path).parent)!r} does not exist.")
     # Which accelerator would train does not change the rows.
     parsed, _, _ = train.parse(options.command, rest)
-    summary = inspect_rows(options.command, parsed, show=options.rows, examples=options.examples)
+    about = {"show": options.rows, "examples": options.examples, "pictures": options.pictures}
+    summary = inspect_rows(options.command, parsed, **about)
 
     from posttrain.report.inspect import to_console, to_html
 
@@ -171,7 +200,9 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: int = EXAMPLES) -> Summary:
+def inspect_rows(
+    name: str, parsed: Sequence[Any], *, show: int = 8, examples: int = EXAMPLES, pictures: str | None = None
+) -> Summary:
     """The summary of what command ``name`` would train on.
 
     Args:
@@ -179,6 +210,7 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
         parsed: What its parser returned: data, config, model and mixture arguments.
         show: Rows to show as text.
         examples: How many to analyse, at most; drawn with the run's seed.
+        pictures: File for the images of the shown rows as the model sees them; None: none.
 
     Raises:
         ConfigError: No model or no data is named. DataError: Data that cannot be tokenised, or none.
@@ -194,7 +226,8 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
         if split not in data:
             raise DataError("there is no dataset to inspect: the environment makes the prompts while it trains.")
         drawn, total, places = _drawn(data[split], examples, config.seed)
-        made = ROWS[name](drawn, tokenizer, config)
+        vision = _vision(name, model_args.model_name_or_path, config, drawn)
+        made = picture_rows(name, drawn, vision, config) if vision else ROWS[name](drawn, tokenizer, config)
     rows, cut = made.rows, made.cut
     numbers = made.numbers if made.numbers is not None else places if len(rows) == len(places) else None
     limit = getattr(config, "max_length", None)
@@ -206,7 +239,7 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
     telling = {code: row for code, row in telling.items() if code in {finding.code for finding in findings}}
     seen = f"{len(drawn):,}"
     part = f"the first {seen}" if total is None else f"all {seen}" if total == len(drawn) else f"{seen} of {total:,}"
-    return summarise(
+    summary = summarise(
         rows,
         tokenizer,
         limit=limit,
@@ -218,6 +251,19 @@ def inspect_rows(name: str, parsed: Sequence[Any], *, show: int = 8, examples: i
         batch_size=config.per_device_train_batch_size,
         title=f"{name}: {part} examples of split {split!r}, tokenised as {model_args.model_name_or_path}",
     )
+    if pictures:
+        contact_sheet(summary, vision and vision.reader).save(pictures)
+    return summary
+
+
+def _vision(name: str, source: str, config: Any, examples: Any) -> Any:
+    """What the trainer of a command reads images with; None where rows are text, or the method takes text alone."""
+    from posttrain.training.pictures import Vision
+
+    if not train._load(train.COMMANDS[name].trainer).takes_images:
+        return None
+    vision = Vision(config, None, source, (examples,), takes=True)
+    return vision if vision.images else None
 
 
 def _tokenizer(model_args: Any, config: Any, *, generative: bool) -> Any:
@@ -255,8 +301,9 @@ def _drawn(dataset: Any, count: int, seed: int) -> tuple[Any, int | None, list[i
     """Up to ``count`` examples in the order of the dataset, in memory, how many there are (None of a stream), their places."""
     import datasets
 
-    from posttrain.data.formats import ROW
+    from posttrain.data.formats import ROW, undecoded
 
+    dataset = undecoded(dataset)
     streaming = isinstance(dataset, datasets.IterableDataset)
     if streaming:
         examples, total = list(itertools.islice(dataset, count)), None
@@ -285,3 +332,32 @@ def _no_progress_bars() -> Iterator[None]:
         yield
     finally:
         datasets.enable_progress_bars()
+
+
+def contact_sheet(summary: Summary, processor: Any) -> Any:
+    """One image of PIL with the shown rows' pictures as the model sees them, each under its row and label.
+
+    Args:
+        summary: With pictures.
+        processor: A `posttrain.data.processors.PictureProcessor`.
+
+    Raises:
+        DataError: No row that is shown has a picture.
+    """
+    from PIL import Image, ImageDraw
+
+    drawn = {
+        f"row {shown.row}: image {number}, {one.size[0]}x{one.size[1]}, {one.digest[:4]}": processor.seen(one)
+        for shown in summary.shown
+        for number, one in enumerate(shown.pictures, 1)
+    }
+    if not drawn:
+        raise DataError("none of the shown rows has an image. Fix: leave out --pictures, or show more rows (--rows).")
+    width = max(CAPTION_WIDTH, *(image.width for image in drawn.values()))
+    sheet = Image.new("RGB", (width, sum(image.height + CAPTION for image in drawn.values())), "white")
+    at, pen = 0, ImageDraw.Draw(sheet)
+    for caption, image in drawn.items():
+        pen.text((2, at + 2), caption, fill="black")
+        sheet.paste(image, (0, at + CAPTION))
+        at += image.height + CAPTION
+    return sheet

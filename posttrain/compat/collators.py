@@ -21,6 +21,7 @@ __all__ = [
     "DataCollatorForReward",
     "DataCollatorForUnpairedPreference",
     "identity",
+    "label_of",
 ]
 
 
@@ -325,11 +326,12 @@ class DataCollatorForUnpairedPreference(_PromptCollator):
         batch = self._stacked(examples, ["completion_ids"])
         if has_column(examples, "KL_completion_ids"):
             batch |= {f"KL_{k}": v for k, v in self._stacked(examples, ["KL_completion_ids"]).items()}
-        batch["label"] = torch.tensor([_label(example, row) for row, example in enumerate(examples)])
+        batch["label"] = torch.tensor([label_of(example, row) for row, example in enumerate(examples)])
         return batch | floats(examples, "ref_logps") | floats(examples, "ref_KL_logps")
 
 
-def _label(example: Example, row: int) -> bool:
+def label_of(example: Example, row: int) -> bool:
+    """Whether a judged answer is a good one."""
     value = example.get("label")
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, int) or value not in (0, 1):

@@ -22,7 +22,7 @@ from posttrain.data.formats import (
 )
 from posttrain.data.pictures import Background, Picture, conversation_pictures, read_picture
 from posttrain.data.preference import maybe_extract_prompt
-from posttrain.data.processors import PictureProcessor, Placed
+from posttrain.data.processors import MARK, PictureProcessor, Placed
 from posttrain.errors import DataError
 from posttrain.types import Row
 
@@ -43,7 +43,7 @@ MANY = "with more than max_images_per_row images"
 UNREADABLE = "with an unreadable image"
 EMPTY = "with an empty answer"
 EQUAL = "with equal answers"
-COUNTERS = ("_truncated", "_tokens", "_resized")
+COUNTERS = ("_truncated", "_tokens", "_resized", "_escaped")
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,12 @@ def prepare_picture_rows(
     about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
     mapped, kept, report = tokenized(dataset, name, _batch, {"reader": reader, "options": options}, **about)
     lost = {reason: count for reason, count in report.dropped.items() if reason in (LONG, UNREADABLE, MANY)}
-    resized = 0 if not isinstance(report.rows_in, int) or not report.rows_in else sum(mapped["_resized"][:])
+    known = isinstance(report.rows_in, int) and report.rows_in > 0
+    resized, escaped = (sum(mapped[column][:]) if known else 0 for column in ("_resized", "_escaped"))
     if resized:
         logger.warning("%s dataset: %d images are made smaller, to image_max_tokens=%s.", name, resized, reader.most)
+    if escaped:
+        logger.warning("%s dataset: PT-G008: %d strings that stand for an image stay text.", name, escaped)
     if options.fit != "drop" and sum(lost.values()) > RARE * report.rows_in:
         worst = max(range(len(mapped)), key=lambda i: mapped[i]["_tokens"] * (mapped[i]["_reason"] in lost))
         raise DataError(
@@ -142,6 +145,7 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions,
         if options.fit != "drop":
             raise
         found = [(reader.unplaced(part), []) for part, _ in segments]
+    counts = {"_resized": resized, "_escaped": sum(text.count(MARK) for text, _ in found)}
     pictures = [picture for _, held in found for picture in held]
     if not pictures and not reason and reader.family.block == "prompt":
         raise DataError(
@@ -154,7 +158,7 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions,
     placed = [reader.encode(text, held, prompt=not at and len(found) > 1) for at, (text, held) in enumerate(found)]
     (prompt, _), answers = placed[0] if len(found) > 1 else ([], []), placed[min(1, len(found) - 1) :]
     answers = [(one_eos(ids, reader.tokenizer) if plain else ids, where) for ids, where in answers]
-    return _columns(prompt, answers, pictures, reason, reader, options) | {"_resized": resized}
+    return _columns(prompt, answers, pictures, reason, reader, options) | counts
 
 
 def _segments(

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from posttrain.data.chat import RENDERED, template_arguments
 from posttrain.data.formats import is_messages, pictures_of, strip_none
@@ -73,6 +74,8 @@ FAMILIES = {
 }
 # Strings that stand for pictures or around them; a user who types one would change what the model sees.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
+# What `transformers` puts before a string of a user's that is to stay text.
+MARK = mark_control_tokens("x", re.compile("x"))[0]
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"}
 COUNTS = {"num_crops", "num_patches", "num_tiles", "rows", "cols"}  # Of an image processor, for its processor's text.
 IMAGES = ("image", "images")  # Columns of a row.
@@ -142,6 +145,7 @@ class PictureProcessor:
         token_id: Of the placeholder that a feature replaces.
         settings: A digest of the image processor's settings: part of every key of prepared pictures.
         resized: Pictures of prompts that were made smaller so far.
+        escaped: Strings of users, in prompts so far, that name a placeholder and stayed text.
     """
 
     def __init__(
@@ -170,15 +174,16 @@ class PictureProcessor:
         self.settings = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
         self._expansions: dict[tuple[int, int], Expansion] = {}
         self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
-        self.resized = 0
+        self.resized = self.escaped = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # What was remembered is no part of a dataset's fingerprint.
         return {
-            **{k: v for k, v in vars(self).items() if k not in ("controls", "_alone")},
+            **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone")},
             "_expansions": {},
             "_sizes": {},
             "resized": 0,
+            "escaped": 0,
         }
 
     @functools.cached_property
@@ -194,30 +199,61 @@ class PictureProcessor:
 
     # Text to ids -------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def escapes(self) -> bool:
+        """Whether a placeholder or a marker that a user typed can stay text; tried on one conversation with all of them."""
+        from PIL import Image
+
+        picture, typed = read_picture(Image.new("RGB", (56, 56), "gray")), " ".join(self.controls)
+        try:
+            plain, hostile = (
+                self.encode(self._template([{"role": "user", "content": [{"type": "image"}, block]}]), [picture])[0]
+                for block in ({"type": "text", "text": "a b"}, {"type": "text", "text": f"a {typed} b"})
+            )
+        except (DataError, TypeError, ValueError):
+            return False
+        same = all(plain.count(token) == hostile.count(token) for token in {*self.controls.values(), self.token_id})
+        return same and typed in self.tokenizer.decode(hostile)
+
+    def _template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Text of messages, in which what a user typed of `controls` is marked."""
+        words = re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))))
+        contents = [mark_control_tokens(one.get("content"), words) for one in messages]
+        marked = [{**one, "content": content} for one, content in zip(messages, contents, strict=True)]
+        return self.processor.apply_chat_template(_as_blocks(marked), tokenize=False, **options)
+
+    def _places(self, text: str) -> int:
+        """Placeholders of a text, those that a user typed aside."""
+        return text.count(self.placeholder) - text.count(MARK + self.placeholder)
+
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Text of messages whose image blocks are empty, by the processor's chat template.
 
+        Placeholders and markers that a user typed stay text (``MARK`` stands before each), where this family's can.
+
         Raises:
-            DataError: A user typed a placeholder or a marker; or the template leaves out image blocks.
+            DataError: They cannot; or the template leaves out image blocks.
         """
         self.refuse_controls(messages)
-        text = self.processor.apply_chat_template(_as_blocks(messages), tokenize=False, **options)
+        text = self._template(messages, **options)
         wanted = sum(
             b.get("type") == "image" for m in messages if isinstance(m.get("content"), list) for b in m["content"]
         )
-        if text.count(self.placeholder) != wanted:
+        if self._places(text) != wanted:
             raise DataError(
-                f"PT-G013: the chat template wrote {text.count(self.placeholder)} placeholders for {wanted} image blocks (roles "
+                f"PT-G013: the chat template wrote {self._places(text)} placeholders for {wanted} image blocks (roles "
                 f"{[m.get('role') for m in messages]}). Fix: a template that writes image blocks of these roles."
             )
         return text
 
     def refuse_controls(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse text that spells a placeholder or a marker.
+        """Refuse text that spells a placeholder or a marker, unless it can stay text (`escapes`).
 
         Raises:
             DataError: PT-G008, with the role and the string.
         """
+        if self.escapes:
+            return
         for message in messages:
             content = message.get("content")
             blocks = content if isinstance(content, list) else [{"text": content or ""}]
@@ -243,23 +279,31 @@ class PictureProcessor:
             text: With one placeholder a picture.
             pictures: In reading order.
             prompt: Whether it is the whole prompt, which PaliGemma ends in its own way.
-            ids_of: Text to ids; None: the tokenizer, without special tokens of its own.
+            ids_of: Text to ids; None: `ids`.
 
         Raises:
             DataError: As many placeholders as there are not pictures, or two pictures without a token between them.
         """
-        if text.count(self.placeholder) != len(pictures):
+        if self._places(text) != len(pictures):
             raise DataError(
-                f"PT-G002: the text has {text.count(self.placeholder)} placeholders {self.placeholder!r} and there are "
+                f"PT-G002: the text has {self._places(text)} placeholders {self.placeholder!r} and there are "
                 f"{len(pictures)} images. Fix: one placeholder an image."
             )
         if prompt and self.family.block == "prompt":
-            end = text.rfind(self.placeholder) + len(self.placeholder) if pictures else 0
+            # Of the last image; one that a user typed is none.
+            shown = [found.end() for found in re.finditer(f"(?<!{MARK}){re.escape(self.placeholder)}", text)]
+            end = shown[-1] if pictures else 0
             text = f"{text[:end]}{self.tokenizer.bos_token}{text[end:]}\n"
         if pictures:
             (text,), _ = self.processor.get_text_with_replacements([text], [self.expansion(p).text for p in pictures])
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if ids_of is None else ids_of(text)
+        ids = self.ids(text) if ids_of is None else ids_of(text)
         return ids, self.place(ids, pictures)
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a rendered text, without special tokens of the tokenizer's own; what was marked stays text."""
+        if MARK in text:
+            return encode_marked_chat(self.tokenizer, text)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def collapsed(self, ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
         """Undo the expansion of `encode`: one placeholder a picture, for an engine that expands and prepares by itself."""
@@ -396,6 +440,21 @@ class PictureProcessor:
         whole, alone = self._whole(image, "a shaded picture"), self._pixels(image, "a shaded picture")
         return whole.keys() == alone.keys() and all(torch.equal(value, alone[name]) for name, value in whole.items())
 
+    def seen(self, picture: Picture) -> Any:
+        """What the model sees of a picture, as an image of PIL: prepared, then its normalisation undone; tiles side by side."""
+        from PIL import Image
+
+        images, prepared = self.processor.image_processor, self.prepare(picture)
+        pixels = prepared["pixel_values"]
+        if self.family.positions == "grid":
+            pixels = _unpatched(pixels, prepared["image_grid_thw"][0].tolist(), images)[None]
+        strip = torch.cat(list(pixels.flatten(0, -4)), -1).float()  # (3, H, sum of W)
+        if images.do_normalize:
+            mean, deviation = (torch.tensor(one)[:, None, None] for one in (images.image_mean, images.image_std))
+            strip = strip * deviation + mean
+        strip = strip / (images.rescale_factor if images.do_rescale else 1)
+        return Image.fromarray(strip.round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
+
     def _whole(self, image: Any, where: str) -> dict[str, Tensor]:
         return {name: value for name, value in self._call(image, where).items() if name not in TEXT_KEYS}
 
@@ -518,6 +577,7 @@ class PictureProcessor:
         goes_on = blocks[-1].get("role") == "assistant"
         how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
         text = self.render(blocks, **how, **{**kwargs, **template_arguments(row)})
+        self.escaped += text.count(MARK)
         if pictures is None:
             read = [read_picture(value, "column 'images' of a prompt", self.background) for value in held]
             pictures = [self.fitted(picture).encoded() for picture in read]
@@ -546,6 +606,15 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[
 def family_of(processor: Any) -> Family | None:
     """What is known of the models of a processor; None: nothing, or it is a tokenizer."""
     return next((FAMILIES[kind.__name__] for kind in type(processor).__mro__ if kind.__name__ in FAMILIES), None)
+
+
+def _unpatched(patches: Tensor, grid: Sequence[int], images: Any) -> Tensor:
+    """Pixels ``(3, H, W)`` of patches ``(h w, 3 * frames * size^2)``, which come in squares of ``merge_size``."""
+    (_, h, w), merge, size = grid, images.merge_size, images.patch_size
+    parts = patches.view(h // merge, w // merge, merge, merge, 3, images.temporal_patch_size, size, size)[
+        :, :, :, :, :, 0
+    ]
+    return parts.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, h * size, w * size)
 
 
 def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -23,9 +23,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.errors import ModelError
 from posttrain.models.attention import attention_mask
-from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, install_token_head
+from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, has_tower, install_token_head
 from posttrain.models.memory import keep_last_activations, key_value_width, layer_configs, recompute_activations
 from posttrain.models.value_head import attach_value
+from posttrain.models.vision import adapter_of_text, frozen_parameters, traced_features
 from posttrain.types import Batch
 
 __all__ = [
@@ -51,7 +52,11 @@ CUDA_WASTE = 0.05
 PER_BYTE = {"adamw": 2, "adam": 2, "nadamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "stable": 2}
 EIGHT_BIT = {"adamw": 2, "lion": 1, "rmsprop": 1, "ademamix": 3}
 STATELESS = ("sgd", "lomo", "adalomo")
-AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "sequence": "AutoModelForSequenceClassification"}
+AUTO_CLASSES = {
+    "causal": "AutoModelForCausalLM",
+    "images": "AutoModelForImageTextToText",
+    "sequence": "AutoModelForSequenceClassification",
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class Part:
         peft_config: Of an adapter; then nothing else is trained.
         trained: Whether it has gradients and optimiser states.
         bits: Of quantised linear weights, 4 or 8; None: they have ``dtype``.
+        freeze_vision, images: As in the run's config, and whether its rows have images; for models with a tower.
     """
 
     role: str
@@ -75,6 +81,8 @@ class Part:
     peft_config: Any = None
     trained: bool = True
     bits: int | None = None
+    freeze_vision: Any = "auto"
+    images: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,7 @@ class Workload:
         shards: Over processes.
         device: ``cpu`` or ``cuda``.
         process: Bytes of the interpreter and its libraries.
+        pixels: Prepared images of the largest pass by the names the tower takes; on ``meta`` where values do not matter.
     """
 
     policy: Part
@@ -148,6 +157,7 @@ class Workload:
     shards: Shards = Shards()
     device: str = "cpu"
     process: int = 0
+    pixels: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,17 +169,19 @@ class PassPeak:
         logits: Chunks of logits and their gradients.
         gradients: Weight gradients that exist at that moment, before they are added to earlier ones.
         largest: Bytes of the largest tensor of the pass.
+        images: Pixels, features, and what the tower keeps for backward.
     """
 
     activations: int
     logits: int
     gradients: int
     largest: int = 0
+    images: int = 0
 
     @property
     def total(self) -> int:
         """Bytes."""
-        return self.activations + self.logits + self.gradients
+        return self.activations + self.logits + self.gradients + self.images
 
 
 @dataclass(frozen=True)
@@ -275,7 +287,7 @@ def estimate_memory(work: Workload) -> MemoryEstimate:
 
 def _of_pass(work: Workload, peak: PassPeak) -> dict[str, int]:
     wasted = HOLES * peak.largest if work.device == "cpu" else int(CUDA_WASTE * peak.total)
-    return {"activations": peak.activations, "logits": peak.logits, "allocator": wasted}
+    return {"activations": peak.activations, "images": peak.images, "logits": peak.logits, "allocator": wasted}
 
 
 def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
@@ -297,6 +309,7 @@ def _gathered(model: nn.Module) -> int:
 def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> PassPeak:
     """The peak of the batch with most tokens, or of that with most loss tokens."""
     options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
+    options["pixels"] = work.pixels
     by_tokens = max(work.batches, key=lambda batch: batch.input_ids.numel())
     by_loss = max(work.batches, key=lambda batch: int(batch.loss_mask.sum()))
     wanted = [by_tokens] if by_tokens is by_loss else [by_tokens, by_loss]
@@ -392,15 +405,21 @@ def _build(part: Part) -> Any:
         config.num_labels = 1
     ALL_EXPERTS_FUNCTIONS.register("posttrain_shapes", _experts_by_shape)
     config.get_text_config()._experts_implementation = "posttrain_shapes"
+    kind = part.kind if part.kind != "causal" or config.get_text_config() is config else "images"
     with initialization.no_init_weights():
-        model = getattr(transformers, AUTO_CLASSES[part.kind]).from_config(config, dtype=part.dtype)
+        model = getattr(transformers, AUTO_CLASSES[kind]).from_config(config, dtype=part.dtype)
     model.tie_weights()
     if not part.trained:
         return model.requires_grad_(False).eval()
-    if part.peft_config is not None:
+    adapter = part.peft_config
+    if has_tower(model):
+        adapter = adapter_of_text(model, adapter, part.freeze_vision)
+        for parameter in frozen_parameters(model, part.freeze_vision, images=part.images).values():
+            parameter.requires_grad_(False)
+    if adapter is not None:
         import peft
 
-        model = peft.get_peft_model(model, copy.deepcopy(part.peft_config))
+        model = peft.get_peft_model(model, copy.deepcopy(adapter))
         model.enable_input_require_grads()
     return model
 
@@ -442,6 +461,7 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, vocabulary: int) -> None:
         super().__init__()
+        self.kind = "activations"  # Of tensors that are neither weight gradients nor logits.
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.largest = 0
@@ -461,7 +481,7 @@ class _Meter(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
         is_logits = len(shape) == 2 and shape[1] == self.vocabulary
-        kind = "gradients" if shape in self.weights else "logits" if is_logits else "activations"
+        kind = "gradients" if shape in self.weights else "logits" if is_logits else self.kind
         key, size = storage._cdata, storage.nbytes()
         self.known[key] = weakref.finalize(storage, self._remove, key, kind, size)
         self.live[kind] += size
@@ -493,6 +513,7 @@ def trace_pass(
     accumulating: bool = True,
     needs: frozenset[str] = frozenset({"logp"}),
     autocast: torch.dtype | None = None,
+    pixels: Mapping[str, Tensor] | None = None,
 ) -> PassPeak:
     """What one pass of this batch holds at its fullest moment, operation by operation.
 
@@ -503,6 +524,7 @@ def trace_pass(
         accumulating: Whether gradients of an earlier pass exist already (they are not counted).
         needs: As `posttrain.models.forward.forward`.
         autocast: Dtype of the computation where it differs from that of the weights.
+        pixels: As in `Workload`.
     """
     model = shadow.model
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -521,16 +543,21 @@ def trace_pass(
         compute = torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
         try:
             with meter.counting(), torch.set_grad_enabled(training), compute:
+                meter.kind = "images"
+                seen = [traced_features(causal_lm(model), pixels, shadow.part.dtype)] if pixels else []
+                meter.kind = "activations"
                 loss = _sum_of_outputs(shadow, batch.input_ids.shape, mask, counts, needs)
+                loss = sum((features.sum() for features in seen), loss)
                 if training:
                     loss.backward()
-                del loss
+                del loss, seen
         finally:
             for hook in hooks:
                 hook.remove()
             for parameter in trained:
                 parameter.grad = None
-    return PassPeak(*(meter.peak[kind] for kind in ("activations", "logits", "gradients")), meter.largest)
+    kinds = (meter.peak[kind] for kind in ("activations", "logits", "gradients"))
+    return PassPeak(*kinds, meter.largest, meter.peak["images"])
 
 
 def _sum_of_outputs(

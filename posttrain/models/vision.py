@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from posttrain.data.pictures import Picture, read_picture
 from posttrain.data.processors import PictureProcessor, Placed
@@ -19,13 +22,12 @@ from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapp
 from posttrain.models.parallel import shards_parameters
 from posttrain.types import Batch, Row
 
-if TYPE_CHECKING:
-    from torch import nn
-
 __all__ = [
     "PictureEncoder",
     "VisionView",
+    "adapter_of_text",
     "block_spans",
+    "frozen_parameters",
     "grid_positions",
     "install_pictures",
     "load_renamed",
@@ -35,9 +37,21 @@ __all__ = [
     "prompt_view",
     "text_offset",
     "tower_parameters",
+    "traced_features",
     "view",
 ]
 
+logger = logging.getLogger(__name__)
+
+PROJECTOR = (
+    "projector",
+    "connector",
+    "merger",
+    "merger_list",
+    "deepstack_merger_list",
+    "image_newline",
+    "multi_modal_projector",
+)
 SAMPLES = 16  # Numbers of a trained weight that are compared.
 PROBED = ((56, 56), (112, 56), (84, 140))  # Width and height of pictures whose features are counted at the start.
 
@@ -145,11 +159,8 @@ class PictureEncoder:
         joined = {k: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for k, v in joined.items()}
         if self.processor.family.cross:
             return self._beside(model, joined)
-        output = model.get_image_features(**joined, return_dict=True)
-        self._listed = not isinstance(output.pooler_output, Tensor)
-        levels: list[Any] = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        self._listed, flat = image_features(model, joined)
         sizes = [counts[picture] for picture in pictures]
-        flat = [_flat(level) for level in levels]  # Each (sum of tokens, H).
         if any(len(level) != sum(sizes) for level in flat):
             raise ModelError(
                 f"PT-G004: the tower of {type(model).__name__} gives {len(flat[0])} features for pictures with {sum(sizes)} "
@@ -188,6 +199,50 @@ def _state(weight: Tensor) -> tuple[int, int, float]:
     """Changes whenever a weight does: fused optimisers write to it without counting, so numbers of trained ones are read."""
     read = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLES)] if weight.requires_grad else None
     return weight.data_ptr(), weight._version, 0.0 if read is None else float(read.double().sum())
+
+
+def image_features(model: Any, joined: Mapping[str, Tensor]) -> tuple[bool, list[Tensor]]:
+    """Features ``(sum of tokens, H)`` of prepared pictures, one more a level of deepstack; and whether they come as a list."""
+    output = model.get_image_features(**joined, return_dict=True)
+    levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    return not isinstance(levels[0], Tensor), [_flat(level) for level in levels]
+
+
+def traced_features(model: Any, pixels: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Features of prepared images on fake tensors; of a tower that reads values, a tensor as large as what it keeps.
+
+    Args:
+        model: Of fake tensors.
+        pixels: As in `posttrain.models.memory_estimate.Workload`.
+        dtype: Of the tower.
+    """
+    inputs = {
+        name: torch.zeros(one.shape, dtype=dtype if one.is_floating_point() else one.dtype) if one.is_meta else one
+        for name, one in pixels.items()
+    }
+    try:
+        return torch.cat(image_features(model, inputs)[1])
+    except (DynamicOutputShapeException, DataDependentOutputException):
+        return torch.zeros(_tower_activations(model, pixels), dtype=dtype)
+
+
+def _tower_activations(model: Any, pixels: Mapping[str, Tensor]) -> int:
+    """Numbers that the tower keeps of prepared pictures, counted from its config: patches x width x layers.
+
+    A layer that is recomputed keeps its input, one that is not about 8 widths and 2 inner widths a patch, one that is frozen
+    nothing; the layer that computes holds the latter in any case.
+    """
+    config, trained = model.config.vision_config, any(one.requires_grad for one in tower_parameters(model).values())
+    width = getattr(config, "embed_dim", None) or config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or int(width * getattr(config, "mlp_ratio", 4))
+    layers = getattr(config, "num_hidden_layers", None) or config.depth
+    size = config.patch_size
+    first = pixels["pixel_values"]
+    patches = len(first) if first.dim() == 2 else first.numel() // (3 * size**2)
+    whole = 8 * width + 2 * inner
+    recomputed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    each = (width if recomputed else whole) * layers if trained else 0
+    return first.numel() + patches * (each + whole)
 
 
 def _flat(features: Any) -> Tensor:
@@ -280,6 +335,46 @@ def tower_parameters(model: Any) -> dict[str, nn.Parameter]:
     """Parameters of tower and projector by name: all that are not of the text model and its head."""
     named = causal_lm(model).named_parameters()
     return {name: one for name, one in named if not any(part in name.split(".") for part in LANGUAGE)}
+
+
+def frozen_parameters(model: Any, choice: Any, *, images: bool) -> dict[str, nn.Parameter]:
+    """Parameters of the tower and projector that are not trained: those that were chosen, and those that no loss reaches.
+
+    Args:
+        model: Inside of its wrappers.
+        choice: As ``freeze_vision``.
+        images: Whether rows have pictures.
+    """
+    tower = tower_parameters(model)
+    if choice is True or (choice == "auto" and not images):
+        return tower
+    chosen = {name for name in tower if choice == "tower" and not set(PROJECTOR) & set(name.split("."))}
+    encoder: PictureEncoder | None = model.__dict__.get("picture_encoder")
+    unreached = encoder.unreached(model) if encoder is not None and choice != False else set()  # noqa: E712
+    return {name: parameter for name, parameter in tower.items() if name in chosen | unreached}
+
+
+def adapter_of_text(model: Any, config: Any, choice: Any) -> Any:
+    """The adapter's config with the paths of the text model's layers as targets, unless the tower may be adapted."""
+    targets = getattr(config, "target_modules", None)
+    if config is None or choice is False or not hasattr(config, "target_modules"):
+        return config
+    if isinstance(targets, str) and targets != "all-linear":
+        return config
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    text = {name for name in linear if set(LANGUAGE) & set(name.split(".")) and not name.endswith("lm_head")}
+    if targets is None or targets == "all-linear":
+        kept = text
+    else:
+        paths = {target for target in targets if "." in target}
+        kept = paths | {name for name in text if name.rsplit(".", 1)[-1] in targets}
+    narrowed = copy.deepcopy(config)
+    narrowed.target_modules = kept
+    logger.info(
+        "the adapter reaches %d layers of the text model and none of the vision tower; freeze_vision=False lets names reach it.",
+        len(kept),
+    )
+    return narrowed
 
 
 @torch.no_grad()

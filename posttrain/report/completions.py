@@ -341,7 +341,7 @@ class _Attempts:
 
 
 MINUTES = 2  # Between two pushes to the hub.
-PER_TOKEN = ("tokens", "logps")  # For the report, not for tables.
+PER_TOKEN = ("tokens", "logps", "thumbnails")  # For the report, not for tables.
 WIDE = 400  # Characters of a text in the table.
 
 

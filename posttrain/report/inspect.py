@@ -15,6 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.data.formats import picture_spans
+from posttrain.data.pictures import Picture
 from posttrain.errors import DataError
 from posttrain.report.templates import TEMPLATES, environment, visible
 from posttrain.types import Finding, Row
@@ -64,6 +66,7 @@ class Shown:
         tokens, trained: Counts.
         bos, eos: How often each stands in it.
         codes: Findings that it is an example of.
+        pictures: Its images, in reading order.
     """
 
     row: int
@@ -75,6 +78,7 @@ class Shown:
     bos: int
     eos: int
     codes: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class Summary:
         special: Special tokens that occur, the most frequent first.
         shown: A few sequences.
         findings: What the checks found.
+        images: Their number and tokens; "" where rows are text.
     """
 
     title: str
@@ -148,6 +153,7 @@ class Summary:
     special: list[SpecialToken]
     shown: list[Shown]
     findings: list[Finding]
+    images: str = ""
 
     @property
     def trained_share(self) -> float:
@@ -216,7 +222,7 @@ def summarise(
     flat = list(_flatten(rows))
     sizes = [len(item.ids) for item in flat]
     roles = _roles(tokenizer)
-    keys = Counter(repr((row.prompt_ids, row.completions, row.loss_masks)) for row in rows)
+    keys = Counter(repr((row.prompt_ids, row.completions, row.loss_masks, row.pictures)) for row in rows)
     if truncated is None:
         truncated = 0 if limit is None else sum(size >= limit for size in sizes)
     wanted = {len(rows) * k // min(show, len(rows)) for k in range(min(show, len(rows)))}
@@ -224,7 +230,7 @@ def summarise(
     for code, row in (examples or {}).items():
         codes[row] = (*codes.get(row, ()), code)
     shown = [
-        _shown(item, len(rows[item.row].completions), tokenizer, roles, codes.get(item.row, ()), numbers)
+        _shown(item, rows[item.row], tokenizer, roles, codes.get(item.row, ()), numbers)
         for item in flat
         if item.row in wanted | set(codes)
     ]
@@ -245,6 +251,18 @@ def summarise(
         special=_special_tokens(flat, tokenizer, roles),
         shown=shown,
         findings=list(findings),
+        images=_images(rows),
+    )
+
+
+def _images(rows: Sequence[Row]) -> str:
+    counts = [one.count for row in rows for part in row.pictures for one in part]
+    if not counts:
+        return ""
+    pictured = sum(any(row.pictures) for row in rows)
+    return (
+        f"{len(counts):,} in {pictured:,} rows, {statistics.median(counts):,g} tokens each (median; at most {max(counts):,}); "
+        "each is encoded once for all answers of its row"
     )
 
 
@@ -329,18 +347,25 @@ def _special_tokens(flat: list[_Flat], tokenizer: Any, roles: dict[int, str]) ->
 
 def _shown(
     item: _Flat,
-    completions: int,
+    row: Row,
     tokenizer: Any,
     roles: dict[int, str],
     codes: tuple[str, ...],
     numbers: Sequence[int] | None,
 ) -> Shown:
+    pieces: list[Piece] = []
+    at, spans = 0, picture_spans(row, item.completion or 0, item.ids)
+    for number, (one, start, end) in enumerate(spans, 1):
+        pieces += pieces_of(item.ids[at:start], item.trained[at:start], tokenizer, roles)
+        pieces.append(Piece(one.picture.label(number, one.count), tuple(item.ids[start:end]), False, "image"))
+        at = end
     return Shown(
         row=item.row if numbers is None else numbers[item.row],
         codes=codes,
         completion=item.completion,
-        completions=completions,
-        pieces=list(pieces_of(item.ids, item.trained, tokenizer, roles)),
+        completions=len(row.completions),
+        pieces=[*pieces, *pieces_of(item.ids[at:], item.trained[at:], tokenizer, roles)],
+        pictures=tuple(one.picture for one, *_ in spans),
         tokens=len(item.ids),
         trained=sum(item.trained),
         bos=item.ids.count(tokenizer.bos_token_id),
@@ -412,6 +437,8 @@ def facts(summary: Summary) -> dict[str, str]:
         "padding": f"{summary.padding_share:.1%} of a shuffled batch of {summary.batch_size} rows, if it were padded",
         "repeated": f"{summary.duplicates:,} of the rows",
     }
+    if summary.images:
+        found["images"] = summary.images
     if not summary.prompts_only:
         found["trained"] = f"{summary.trained_tokens:,} tokens, {summary.trained_share:.1%}"
     if summary.limit is not None:
@@ -525,7 +552,10 @@ def _findings(summary: Summary) -> Group:
 
 def to_html(summary: Summary) -> str:
     """The whole page."""
-    rows = [(row_title(shown), *elide(shown.pieces, MOST)) for shown in summary.shown]
+    rows = [
+        (row_title(shown), [one.thumbnail() for one in shown.pictures], *elide(shown.pieces, MOST))
+        for shown in summary.shown
+    ]
     style = (TEMPLATES / "page.css").read_text(encoding="utf-8")
     template = environment().get_template("inspect.html.jinja")
     return template.render(summary=summary, facts=facts(summary), rows=rows, style=style)

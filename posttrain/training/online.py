@@ -553,7 +553,8 @@ class OnlineTrainer(PostTrainer):
 
     def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
         """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage."""
-        self._rows = completion_rows(generation, table, self.processing_class, self.state.global_step)
+        step, images = self.state.global_step, self.args.log_multimodal
+        self._rows = completion_rows(generation, table, self.processing_class, step, images=images)
         return self._rows
 
     # The loop, checkpoints ---------------------------------------------------------------------------------------

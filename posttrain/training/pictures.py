@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import shutil
@@ -12,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
 from transformers.utils.hub import cached_file
 
 from posttrain.data.formats import STREAMED, is_messages, pictures_of, shows_pictures, strip_none, undecoded
@@ -22,8 +20,8 @@ from posttrain.data.processors import IMAGES, PictureProcessor, conversation_of,
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
-from posttrain.models.heads import LANGUAGE, causal_lm, has_tower, picture_encoder
-from posttrain.models.vision import PictureEncoder, install_pictures, tower_parameters
+from posttrain.models.heads import causal_lm, has_tower, picture_encoder
+from posttrain.models.vision import adapter_of_text, frozen_parameters, install_pictures, tower_parameters
 from posttrain.rewards.judges import JudgeReward
 from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
@@ -42,15 +40,6 @@ MAY_LACK = {
     "_raise_exceptions_for_connection_errors": False,
     "_raise_exceptions_for_gated_repo": False,
 }
-PROJECTOR = (
-    "projector",
-    "connector",
-    "merger",
-    "merger_list",
-    "deepstack_merger_list",
-    "image_newline",
-    "multi_modal_projector",
-)
 
 
 @dataclass
@@ -173,7 +162,7 @@ class Vision:
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
         # A run on text that read the tokenizer alone keeps the image settings of its checkpoint.
         alone = self.processor is None and bool(model_id)
-        self._counted = (0, 0, 0)
+        self._counted = (0, 0, 0, 0)
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
@@ -296,12 +285,14 @@ class Vision:
                 rollout.token_ids[t] = pad_token_id
             odd |= {i} if drawn else set()
         encoder, counts = picture_encoder(model), [[p.count for p in (*r.pictures, *r.shown)] for r in rollouts]
-        before, self._counted = self._counted, (encoder.encoded, encoder.reused, self.reader.resized)
-        encoded, reused, resized = (now - then for now, then in zip(self._counted, before, strict=True))
+        read, before = self.reader, self._counted
+        self._counted = (encoder.encoded, encoder.reused, read.resized, read.escaped)
+        encoded, reused, resized, escaped = (now - then for now, then in zip(self._counted, before, strict=True))
         return odd, {
             "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/tokens_mean": mean(sum(map(sum, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/resized": mean(float(resized)),
+            "images/escaped_strings": mean(float(escaped)),
             "images/sampled_placeholders": mean(float(len(odd))),
             "images/encoded": mean(float(encoded)),
             "images/reused": mean(float(reused)),
@@ -402,8 +393,8 @@ def prepare_vision(model: Any, processor: Any, args: Any, peft_config: Any, *, i
     if processor is not None and images:
         install_pictures(inner, processor, cache_bytes=int(args.image_cache_gb * 2**30))
     choice = getattr(args, "freeze_vision", "auto")
-    peft_config = _adapter_of_text(inner, peft_config, choice)
-    frozen = _frozen(inner, choice, images=images)
+    peft_config = adapter_of_text(inner, peft_config, choice)
+    frozen = frozen_parameters(inner, choice, images=images)
     for parameter in frozen.values():
         parameter.requires_grad_(False)
     count = lambda kept: sum(p.numel() for p in kept) / 1e6  # noqa: E731
@@ -413,37 +404,3 @@ def prepare_vision(model: Any, processor: Any, args: Any, peft_config: Any, *, i
         count(frozen.values()), count(tower.values()), count(inner.parameters()) - count(tower.values()),
     )  # fmt: skip
     return peft_config
-
-
-def _frozen(model: Any, choice: Any, *, images: bool) -> dict[str, nn.Parameter]:
-    """Parameters of the tower and projector that are not trained: those that were chosen, and those that no loss reaches."""
-    tower = tower_parameters(model)
-    if choice is True or (choice == "auto" and not images):
-        return tower
-    chosen = {name for name in tower if choice == "tower" and not set(PROJECTOR) & set(name.split("."))}
-    encoder: PictureEncoder | None = model.__dict__.get("picture_encoder")
-    unreached = encoder.unreached(model) if encoder is not None and choice != False else set()  # noqa: E712
-    return {name: parameter for name, parameter in tower.items() if name in chosen | unreached}
-
-
-def _adapter_of_text(model: Any, config: Any, choice: Any) -> Any:
-    """The adapter's config with the paths of the text model's layers as targets, unless the tower may be adapted."""
-    targets = getattr(config, "target_modules", None)
-    if config is None or choice is False or not hasattr(config, "target_modules"):
-        return config
-    if isinstance(targets, str) and targets != "all-linear":
-        return config
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    text = {name for name in linear if set(LANGUAGE) & set(name.split(".")) and not name.endswith("lm_head")}
-    if targets is None or targets == "all-linear":
-        kept = text
-    else:
-        paths = {target for target in targets if "." in target}
-        kept = paths | {name for name in text if name.rsplit(".", 1)[-1] in targets}
-    narrowed = copy.deepcopy(config)
-    narrowed.target_modules = kept
-    logger.info(
-        "the adapter reaches %d layers of the text model and none of the vision tower; freeze_vision=False lets names reach it.",
-        len(kept),
-    )
-    return narrowed

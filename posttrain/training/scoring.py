@@ -39,6 +39,8 @@ __all__ = [
     "score_rollouts",
 ]
 
+THUMBNAILED = 4  # Prompts of a generation whose images are kept for the report; about 2 kB an image.
+
 # Codes that are looked for in the rewards of every rollout batch.
 BATCH_CODES = ("PT-R019", "PT-R020", "PT-R027")
 # All codes that `RewardWatch` looks for; the log checks leave them out.
@@ -118,7 +120,9 @@ def reward_metrics(table: RewardTable, totals: Tensor, advantages: Tensor, lengt
     return metrics
 
 
-def completion_rows(batch: RolloutBatch, table: RewardTable, tokenizer: Any, step: int) -> list[dict[str, Any]]:
+def completion_rows(
+    batch: RolloutBatch, table: RewardTable, tokenizer: Any, step: int, *, images: bool = True
+) -> list[dict[str, Any]]:
     """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage.
 
     Args:
@@ -126,6 +130,7 @@ def completion_rows(batch: RolloutBatch, table: RewardTable, tokenizer: Any, ste
         table: Rewards of all ranks; this rank's begin at ``start``.
         tokenizer: Decodes prompts, and the tokens of one group.
         step: Optimiser steps that were made.
+        images: Whether the first groups have thumbnails of their images, for the report.
     """
     rows = []
     for i, rollout in enumerate(batch.rollouts):
@@ -148,6 +153,10 @@ def completion_rows(batch: RolloutBatch, table: RewardTable, tokenizer: Any, ste
         rollout = batch.rollouts[i]
         rows[i]["tokens"] = [tokenizer.decode([token]) for token in rollout.token_ids]
         rows[i]["logps"] = list(rollout.logp)
+    for group in batch.groups()[:THUMBNAILED] if images and table.start == 0 else []:
+        shown = [one.picture.thumbnail() for one in batch.rollouts[group[0]].pictures]
+        for i in group if shown else ():
+            rows[i]["thumbnails"] = shown
     return rows
 
 

@@ -208,7 +208,20 @@ def test_images_above_the_limit_are_refused_by_row_before_the_model_is_loaded(tm
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_typed_placeholder_is_refused_by_row(tmp_path):
+def test_a_typed_placeholder_stays_text_and_is_counted(tmp_path):
+    dataset = datasets.concatenate_datasets([prompts(), prompts([(84, 56, 9)], text="an <image> here?")])
+    trainer = trainer_of("grpo", tmp_path, dataset=dataset, logging_steps=1)
+    (prompt,) = trainer.vision.prompts([dict(trainer.train_dataset[4])])
+    assert prompt.count(trainer.vision.reader.token_id) == prompt.pictures[0].count
+    assert "an <image> here?" in trainer.processing_class.decode(prompt)
+    generate(trainer, (4,))
+    assert trainer.buffers["train"].compute(None)["images/escaped_strings"] == 2
+
+
+def test_a_typed_placeholder_that_cannot_stay_text_is_refused_by_row(tmp_path, monkeypatch):
+    from posttrain.data.processors import PictureProcessor
+
+    monkeypatch.setattr(PictureProcessor, "escapes", False)
     dataset = datasets.concatenate_datasets([prompts(), prompts([(84, 56, 9)], text="an <image> here?")])
     with pytest.raises(DataError, match="row 4: PT-G008"):
         trainer_of("grpo", tmp_path, dataset=dataset)
@@ -286,6 +299,18 @@ def test_the_table_of_completions_shows_labels_in_place_of_placeholders(tmp_path
     rows = trainer.completion_rows(generation, table)
     assert "[image 1: 84×56, 4 tokens, " in rows[0]["prompt"] and "<image>" not in rows[0]["prompt"]
     assert rows[0]["image_sizes"] == [[84, 56]] and rows[2]["image_digests"] == []
+    assert [len(row.get("thumbnails", ())) for row in rows] == [len(row["image_digests"]) for row in rows]
+    trainer.args.log_multimodal = False
+    assert not any("thumbnails" in row for row in trainer.completion_rows(generation, table))
+
+
+def test_the_page_of_a_run_shows_thumbnails_beside_its_completions(tmp_path):
+    from posttrain.report.page import read_run, render
+
+    trainer = trainer_of("grpo", tmp_path, max_steps=1, log_completions=True)
+    trainer.train()
+    page = render([read_run(tmp_path)])
+    assert 'alt="image 1: 84×56, ' in page and page.count("<image>") == page.count("&lt;image&gt;") == 0
 
 
 def test_a_reward_model_that_reads_text_alone_is_refused(tmp_path):

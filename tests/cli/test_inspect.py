@@ -302,3 +302,52 @@ def test_progress_bars_are_off_while_rows_are_made_and_on_again_after(folder, mo
     summary_of("sft", ["--config", "sft.yaml"])
     assert seen == [True]
     assert not datasets.are_progress_bars_disabled()
+
+
+# Images --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pictured(tmp_path, monkeypatch):
+    """A model folder with a processor, and rows of which one in three has no image."""
+    import datasets
+
+    from tests.algorithms.test_vision_trainers import assistant, png, user
+    from tests.vision_families import build, noise
+
+    model, processor = build("idefics3")
+    model.config.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    images = [[png(noise(84, 56, i))] if i % 3 else [] for i in range(6)]
+    rows = [
+        {"prompt": user(f"which {i}?", len(held)), "images": held, **{n: assistant(n) for n in ("chosen", "rejected")}}
+        for i, held in enumerate(images)
+    ]
+    dataset = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    dataset.to_parquet(tmp_path / "pairs.parquet")
+    dataset.rename_column("chosen", "completion").remove_columns("rejected").to_parquet(tmp_path / "answers.parquet")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+FLAGS = ("--output_dir", "o", "--model_name_or_path", "model", "--report_to", "none", "--bf16", "False")
+
+
+@pytest.mark.parametrize(("name", "file"), [("sft", "answers"), ("dpo", "pairs"), ("grpo", "answers")])
+def test_a_picture_is_one_piece_and_drawn_as_the_model_sees_it(pictured, name, file, capsys):
+    from PIL import Image
+
+    more = ["--reward_funcs", "think_format_reward"] if name == "grpo" else []
+    argv = [name, *FLAGS, *more, "--dataset_name", f"{file}.parquet", "--html", "page.html", "--pictures", "seen.png"]
+    assert command.run(argv) == 0
+    out, page = capsys.readouterr().out, (pictured / "page.html").read_text(encoding="utf-8")
+    # Idefics3 cuts 84x56 into a row of two tiles of 32x32 and a small whole, four placeholders each.
+    assert "[image 1: 84×56, 20 tokens, " in out and "<image>" not in out.split("special tokens")[0]
+    assert "4 in 4 rows" in out and page.count("data:image/jpeg;base64,") == 4 * (2 if name == "dpo" else 1)
+    with Image.open("seen.png") as sheet:
+        assert sheet.size == (240, 4 * (32 + command.CAPTION))
+
+
+def test_a_file_of_pictures_is_refused_where_rows_are_text(folder):
+    with pytest.raises(DataError, match="--pictures"):
+        command.run(["sft", "--config", "sft.yaml", "--pictures", "seen.png"])

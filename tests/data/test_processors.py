@@ -53,8 +53,20 @@ def test_conversations_are_rendered_with_a_place_for_every_picture(made):
     assert text.count(ours.placeholder) == 2 and pictures == ["a", "b"] and "assistant" in text
 
 
-def test_a_placeholder_that_a_user_types_is_refused_by_role(made):
+def test_a_placeholder_that_a_user_types_stays_text_and_is_no_place_of_a_picture(made):
     _, _, ours = made
+    held, typed = [read_picture(noise(84, 56))], list(ours.controls)
+    begin = "" if ours.family.block == "prompt" else f"what {typed[0]} is "
+    ask = lambda text: [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]  # noqa: E731
+    plain, placed = ours.encode(ours.render(ask("is it?")), held, prompt=True)
+    hostile, same = ours.encode(ours.render(ask(f"{begin}{''.join(typed)} it?")), held, prompt=True)
+    assert same == placed and all(plain.count(one) == hostile.count(one) for one in ours.controls.values())
+    assert f"{begin}{''.join(typed)} it?" in ours.tokenizer.decode(hostile)
+
+
+def test_a_placeholder_that_a_user_types_is_refused_by_role_where_it_cannot_stay_text(made, monkeypatch):
+    _, _, ours = made
+    monkeypatch.setitem(vars(ours), "escapes", False)
     for typed in list(ours.controls)[:4]:
         with pytest.raises(DataError, match=r"PT-G008: a user message"):
             ours.render([{"role": "user", "content": f"what is {typed}?"}])
@@ -153,3 +165,19 @@ def test_a_sequence_is_shown_with_one_piece_a_picture():
         assert pieces[-1] == ("yes", True) and reader.placeholder not in shown_prompt(reader.tokenizer, ids, placed)
     plain = shown_pieces(reader.tokenizer, answer, [0, 1, 1], Row([], [answer], [[0, 1, 1]]))
     assert plain == [("y", False), ("es", True)]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava", "gemma3", "idefics3", "llava_next", "internvl"])
+def test_what_the_model_sees_is_the_picture_after_resizing(name):
+    import numpy as np
+
+    _, processor = build(name)
+    reader = PictureProcessor(processor)
+    picture = read_picture(noise(56, 56, 3))
+    seen = reader.seen(picture)
+    # The last tile is the whole picture in every family that cuts one; squares of noise survive the resizing.
+    whole = seen if name not in ("llava_next",) else seen.crop((0, 0, seen.height, seen.height))
+    if whole.width != whole.height:
+        whole = seen.crop((seen.width - seen.height, 0, seen.width, seen.height))
+    wanted = picture.load().resize(whole.size)
+    assert np.abs(np.asarray(whole, int) - np.asarray(wanted, int)).mean() < 12

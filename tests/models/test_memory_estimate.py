@@ -219,3 +219,32 @@ def test_an_estimate_is_within_a_fifth_of_the_measured_peak():
 def test_estimates_of_a_real_model_are_within_a_fifth(case):
     row = measured(str(REAL), case)
     assert abs(row["error"]) < 0.2, row
+
+
+# Images --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+def test_the_tower_and_its_pixels_are_counted(name):
+    from posttrain.data.pictures import read_picture
+    from posttrain.data.processors import PictureProcessor
+    from tests.vision_families import build, noise
+
+    model, processor = build(name)
+    reader = PictureProcessor(processor)
+    held = (reader, [read_picture(noise(84, 56))])
+    known = {"lengths": Lengths(40, 8), "device": "cpu"}
+    options = {"gradient_checkpointing": False, "max_length": None}
+    text, own = plan(SFTTrainer, args(**options), model.config, **known), {}
+    for choice in ("auto", True, "tower"):
+        work = plan(SFTTrainer, args(freeze_vision=choice, **options), model.config, pictures=held, **known)
+        own[choice] = estimate_memory(work)
+    weights = sum(p.numel() for p in model.parameters())
+    assert own["auto"].parameters == own["auto"].trainable == weights
+    # Rows of text train no parameter of the tower, and neither does freeze_vision=True; the projector is not the tower.
+    assert estimate_memory(text).trainable == own[True].trainable < own["tower"].trainable < weights
+    images = {choice: found.moments["forward and backward"]["images"] for choice, found in own.items()}
+    pixels = sum(one.numel() * 4 for one in work.pixels.values() if one.is_floating_point())
+    assert images["auto"] > pixels > 0 == estimate_memory(text).moments["forward and backward"]["images"]
+    # Without gradients in the tower, nothing but its features is left when the text model's pass is at its fullest.
+    assert images["auto"] > images[True]

@@ -26,7 +26,9 @@ SHADED = 4000  # Tokens of a completion.
 STEPS = 16  # Moments shown, evenly spread, the first and the last among them.
 GROUPS = 2  # Prompts of a moment.
 MEMBERS = 4  # Completions of a prompt: the best, the worst, and what lies between.
-KNOWN = ("step", "prompt", "completion", "advantage", "tokens", "logps")
+KNOWN = (
+    "step", "prompt", "completion", "advantage", "tokens", "logps", "image_digests", "image_sizes", "thumbnails"
+)  # fmt: skip
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Sample:
         advantage: None where the table has none.
         scores: The table's other columns: rewards by function, and whatever functions logged.
         tokens, logps: Text and log-probability (nats) of each token; empty where they were not recorded.
+        pictures: Images of the prompt that were recorded: a ``data:`` address of the thumbnail; size and digest.
     """
 
     prompt: str
@@ -77,6 +80,7 @@ class Sample:
     scores: dict[str, Any]
     tokens: list[str] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
+    pictures: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def reward(self) -> float:
@@ -409,7 +413,19 @@ def _sample(row: Mapping[str, Any]) -> Sample:
         scores={key: value for key, value in row.items() if key not in KNOWN},
         tokens=[str(token) for token in tokens] if whole and tokens else [],
         logps=[math.nan if value is None else float(value) for value in logps] if whole and logps else [],
+        pictures=_pictures(row),
     )
+
+
+def _pictures(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    columns = [row.get(name) for name in ("thumbnails", "image_sizes", "image_digests")]
+    addresses, sizes, digests = (column if isinstance(column, list) else [] for column in columns)
+    whole = zip(addresses, sizes, digests, strict=False)
+    return [
+        (str(address), f"{'×'.join(map(str, size))}, {digest}")
+        for address, size, digest in whole
+        if str(address).startswith("data:image/jpeg;base64,")
+    ]
 
 
 def _text(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain.data.chat import (
@@ -72,10 +72,12 @@ class PlainText:
 
     Args:
         tokenizer: Whose special tokens are meant.
+        read: Text to ids; None: the tokenizer, without special tokens of its own.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, read: Callable[[str], list[int]] | None = None) -> None:
         self.tokenizer = inner_tokenizer(tokenizer)
+        self.read = read or (lambda piece: encode(self.tokenizer, [piece], special=False)[0])
         named = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
         self.special = sorted((t for t in named if len(t.strip()) > 1), key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, self.special))) if self.special else None
@@ -97,8 +99,8 @@ class PlainText:
                 pieces = [token[:1], token[1:]]  # Cut in two, it is no token of the added vocabulary.
             else:
                 pieces = [part]
-            for piece in encode(self.tokenizer, [p for p in pieces if p], special=False):
-                ids += piece
+            for piece in filter(None, pieces):
+                ids += self.read(piece)
         return ids
 
 
@@ -118,7 +120,7 @@ def tokenize_observed(
         reader: Where prompts may hold images; then they are `Prompt`.
     """
     if reader is not None:
-        plain = PlainText(tokenizer)
+        plain = PlainText(tokenizer, reader.ids)
         hidden = [
             {**row, "prompt": row["prompt"].through(plain.hide)} if isinstance(row["prompt"], Observed) else row
             for row in rows
