@@ -21,7 +21,9 @@ __all__ = [
     "all_gather_objects",
     "all_reduce_sum",
     "backward",
+    "broadcast_object",
     "equal_passes",
+    "exchange_objects",
     "failing_together",
     "flattens_parameters",
     "gather_objects",
@@ -68,6 +70,34 @@ def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
     mine: list[Any] = [None]
     torch.distributed.scatter_object_list(mine, items if accelerator.is_main_process else None, src=0)
     return mine[0]
+
+
+def broadcast_object(item: T, accelerator: Accelerator) -> T:
+    """The main process's object on all ranks; every rank must call it. Gathering it would make a copy a rank on each rank."""
+    if accelerator.num_processes == 1:
+        return item
+    shared = [item]
+    torch.distributed.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def exchange_objects(parcels: list[list[Any]], accelerator: Accelerator) -> list[Any]:
+    """What every rank has for this one, in rank order; every rank must call it.
+
+    Args:
+        parcels: Items for each rank; none of them goes anywhere else, so that memory does not grow with the ranks.
+        accelerator: Of the run.
+    """
+    if accelerator.num_processes == 1:
+        return parcels[0]
+    packed = [torch.frombuffer(bytearray(pickle.dumps(items)), dtype=torch.uint8) for items in parcels]
+    mine = torch.tensor([len(data) for data in packed], device=accelerator.device)  # (ranks,) bytes
+    theirs = torch.empty_like(mine)
+    torch.distributed.all_to_all_single(theirs, mine)
+    sent = torch.cat(packed).to(accelerator.device)
+    got = torch.empty(int(theirs.sum()), dtype=torch.uint8, device=accelerator.device)
+    torch.distributed.all_to_all_single(got, sent, theirs.tolist(), mine.tolist())
+    return [item for data in got.cpu().split(theirs.tolist()) for item in pickle.loads(data.numpy().tobytes())]
 
 
 def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]:
