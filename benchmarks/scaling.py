@@ -42,7 +42,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 MODEL = Path("~/.cache/posttrain/SmolLM2-135M-Instruct").expanduser()
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 RATIOS = (0.25, 0.375, 0.5, 0.625, 0.75)  # Of all GPUs, those that write rollouts.
-STEPS, WARM = 10, 4  # Steps that are simulated, and how many of the first do not count.
+STEPS, WARM = 8, 3  # Steps that are simulated, and how many of the first do not count.
+EACH = 32  # Rollouts a GPU and step, where the batch grows with the machine.
 BEGIN, END = "<!-- {} -->", "<!-- end of {} -->"
 
 
@@ -335,7 +336,7 @@ def table(rows: list[dict], first: dict[str, Callable[[dict], Any]] | None = Non
         "trainer waits": lambda r: percent(r["trainer_waits"]),
         "engines idle": lambda r: percent(r["engines_idle"]),
         "dropped": lambda r: percent(r["dropped"]),
-        "seconds of the pool": lambda r: f"{r['pool_s']:.2f}",
+        "seconds of the pool's thread": lambda r: f"{r['pool_s']:.2f}",
     }
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     return "\n".join(lines + ["| " + " | ".join(str(c(row)) for c in columns.values()) + " |" for row in rows])
@@ -344,18 +345,18 @@ def table(rows: list[dict], first: dict[str, Callable[[dict], Any]] | None = Non
 def tables(sizes: tuple[int, ...]) -> dict[str, str]:
     """What the page shows, by the name of its place."""
     costs, found = Costs(), {}
-    weak = [best_of(costs, gpus, 8 * gpus) for gpus in sizes]
+    weak = [best_of(costs, gpus, EACH * gpus) for gpus in sizes]
     found["weak"] = table([runs[0] for runs in weak])
     middle = weak[len(weak) // 2]
     found["ratio"] = table(sorted(middle, key=lambda run: run["engines"]))
     found["strong"] = table([best_of(costs, gpus, 1024)[0] for gpus in sizes])
     serial = replace(costs, push_each_s=0.6, push_doubling_s=0.0)
     best = [(runs[0]["trainers"], runs[0]["engines"]) for runs in weak]
-    found["serial"] = table([simulate(serial, *split, samples_per_step=8 * sum(split)) for split in best])
+    found["serial"] = table([simulate(serial, *split, samples_per_step=EACH * sum(split)) for split in best])
     split = weak[len(weak) // 2][0]
     runs = []
     for policy, staleness in (("pace", 0), ("pace", 1), ("pace", 2), ("pace", 4), ("drop", 1), ("drop", 4)):
-        way = {"max_staleness": staleness, "staleness_policy": policy, "samples_per_step": 8 * split["gpus"]}
+        way = {"max_staleness": staleness, "staleness_policy": policy, "samples_per_step": EACH * split["gpus"]}
         runs.append(simulate(costs, split["trainers"], split["engines"], **way) | {"way": f"{policy}, {staleness}"})
     found["staleness"] = table(runs, {"policy, `max_staleness`": lambda r: r["way"]})
     return found

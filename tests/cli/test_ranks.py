@@ -115,9 +115,9 @@ def test_each_packaged_config_trains_on_two_processes(name, tiny_model_dir, tmp_
     done = command("sft", tiny_model_dir, tmp_path, *own, rows=sums)
     assert done.returncode == 0, done.stderr[-3000:]
     saved = {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()}
-    assert {"rng_state_0.pth", "rng_state_1.pth"} <= saved
-    kinds = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-    assert json.loads((tmp_path / "run" / "record" / "manifest.json").read_text())["distributed"] == kinds[name]
+    # What only this way of sharding writes.
+    own = {"ddp": "optimizer.pt", "fsdp2": "optimizer.bin", "zero2": "global_step2", "zero3": "global_step2"}
+    assert {"rng_state_0.pth", "rng_state_1.pth", own[name]} <= saved
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").num_parameters() > 0
 
 
@@ -167,7 +167,8 @@ def test_ranks_that_the_launcher_starts_again_go_on_from_the_last_whole_checkpoi
     done = dying(tiny_model_dir, tmp_path, "--max_restarts", "1", "--resume_from_checkpoint", "auto")
     assert done.returncode == 0, done.stderr[-3000:]
     steps = [line.split() for line in (tmp_path / "dying.seen").read_text().splitlines()]
-    assert [int(step) for rank, step in steps if rank == "1"] == [0, 1, 2, 2, 3]
+    # Both lives begin with a look at the rewards.
+    assert [int(step) for rank, step in steps if rank == "1" and step != "0"] == [1, 2, 2, 3]
     assert json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
 
 
