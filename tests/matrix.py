@@ -105,7 +105,7 @@ def grpo_of(kind: str, folder: Path, tokenizer: Any, settings: dict[str, Any]) -
 
 def allow_fsdp_on_cpu() -> None:
     """Let accelerate shard on a CPU, where it makes DDP of FSDP without a word."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
     made = AcceleratorState.__init__
@@ -114,6 +114,7 @@ def allow_fsdp_on_cpu() -> None:
         made(self, *given, fsdp_plugin=fsdp_plugin, **options)
         if fsdp_plugin is not None:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     AcceleratorState.__init__ = init
 

@@ -63,7 +63,9 @@ def launch() -> None:
         main()
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # That one is the launcher's, to the others.
+            if (
+                failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+            ):  # That one is the launcher's, to the others.
                 Path(os.environ[EXIT_CODES], f"{rank}.signal").write_text(str(-failure.exitcode), encoding="utf-8")
         raise
 

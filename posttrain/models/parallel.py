@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from accelerate.state import GradientState
 
-from posttrain.errors import PosttrainError
+from posttrain.errors import ConfigError, PosttrainError
 from posttrain.integrations import require
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "is_prepared_late",
     "main_process_first",
     "no_sync",
+    "refuse_lost_sharding",
     "run_and_share",
     "scatter_objects",
     "shards_parameters",
@@ -120,6 +122,22 @@ def shards_parameters(accelerator: Accelerator) -> bool:
         return True
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return "DEEPSPEED" in name and plugin is not None and plugin.zero_stage == 3
+
+
+def refuse_lost_sharding(accelerator: Accelerator, args: Any) -> None:
+    """Refuse FSDP that accelerate makes DDP of: it shards on accelerators alone, and says nothing of it on a CPU.
+
+    Raises:
+        ConfigError: The config or the launcher asked for FSDP, and several processes hold the whole model each.
+    """
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    name = str(accelerator.distributed_type)
+    if accelerator.num_processes > 1 and (getattr(args, "fsdp", None) or launched) and "FSDP" not in name:
+        raise ConfigError(
+            f"FSDP was asked for, and accelerate runs {name.rpartition('.')[2]} on {accelerator.device.type!r}: every one of "
+            f"{accelerator.num_processes} processes would hold the whole model. Fix: leave FSDP out on a CPU (DDP: "
+            "--accelerate_config ddp), or show the processes their GPUs."
+        )
 
 
 def is_prepared_late(accelerator: Accelerator) -> bool:

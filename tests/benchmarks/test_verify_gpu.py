@@ -11,7 +11,7 @@ from benchmarks import verify_gpu
 def dry(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verify")
     page = folder / "page.md"
-    page.write_text(f"before\n{verify_gpu.BEGIN}\nold\n{verify_gpu.END}\nafter\n")
+    page.write_text(f"before\n{verify_gpu.BEGIN}\nformer row\n{verify_gpu.END}\nafter\n")
     code = verify_gpu.main(["--dry-run", "--out", str(folder / "found.json"), "--page", str(page)])
     return code, json.loads((folder / "found.json").read_text())["parts"], page.read_text()
 
@@ -20,7 +20,7 @@ def test_every_part_of_a_dry_run_holds(dry):
     code, parts, page = dry
     assert code == 0 and not [name for name, part in parts.items() if "failed" in part]
     assert set(parts) == set(verify_gpu.parts("tiny", "cpu"))
-    assert page.startswith("before") and page.endswith("after\n") and "old" not in page
+    assert page.startswith("before") and page.endswith("after\n") and "former row" not in page
     assert all(name in page for name in parts)
 
 

@@ -107,7 +107,7 @@ def command(name, model, folder, *options, rows=None, timeout=240):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
 def test_each_packaged_config_trains_on_two_processes(name, tiny_model_dir, tmp_path, sums):
     if name.startswith("zero"):
         pytest.importorskip("deepspeed")
@@ -116,9 +116,19 @@ def test_each_packaged_config_trains_on_two_processes(name, tiny_model_dir, tmp_
     assert done.returncode == 0, done.stderr[-3000:]
     saved = {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()}
     # What only this way of sharding writes.
-    own = {"ddp": "optimizer.pt", "fsdp2": "optimizer.bin", "zero2": "global_step2", "zero3": "global_step2"}
+    own = {"ddp": "optimizer.pt", "zero2": "global_step2", "zero3": "global_step2"}
     assert {"rng_state_0.pth", "rng_state_1.pth", own[name]} <= saved
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").num_parameters() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_packaged_fsdp2_is_refused_on_processors_which_accelerate_does_not_shard_over(
+    tiny_model_dir, tmp_path, sums
+):
+    own = ["--accelerate_config", "fsdp2", "--mixed_precision", "no", "--max_steps", "1"]
+    done = command("sft", tiny_model_dir, tmp_path, *own, rows=sums)
+    assert done.returncode == 1 and "accelerate runs MULTI_CPU on 'cpu'" in done.stderr
 
 
 DYING = """

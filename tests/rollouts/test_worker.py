@@ -65,7 +65,8 @@ def test_dealing_many_groups_looks_at_those_under_way_once_and_gives_to_whom_has
     given = pool(tmp_path, Echo(), inflight=400)
     sent = {name: [] for name in "abc"}
     given.workers = [
-        SimpleNamespace(is_ready=True, send=lambda kind, task, name=name: sent[name].append(task.group_id)) for name in sent
+        SimpleNamespace(is_ready=True, send=lambda kind, task, name=name: sent[name].append(task.group_id))
+        for name in sent
     ]
     given.under_way = Looked()
     given._dispatch()
