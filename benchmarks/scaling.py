@@ -2,8 +2,8 @@
 
 What decides is the library's own: `AsyncRollouts.take`, `WorkerPool`, `Ledger`, `RolloutBuffer`, `balanced_shares`, made from a
 real `AsyncGRPOConfig`. Only what takes time is a number (`Costs`): a token that is trained, a token of all running sequences
-that is sampled, a push. ``--page docs/scaling.md`` writes the tables of the page. ``--check`` measures those numbers on this
-machine, trains with one and with two workers, and writes both beside the simulation.
+that is sampled, a push. ``--page docs/scaling.md`` writes the tables of the page. ``--check`` trains
+with one and with two real worker processes whose engine sleeps as long as it is told, and shows both beside the simulation.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import itertools
 import json
 import logging
 import math
-import os
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,13 +32,14 @@ import numpy as np
 from posttrain import AsyncGRPOConfig
 from posttrain.algorithms.async_grpo.rollouts import AsyncRollouts, RolloutService
 from posttrain.data.samplers import PromptStream
+from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.rollouts.workers.ledger import Ledger, balanced_shares
 from posttrain.rollouts.workers.processes import GroupResult
 from posttrain.rollouts.workers.samples import RolloutSample, TaskSource, Trajectory
+from posttrain.types import Request, Rollout, Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-MODEL = Path("~/.cache/posttrain/SmolLM2-135M-Instruct").expanduser()
+sys.path.insert(0, str(ROOT))
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 RATIOS = (0.25, 0.375, 0.5, 0.625, 0.75)  # Of all GPUs, those that write rollouts.
 STEPS, WARM = 8, 3  # Steps that are simulated, and how many of the first do not count.
@@ -60,7 +60,6 @@ class Costs:
         push_s: Seconds of a push whatever the number of engines: 14 GB over 200 Gb/s, twice (gathering, sending).
         push_each_s: More for each engine: 0 for a broadcast; 0.6 where the trainer sends to each over one link of 200 Gb/s.
         push_doubling_s: More for each doubling of the engines.
-        cores: Processor cores that trainer and engines share; None: each has a GPU of its own.
         prompt: Tokens.
         mean: Tokens of a completion.
         spread: Of the logarithm of its length; 0: all are equally long.
@@ -75,7 +74,6 @@ class Costs:
     push_s: float = 1.2
     push_each_s: float = 0.0
     push_doubling_s: float = 0.05
-    cores: int | None = None
     prompt: int = 512
     mean: float = 2000.0
     spread: float = 0.8
@@ -228,13 +226,11 @@ class Cluster:
     def elapse(self, work: float = math.inf, stop: Callable[[], bool] = bool) -> None:
         """Time until the trainer has done ``work`` seconds of its own, or until ``stop``."""
         while work > 1e-9 and not stop():
-            active = self.engines.busy + math.isfinite(work)
-            slow = max(1.0, active / self.costs.cores) if self.costs.cores else 1.0
             span = min(work, max(self.engines.next(), self.tick))
             assert math.isfinite(span), "nothing runs and nothing would ever arrive"
             self.engines.elapse(span)
-            self.now, work = self.now + span * slow, work - span
-            self.idle += (len(self.pool.workers) - self.engines.busy) * span * slow
+            self.now, work = self.now + span, work - span
+            self.idle += (len(self.pool.workers) - self.engines.busy) * span
             ended = self.engines.ended()
             for engine, group in ended:
                 self.pool.workers[engine].one_ended(group, self._left)
@@ -372,63 +368,101 @@ def write_page(page: Path, found: dict[str, str]) -> None:
     page.write_text(text, encoding="utf-8")
 
 
-# Measured ---------------------------------------------------------------------------------------------------------
+# Measured ------------------------------------------------------------------------------------------------------------
+
+WRITTEN, HELD, TRAINED = 0.1, 0.01, 3.0  # Seconds: of a token, more for each sequence, of a step.
+TOKENS, STEP = 20, 16  # Of a completion; rollouts of a step.
 
 
-def measured(model: str, workers: int, staleness: int, steps: int = 6) -> dict[str, float]:
-    """Medians of a real run on this machine: each process has one thread."""
-    import async_grpo
-    import torch
+class SleepingEngine(RolloutEngine):
+    """Sleeps as long as a GPU would compute, so that this machine's processors have no say."""
+
+    capabilities = Capabilities()
+
+    def __init__(self) -> None:
+        self.version, self.stopped = 0, False
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        """One token a while for every completion; what is not finished when it is interrupted is handed over as it is."""
+        self.stopped, written = False, 0
+        wanted = [(r.prompt_ids, (r.sampling or sampling).max_new_tokens) for r in requests for _ in range(r.n)]
+        while written < max(limit for _, limit in wanted) and not self.stopped:
+            time.sleep(WRITTEN + HELD * sum(written < limit for _, limit in wanted))
+            written += 1
+        found = []
+        for prompt, limit in wanted:
+            count = min(limit, written)
+            end = "length" if written >= limit else "abort"
+            found.append(Rollout(list(prompt), [5] * count, [-5.0] * count, end, self.version))  # type: ignore[arg-type]
+        return found
+
+    def interrupt(self) -> None:
+        """Hand over after this token."""
+        self.stopped = True
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
+        """Their number."""
+        for _ in named_tensors:
+            pass
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing to be freed."""
+
+
+def constant(completions: list, **_: Any) -> list[float]:
+    """A reward."""
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def measured(workers: int, steps: int = 9) -> dict[str, float]:
+    """Of a real run: trainer, pool and worker processes are real, and what they compute takes the time it is told."""
     from transformers import TrainerCallback
 
-    torch.set_num_threads(1)
+    from posttrain import AsyncGRPOTrainer
+    from tests.algorithms.helpers import prompts
+    from tests.conftest import build_model, build_tokenizer
+
     ends: list[float] = []
 
     class Clock(TrainerCallback):
-        """Notes when steps end."""
+        """A step takes its time; notes when steps end."""
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            time.sleep(TRAINED)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             ends.append(time.perf_counter())
 
-    own = {"num_rollout_workers": workers, "max_staleness": staleness, "worker_threads": 1, "learning_rate": 0.0}
+    own = {"num_rollout_workers": workers, "max_steps": steps, "samples_per_step": STEP, "worker_segment_s": 1.0}
+    own |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "preflight": "off"}
+    own |= {"num_generations": 4, "max_completion_length": TOKENS, "max_staleness": 1, "staleness_policy": "pace"}
+    tokenizer = build_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = async_grpo.make_trainer(
-            model, folder, steps, per_device_train_batch_size=32, **own, disable_tqdm=True
-        )
-        trainer.add_callback(Clock())
+        trainer = AsyncGRPOTrainer(
+            build_model(len(tokenizer)), constant, AsyncGRPOConfig(folder, **own), train_dataset=prompts(400),
+            processing_class=tokenizer, engine_factory=SleepingEngine, callbacks=[Clock()],
+        )  # fmt: skip
         trainer.train()
-    rows = [row for row in trainer.state.log_history if "loss" in row][2:]
-    middle = {
-        k: statistics.median(row[k] for row in rows if k in row) for k in ("queue_wait_time_s", "weight_sync_time_s")
-    }
+    rows = [row for row in trainer.state.log_history if "loss" in row][3:]
     return {
-        "step_s": statistics.median(b - a for a, b in itertools.pairwise(ends[1:])),
-        "waited": middle["queue_wait_time_s"],
-        "pushed": middle["weight_sync_time_s"],
-        "length": statistics.mean(row["completions/mean_length"] for row in rows),
+        "step_s": statistics.mean(b - a for a, b in itertools.pairwise(ends[2:])),
+        "waited": statistics.mean(row["queue_wait_time_s"] for row in rows),
+        "pushed": statistics.median(row["weight_sync_time_s"] for row in rows if "weight_sync_time_s" in row),
         "age": statistics.mean(row["async/staleness_mean"] for row in rows),
     }
 
 
-def check(model: str, cores: int) -> dict[str, Any]:
-    """Costs from runs in which trainer and workers take turns, then what they predict of runs in which they overlap."""
-    alone = {workers: measured(model, workers, 0) for workers in (1, 2)}
-    length = alone[1]["length"]
-    # One engine wrote 32 sequences, then each of two wrote 16.
-    of_32, of_16 = (alone[workers]["waited"] / length for workers in (1, 2))
-    each = max(0.0, (of_32 - of_16) / 16)
-    train = statistics.mean(a["step_s"] - a["waited"] - a["pushed"] for a in alone.values())
-    push = statistics.mean(a["pushed"] for a in alone.values())
-    costs = Costs(
-        0.0, train, of_32 - 32 * each, each, 64, push, push_doubling_s=0.0, cores=cores, mean=length, spread=0.0
-    )
-    found: dict[str, Any] = {
-        "costs": {"train_step_s": train, "decode_s": costs.decode_s, "decode_each_s": each, "push_s": push}
-    }
+def check() -> dict[str, Any]:
+    """With one and with two workers: what was measured, and what is simulated."""
+    found: dict[str, Any] = {}
     for workers in (1, 2):
-        said = simulate(costs, 1, workers, samples_per_step=32)
-        seen = measured(model, workers, 1)
-        found[f"workers={workers}"] = {
+        seen = measured(workers)
+        costs = Costs(
+            0.0, TRAINED, WRITTEN, HELD, 2 * STEP, seen["pushed"], push_doubling_s=0.0, mean=TOKENS, spread=0.0
+        )
+        said = simulate(costs, 1, workers, steps=12, samples_per_step=STEP, num_generations=4)
+        found[f"{workers} worker(s)"] = {
             "step_s": [round(seen["step_s"], 2), round(said["step_s"], 2)],
             "trainer_waits": [round(seen["waited"] / seen["step_s"], 3), round(said["trainer_waits"], 3)],
             "staleness": [round(seen["age"], 2), round(said["staleness"], 2)],
@@ -442,11 +476,10 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES))
     parser.add_argument("--page", type=Path, help="page whose tables are written")
     parser.add_argument("--check", action="store_true", help="measure on this machine, [measured, simulated]")
-    parser.add_argument("--model", default=str(MODEL), help="of --check")
     options = parser.parse_args()
     logging.getLogger("posttrain").setLevel(logging.ERROR)
     if options.check:
-        found = check(options.model, os.cpu_count() or 1)
+        found = check()
         print(json.dumps(found, indent=1))
         harness.save("scaling", found)
         return
