@@ -59,8 +59,8 @@ test-serving: $(SERVING_NEEDS)  ## a real vLLM, and servers in processes of thei
 test-ranks: $(VENV)/.dev  ## every method on two processes beside one, into docs/verified.md
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(DEV_PYTHON) -m tests.matrix --page docs/verified.md $(ARGS)
 
-verify-gpu:  ## the tests that need an accelerator; without one they are only listed
-	$(DEV_PYTHON) -m pytest -m gpu -q $(if $(GPU),,--collect-only) tests $(ARGS)
+verify-gpu:  ## GPU=1: all that only an accelerator can show, into docs/verified.md; without GPU a dry run on the CPU
+	HF_HUB_OFFLINE=1 $(DEV_PYTHON) benchmarks/verify_gpu.py $(if $(GPU),--page docs/verified.md,--dry-run --out build/verify_gpu.json) $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -7,10 +7,13 @@ evaluation loss and the saved weights with those of one process that accumulates
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +22,22 @@ import torch
 from tests.ranks import leave, part, run_ranks
 
 STEPS, TOLERANCE = 3, 1e-5
+SERVER = "POSTTRAIN_TEST_SERVER"
 BEGIN, END = "<!-- ranks -->", "<!-- end of ranks -->"
-KINDS = ("sft", "reward", "dpo", "kto", "grpo", "grpo native", "ppo", "gkd")
+KINDS = ("sft", "sft moe", "reward", "dpo", "kto", "grpo", "grpo native", "grpo server", "ppo", "gkd")
 FSDP2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 # Way: processes, arguments of the config.
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "DDP": (2, {}),
     "FSDP2": (2, {"fsdp": True, "fsdp_config": FSDP2}),
+    "FSDP2-4": (4, {"fsdp": True, "fsdp_config": FSDP2}),
+    # Two copies of the model, each in two shards.
+    "FSDP2-2x2": (4, {"fsdp": True, "fsdp_config": FSDP2, "hybrid": True}),
     "ZeRO-2": (2, {"zero": 2}),
     "ZeRO-3": (2, {"zero": 3}),
 }
+SHARDED = {"FSDP2": "FSDP", "ZeRO": "DEEPSPEED"}  # What accelerate must call a way, so that none is another by mistake.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lora": {"lora": True},
@@ -66,6 +74,12 @@ def trainer_of(kind: str, folder: Path, tokenizer: Any, **settings: Any) -> Any:
     if name in ("reward", "dpo", "kto", "ppo"):
         common.pop("shuffle_dataset")
     keys = {"train": data(name, 24), "eval_dataset": data(name, 5)}
+    if kind == "sft moe":
+        from tests.algorithms.helpers import sft
+        from tests.algorithms.test_sft_options import experts
+
+        common |= {"router_aux_loss_coef": 0.5, "data": keys["train"], "eval_dataset": keys["eval_dataset"]}
+        return sft(folder, tokenizer, model=experts(tokenizer, "mixtral"), **adapter(lora), **common)
     if name == "grpo":
         return grpo_of(kind, folder, tokenizer, common | adapter(lora))
     return every(name, folder, tokenizer, **keys, **adapter(lora), **common)
@@ -79,12 +93,30 @@ def adapter(lora: bool) -> dict[str, Any]:
 
 
 def grpo_of(kind: str, folder: Path, tokenizer: Any, settings: dict[str, Any]) -> Any:
-    """GRPO on scripted completions, or on those of the native engine."""
+    """GRPO on scripted completions, or on those of the native engine, in this process or behind a server."""
     from tests.algorithms.helpers import grpo, prompts
 
     own = {"num_generations": 2, "beta": 0.05, "max_completion_length": 8, "scale_rewards": "group"}
-    engine = {"engine": "native"} if kind == "grpo native" else {}
+    engine = {} if kind == "grpo" else {"engine": "native"}
+    if kind == "grpo server":
+        own |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": os.environ[SERVER]}
     return grpo(folder, tokenizer, data=prompts(24), eval_dataset=prompts(3), **engine, **(own | settings))
+
+
+def allow_fsdp_on_cpu() -> None:
+    """Let accelerate shard on a CPU, where it makes DDP of FSDP without a word."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    made = AcceleratorState.__init__
+
+    def init(self: Any, *given: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        made(self, *given, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init
 
 
 def work(way: str, folder: Path, cells: list[str]) -> None:
@@ -92,22 +124,31 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
     from tests.conftest import build_tokenizer
 
     processes, given = WAYS[way]
+    if "fsdp" in given:
+        allow_fsdp_on_cpu()
     if "zero" in given:
         given = {"deepspeed": zero(given["zero"])}
+    if given.get("hybrid"):
+        from accelerate.parallelism_config import ParallelismConfig
+
+        shape = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        given = {name: value for name, value in given.items() if name != "hybrid"} | {"parallelism_config": shape}
     found = {}
     for cell in cells:
         kind, variant = cell.split("/")
         tokenizer = build_tokenizer()
         tokenizer.pad_token = "<|endoftext|>"
-        settings = {**VARIANTS.get(variant, {}), **given, "gradient_accumulation_steps": max(2, 4 // processes)}
+        settings = {**VARIANTS.get(variant, {}), **given, "gradient_accumulation_steps": 4 // processes}
         if kind == "resume":
-            trainer = resumed(way, folder / cell, variant, tokenizer)
+            trainer = resumed(way, folder / cell, variant, tokenizer, given)
         else:
             trainer = trainer_of(kind, folder / cell, tokenizer, **settings)
             trainer.train()
         evaluated = trainer.evaluate()
         trainer.save_model(str(folder / cell / "saved"))
         history = [row for row in trainer.state.log_history if "grad_norm" in row]
+        kind_of_way = next((kind for name, kind in SHARDED.items() if way.startswith(name)), "")
+        assert kind_of_way in str(trainer.accelerator.distributed_type), trainer.accelerator.distributed_type
         found[cell] = {
             "loss": [row["loss"] for row in history],
             "norm": [float(row["grad_norm"]) for row in history],
@@ -118,16 +159,20 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         del trainer
 
 
-def resumed(way: str, folder: Path, origin: str, tokenizer: Any) -> Any:
+def resumed(way: str, folder: Path, origin: str, tokenizer: Any, given: dict[str, Any]) -> Any:
     """A trainer that went on from a checkpoint of ``origin`` after two of four steps.
 
     Ranks write that checkpoint first, in a run of their own that is not interrupted, and end at the same weights bit for bit.
     """
     from tests.algorithms.helpers import chats, sft
 
-    processes, given = WAYS[way]
+    processes, _ = WAYS[way]
     common = {"max_steps": 4, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
-    common |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": max(1, 2 // processes), **given}
+    common |= {
+        "per_device_train_batch_size": min(2, 4 // processes),
+        "gradient_accumulation_steps": max(1, 2 // processes),
+    }
+    common |= given
     whole = Path(str(folder).replace(f"/{way}/", f"/{origin}/")) / "whole"
     if way == origin:
         trainer = sft(whole, tokenizer, data=chats(24), **common)
@@ -136,6 +181,24 @@ def resumed(way: str, folder: Path, origin: str, tokenizer: Any) -> Any:
     trainer = sft(folder, tokenizer, data=chats(24), eval_dataset=chats(5), **common)
     trainer.train(resume_from_checkpoint=str(whole / "checkpoint-2"))
     return trainer
+
+
+@contextlib.contextmanager
+def server(folder: Path, wanted: bool) -> Iterator[None]:
+    """A thin host of the model that GRPO trains, at the address that ``SERVER`` names."""
+    if not wanted:
+        yield
+        return
+    from tests.conftest import build_model, build_tokenizer
+    from tests.serve.test_process import process
+
+    place, tokenizer = folder / "served", build_tokenizer()
+    tokenizer.pad_token = "<|endoftext|>"
+    build_model(len(tokenizer)).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    with process(place, "--model", str(place)) as (url, _, _):
+        os.environ[SERVER] = url
+        yield
 
 
 def saved(folder: Path) -> dict[str, Any]:
@@ -167,7 +230,8 @@ def run(way: str, cells: list[str], folder: Path, python: str | None = None) -> 
         failure = "it ended without a result"
         try:
             arguments = ("--worker", way, folder, ",".join(rest))
-            run_ranks("tests.matrix", *arguments, processes=WAYS[way][0], folder=folder, timeout=420, python=python)
+            with server(folder, any(cell.startswith("grpo server/") for cell in rest)):
+                run_ranks("tests.matrix", *arguments, processes=WAYS[way][0], folder=folder, timeout=420, python=python)
         except (AssertionError, subprocess.TimeoutExpired) as error:
             failure = str(error)
         if (folder / "result.json").exists():
@@ -214,7 +278,7 @@ def compared(found: dict[str, Any], folder: Path, way: str, cell: str) -> Any:
 
     The native engine draws with a seed for each rank, so what ranks sample with it is compared with what two ranks do.
     """
-    base = "DDP" if cell.startswith("grpo native/") else "one"
+    base = "DDP" if cell.startswith(("grpo native/", "grpo server/")) else "one"
     if way == base:
         return "the base of its row"
     for name in (base, way):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -83,10 +85,14 @@ def _forked(argv: list[str], env: dict[str, str], processes: int, folder: Path, 
     while running:
         ready, _, _ = select.select(list(running), [], [], max(deadline - time.monotonic(), 0))
         if not ready:
+            for pid, _ in running.values():
+                os.kill(pid, signal.SIGUSR1)
+            time.sleep(1)  # For each to write where it stands.
             _kill(pid for pid, _ in running.values())
             for stdout in running:
                 stdout.readline()
-            raise subprocess.TimeoutExpired(argv, deadline)
+            stand = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-3000:] for _, log in running.values())
+            raise subprocess.TimeoutExpired(argv, deadline, output=stand)
         for stdout in ready:
             _, log = running.pop(stdout)
             if int(stdout.readline()) and not failed:
@@ -137,6 +143,7 @@ def _run(argv: list[str], env: dict[str, str], log: str) -> None:
     os.environ.clear()
     os.environ.update(env)
     sys.argv = argv[:]
+    faulthandler.register(signal.SIGUSR1)
     code = 1
     try:
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from posttrain import BCOConfig, ConfigError, CPOConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig
+from posttrain import BCOConfig, ConfigError, CPOConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
 from posttrain.checks import machine as versions
 from posttrain.checks.machine import ports_of_servers
 from posttrain.checks.registry import Context
@@ -25,14 +25,13 @@ def test_trap_s24_whether_a_cache_is_there_is_the_main_process_s_to_say(tmp_path
         np.save(file, np.zeros((3, 2), dtype=np.float32))
     told = []
 
-    def gather(items, accelerator):
-        told.append(items)
-        return [None, *items]  # The main process found nothing.
+    def broadcast(item, accelerator):
+        told.append(item)  # And the main process found nothing.
 
-    monkeypatch.setattr(parallel, "all_gather_objects", gather)
+    monkeypatch.setattr(parallel, "broadcast_object", broadcast)
     other = types.SimpleNamespace(is_main_process=False, num_processes=2)
-    assert precompute._kept(path, (3, 2), other) is None and told == [[None]]
-    monkeypatch.setattr(parallel, "all_gather_objects", lambda items, accelerator: items)
+    assert precompute._kept(path, (3, 2), other) is None and told == [None]
+    monkeypatch.setattr(parallel, "broadcast_object", lambda item, accelerator: item)
     main = types.SimpleNamespace(is_main_process=True, num_processes=2)
     assert precompute._kept(path, (3, 2), main).shape == (3, 2)
 
@@ -59,13 +58,23 @@ def test_trap_s30_a_mask_that_leaves_completions_out_by_their_length_is_told():
     assert "PT-R010" not in [finding.code for finding in check_log(healthy)]
 
 
-@pytest.mark.parametrize("config", [DPOConfig, KTOConfig, BCOConfig, CPOConfig, RewardConfig, GRPOConfig])
+@pytest.mark.parametrize("config", [SFTConfig, DPOConfig, KTOConfig, BCOConfig, CPOConfig, RewardConfig, GRPOConfig])
 @pytest.mark.parametrize("axis", ["cp_size", "sp_size"])
 def test_trap_s37_rows_that_share_a_prompt_are_never_cut_over_processes(config, axis, tmp_path):
     made = config(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
     made.parallelism_config = types.SimpleNamespace(**{"cp_size": 1, "sp_size": 1, axis: 2})
     with pytest.raises(ConfigError, match=f"{axis}=2.*cannot be cut along their tokens"):
         made.__post_init__()
+
+
+@pytest.mark.parametrize("axis", ["cp_size", "sp_size", "tp_size"])
+def test_what_the_launcher_was_told_to_cut_is_refused_too(axis, tmp_path, monkeypatch):
+    """``accelerate launch`` hands its parallelism config on in variables, and ``parallelism_config`` stays None."""
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{axis.upper()}", "2")
+    SFTConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)  # A launch without it.
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    with pytest.raises(ConfigError, match=f"{axis}=2.*Fix: "):
+        SFTConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
 
 
 def test_trap_s41_the_key_of_kept_log_probs_holds_every_setting_that_moves_them(tiny_tokenizer, tmp_path):

@@ -46,7 +46,7 @@ from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, precomputed_logps, tell_own_checkpoint
 from posttrain.models.vision import install_pictures
 from posttrain.training.checks import Checks
-from posttrain.training.config import PostTrainingConfig, refuse_cut_sequences
+from posttrain.training.config import PostTrainingConfig
 from posttrain.training.data_report import note_suspects
 from posttrain.training.pictures import picture_options
 from posttrain.training.trainer import PostTrainer
@@ -248,7 +248,6 @@ class AnswerConfig(PostTrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_cut_sequences(self, "answers that share their prompt")
         check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"max_length={self.max_length} leaves no room for a prompt and an answer; at least 2.")

@@ -18,7 +18,7 @@ from posttrain.losses.reduce import row_terms
 from posttrain.metrics import maximum, mean, minimum
 from posttrain.models.forward import forward
 from posttrain.models.load import load_classifier
-from posttrain.training.config import PostTrainingConfig, refuse_cut_sequences, takes
+from posttrain.training.config import PostTrainingConfig, takes
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
@@ -52,7 +52,6 @@ class RewardConfig(PostTrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_cut_sequences(self, "answers that share their prompt")
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(f"max_length={self.max_length} must be at least 1, or None for no limit.")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["EXIT_CODES", "Failure", "first_failure", "keep_stderr", "leave_code"]
+__all__ = ["EXIT_CODES", "Failure", "first_failure", "keep_stderr", "launch", "leave_code"]
 
 EXIT_CODES = "POSTTRAIN_EXIT_CODES"  # A folder in which a process that fails leaves its code: launchers make 1 of it.
 LINES = 30  # Of stderr that are shown.
@@ -40,6 +41,7 @@ def keep_stderr() -> None:
     if folder is None or isinstance(sys.stderr, _Both):
         return
     path = Path(folder, f"{os.environ.get('RANK', '0')}.stderr")
+    path.with_suffix(".code").unlink(missing_ok=True)  # Of this rank before the launcher started it again.
     file = path.open("a", buffering=1, encoding="utf-8", errors="replace")
     faulthandler.enable(file)
     sys.stderr = _Both(sys.stderr, file)  # type: ignore[assignment]
@@ -52,13 +54,29 @@ def leave_code(code: int) -> None:
         Path(folder, f"{os.environ.get('RANK', '0')}.code").write_text(str(code), encoding="utf-8")
 
 
+def launch() -> None:
+    """``accelerate launch``; leaves a word for each process that a signal ended, which could leave none itself."""
+    from accelerate.commands.launch import main
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        main()
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            if (
+                failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+            ):  # That one is the launcher's, to the others.
+                Path(os.environ[EXIT_CODES], f"{rank}.signal").write_text(str(-failure.exitcode), encoding="utf-8")
+        raise
+
+
 @dataclass(frozen=True)
 class Failure:
     """The process that failed first.
 
     Attributes:
         rank: Its number.
-        code: Its exit code.
+        code: Its exit code; 128 and the signal's number where one ended it.
         tail: The last lines of its stderr.
     """
 
@@ -68,7 +86,14 @@ class Failure:
 
     def __str__(self) -> str:
         said = f"; the last lines of its stderr:\n{self.tail}" if self.tail else " and wrote nothing to stderr."
-        return f"process {self.rank} failed first, with exit code {self.code}{said}"
+        return f"process {self.rank} failed first, with exit code {self.code}{_signal_name(self.code)}{said}"
+
+
+def _signal_name(code: int) -> str:
+    if code == 128 + signal.SIGKILL:
+        return " (SIGKILL: someone killed it, often the kernel for want of memory)"
+    known = code - 128 in set(signal.Signals)
+    return f" ({signal.Signals(code - 128).name})" if known else ""
 
 
 def first_failure(folder: Path, code: int) -> Failure | None:
@@ -78,6 +103,9 @@ def first_failure(folder: Path, code: int) -> Failure | None:
         folder: In which they left their codes and their stderr.
         code: Of the launcher, for a process that crashed before it could leave its own.
     """
+    # One that was killed comes first: the others fail when it no longer answers.
+    for path in sorted(folder.glob("*.signal")):
+        return Failure(int(path.stem), 128 + int(path.read_text(encoding="utf-8")), _tail(path.with_suffix(".stderr")))
     codes = sorted(folder.glob("*.code"), key=lambda path: path.stat().st_mtime_ns)
     if codes:
         return Failure(
@@ -93,3 +121,7 @@ def _tail(path: Path) -> str:
     text = path.read_bytes().decode("utf-8", "replace") if path.is_file() else ""
     lines = [line.rpartition("\r")[2] for line in text.split("\n")]  # Of a progress bar its last state.
     return "\n".join([line for line in lines if line.strip()][-LINES:])
+
+
+if __name__ == "__main__":
+    launch()

@@ -417,7 +417,7 @@ def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:
     name = found.accelerate_config
     if name is None:
         return argv, []
-    packaged = CONFIGS / f"{name}.yaml"
+    packaged = CONFIGS / f"{'multi_gpu' if name == 'ddp' else name}.yaml"
     path = Path(name) if Path(name).is_file() else packaged
     if not path.is_file():
         names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
@@ -455,9 +455,14 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
     The processes get all options, and leave those of the launcher alone.
     """
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "-m", "posttrain.cli.main", name, *argv]
+    again = {}
+    if any(token.startswith(("--max_restarts", "--max-restarts")) for token in launch):
+        # Processes that are started again must not meet at the addresses that those before them left in a store.
+        again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        launch = ["--rdzv_backend", "c10d", *launch]
+    command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(command, env=os.environ | {ranks.EXIT_CODES: folder})
+        process = subprocess.Popen(command, env=os.environ | again | {ranks.EXIT_CODES: folder})
         try:
             code = process.wait()
         except KeyboardInterrupt:

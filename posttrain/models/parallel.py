@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from accelerate.state import GradientState
 
-from posttrain.errors import PosttrainError
+from posttrain.errors import ConfigError, PosttrainError
 from posttrain.integrations import require
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ __all__ = [
     "all_gather_objects",
     "all_reduce_sum",
     "backward",
+    "broadcast_object",
     "equal_passes",
+    "exchange_objects",
     "failing_together",
     "flattens_parameters",
     "gather_objects",
@@ -31,6 +34,7 @@ __all__ = [
     "is_prepared_late",
     "main_process_first",
     "no_sync",
+    "refuse_lost_sharding",
     "run_and_share",
     "scatter_objects",
     "shards_parameters",
@@ -70,6 +74,34 @@ def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
     return mine[0]
 
 
+def broadcast_object(item: T, accelerator: Accelerator) -> T:
+    """The main process's object on all ranks; every rank must call it. Gathering it would make a copy a rank on each rank."""
+    if accelerator.num_processes == 1:
+        return item
+    shared = [item]
+    torch.distributed.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def exchange_objects(parcels: list[list[Any]], accelerator: Accelerator) -> list[Any]:
+    """What every rank has for this one, in rank order; every rank must call it.
+
+    Args:
+        parcels: Items for each rank; none of them goes anywhere else, so that memory does not grow with the ranks.
+        accelerator: Of the run.
+    """
+    if accelerator.num_processes == 1:
+        return parcels[0]
+    packed = [torch.frombuffer(bytearray(pickle.dumps(items)), dtype=torch.uint8) for items in parcels]
+    mine = torch.tensor([len(data) for data in packed], device=accelerator.device)  # (ranks,) bytes
+    theirs = torch.empty_like(mine)
+    torch.distributed.all_to_all_single(theirs, mine)
+    sent = torch.cat(packed).to(accelerator.device)
+    got = torch.empty(int(theirs.sum()), dtype=torch.uint8, device=accelerator.device)
+    torch.distributed.all_to_all_single(got, sent, theirs.tolist(), mine.tolist())
+    return [item for data in got.cpu().split(theirs.tolist()) for item in pickle.loads(data.numpy().tobytes())]
+
+
 def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]:
     """Sum numbers over ranks, all of them in one collective."""
     if accelerator.num_processes == 1:
@@ -90,6 +122,22 @@ def shards_parameters(accelerator: Accelerator) -> bool:
         return True
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return "DEEPSPEED" in name and plugin is not None and plugin.zero_stage == 3
+
+
+def refuse_lost_sharding(accelerator: Accelerator, args: Any) -> None:
+    """Refuse FSDP that accelerate makes DDP of: it shards on accelerators alone, and says nothing of it on a CPU.
+
+    Raises:
+        ConfigError: The config or the launcher asked for FSDP, and several processes hold the whole model each.
+    """
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    name = str(accelerator.distributed_type)
+    if accelerator.num_processes > 1 and (getattr(args, "fsdp", None) or launched) and "FSDP" not in name:
+        raise ConfigError(
+            f"FSDP was asked for, and accelerate runs {name.rpartition('.')[2]} on {accelerator.device.type!r}: every one of "
+            f"{accelerator.num_processes} processes would hold the whole model. Fix: leave FSDP out on a CPU (DDP: "
+            "--accelerate_config ddp), or show the processes their GPUs."
+        )
 
 
 def is_prepared_late(accelerator: Accelerator) -> bool:

@@ -345,7 +345,7 @@ def _kept(path: Path, shape: tuple[int, int], accelerator: Any) -> np.ndarray | 
         except (OSError, ValueError, EOFError) as error:
             logger.warning("%s cannot be read (%s): its numbers are computed again.", path, type(error).__name__)
     found = None if found is None or found.shape != shape else found
-    return parallel.all_gather_objects([found], accelerator)[0]
+    return parallel.broadcast_object(found, accelerator)
 
 
 def _keep(path: Path, values: np.ndarray) -> None:

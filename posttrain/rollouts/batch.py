@@ -333,26 +333,28 @@ def balance_rows(slices: list[list[Row]], accelerator: Any) -> tuple[list[list[R
     if any(row.model_kwargs for rows in slices for row in rows):
         plans = [None] * len(slices)  # Images are cut by sample elsewhere.
     rank = accelerator.process_index
-    parcels = _parcels(slices, plans, rank)
+    parcels: list[Any] = _parcels(slices, plans, rank, accelerator.num_processes)
     if any(plan is not None for plan in plans):  # Known to every rank.
-        parcels = parallel.all_gather_objects(parcels, accelerator)
+        parcels = parallel.exchange_objects(parcels, accelerator)
     result = [
-        rows if plans[number] is None else [row for slot, target, row in parcels if (slot, target) == (number, rank)]
+        rows if plans[number] is None else [row for slot, row in parcels if slot == number]
         for number, rows in enumerate(slices)
     ]
     return result, _busiest(costs, result, accelerator)
 
 
-def _parcels(slices: list[list[Row]], plans: list[dict[Place, int] | None], rank: int) -> list[tuple[int, int, Row]]:
-    """Rows of this rank, cut up by where their completions go, ``(slice, rank, part)``."""
-    found = []
+def _parcels(
+    slices: list[list[Row]], plans: list[dict[Place, int] | None], rank: int, ranks: int
+) -> list[list[tuple[int, Row]]]:
+    """Rows of this rank, cut up by where their completions go: for each rank ``(slice, part)``."""
+    found: list[list[tuple[int, Row]]] = [[] for _ in range(ranks)]
     for rows, plan, number in zip(slices, plans, range(len(slices)), strict=True):
         if plan is None:
             continue
         for k, row in enumerate(rows):
             targets = [plan[rank, k, i] for i in range(len(row.completions))]
             for target in sorted(set(targets)):
-                found.append((number, target, part(row, [i for i, t in enumerate(targets) if t == target])))
+                found[target].append((number, part(row, [i for i, t in enumerate(targets) if t == target])))
     return found
 
 

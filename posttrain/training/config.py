@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -48,7 +49,6 @@ __all__ = [
     "make_checks",
     "measured",
     "prepared_model",
-    "refuse_cut_sequences",
     "takes",
     "user_override",
     "warn_keep_end",
@@ -76,21 +76,20 @@ def check_gathering(config: Any) -> None:
     )  # fmt: skip
 
 
-def refuse_cut_sequences(config: Any, what: str) -> None:
-    """Refuse context and sequence parallelism, which give each process a piece of every sequence.
-
-    Args:
-        config: A trainer's.
-        what: Cannot be cut.
+def refuse_cut_sequences(config: Any) -> None:
+    """Refuse context, sequence and tensor parallelism: processes that hold pieces of the same sequences.
 
     Raises:
-        ConfigError: ``parallelism_config`` asks for it.
+        ConfigError: ``parallelism_config`` asks for it, or the variables that ``accelerate launch`` makes of its file.
     """
-    sizes = [getattr(config.parallelism_config, name, 1) for name in ("cp_size", "sp_size")]
-    if max(sizes) > 1:
+    sizes = {name: getattr(config.parallelism_config, name, None) or 1 for name in ("cp_size", "sp_size", "tp_size")}
+    if config.parallelism_config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in sizes}
+    if max(sizes.values()) > 1:
+        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
-            f"parallelism_config with cp_size={sizes[0]} and sp_size={sizes[1]}: {what} cannot be cut along their tokens here. "
-            "Set both to 1."
+            f"parallelism_config with {said}: rows cannot be cut along their tokens here, since sequences share their prompt by "
+            "a mask that ring attention does not know. Fix: set the three to 1; shard the model (FSDP2, ZeRO-3) for long rows."
         )
 
 
@@ -205,6 +204,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        refuse_cut_sequences(self)
         self._resolve_checkpointing()
         if hasattr(self, "pad_to_multiple_of"):
             self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)

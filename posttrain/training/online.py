@@ -349,8 +349,8 @@ class OnlineTrainer(PostTrainer):
         advantages = self.advantages(generation, table, mode)
         mine = advantages[table.start : table.start + len(generation.rollouts)]
         generation.columns["advantages"] = mine.tolist()
-        rows = parallel.all_gather_objects(self.completion_rows(generation, table), self.accelerator)
-        self.record.add_completions(rows, evaluation=mode == "eval")
+        shares = parallel.gather_objects(self.completion_rows(generation, table), self.accelerator)
+        self.record.add_completions([row for share in shares for row in share], evaluation=mode == "eval")
         return generation
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:

@@ -14,7 +14,7 @@ import transformers
 from posttrain.errors import ConfigError, MissingDependencyError, check_choice, check_rules
 from posttrain.rollouts.base import choose_engine
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
-from posttrain.training.config import PostTrainingConfig, check_gathering, refuse_cut_sequences
+from posttrain.training.config import PostTrainingConfig, check_gathering
 
 __all__ = [
     "EpisodeFields",
@@ -363,7 +363,6 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             raise ConfigError(
                 "auto_find_batch_size=True would break groups apart as it shrinks the batch. Turn it off."
             )
-        refuse_cut_sequences(self, "completions of a group")
         do_sample = (self.generation_kwargs or {}).get("do_sample", True)
         if not do_sample:
             raise ConfigError(

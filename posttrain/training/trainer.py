@@ -135,6 +135,7 @@ class PostTrainer(transformers.Trainer):
         self._begin()
 
     def _begin(self) -> None:
+        parallel.refuse_lost_sharding(self.accelerator, self.args)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()

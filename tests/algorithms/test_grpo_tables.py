@@ -7,10 +7,10 @@ import types
 import pyarrow.parquet as pq
 import pytest
 
-from posttrain import ConfigError, RewardError
+from posttrain import RewardError
 from posttrain.report import completions as rollout_table
 from posttrain.report.completions import CompletionsHubCallback, print_prompt_completions_sample
-from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts, scripted
+from tests.algorithms.helpers import count_a, grpo, prompts, scripted
 
 
 @pytest.fixture
@@ -159,11 +159,3 @@ def test_a_reward_whose_column_is_removed_is_refused(tiny_tokenizer, tmp_path):
 
     with pytest.raises(RewardError, match="'needs' needs the column 'answer'"):
         grpo(tmp_path, tiny_tokenizer, rewards=needs, remove_unused_columns=True)
-
-
-def test_cutting_sequences_over_processes_is_refused(tmp_path):
-    config = types.SimpleNamespace(cp_size=2, sp_size=1)
-    with pytest.raises(ConfigError, match="cp_size=2"):
-        args = grpo_args(tmp_path)
-        args.parallelism_config = config
-        args._check_sampling()

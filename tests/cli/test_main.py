@@ -72,8 +72,6 @@ def test_every_packaged_accelerate_config_is_one():
         "zero3": "DEEPSPEED",
         "fsdp1": "FSDP",
         "fsdp2": "FSDP",
-        "cp_2gpu": "FSDP",
-        "ulysses_4gpu": "DEEPSPEED",
     }
 
 

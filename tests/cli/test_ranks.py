@@ -4,10 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from posttrain.cli.ranks import EXIT_CODES, Failure, first_failure
+from posttrain.training.checkpoint import complete_checkpoints
+
+SLACK = 10  # Seconds beyond the launcher's 30 in which interpreters end.
 
 
 def launched(folder, rank, code):
@@ -66,18 +71,122 @@ def test_the_first_of_several_is_named_and_success_leaves_nothing(tmp_path):
     assert done.returncode == 0 and not (tmp_path / "5.code").exists()
 
 
+def test_one_that_was_killed_is_named_before_those_that_then_lost_it(tmp_path):
+    (tmp_path / "0.code").write_text("1")
+    (tmp_path / "0.stderr").write_text("Connection closed by peer")
+    (tmp_path / "1.signal").write_text("9")
+    (tmp_path / "1.stderr").write_text("step 3 of 8")
+    assert first_failure(tmp_path, 1) == Failure(1, 137, "step 3 of 8")
+    assert "exit code 137 (SIGKILL" in str(first_failure(tmp_path, 1))
+
+
+def test_a_process_that_is_started_again_forgets_the_code_of_its_first_life(tmp_path):
+    code = "import sys; from posttrain.cli import main\nmain.COMMANDS['sft'] = lambda argv: {}\nmain.main(['sft'])\n"
+    (tmp_path / "2.code").write_text("1")
+    assert launched(tmp_path, 2, code.replace("{}", "0")).returncode == 0
+    assert first_failure(tmp_path, 1) is None
+
+
+def command(name, model, folder, *options, rows=None, timeout=240):
+    """``posttrain NAME`` on two processes of this machine's CPU."""
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = [
+        name, "--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(folder / "run"),
+        "--num_processes", "2", "--main_process_port", "0", "--report_to", "none", "--use_cpu", "true", "--bf16", "false",
+        "--disable_tqdm", "true", "--per_device_train_batch_size", "2", *options,
+    ]  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "posttrain.cli.main", *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+def test_each_packaged_config_trains_on_two_processes(name, tiny_model_dir, tmp_path, sums):
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    own = ["--accelerate_config", name, "--mixed_precision", "no", "--max_steps", "2", "--save_steps", "2"]
+    done = command("sft", tiny_model_dir, tmp_path, *own, rows=sums)
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved = {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()}
+    # What only this way of sharding writes.
+    own = {"ddp": "optimizer.pt", "zero2": "global_step2", "zero3": "global_step2"}
+    assert {"rng_state_0.pth", "rng_state_1.pth", own[name]} <= saved
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").num_parameters() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_packaged_fsdp2_is_refused_on_processors_which_accelerate_does_not_shard_over(
+    tiny_model_dir, tmp_path, sums
+):
+    own = ["--accelerate_config", "fsdp2", "--mixed_precision", "no", "--max_steps", "1"]
+    done = command("sft", tiny_model_dir, tmp_path, *own, rows=sums)
+    assert done.returncode == 1 and "accelerate runs MULTI_CPU on 'cpu'" in done.stderr
+
+
+DYING = """
+import os, signal, sys
+from pathlib import Path
+
+SEEN = Path(__file__).with_suffix(".seen")
+
+
+def reward(completions, trainer_state, **_):
+    rank, step = os.environ["RANK"], trainer_state.global_step
+    with SEEN.open("a") as file:
+        file.write(f"{rank} {step}\\n")
+    if rank == "1" and step == 2 and SEEN.read_text().split("\\n").count("1 2") == 1:
+        sys.stderr.write("these are my last words\\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(len(one) % 3) for one in completions]
+"""
+
+
+def dying(model, folder, *options):
+    """GRPO whose rank 1 kills itself once, in its third step."""
+    (folder / "dying.py").write_text(DYING)
+    own = ["--reward_funcs", f"{folder / 'dying.py'}:reward", "--num_generations", "2", "--max_completion_length", "4"]
+    own += ["--accelerate_config", "ddp", "--mixed_precision", "no", "--max_steps", "4", "--save_steps", "1"]
+    return command("grpo", model, folder, *own, *options, rows=[{"prompt": f"{i}?"} for i in range(16)])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_that_is_killed_ends_the_others_and_is_named_with_its_last_lines(tiny_model_dir, tmp_path):
+    done = dying(tiny_model_dir, tmp_path)
+    ended = time.time()
+    said = done.stderr[done.stderr.rindex("failed first") - 20 :]
+    assert done.returncode == 137
+    assert "process 1 failed first, with exit code 137 (SIGKILL" in said
+    assert said.strip().endswith("these are my last words")
+    assert ended - (tmp_path / "dying.seen").stat().st_mtime < 30 + SLACK
+    assert complete_checkpoints(tmp_path / "run")[-1].name == "checkpoint-2"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_that_the_launcher_starts_again_go_on_from_the_last_whole_checkpoint(tiny_model_dir, tmp_path):
+    done = dying(tiny_model_dir, tmp_path, "--max_restarts", "1", "--resume_from_checkpoint", "auto")
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [line.split() for line in (tmp_path / "dying.seen").read_text().splitlines()]
+    # Both lives begin with a look at the rewards.
+    assert [int(step) for rank, step in steps if rank == "1" and step != "0"] == [1, 2, 2, 3]
+    assert json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_launched_processes_that_fail_end_the_command_with_their_code_and_words(tiny_model_dir, tmp_path):
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"messages": []}) + "\n" for _ in range(8)))
-    argv = [
-        "sft", "--model_name_or_path", tiny_model_dir, "--dataset_name", str(data), "--output_dir", str(tmp_path / "run"),
-        "--num_processes", "2", "--cpu", "--report_to", "none", "--use_cpu", "true", "--bf16", "false",
-    ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "posttrain.cli.main", *argv], capture_output=True, text=True, check=False, timeout=240
-    )
+    own = ["--accelerate_config", "ddp", "--mixed_precision", "no"]
+    done = command("sft", tiny_model_dir, tmp_path, *own, rows=[{"messages": []}] * 8)
     said = done.stderr[done.stderr.rindex("failed first") :]
     assert done.returncode == 78
     assert "with exit code 78; the last lines of its stderr:" in said and "PT-D030: 8 of 8 rows" in said

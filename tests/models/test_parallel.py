@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate.state import GradientState
 
+from posttrain import ConfigError
 from posttrain.models import parallel
 
 
@@ -41,3 +42,17 @@ def test_deepspeed_steps_after_the_last_pass_alone():
 def test_gradients_leave_their_parameters_under_fsdp_and_every_stage_of_deepspeed():
     for kind, late in (("FSDP", True), ("DEEPSPEED", True), ("MULTI_GPU", False), ("NO", False)):
         assert parallel.is_prepared_late(SimpleNamespace(distributed_type=f"DistributedType.{kind}")) is late
+
+
+@pytest.mark.parametrize("asked", ["config", "launcher"])
+def test_fsdp_that_accelerate_makes_ddp_of_is_refused(asked, monkeypatch):
+    """On a CPU it does so without a word."""
+    args = SimpleNamespace(fsdp=asked == "config")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(asked == "launcher").lower())
+    where = {"num_processes": 2, "device": torch.device("cpu")}
+    with pytest.raises(ConfigError, match=r"accelerate runs MULTI_CPU on 'cpu': every one of 2 .* Fix: "):
+        parallel.refuse_lost_sharding(SimpleNamespace(distributed_type="DistributedType.MULTI_CPU", **where), args)
+    parallel.refuse_lost_sharding(SimpleNamespace(distributed_type="DistributedType.FSDP", **where), args)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    ddp = SimpleNamespace(distributed_type="DistributedType.MULTI_CPU", **where)
+    parallel.refuse_lost_sharding(ddp, SimpleNamespace(fsdp=None))

@@ -3,6 +3,7 @@
 import logging
 import queue
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,30 @@ def running():
     for given in started:
         given.stop()
         given.ledger.audit(writing=0, waiting=0)
+
+
+class Looked(dict):
+    """Counts how often all of it is looked at."""
+
+    looks = 0
+
+    def values(self):
+        self.looks += 1
+        return super().values()
+
+
+def test_dealing_many_groups_looks_at_those_under_way_once_and_gives_to_whom_has_least(tmp_path):
+    given = pool(tmp_path, Echo(), inflight=400)
+    sent = {name: [] for name in "abc"}
+    given.workers = [
+        SimpleNamespace(is_ready=True, send=lambda kind, task, name=name: sent[name].append(task.group_id))
+        for name in sent
+    ]
+    given.under_way = Looked()
+    given._dispatch()
+    assert given.under_way.looks == 1 and len(given.under_way) == 100
+    assert sent["a"] == list(range(0, 100, 3)) and sent["b"] == list(range(1, 100, 3))
+    assert given.ledger.writing == given.writing == 400
 
 
 def until(condition, seconds=60.0):

@@ -302,9 +302,10 @@ class AsyncRollouts(RolloutSource):
         main = self.accelerator.is_main_process
         while True:
             dealt = parallel.run_and_share(lambda: self._deal(n) if main else None, self.accelerator)
-            shares = parallel.all_gather_objects([dealt] if main else [], self.accelerator)[0]
-            if shares is not None:
-                return rollout_batch(by_context(shares[self.accelerator.process_index]))
+            # Each process is sent its own share alone. None for all: servers are to be given their weights first.
+            share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)
+            if share is not None:
+                return rollout_batch(by_context(share))
             self.service.serve_again()
 
     def _deal(self, count: int) -> list[list[RolloutSample]] | None:
@@ -314,8 +315,9 @@ class AsyncRollouts(RolloutSource):
             return None
         waited = time.perf_counter() - began
         samples = [sample for trajectory in self.held for sample in trajectory.samples]
-        for sample in samples:
-            sample.check()
+        if not self.service.owns_workers:  # Ours looked at every token before they sent it (`score_group`).
+            for sample in samples:
+                sample.check()
         self._log_step(waited)
         shares = balanced_shares([len(sample) for sample in samples], self.accelerator.num_processes)
         return [[samples[i] for i in share] for share in shares]

@@ -308,8 +308,8 @@ class PPOTrainer(OnlineTrainer):
         table = self.score(generation, mode)
         self.attach_logps(generation, mode)
         self.estimate(generation, table, mode)
-        rows = parallel.all_gather_objects(self.completion_rows(generation, table), self.accelerator)
-        self.record.add_completions(rows, evaluation=mode == "eval")
+        shares = parallel.gather_objects(self.completion_rows(generation, table), self.accelerator)
+        self.record.add_completions([row for share in shares for row in share], evaluation=mode == "eval")
         return generation
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 from collections import Counter, deque
@@ -237,9 +238,9 @@ def balanced_shares(lengths: Sequence[int], world: int) -> list[list[int]]:
     [[0], [1, 2, 3]]
     """
     shares: list[list[int]] = [[] for _ in range(world)]
-    loads = [0] * world
+    loads = [(0, target) for target in range(world)]  # A heap: the least loaded one first.
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        target = loads.index(min(loads))
+        load, target = loads[0]
         shares[target].append(index)
-        loads[target] += lengths[index] ** 2
+        heapq.heapreplace(loads, (load + lengths[index] ** 2, target))
     return [sorted(share) for share in shares]

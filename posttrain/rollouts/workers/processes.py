@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 import time
@@ -170,8 +171,11 @@ class WorkerPool:
                 worker.send("weights", (version, self.holders))
             limit = version - self.settings.max_staleness_hard
             old = [k for k, u in self.under_way.items() if u.version is not None and u.version < limit]
+            of_worker: dict[int, list[int]] = {id(worker): [] for worker in self.workers}
+            for key in old:
+                of_worker[id(self.under_way[key].worker)].append(key)
             for worker in self.workers:
-                worker.send("cancel", [k for k in old if self.under_way[k].worker is worker])
+                worker.send("cancel", of_worker[id(worker)])
             for key in old:
                 self._lose(self.under_way.pop(key).task, "stale_in_flight", FAILED_ATTEMPTS)
 
@@ -317,22 +321,28 @@ class WorkerPool:
         return self._spawn(worker.index)
 
     def _dispatch(self) -> None:
+        """Groups to the worker with the least under way, while there is room; linear in workers and groups together."""
         ready = [worker for worker in self.workers if worker.is_ready]
-        while ready and self.version and self._room():
-            load = {id(w): 0 for w in ready}
-            for under_way in self.under_way.values():
-                if id(under_way.worker) in load:
-                    load[id(under_way.worker)] += under_way.task.size
-            worker = min(ready, key=lambda w: load[id(w)])
-            task = self.source.next()
+        if not (ready and self.version and self._room()):
+            return
+        load = {id(worker): 0 for worker in ready}
+        for under_way in self.under_way.values():
+            if id(under_way.worker) in load:
+                load[id(under_way.worker)] += under_way.task.size
+        least = [(load[id(worker)], position) for position, worker in enumerate(ready)]
+        heapq.heapify(least)
+        while self._room():
+            busy, position = least[0]
+            task, worker = self.source.next(), ready[position]
             task.version = self.version
             self.under_way[task.group_id] = _UnderWay(task, worker)
             self.ledger.dispatch(task.size)
             worker.send("task", task)
+            heapq.heapreplace(least, (busy + task.size, position))
 
     def _room(self) -> bool:
         """Whether another group may be begun: by what is under way, by the queue it will wait in, and by the pace."""
-        size, writing, waiting = self.settings.group_size, self.writing, len(self.rollout_buffer)
+        size, writing, waiting = self.settings.group_size, self.ledger.writing, len(self.rollout_buffer)
         if not writing and not waiting:
             return True  # However narrow the bounds, something must be under way.
         reserved = (writing + size) * self.settings.rollout_tokens

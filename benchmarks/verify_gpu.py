@@ -1,0 +1,216 @@
+"""What only an accelerator can show, in one command: ``make verify-gpu GPU=1``; no network, random weights, minutes.
+
+The tests that are marked gpu; log-probs of the token forest in bf16 beside each sequence alone, with SDPA and
+FlexAttention; steps of SFT, DPO and GRPO on the shape of Qwen2.5-0.5B; rollouts of each engine beside `generate`. A part
+that fails says so and the others go on. Writes ``results/verify_gpu.json`` and, with ``--page docs/verified.md``, a table.
+``--dry-run``: a tiny shape, on the CPU, one step of everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+WORDS = ["river", "stone", "apple", "winter", "yellow", "garden"]
+BEGIN, END = "<!-- gpu -->", "<!-- end of gpu -->"
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": {
+        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "max_position_embeddings": 32768, "tie_word_embeddings": True, "rope_theta": 1e6,
+    },
+    "tiny": {
+        "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+# Of a run: steps, sequences of a step, tokens of a prompt and most of a completion, completions of a prompt.
+SIZES = {"Qwen2.5-0.5B": (6, 32, 256, 128, 8), "tiny": (1, 4, 12, 6, 2)}
+FAR = 3.0  # The forest may be so many times further from each sequence alone than padding is.
+
+
+def model_of(shape: str, device: str, attention: str = "sdpa", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Random weights, the same at every call."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    torch.manual_seed(0)
+    config = Qwen2Config(**SHAPES[shape], bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(device).eval()
+
+
+def tokenizer_of() -> Any:
+    """The tests' small one: its ids are among those of every shape."""
+    from tests.conftest import build_tokenizer
+
+    return build_tokenizer()
+
+
+def gpu_tests(shape: str, device: str) -> dict[str, Any]:
+    """The tests marked gpu; without a GPU they are only listed."""
+    more = [] if device == "cuda" else ["--collect-only"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *more, "tests"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-1500:] + done.stderr[-500:])
+    return {"said": [line for line in done.stdout.splitlines() if line.strip()][-1]}
+
+
+def parity(shape: str, device: str, attention: str) -> dict[str, Any]:
+    """Mean and largest distance of log-probs from each sequence alone, of the forest and of padded rows, in nats."""
+    from posttrain.data.forest import Layout, collate
+    from posttrain.models.forward import batch_logps, sequence_logps
+    from posttrain.types import Row
+
+    _, count, prompt, longest, group = SIZES[shape]
+    rng, vocabulary = random.Random(0), SHAPES[shape]["vocab_size"]
+    rows = []
+    for _ in range(max(1, count // group // 2)):
+        completions = [[rng.randrange(3, vocabulary) for _ in range(rng.randrange(2, longest))] for _ in range(group)]
+        masks = [[1] * len(ids) for ids in completions]
+        rows.append(Row([rng.randrange(3, vocabulary) for _ in range(prompt)], completions, masks))
+    model = model_of(shape, device, attention)
+    with torch.no_grad():
+        alone = [logp.cpu().tolist() for logp in sequence_logps(model_of(shape, device), rows)]
+    found: dict[str, Any] = {}
+    for kind in ("tree", "padded"):
+        layout = Layout(kind=kind, row_tokens=2048, pad_to_multiple_of=128 if attention == "flex_attention" else None)  # type: ignore[arg-type]
+        batches = [(batch.to(device), True) for batch in collate(rows, pad_token_id=2, layout=layout)]
+        ours = batch_logps(model, batches, temperature=1.0, chunk_size=1024)
+        gaps = [abs(a - b) for x, y in zip(alone, ours, strict=True) for a, b in zip(x, y, strict=True)]
+        found[kind] = {"mean": sum(gaps) / len(gaps), "most": max(gaps)}
+    found["holds"] = found["tree"]["mean"] <= FAR * found["padded"]["mean"] + 1e-6
+    return found
+
+
+def trained(shape: str, device: str, method: str) -> dict[str, Any]:
+    """Some steps; tokens a second after the first one, and the most memory."""
+    import posttrain as pt
+    from tests.algorithms.helpers import prompts
+
+    steps, count, prompt, longest, group = SIZES[shape]
+    told = " ".join(random.Random(0).choices(WORDS, k=max(2, prompt // 4)))
+    texts = [
+        {"prompt": f"{i} {told}", "chosen": f" {told[: 4 * longest]}", "rejected": f" {i}"} for i in range(2 * count)
+    ]
+    common = {"per_device_train_batch_size": count, "max_steps": steps, "logging_steps": 1, "report_to": "none"}
+    common |= {"save_strategy": "no", "disable_tqdm": True, "use_cpu": device == "cpu", "bf16": device == "cuda"}
+    own: dict[str, Any] = {"grpo": {"num_generations": group, "max_completion_length": longest}}
+    rows = {"sft": [{"prompt": t["prompt"], "completion": t["chosen"]} for t in texts], "dpo": texts}.get(method)
+    data: Any = prompts(2 * count)
+    if rows is not None:
+        from datasets import Dataset
+
+        data = Dataset.from_list(rows)
+    kinds = {
+        "sft": (pt.SFTTrainer, pt.SFTConfig),
+        "dpo": (pt.DPOTrainer, pt.DPOConfig),
+        "grpo": (pt.GRPOTrainer, pt.GRPOConfig),
+    }
+    trainer, config = kinds[method]
+    extra = (
+        {"reward_funcs": lambda completions, **_: [float(len(c) % 3) for c in completions]} if method == "grpo" else {}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        made = trainer(
+            model=model_of(shape, device, dtype=torch.float32), args=config(folder, **common, **own.get(method, {})),
+            train_dataset=data, processing_class=tokenizer_of(), **extra,
+        )  # fmt: skip
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        made.train()
+        seconds = time.perf_counter() - began
+    losses = [row["loss"] for row in made.state.log_history if "loss" in row]
+    if len(losses) != steps or any(loss != loss for loss in losses):
+        raise RuntimeError(f"{steps} steps left the losses {losses}")
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
+    return {"losses": losses, "seconds_per_step": seconds / steps, "peak_gib": memory}
+
+
+def rollouts(shape: str, device: str) -> dict[str, Any]:
+    """Tokens a second of each engine that runs here, and how far its log-probs are from a forward pass."""
+    from engines import Work, engines_here, lengths, measure
+
+    _, count, prompt, longest, group = SIZES[shape]
+    rng, vocabulary = random.Random(0), SHAPES[shape]["vocab_size"]
+    asked = [[rng.randrange(3, vocabulary) for _ in range(prompt)] for _ in range(max(1, count // group))]
+    work = Work(asked, group, lengths(len(asked) * group, longest, "skewed"))
+    model = model_of(shape, device)
+    found = measure(model, work, pad_token_id=2, engines=engines_here(model), repeats=1)
+    return {one.name: {"tokens_per_second": one.tokens_per_second, "gap": one.gap} for one in found}
+
+
+def parts(shape: str, device: str) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Everything that is shown, by name."""
+    found: dict[str, Callable[[], dict[str, Any]]] = {"tests marked gpu": lambda: gpu_tests(shape, device)}
+    for attention in ("sdpa", "flex_attention") if device == "cuda" else ("sdpa",):
+        found[f"forest beside padded, bf16, {attention}"] = lambda a=attention: parity(shape, device, a)
+    for method in ("sft", "dpo", "grpo"):
+        found[f"{method}, {shape}"] = lambda m=method: trained(shape, device, m)
+    return found | {"rollouts beside generate": lambda: rollouts(shape, device)}
+
+
+def table(found: dict[str, Any], where: str) -> str:
+    """Markdown: what held, where, and its figures."""
+    lines = ["| what | hardware | figures |", "|---|---|---|"]
+    for name, result in found.items():
+        shown = result.get("failed") or ", ".join(
+            f"{key} {said(value)}" for key, value in result.items() if key != "losses"
+        )
+        lines.append(f"| {name} | {where} | {shown.replace(chr(10), ' ')} |")
+    return "\n".join(lines)
+
+
+def said(value: Any) -> str:
+    """A figure, as the table shows it."""
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{key} {said(inner)}" for key, inner in value.items()) + ")"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run every part; 1 where one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dry-run", action="store_true", help="a tiny shape, on the CPU")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "verify_gpu.json")
+    parser.add_argument("--page", type=Path, help="page whose table is written")
+    options = parser.parse_args(argv)
+    shape, device = ("tiny", "cpu") if options.dry_run else ("Qwen2.5-0.5B", "cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "no GPU is visible to torch. Fix: run it where nvidia-smi shows one, or try it with --dry-run."
+        )
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU (dry run)"
+    found: dict[str, Any] = {}
+    for name, part in parts(shape, device).items():
+        began = time.perf_counter()
+        try:
+            found[name] = part()
+        except Exception as error:
+            found[name] = {"failed": f"{type(error).__name__}: {error}"[-1500:]}
+        found[name]["seconds"] = round(time.perf_counter() - began, 1)
+        print(f"{name}: {found[name]}", flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    from harness import write
+
+    write(options.out, {"hardware": where, "torch": torch.__version__, "parts": found})
+    if options.page:
+        text = options.page.read_text(encoding="utf-8")
+        head, tail = text.split(BEGIN)[0], text.split(END)[1]
+        options.page.write_text(f"{head}{BEGIN}\n{table(found, where)}\n{END}{tail}", encoding="utf-8")
+    return int(any("failed" in one or one.get("holds") is False for one in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
