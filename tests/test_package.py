@@ -11,11 +11,11 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import posttrain
+from tests.wordings import raises
 
 ROOT = Path(__file__).parents[1]
 # Modules that are part of an extra: they import its packages at their top.
@@ -33,7 +33,7 @@ def test_all_is_sorted_and_every_name_is_there():
     assert len(set(posttrain.__all__)) == len(posttrain.__all__)
     for name in posttrain.__all__:
         assert getattr(posttrain, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'GPROTrainer'"):
+    with raises(AttributeError, "'GPROTrainer'"):
         posttrain.GPROTrainer  # noqa: B018
 
 

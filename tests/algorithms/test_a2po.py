@@ -23,6 +23,7 @@ from posttrain.rollouts.base import Capabilities
 from tests.algorithms.helpers import losses, prompts, scripted, weights
 from tests.conftest import build_model
 from tests.losses.properties import Case, double, layouts, outputs, policy, toy_rows
+from tests.wordings import raises
 
 
 def build(folder, tokenizer, rewards=None, data=None, engine=None, model=None, eval_dataset=None, **settings):
@@ -233,13 +234,13 @@ def test_values_are_made_of_transformed_rewards_like_the_advantages(tiny_tokeniz
 def test_fewer_prompts_left_than_a_generation_takes_is_an_error_too(tiny_tokenizer, tmp_path):
     rewards = {"rewards": lambda answer, **_: [float(a == 3) for a in answer]}
     trainer = build(tmp_path, tiny_tokenizer, **rewards)
-    with pytest.raises(ConfigError, match="train_dataset has 1 prompts, but one generation takes 4"):
+    with raises(ConfigError, "train_dataset", "1", "4"):
         trainer.train()
 
 
 def test_no_prompt_left_is_an_error_not_an_empty_run(tiny_tokenizer, tmp_path):
     trainer = build(tmp_path, tiny_tokenizer, rewards=lambda completions, **_: [0.0 for _ in completions])
-    with pytest.raises(DataError, match="none of the 8 training prompts is left: the reference solved none"):
+    with raises(DataError, "8"):
         trainer.train()
 
 
@@ -383,8 +384,8 @@ def test_defaults_and_streams(tiny_tokenizer, tmp_path):
         "reward_weights": None, "trust_remote_code": False, "model_init_kwargs": None,
     }  # fmt: skip
     assert {name: getattr(args, name) for name in expected} == expected
-    with pytest.raises(DataError, match="train_dataset is a stream"):
+    with raises(DataError, "train_dataset"):
         build(tmp_path, tiny_tokenizer, data=prompts(4).to_iterable_dataset())
     assert isinstance(prompts(2), datasets.Dataset)
-    with pytest.raises(ConfigError, match="reward_weights has 2 entries for 1"):
+    with raises(ConfigError, "reward_weights", "2", "1"):
         build(tmp_path, tiny_tokenizer, reward_weights=[1.0, 2.0])

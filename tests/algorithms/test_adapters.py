@@ -11,6 +11,7 @@ from posttrain.rollouts.workers.shared_weights import merged_weights
 from posttrain.types import Request, Sampling
 from tests.algorithms.helpers import chats, grpo, sft
 from tests.conftest import build_model
+from tests.wordings import raises
 
 
 def test_a_head_that_peft_trains_whole_is_the_one_that_is_used(tiny_tokenizer, tmp_path):
@@ -38,7 +39,7 @@ def test_an_adapter_loaded_for_inference_is_refused(tiny_tokenizer, tmp_path):
         sft(tmp_path, tiny_tokenizer, model=frozen)
     going_on = peft.PeftModel.from_pretrained(build_model(len(tiny_tokenizer)), tmp_path / "adapter", is_trainable=True)
     sft(tmp_path, tiny_tokenizer, model=going_on, max_steps=1).train()
-    with pytest.raises(ModelError, match="holds an adapter without its base model"):
+    with raises(ModelError):
         sft(tmp_path, tiny_tokenizer, model=str(tmp_path / "adapter"))
 
 
@@ -88,13 +89,13 @@ def test_the_engine_that_auto_takes_samples_through_virtual_tokens(kind, caplog)
 @pytest.mark.parametrize("kind", VIRTUAL)
 @pytest.mark.parametrize("name", ["native", "paged"])
 def test_engines_below_the_adapter_refuse_virtual_tokens(kind, name):
-    with pytest.raises(ConfigError, match=r"virtual tokens of .*rollout_engine='hf'"):
+    with raises(ConfigError, "rollout_engine='hf'"):
         create_engine(name, with_virtual_tokens(kind), pad_token_id=0)
 
 
 @pytest.mark.parametrize("kind", VIRTUAL)
 def test_weights_for_another_process_are_not_the_base_model_s_without_its_virtual_tokens(kind):
-    with pytest.raises(ModelError, match=r"virtual tokens of .* cannot be added to weights"):
+    with raises(ModelError):
         dict(merged_weights(with_virtual_tokens(kind)))
 
 

@@ -14,6 +14,7 @@ from posttrain import ArgumentTypeError, ConfigError
 from tests.algorithms.every_trainer import EVERY, OFFLINE, data, every
 from tests.algorithms.helpers import SHORT
 from tests.conftest import build_model
+from tests.wordings import raises
 
 TRL = json.loads(Path(__file__).parents[1].joinpath("snapshots", "trl_surface.json").read_text(encoding="utf-8"))
 offline = pytest.mark.parametrize("kind", sorted(OFFLINE))
@@ -44,7 +45,7 @@ def test_arguments_by_position_are_what_they_are_called(tokenizer, tmp_path):
     rows = data("sft", 4)
     trainer = pt.SFTTrainer(build_model(len(tokenizer)), args, None, rows, rows, tokenizer)
     assert trainer.eval_dataset is not None and trainer.processing_class is tokenizer
-    with pytest.raises(TypeError, match="multiple values"):
+    with raises(TypeError):
         pt.SFTTrainer("model", args, None, rows, train_dataset=rows)
 
 
@@ -88,7 +89,7 @@ def test_an_attribute_that_is_set_takes_effect(kind, tokenizer, tmp_path):
 def test_attributes_that_are_read_once_cannot_be_set(tokenizer, tmp_path):
     trainer = every("dpo", tmp_path, tokenizer)
     assert trainer.loss_types == ["sigmoid"] and trainer.precompute_ref_logps is False
-    with pytest.raises(AttributeError, match=r"Fix: set it before"):
+    with raises(AttributeError):
         trainer.loss_types = ["ipo"]
     sft = every("sft", tmp_path, tokenizer)
     assert sft.completion_only_loss is True and sft.padding_free is False
@@ -163,7 +164,7 @@ def test_the_loss_of_sft_is_called_nll(tmp_path):
 def test_weights_in_float16_are_refused_before_training(tokenizer, tmp_path):
     args = config(pt.SFTConfig, tmp_path)
     given = {"train_dataset": data("sft", 4), "processing_class": tokenizer}
-    with pytest.raises(ConfigError, match=r"float16.*Fix: load the model with dtype='float32'"):
+    with raises(ConfigError, "float16", "dtype='float32'"):
         pt.SFTTrainer(build_model(len(tokenizer)).half(), args, **given)
     pt.SFTTrainer(build_model(len(tokenizer)).half(), config(pt.SFTConfig, tmp_path, preflight="warn"), **given)
 
@@ -191,7 +192,7 @@ def test_another_set_is_evaluated_while_the_precomputed_reference_is_at_hand(ada
     if adapter:
         assert ours.evaluate(other)["eval_loss"] == pytest.approx(live.evaluate(other)["eval_loss"], rel=1e-6)
     else:
-        with pytest.raises(ConfigError, match="the reference is gone"):
+        with raises(ConfigError):
             ours.evaluate(other)
 
 
@@ -269,7 +270,7 @@ def test_a_collator_of_answers_must_keep_their_number_and_their_prompt(tokenizer
     examples = [made.train_dataset[i] for i in range(2)]
     for wrong in (lambda examples: collator(examples[:1]), other_prompts):
         made.user_collator = wrong
-        with pytest.raises(pt.DataError, match="data_collator gave"):
+        with raises(pt.DataError, "data_collator"):
             made.rows(examples)
 
 

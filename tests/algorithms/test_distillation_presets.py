@@ -12,6 +12,7 @@ from posttrain.errors import ConfigError, DataError
 from tests.algorithms.helpers import count_a, losses, prompts
 from tests.algorithms.test_distillation import answers, dense_loss, make
 from tests.conftest import build_model
+from tests.wordings import raises
 
 
 def hinted(count=4):
@@ -269,19 +270,19 @@ def test_rows_and_teachers_that_mean_nothing_are_refused_before_training(tmp_pat
         make(tmp_path, tiny_tokenizer, lmbda=0.0, data=empty)
     with pytest.raises(DataError, match="row 0"):
         make(tmp_path, tiny_tokenizer, lmbda=0.0, data=answers(), max_length=4)
-    with pytest.raises(DataError, match="completion"):
+    with raises(DataError):
         make(tmp_path, tiny_tokenizer, lmbda=0.5, data=prompts(4))
     with pytest.raises(DataError, match="privileged_context"):
         preset("SDFT", tmp_path, tiny_tokenizer, data=prompts(4))
     student = build_model(len(tiny_tokenizer))
-    with pytest.raises(ConfigError, match="student"):
+    with raises(ConfigError):
         make(tmp_path, tiny_tokenizer, model=student, teacher=student)
     with pytest.raises(ConfigError, match="formatting_func"):
         make(tmp_path, tiny_tokenizer, cls=pt.GKDTrainer, config=pt.GKDConfig, formatting_func=str)
     nothing = datasets.Dataset.from_list([{"prompt": "a ", "completion": [{"role": "assistant", "content": ""}]}] * 4)
     with pytest.raises(DataError, match="row 0"):
         make(tmp_path, tiny_tokenizer, lmbda=0.0, data=nothing)
-    with pytest.raises(ConfigError, match="teacher"):
+    with raises(ConfigError):
         make(tmp_path, tiny_tokenizer, teacher=None)
 
 
@@ -362,5 +363,5 @@ def test_constructors_take_the_peers_positions(tmp_path, tiny_tokenizer):
     assert trainer.teacher_model is teacher and trainer.processing_class is tiny_tokenizer
     names = list(inspect.signature(pt.SDPOTrainer.__init__).parameters)
     assert names[:6] == ["self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset"]
-    with pytest.raises(TypeError, match="positional"):
+    with raises(TypeError):
         pt.SDFTTrainer(*[None] * 9)

@@ -14,6 +14,7 @@ from posttrain.data.forest import Layout
 from posttrain.losses.preference import DPO_LOSSES
 from tests.algorithms.helpers import losses, weights
 from tests.conftest import build_model
+from tests.wordings import raises
 
 
 def pairs(count=8):
@@ -411,20 +412,20 @@ def test_a_length_normalised_loss_at_the_default_beta_is_told(tmp_path, caplog):
 
 def test_references_that_cannot_work_are_refused(tiny_tokenizer, tmp_path):
     model = build_model(len(tiny_tokenizer))
-    with pytest.raises(ConfigError, match="ref_model is the model itself"):
+    with raises(ConfigError, "ref_model"):
         dpo(tmp_path, tiny_tokenizer, model=model, ref_model=model)
-    with pytest.raises(ModelError, match=r"vocabulary of \d+ and the model one of \d+"):
+    with raises(ModelError):
         dpo(tmp_path, tiny_tokenizer, ref_model=build_model(len(tiny_tokenizer) + 8))
-    with pytest.raises(TypeError, match="must be a loaded model"):
+    with raises(TypeError):
         dpo(tmp_path, tiny_tokenizer, ref_model="some/model")
     stream = pairs().to_iterable_dataset()
-    with pytest.raises(ConfigError, match="needs a dataset with a length"):
+    with raises(ConfigError):
         dpo(tmp_path, tiny_tokenizer, data=stream, precompute_ref_log_probs=True)
 
 
 def test_equal_pairs_everywhere_are_refused(tiny_tokenizer, tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": "q ", "chosen": "a", "rejected": "a"}] * 4)
-    with pytest.raises(ValueError, match="no row of the train dataset is left: of 4"):
+    with raises(ValueError, "4"):
         dpo(tmp_path, tiny_tokenizer, data=rows)
 
 

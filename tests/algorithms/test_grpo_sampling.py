@@ -11,6 +11,7 @@ from posttrain.data.samplers import PromptStream
 from posttrain.rollouts.batch import deal
 from posttrain.training.dynamic_sampling import flat_groups
 from tests.algorithms.helpers import grpo, grpo_args, prompts, scripted, weights
+from tests.wordings import raises
 
 
 def logs(trainer):
@@ -270,7 +271,7 @@ def test_a_slice_is_trained_in_the_step_its_schedule_says(tiny_tokenizer, tmp_pa
 
 
 def test_a_dataset_smaller_than_a_generation_is_named(tiny_tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="has 2 prompts, but one generation takes 4"):
+    with raises(ConfigError, "2", "4"):
         grpo(
             tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(list(prompts(2))), per_device_train_batch_size=16
         )

@@ -9,6 +9,7 @@ from posttrain.errors import ConfigError
 from posttrain.models import heads
 from tests.algorithms.helpers import grpo, grpo_args
 from tests.conftest import build_model
+from tests.wordings import raises
 
 
 @pytest.mark.parametrize("size", [None, 3])
@@ -29,7 +30,7 @@ def test_it_reaches_the_loss_and_changes_no_number(size, tiny_tokenizer, tmp_pat
 
 
 def test_it_is_a_number_of_positions(tmp_path):
-    with pytest.raises(ConfigError, match="logits_chunk_size=0 must be at least 1"):
+    with raises(ConfigError, "logits_chunk_size=0", "1"):
         grpo_args(tmp_path, logits_chunk_size=0)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.algorithms.helpers import chats, grpo, losses, sft, weights
+from tests.wordings import raises
 
 
 def runs_out(trainer, when, *, inside="forward"):
@@ -67,7 +68,7 @@ def test_later_passes_are_small_enough_at_once(tiny_tokenizer, tmp_path):
 def test_what_never_fits_ends_the_run_with_the_error(tiny_tokenizer, tmp_path):
     trainer = grpo(tmp_path, tiny_tokenizer)
     seen = runs_out(trainer, lambda calls: True)
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+    with raises(torch.OutOfMemoryError):
         trainer.train()
     assert len(seen) <= 4
 

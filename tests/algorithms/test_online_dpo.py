@@ -25,6 +25,7 @@ from tests.losses.properties import (
     policy,
     step_gradient,
 )
+from tests.wordings import raises
 
 BASE = SHORT | {"per_device_train_batch_size": 4, "max_new_tokens": 8, "max_length": 256}
 KEYWORDS = ("eval_dataset", "peft_config", "ref_model", "judge", "reward_processing_classes")
@@ -401,7 +402,7 @@ def test_o8_a_generation_without_any_pair_is_an_error(tiny_tokenizer, tmp_path):
         return [1.0 if i < len(completions) // 2 else None for i in range(len(completions))]
 
     trainer = make(tmp_path, tiny_tokenizer, engine="scripted", rewards=halves)
-    with pytest.raises(RewardError, match=r"none of the 4 pairs .*halves returned None"):
+    with raises(RewardError, "4"):
         trainer.train()
 
 
@@ -434,7 +435,7 @@ def test_o9_sums_are_over_completion_tokens_alone(tiny_tokenizer, tmp_path):
 
 
 def test_o10_a_prompt_keeps_its_end(tiny_tokenizer, tmp_path, caplog):
-    with pytest.raises(ConfigError, match=r"max_new_tokens=64 leaves no prompt token within max_length=64"):
+    with raises(ConfigError, "max_new_tokens=64", "max_length=64"):
         OnlineDPOConfig(str(tmp_path), max_length=64)
     trainer = make(
         tmp_path,
@@ -486,12 +487,12 @@ def test_o11_engines_get_prompts_without_padding_and_passes_are_as_wide_as_they_
 
 def test_o11_images_are_refused(tiny_tokenizer, tmp_path):
     data = prompts().add_column("image", [None] * 16)
-    with pytest.raises(DataError, match=r"have images \(columns \['image'\]\)"):
+    with raises(DataError, "'image'"):
         make(tmp_path, tiny_tokenizer, data=data)
 
 
 def test_o12_vllm_that_is_not_there_is_refused_when_the_trainer_is_made(tiny_tokenizer, tmp_path):
-    with pytest.raises(PreflightError, match=r"PT-V001.*vllm"):
+    with raises(PreflightError, "PT-V001"):
         make(tmp_path, tiny_tokenizer, use_vllm=True)
 
 
@@ -768,5 +769,5 @@ def test_the_page_lists_the_metrics_of_the_code():
 
 
 def test_a_module_that_is_no_reward_model_is_refused(tiny_tokenizer, tmp_path):
-    with pytest.raises(ModelError, match="a reward model needs num_labels=1, and Linear has None"):
+    with raises(ModelError, "num_labels=1"):
         make(tmp_path, tiny_tokenizer, rewards=torch.nn.Linear(2, 1))

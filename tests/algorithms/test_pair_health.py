@@ -15,6 +15,7 @@ from posttrain.rewards.model import ModelReward
 from tests.algorithms.test_dpo import dpo
 from tests.algorithms.test_judged import make
 from tests.faults.build import scorer
+from tests.wordings import raises
 
 GOOD, BAD = ["sum", "two", "number"], ["user", "system", "tool"]
 
@@ -140,5 +141,5 @@ def test_conversations_are_judged_by_the_reward_models_template(judge, tiny_toke
 
 
 def test_a_reward_model_needs_pairs(judge, tiny_tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="judges columns 'chosen' and 'rejected'"):
+    with raises(ConfigError, "'chosen'", "'rejected'"):
         make("kto", tmp_path / "a", tiny_tokenizer, pair_reward_model=judge[0])

@@ -22,6 +22,7 @@ from tests.algorithms.helpers import SHORT, count_a, prompts, scripted, weights
 from tests.conftest import build_model, build_tokenizer
 from tests.losses.properties import TABLE, layouts, outputs, policy
 from tests.ranks import assert_same_step, leave, part, run_ranks, step_taken
+from tests.wordings import raises
 
 # Read only in methods that PPO replaces, or of rollouts by a `rollout_func`, which it does not take.
 UNREAD = {"chat_template_path", "balance_ranks", "vllm_importance_sampling_correction"}
@@ -182,7 +183,7 @@ def test_5_5_b_r49_metrics_exclude_padding(tokenizer, tmp_path):
 
 
 def test_5_5_c_r49_a_dataset_smaller_than_a_rollout_batch_is_refused(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match=r"has 7 prompts, but one generation takes 8 \(generation_batch_size=8"):
+    with raises(ConfigError, "7", "8", "generation_batch_size=8"):
         ppo(tmp_path, tokenizer, data=prompts(7))
 
 
@@ -361,7 +362,7 @@ def test_5_5_e_a_stop_token_other_than_eos_shows_that_a_response_ended(tokenizer
 def test_5_5_f_the_reference_adapter_is_switched_back_whatever_happens(tokenizer, tmp_path):
     trainer = ppo(tmp_path, tokenizer, model=two_adapters(tokenizer), ref_adapter_name="old", model_adapter_name="new")
     assert trainer.model.active_adapter == "new"
-    with pytest.raises(RuntimeError, match="boom"), trainer.reference.active(trainer.model):
+    with raises(RuntimeError), trainer.reference.active(trainer.model):
         assert trainer.model.active_adapter == "old"
         raise RuntimeError("boom")
     assert trainer.model.active_adapter == "new"
@@ -383,9 +384,9 @@ def two_adapters(tokenizer):
 
 
 def test_an_adapter_that_is_not_there_is_refused(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match=r"no adapter 'odl'; it has \['new', 'old'\].*'old'"):
+    with raises(ConfigError, "'odl'", "'new'", "'old'"):
         ppo(tmp_path, tokenizer, model=two_adapters(tokenizer), ref_adapter_name="odl")
-    with pytest.raises(ConfigError, match=r"no adapter 'old'; it has \[\]"):
+    with raises(ConfigError, "'old'"):
         ppo(tmp_path, tokenizer, ref_adapter_name="old")
 
 
@@ -688,9 +689,7 @@ def test_r29_a_reward_model_that_says_one_thing_of_every_response_is_an_error(to
     scorer = classifier(len(tokenizer))
     torch.nn.init.zeros_(scorer.score.weight)
     trainer = ppo(tmp_path, tokenizer, reward=scorer, max_steps=1)
-    with pytest.raises(
-        RewardError, match=r"gives 0 to \d different texts: nothing can be learned.*Its head may be newly initialised"
-    ):
+    with raises(RewardError, "0"):
         trainer.train()
 
 
@@ -712,29 +711,27 @@ def test_models_may_be_given_as_folders(tokenizer, tiny_model_dir, tmp_path):
 
 
 def test_pad_equal_to_eos_is_refused_in_a_tokenizer_that_was_given(tiny_tokenizer, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"pad token .* equals its eos token '<\|im_end\|>' \(id 2\).*tokenizer.pad_token ="
-    ):
+    with raises(ConfigError, "'<|im_end|>'", "2", "pad_token"):
         ppo(tmp_path, tiny_tokenizer, model=build_model(len(tiny_tokenizer)))
 
 
 def test_the_reference_cannot_be_the_policy(tokenizer, tmp_path):
     model = build_model(len(tokenizer))
-    with pytest.raises(ModelError, match="ref_model is the same object as model"):
+    with raises(ModelError, "ref_model"):
         ppo(tmp_path, tokenizer, model=model, ref=model)
 
 
 def test_what_is_missing_is_named(tokenizer, tmp_path):
     model = build_model(len(tokenizer))
-    with pytest.raises(ConfigError, match="reward_model is None"):
+    with raises(ConfigError, "reward_model"):
         PPOTrainer(ppo_args(tmp_path), tokenizer, model, None, None, prompts(8), None)
-    with pytest.raises(DataError, match="needs train_dataset"):
+    with raises(DataError, "train_dataset"):
         PPOTrainer(ppo_args(tmp_path), tokenizer, model, None, count_a, None, None)
-    with pytest.raises(ModelError, match=r"value_model must be a sequence classifier .* num_labels=2"):
+    with raises(ModelError, "value_model", "num_labels=2"):
         ppo(tmp_path, tokenizer, value=classifier(len(tokenizer), labels=2))
-    with pytest.raises(ModelError, match=r"reward_model must be a sequence classifier .* no classification head"):
+    with raises(ModelError, "reward_model"):
         ppo(tmp_path, tokenizer, reward=build_model(len(tokenizer)))
-    with pytest.raises(ModelError, match="reward_model reads the policy's token ids as they are"):
+    with raises(ModelError, "reward_model"):
         ppo(tmp_path, tokenizer, reward=classifier(64))
 
 
@@ -777,7 +774,7 @@ def test_the_policy_is_saved_as_a_plain_model_and_a_checkpoint_holds_the_values_
     assert trainer.value_model is not None  # It was only out of the way while saving.
     (tmp_path / "checkpoint-2" / "value_function.safetensors").unlink()
     again = ppo(tmp_path / "b", tokenizer, value=classifier(len(tokenizer)), max_steps=4)
-    with pytest.raises(CheckpointError, match=r"has no value_function\.safetensors"):
+    with raises(CheckpointError, "value_function"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
@@ -874,12 +871,12 @@ def test_a_collator_that_was_given_pads_and_the_padding_comes_off(tokenizer, tmp
 
 def test_a_prompt_of_padding_alone_is_refused_by_row(tokenizer, tmp_path):
     data = datasets.Dataset.from_list([{"input_ids": [3, 4]}] * 5 + [{"input_ids": [0, 0]}] * 3)
-    with pytest.raises(DataError, match="train_dataset row 5, column 'input_ids': it holds no token but padding"):
+    with raises(DataError, "train_dataset", "row 5", "'input_ids'"):
         ppo(tmp_path, tokenizer, data=data)
 
 
 def test_a_prompt_and_response_that_do_not_fit_the_context_are_refused(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="response_length=512 leaves no room for a prompt"):
+    with raises(ConfigError, "response_length=512"):
         ppo(tmp_path, tokenizer, response_length=512)
 
 
@@ -950,7 +947,7 @@ def test_without_a_stop_token_every_response_runs_to_its_length_and_it_is_told(t
 
 
 def test_a_stop_token_that_is_no_token_is_refused(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="stop_token_id=99999 is no token"):
+    with raises(ConfigError, "stop_token_id=99999"):
         ppo(tmp_path, tokenizer, stop_token=None, stop_token_id=99999)
 
 

@@ -8,6 +8,7 @@ import torch
 from posttrain import RewardError
 from tests.algorithms.helpers import count_a, grpo, prompts
 from tests.rewards.test_model import build as build_judge
+from tests.wordings import raises
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_a_reward_model_that_says_one_thing_is_refused_before_training(tiny_toke
     judge = build_judge(len(tiny_tokenizer))
     with torch.no_grad():
         judge.score.weight.zero_()
-    with pytest.raises(RewardError, match="gives 0 to 4 different texts"):
+    with raises(RewardError, "0", "4"):
         grpo(tmp_path, tiny_tokenizer, rewards=judge, reward_processing_classes=tiny_tokenizer)
 
 

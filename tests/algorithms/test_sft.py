@@ -10,6 +10,7 @@ from posttrain import ConfigError, DataError, SFTConfig, SFTTrainer
 from posttrain.data.sft import SupervisedOptions, prepare_sft_dataset
 from tests.algorithms.helpers import chats, losses, sft, weights
 from tests.conftest import build_model
+from tests.wordings import raises
 
 MESSAGES = [
     {"role": "user", "content": "What is 2?"},
@@ -176,7 +177,7 @@ def test_cuts_and_drops_are_told_with_numbers(tiny_tokenizer, caplog):
     assert len(data) == 1
     assert "dropped 1 of 2 rows" in caplog.text
     assert "2 of 2 rows were cut at max_length=20" in caplog.text
-    with pytest.raises(DataError, match="no row of the train dataset is left: of 1, 1 cut at max_length"):
+    with raises(DataError, "1", "max_length"):
         prepared(rows[:1], tiny_tokenizer, max_length=20)
 
 
@@ -200,7 +201,7 @@ def test_bad_arguments_are_refused(tiny_tokenizer, tmp_path):
     from posttrain import ArgumentTypeError
 
     args = SFTConfig(str(tmp_path), report_to="none")
-    with pytest.raises(ArgumentTypeError, match=r"not DatasetDict. Pass one split"):
+    with raises(ArgumentTypeError):
         SFTTrainer(
             build_model(10),
             args,
@@ -209,9 +210,9 @@ def test_bad_arguments_are_refused(tiny_tokenizer, tmp_path):
         )
     with pytest.raises(DataError, match="train_dataset"):
         SFTTrainer(build_model(10), args, processing_class=tiny_tokenizer)
-    with pytest.raises(ConfigError, match="set max_steps"):
+    with raises(ConfigError, "max_steps"):
         SFTTrainer(build_model(10), args, train_dataset=chats().to_iterable_dataset(), processing_class=tiny_tokenizer)
-    with pytest.raises(ConfigError, match="did you mean 'nll'"):
+    with raises(ConfigError, "'nll'"):
         SFTConfig(str(tmp_path), loss_type="nl")
     with pytest.raises(ConfigError, match="add_special_tokens"):
         SFTConfig(str(tmp_path), dataset_kwargs={"add_special_tokens": False})

@@ -11,6 +11,7 @@ from posttrain import SFTConfig, SFTTrainer
 from tests.algorithms.helpers import chats, losses, sft
 from tests.algorithms.test_sft_options import experts
 from tests.conftest import build_model
+from tests.wordings import raises
 
 ASK, SAY = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A number."}
 TOOL = {
@@ -148,7 +149,7 @@ def test_four_bits_without_their_package_are_refused_by_name(tiny_model_dir, tmp
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
-        with pytest.raises(ImportError, match="bitsandbytes"):
+        with raises(ImportError):
             SFTTrainer(
                 tiny_model_dir, SFTConfig(str(tmp_path), report_to="none", bf16=False), train_dataset=chats(),
                 quantization_config=BitsAndBytesConfig(load_in_4bit=True),

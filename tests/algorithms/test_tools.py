@@ -11,6 +11,7 @@ from posttrain.data.chat import with_template
 from posttrain.data.templates import FAMILIES, training_template
 from tests.algorithms.helpers import grpo_args, prompts, weights
 from tests.conftest import build_model
+from tests.wordings import raises
 
 EOS = 2
 CALL = '<tool_call>\n{"name": "double", "arguments": {"n": 21}}\n</tool_call>'
@@ -230,11 +231,11 @@ def test_environments_alone_need_neither_dataset_nor_reward_function(tokenizer, 
 
 def test_without_a_dataset_three_things_are_asked_for(tokenizer, tmp_path):
     engine = speaker(tokenizer, "x")
-    with pytest.raises(DataError, match="only an environment_factory can do without"):
+    with raises(DataError, "environment_factory"):
         trainer_of(tmp_path, tokenizer, engine, data=False)
-    with pytest.raises(ConfigError, match="column 'environment'"):
+    with raises(ConfigError, "'environment'"):
         trainer_of(tmp_path, tokenizer, engine, data=False, keys={"environment_factory": {"walk": Walk}})
-    with pytest.raises(ConfigError, match="set max_steps above 0"):
+    with raises(ConfigError, "max_steps", "0"):
         trainer_of(tmp_path, tokenizer, engine, data=False, keys={"environment_factory": Walk}, max_steps=-1)
 
 
@@ -377,13 +378,13 @@ def test_a_reset_that_fails_stops_training_and_closes_the_environments(tokenizer
     Walk.alive = Broken.alive = 0
     engine = speaker(tokenizer, lambda i: MOVE % (i + 1), "x")
     trainer = trainer_of(tmp_path, tokenizer, engine, data=False, keys={"environment_factory": Broken})
-    with pytest.raises(RolloutError, match="environment Broken, row 0: reset raised ConnectionError: gone"):
+    with raises(RolloutError, "row 0"):
         trainer.train()
     assert Broken.alive == 0
 
 
 def test_columns_that_a_reset_would_get_are_not_removed_in_silence(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match=r"remove_unused_columns=True would leave out \['answer'\]"):
+    with raises(ConfigError, "remove_unused_columns=True", "'answer'"):
         trainer_of(
             tmp_path, tokenizer, ScriptedEngine([]), rewards=None, keys={"environment_factory": Walk},
             remove_unused_columns=True,
@@ -392,7 +393,7 @@ def test_columns_that_a_reset_would_get_are_not_removed_in_silence(tokenizer, tm
 
 def test_columns_of_an_evaluation_set_are_not_removed_in_silence_either(tokenizer, tmp_path):
     data = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": "go"}]}] * 8)
-    with pytest.raises(ConfigError, match=r"remove_unused_columns=True would leave out \['level'\]"):
+    with raises(ConfigError, "remove_unused_columns=True", "'level'"):
         trainer_of(
             tmp_path, tokenizer, ScriptedEngine([]), rewards=None, data=data, remove_unused_columns=True,
             keys={"environment_factory": Walk, "eval_dataset": data.add_column("level", list(range(8)))},
@@ -446,15 +447,15 @@ def test_the_given_tokenizer_keeps_its_template_and_gets_no_schema(tokenizer, tm
 def test_what_cannot_work_with_tools_is_refused(tokenizer, tiny_tokenizer, tmp_path):
     engine = speaker(tokenizer, "x")
     plain = datasets.Dataset.from_list([{"prompt": "text"}] * 8)
-    with pytest.raises(ModelError, match="tools need a chat template"):
+    with raises(ModelError):
         trainer_of(tmp_path, tiny_tokenizer, engine, keys={"tools": [double]})
-    with pytest.raises(DataError, match="tools need conversational prompts"):
+    with raises(DataError):
         trainer_of(tmp_path, tokenizer, engine, data=plain, keys={"tools": [double]})
-    with pytest.raises(ConfigError, match="must hold named functions"):
+    with raises(ConfigError):
         trainer_of(tmp_path, tokenizer, engine, keys={"tools": ["double"]})
-    with pytest.raises(ConfigError, match="two tools are called 'move'"):
+    with raises(ConfigError, "'move'"):
         trainer_of(tmp_path, tokenizer, engine, keys={"environment_factory": Walk, "tools": [Walk().move]})
-    with pytest.raises(ConfigError, match="rollout_func runs whole episodes itself"):
+    with raises(ConfigError, "rollout_func"):
         trainer_of(tmp_path, tokenizer, engine, keys={"tools": [double], "rollout_func": print})
     for name, value in {
         "max_tool_calling_iterations": -2, "max_tool_output_tokens": 0, "tool_workers": -1, "tool_timeout": 0.0,

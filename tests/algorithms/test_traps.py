@@ -31,6 +31,7 @@ from posttrain.types import Row
 from tests.algorithms.helpers import chats, grpo, losses, sft, weights
 from tests.algorithms.test_reward import alone, reward, scorer
 from tests.conftest import build_model, build_tokenizer
+from tests.wordings import raises
 
 LORA = {"r": 4, "target_modules": ["q_proj"]}
 ROWS = [Row([5, 6, 7], [[8, 9, 10, 11]], [[1] * 4])]
@@ -73,9 +74,9 @@ def test_trap_37_an_adapter_gets_gradients_through_checkpointed_layers():
 
 
 def test_trap_38_a_pattern_that_matches_nothing_does_not_freeze_the_model(tiny_model):
-    with pytest.raises(ModelError, match=r"no parameter of LlamaForCausalLM matches modle.layers.\{layer\} at layer 1"):
+    with raises(ModelError, "1"):
         create_reference_model(tiny_model, num_shared_layers=1, pattern="modle.layers.{layer}")
-    with pytest.raises(ModelError, match="the whole model would be frozen"):
+    with raises(ModelError):
         create_reference_model(tiny_model, num_shared_layers=99)
     assert all(parameter.requires_grad for parameter in tiny_model.parameters())
 
@@ -311,7 +312,7 @@ def test_trap_48_t39_several_gpus_and_one_process_are_refused_with_the_launch_co
     args = SFTConfig(str(tmp_path), report_to="none", bf16=False)
     assert args.n_gpu <= 1
     args._n_gpu = 2
-    with pytest.raises(ConfigError, match=r"2 GPUs are visible to one process.*accelerate launch --num_processes 2"):
+    with raises(ConfigError, "2", "num_processes"):
         SFTTrainer(build_model(len(tiny_tokenizer)), args, train_dataset=chats(), processing_class=tiny_tokenizer)
 
 
@@ -546,20 +547,20 @@ def test_t44_the_score_is_read_at_the_eos_although_it_is_the_pad_token(tiny_toke
 def test_t45_a_reward_model_is_refused_by_trainers_that_generate(tiny_tokenizer, tmp_path, monkeypatch, given):
     model = scorer(tiny_tokenizer)
     if given == "object":
-        with pytest.raises(ModelError, match="LlamaForSequenceClassification, which has no language-model head"):
+        with raises(ModelError):
             sft(tmp_path, tiny_tokenizer, model=model)
         check_model_source(model, generative=False)
         return
     model.save_pretrained(tmp_path / "reward")
     if given == "folder":
-        with pytest.raises(ModelError, match="LlamaForSequenceClassification, which has no language-model head"):
+        with raises(ModelError):
             check_model_source(str(tmp_path / "reward"))
         return
     import transformers
 
     read = transformers.AutoConfig.from_pretrained
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **_: read(tmp_path / "reward"))
-    with pytest.raises(ModelError, match="'owner/reward' is a LlamaForSequenceClassification"):
+    with raises(ModelError, "'owner/reward'"):
         create_model_from_path("owner/reward")
 
 

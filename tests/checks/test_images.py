@@ -10,6 +10,7 @@ import pytest
 from posttrain.checks import images as checks
 from posttrain.checks.images import image_size, unreadable
 from posttrain.checks.registry import Context
+from tests.wordings import raises
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -101,7 +102,7 @@ def test_sizes_come_from_headers_of_files_bytes_and_objects(tmp_path):
     assert unreadable(data) == "" and unreadable(Image.new("RGB", (5, 3))) == ""
     assert unreadable(data[: len(data) // 2])
     for nothing in (None, {"bytes": None, "path": None}):
-        with pytest.raises(ValueError, match="there is no picture"):
+        with raises(ValueError):
             image_size(nothing)
 
 

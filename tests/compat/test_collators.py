@@ -17,6 +17,7 @@ from posttrain.compat.collators import (
 )
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from tests.conftest import build_model
+from tests.wordings import raises
 
 PAD = 9
 positions_of = DataCollatorForLanguageModeling.get_position_ids_from_packed_seq_lengths
@@ -160,19 +161,19 @@ def test_position_ids_of_packed_lengths_vector():
 
 
 def test_zero_length_document_is_refused_instead_of_shifting_the_restart():
-    with pytest.raises(DataError, match=r"row 1 .*\[2, 0, 1\] must all be at least 1"):
+    with raises(DataError, "row 1", "2", "0", "1"):
         positions_of([[3], [2, 0, 1]])
-    with pytest.raises(DataError, match=r"row 0 .*\[\] must"):
+    with raises(DataError, "row 0"):
         positions_of([[]])
 
 
 def test_seq_lengths_that_do_not_add_up_are_refused_with_both_numbers():
-    with pytest.raises(DataError, match=r"row 0 .*\[2, 2\] add up to 4, and the row has 5 tokens"):
+    with raises(DataError, "row 0", "2", "4", "5"):
         DataCollatorForLanguageModeling(PAD, padding_free=True)(rows([1, 2, 3, 4, 5], seq_lengths=[[2, 2]]))
 
 
 def test_packed_rows_with_the_padded_collator_are_refused():
-    with pytest.raises(DataError, match=r"rows are packed .*padding_free=True"):
+    with raises(DataError, "padding_free=True"):
         DataCollatorForLanguageModeling(PAD)(rows([1, 2, 3], seq_lengths=[[1, 2]]))
 
 
@@ -182,9 +183,9 @@ def test_given_labels_are_kept_and_missing_ones_in_some_rows_are_refused(padding
     batch = collate(rows([1, 2, 3], [4, 5], labels=[[-100, -100, 3], [-100, 5]]))
     expected = [[-100, -100, 3, -100, 5]] if padding_free else [[-100, -100, 3], [-100, 5, -100]]
     assert batch["labels"].tolist() == expected
-    with pytest.raises(DataError, match=r"row 1 .*no 'labels', and row 0 has"):
+    with raises(DataError, "row 1", "'labels'", "row 0"):
         collate([{"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [3]}])
-    with pytest.raises(DataError, match=r"row 0 .*1 labels for 2 input_ids"):
+    with raises(DataError, "row 0", "1", "2", "input_ids"):
         collate(rows([1, 2], labels=[[2]]))
 
 
@@ -235,7 +236,7 @@ def test_preference_truncates_prompt_and_completion_together_before_padding():
 
 
 def test_unknown_truncation_mode_is_refused_at_construction():
-    with pytest.raises(ConfigError, match=r"truncation_mode='keep_strat' .*did you mean 'keep_start'"):
+    with raises(ConfigError, "truncation_mode='keep_strat'", "'keep_start'"):
         DataCollatorForPreference(PAD, truncation_mode="keep_strat")
 
 
@@ -247,7 +248,7 @@ def test_max_length_below_one_is_refused_at_construction(collator, limit):
 
 
 def test_row_whose_prompt_fills_the_limit_is_refused_instead_of_training_nothing():
-    with pytest.raises(DataError, match=r"row 1 .*prompt has 2 tokens and max_length=2 .*'chosen_ids'"):
+    with raises(DataError, "row 1", "2", "max_length=2", "'chosen_ids'"):
         DataCollatorForPreference(PAD, max_length=2)(PAIRS)
     with pytest.raises(DataError, match=r"row 0 .*'completion_ids'"):
         DataCollatorForUnpairedPreference(PAD, max_length=2)(LABELLED)
@@ -262,9 +263,9 @@ def test_reference_log_probs_are_float_vectors_and_must_be_in_every_row():
     assert batch["ref_chosen_logps"].tolist() == [-1.5, -3.0]
     assert batch["ref_rejected_logps"].tolist() == [-2.0, -4.0]
     assert batch["ref_rejected_logps"].dtype == torch.float32
-    with pytest.raises(DataError, match=r"row 1 .*no 'ref_chosen_logps', and row 0 has"):
+    with raises(DataError, "row 1", "'ref_chosen_logps'", "row 0"):
         DataCollatorForPreference(PAD)([examples[0], PAIRS[1]])
-    with pytest.raises(DataError, match=r"row 0 .*'ref_chosen_logps', is \[1.0\]"):
+    with raises(DataError, "row 0", "'ref_chosen_logps'", "1.0"):
         DataCollatorForPreference(PAD)([examples[0] | {"ref_chosen_logps": [1.0]}, examples[1]])
 
 
@@ -299,7 +300,7 @@ def test_kl_rows_have_a_length_of_their_own_and_are_optional():
         "completion_mask",
         "label",
     }
-    with pytest.raises(DataError, match=r"row 1 .*no 'KL_completion_ids'"):
+    with raises(DataError, "row 1", "'KL_completion_ids'"):
         DataCollatorForUnpairedPreference(PAD)([LABELLED[0], without[1]])
 
 
@@ -312,7 +313,7 @@ def test_labels_of_zero_and_one_become_bool(good):
 
 @pytest.mark.parametrize("bad", ["true", None, 2, -1, 0.9, 1.0])
 def test_labels_that_are_no_bool_are_refused_with_their_row(bad):
-    with pytest.raises(DataError, match=r"row 1 .*column 'label', is .*True or False"):
+    with raises(DataError, "row 1", "'label'"):
         DataCollatorForUnpairedPreference(PAD)([LABELLED[0], LABELLED[1] | {"label": bad}])
 
 
@@ -341,9 +342,9 @@ def test_margin_is_float32_and_missing_in_one_row_is_refused():
     assert margin.tolist() == [1.0, 0.25]
     assert margin.dtype == torch.float32
     for broken in ([examples[0], REWARDS[1]], [examples[0], REWARDS[1] | {"margin": None}]):
-        with pytest.raises(DataError, match=r"row 1 .*no 'margin', and row 0 has"):
+        with raises(DataError, "row 1", "'margin'", "row 0"):
             DataCollatorForReward(PAD)(broken)
-    with pytest.raises(DataError, match=r"row 0 .*no 'margin', and row 1 has"):
+    with raises(DataError, "row 0", "'margin'", "row 1"):
         DataCollatorForReward(PAD)([REWARDS[0], examples[1]])
 
 
@@ -386,7 +387,7 @@ def test_empty_row_is_refused_instead_of_turning_ids_to_float(collator, examples
 
 @every_collator
 def test_empty_batch_is_refused(collator, examples, column):
-    with pytest.raises(DataError, match="empty batch"):
+    with raises(DataError):
         collator(PAD)([])
 
 
@@ -427,7 +428,7 @@ def test_padding_to_a_multiple_adds_only_padding(collator, examples, column):
 
 @every_collator
 def test_missing_pad_token_other_frameworks_and_rows_that_are_no_dicts_are_refused(collator, examples, column):
-    with pytest.raises(ConfigError, match="pad_token_id=None must be a token id"):
+    with raises(ConfigError, "pad_token_id=None"):
         collator(pad_token_id=None)
     with pytest.raises(ConfigError, match="pad_to_multiple_of=0"):
         collator(PAD, pad_to_multiple_of=0)
@@ -435,7 +436,7 @@ def test_missing_pad_token_other_frameworks_and_rows_that_are_no_dicts_are_refus
         collator(PAD, return_tensors="tf")
     with pytest.raises(ConfigError, match="return_tensors='np'"):
         collator(PAD)(examples, return_tensors="np")
-    with pytest.raises(ArgumentTypeError, match="row 0 of the batch is a list"):
+    with raises(ArgumentTypeError, "row 0"):
         collator(PAD)([[1, 2]])
 
 

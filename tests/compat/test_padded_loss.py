@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 import posttrain as pt
 from posttrain import ConfigError
 from tests.algorithms.every_trainer import EVERY, OFFLINE, data, every
+from tests.wordings import raises
 
 everyone = pytest.mark.parametrize("kind", sorted(set(EVERY) - {"ppo"}))
 # Plain descent: Adam would turn rounding of a zero gradient into steps.
@@ -192,14 +193,14 @@ def test_changed_tokens_are_refused_by_name(tokenizer, tmp_path):
             inputs["input_ids"] = inputs["input_ids"][:, :-1]
             return super().compute_loss(model, inputs)
 
-    with pytest.raises(ConfigError, match=r"inputs\['input_ids'\] was changed .*override rows"):
+    with raises(ConfigError, "'input_ids'"):
         every("sft", tmp_path, tokenizer, cls=Mine).train()
 
     class Other(pt.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return super().compute_loss(model, {"input_ids": inputs["input_ids"]})
 
-    with pytest.raises(ConfigError, match="not the inputs of this step"):
+    with raises(ConfigError):
         every("sft", tmp_path, tokenizer, cls=Other).train()
 
 

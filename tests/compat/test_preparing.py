@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import posttrain
 from posttrain.errors import ArgumentTypeError, ConfigError
+from tests.wordings import raises
 
 LORA = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
 
@@ -23,7 +24,7 @@ def test_checkpointing_is_back_with_the_layers_that_had_it_even_after_an_excepti
     tiny_model.model.layers[1].gradient_checkpointing = False
     before = [m.gradient_checkpointing for m in layers(tiny_model)]
     assert True in before and False in before
-    with pytest.raises(RuntimeError, match="stop"), posttrain.disable_gradient_checkpointing(tiny_model):
+    with raises(RuntimeError), posttrain.disable_gradient_checkpointing(tiny_model):
         assert not any(m.gradient_checkpointing for m in layers(tiny_model))
         raise RuntimeError("stop")
     assert [m.gradient_checkpointing for m in layers(tiny_model)] == before
@@ -70,10 +71,10 @@ def test_an_adapter_trains_through_frozen_embeddings_under_checkpointing(tiny_mo
 
 def test_two_adapters_and_no_adapter_config_are_refused(tiny_model):
     args = SimpleNamespace(gradient_checkpointing=False, bf16=False)
-    with pytest.raises(ArgumentTypeError, match=r"peft\.PeftConfig, not dict"):
+    with raises(ArgumentTypeError):
         posttrain.prepare_peft_model(tiny_model, {"r": 4}, args)
     model = posttrain.prepare_peft_model(tiny_model, LORA, args)
-    with pytest.raises(ConfigError, match="already is a PeftModel"):
+    with raises(ConfigError):
         posttrain.prepare_peft_model(model, LORA, args)
 
 

@@ -24,6 +24,7 @@ from posttrain.compat.tensors import (
     truncate_right,
 )
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from tests.wordings import raises
 
 NAN = math.nan
 
@@ -76,33 +77,33 @@ def test_pad_passes_gradients_to_its_inputs():
 
 
 def test_pad_refuses_mixed_dtypes_instead_of_truncating_floats():
-    with pytest.raises(DataError, match=r"tensor 1 has dtype torch.float32, and tensor 0 has torch.int64"):
+    with raises(DataError, "1", "torch.float32", "0", "torch.int64"):
         pad([torch.tensor([1]), torch.tensor([1.5])])
 
 
 def test_pad_refuses_an_untyped_empty_row_that_would_turn_ids_to_float():
-    with pytest.raises(DataError, match=r"tensor 1 has dtype torch.int64, and tensor 0 has torch.float32"):
+    with raises(DataError, "1", "torch.int64", "0", "torch.float32"):
         pad([torch.tensor([]), torch.tensor([1, 2])])
 
 
 def test_pad_refuses_mixed_devices():
-    with pytest.raises(DataError, match=r"tensor 1 has device meta, and tensor 0 has cpu"):
+    with raises(DataError, "1", "0"):
         pad([torch.ones(1), torch.ones(1, device="meta")])
 
 
 def test_pad_refuses_mixed_ranks_and_scalars():
-    with pytest.raises(DataError, match=r"tensor 1 has dimensions 2, and tensor 0 has 1"):
+    with raises(DataError, "1", "2", "0"):
         pad([torch.ones(1), torch.ones(1, 1)])
-    with pytest.raises(DataError, match=r"tensor 0 is a scalar"):
+    with raises(DataError, "0"):
         pad([torch.tensor(1)])
 
 
 def test_pad_refuses_nothing_lists_unknown_sides_and_multiples_below_one():
-    with pytest.raises(DataError, match="no tensors"):
+    with raises(DataError):
         pad([])
-    with pytest.raises(ArgumentTypeError, match="item 1 is a list"):
+    with raises(ArgumentTypeError, "1"):
         pad([torch.ones(1), [1.0]])
-    with pytest.raises(ConfigError, match=r"padding_side='rigth' .*did you mean 'right'"):
+    with raises(ConfigError, "padding_side='rigth'", "'right'"):
         pad([torch.ones(1)], padding_side="rigth")
     with pytest.raises(ConfigError, match="pad_to_multiple_of=0"):
         pad([torch.ones(1)], pad_to_multiple_of=0)
@@ -110,7 +111,7 @@ def test_pad_refuses_nothing_lists_unknown_sides_and_multiples_below_one():
 
 @pytest.mark.parametrize("value", [0.5, NAN])
 def test_pad_refuses_a_padding_value_that_integers_cannot_hold(value):
-    with pytest.raises(DataError, match=r"padding_value=.* does not fit .*int64"):
+    with raises(DataError, "padding_value", "int64"):
         pad([torch.tensor([1])], padding_value=value)
     assert pad([torch.tensor([1.0]), torch.tensor([])], padding_value=0.5).tolist() == [[1.0], [0.5]]
 
@@ -198,13 +199,13 @@ def test_flush_left_keeps_the_order_of_long_rows():
 
 
 def test_flush_left_refuses_other_masks_and_shapes():
-    with pytest.raises(DataError, match="values other than 0 and 1"):
+    with raises(DataError, "0", "1"):
         flush_left(t([0, 2]))
-    with pytest.raises(DataError, match=r"shape \(2,\)"):
+    with raises(DataError, "2"):
         flush_left(torch.ones(2))
-    with pytest.raises(DataError, match=r"tensor 0 has shape \(1, 3\), and the mask \(1, 2\)"):
+    with raises(DataError, "0", "1", "3", "2"):
         flush_left(t([0, 1]), t([1, 2, 3]))
-    with pytest.raises(DataError, match="2 fill values for 1 tensors"):
+    with raises(DataError, "2", "1"):
         flush_left(t([0, 1]), t([1, 2]), fill_value=[1, 2])
 
 
@@ -245,7 +246,7 @@ def test_truncate_right_leaves_its_input_alone_and_refuses_no_stop_tokens():
     before = IDS.clone()
     truncate_right(IDS, 8, 0)
     assert torch.equal(IDS, before)
-    with pytest.raises(DataError, match="empty list"):
+    with raises(DataError):
         truncate_right(IDS, [], 0)
 
 
@@ -332,9 +333,9 @@ def test_masked_statistics_are_numpys_of_what_is_kept(mask, seed):
     values, m = torch.from_numpy(x), torch.from_numpy(mask)
     if kept.size == 0:
         assert masked_mean(values, m).isnan()
-        with pytest.raises(DataError, match="keeps none of its 15 values"):
+        with raises(DataError, "15"):
             masked_var(values, m)
-        with pytest.raises(DataError, match="keeps none"):
+        with raises(DataError):
             masked_whiten(values, m)
         return
     assert masked_mean(values, m).item() == pytest.approx(kept.mean())

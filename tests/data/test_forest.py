@@ -1,6 +1,5 @@
 """The token forest: every completion exactly once, prompts shared, predictors right, budgets kept."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +7,7 @@ from hypothesis import strategies as st
 from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.errors import DataError
 from posttrain.types import Row
+from tests.wordings import raises
 
 
 def row(prompt, *completions, **columns):
@@ -55,11 +55,11 @@ def test_a_group_longer_than_the_limit_is_split_with_its_prompt():
 
 
 def test_wrong_lengths_are_named_with_both_numbers():
-    with pytest.raises(DataError, match="2 token ids but a loss mask of length 1"):
+    with raises(DataError, "2", "1"):
         collate([Row([1], [[2, 3]], [[1]])], pad_token_id=0)
-    with pytest.raises(DataError, match="'advantages': 1 values for 2 completions"):
+    with raises(DataError, "'advantages'", "1", "2"):
         collate([row([1], [2], [3], sequence_columns={"advantages": [0.5]})], pad_token_id=0)
-    with pytest.raises(DataError, match="empty list of rows"):
+    with raises(DataError):
         collate([], pad_token_id=0)
 
 

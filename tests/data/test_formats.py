@@ -15,6 +15,7 @@ from posttrain.data.formats import (
     strip_none,
 )
 from posttrain.errors import ArgumentTypeError, DataError
+from tests.wordings import raises
 
 
 def user(text):
@@ -82,13 +83,13 @@ def test_sharegpt_becomes_messages_with_roles_of_chat_templates(caplog):
     assert repr(row) == before
     already = {"messages": [user("q")]}
     assert maybe_convert_to_chatml(already) == already
-    with pytest.raises(DataError, match="both 'conversations' and 'messages'"):
+    with raises(DataError, "'conversations'", "'messages'"):
         maybe_convert_to_chatml({"conversations": [], "messages": []})
 
 
 def test_none_is_stripped_from_mappings_and_kept_in_lists():
     assert remove_none_values([{"a": None, "b": [None, {"c": None}]}, None]) == [{"b": [None, {}]}, None]
-    with pytest.raises(ArgumentTypeError, match="not int"):
+    with raises(ArgumentTypeError):
         remove_none_values(3)
 
 
@@ -137,9 +138,9 @@ def test_conversations_are_described_as_such():
 def test_mixed_rows_are_refused_by_number_and_not_by_the_first_row():
     rows = [{"prompt": "a"}, {"prompt": [user("b")]}]
     stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
-    with pytest.raises(DataError, match="row 1 is conversational and row 0 is plain text"):
+    with raises(DataError, "row 1", "row 0"):
         describe_dataset(stream)
-    with pytest.raises(DataError, match=r"columns \['question'\] fit no dataset type"):
+    with raises(DataError, "'question'"):
         describe_dataset(datasets.Dataset.from_dict({"question": ["a"]}))
-    with pytest.raises(DataError, match="empty"):
+    with raises(DataError):
         describe_dataset(datasets.Dataset.from_dict({"text": []}))

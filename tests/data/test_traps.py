@@ -27,6 +27,7 @@ from posttrain.models.attention import forest_mask
 from posttrain.models.forward import forward, sequence_logps
 from posttrain.types import Row
 from tests.conftest import CHAT_TEMPLATE, build_model, build_tokenizer
+from tests.wordings import raises
 
 QUESTION = {"role": "user", "content": "What is 2?"}
 ANSWER = {"role": "assistant", "content": "A number."}
@@ -82,7 +83,7 @@ def test_trap_1_t1_a_packer_that_loses_tokens_is_caught_by_counts_and_checksum(m
         packing, "_best_fit", lambda columns, plan, row: {k: v[:1] for k, v in kept(columns, plan, row).items()}
     )
     data = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]]})
-    with pytest.raises(DataError, match="packing lost or doubled items: 6 went in and 3 came out"):
+    with raises(DataError, "6", "3"):
         pack_dataset(data, 4, map_kwargs={"load_from_cache_file": False})
 
 
@@ -142,9 +143,9 @@ def test_trap_7_rows_that_are_packed_are_never_packed_or_cut_again(tiny_tokenize
     packed = prepared(rows, tiny_tokenizer, packing="bfd", max_length=32)
     again, _ = prepare_sft_dataset(packed, tiny_tokenizer, SupervisedOptions(packing="bfd", max_length=8))
     assert again.to_list() == packed.to_list()
-    with pytest.raises(DataError, match="already packed"):
+    with raises(DataError):
         pack_dataset(packed, 8)
-    with pytest.raises(DataError, match="already packed"):
+    with raises(DataError):
         truncate_dataset(packed, 8)
 
 
@@ -157,7 +158,7 @@ def test_trap_8_dropped_rows_are_counted_and_an_empty_rest_is_refused(tiny_token
     with caplog.at_level(logging.WARNING):
         assert len(prepare_reward_dataset(data, tiny_tokenizer, max_length=20)) == 1
     assert "dropped 1 of 2 rows (1 longer than max_length=20)" in caplog.text
-    with pytest.raises(DataError, match="no row of the train dataset is left: of 2"):
+    with raises(DataError, "2"):
         prepare_reward_dataset(data, tiny_tokenizer, max_length=2)
 
 
@@ -167,7 +168,7 @@ def test_trap_9_rows_whose_labels_are_all_ignored_after_the_cut_never_train(tiny
         data, report = prepare(rows, tiny_tokenizer, max_length=20)
     assert len(data) == 1
     assert report.dropped == {"cut at max_length before their first trained token": 1}
-    with pytest.raises(DataError, match="no row of the train dataset is left"):
+    with raises(DataError):
         prepared(rows[:1], tiny_tokenizer, max_length=20)
 
 
@@ -175,7 +176,7 @@ def test_trap_9_rows_that_skip_preparation_and_train_nothing_are_refused():
     idle = datasets.Dataset.from_dict(
         {"input_ids": [[5, 6, 7]], "labels": [[5, -100, -100]]}
     )  # Nothing predicts a first.
-    with pytest.raises(DataError, match="none of the first 1 train rows trains a token"):
+    with raises(DataError, "1"):
         check_prepared(idle, "train", 100)
     check_prepared(datasets.Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[-100, 6]]}), "train", 100)
 
@@ -254,7 +255,7 @@ def test_trap_13_unpaired_answers_alternate_so_that_batches_in_order_hold_both_l
 
 def test_trap_14_unpairing_never_overwrites_a_column():
     data = datasets.Dataset.from_dict({"prompt": ["p"], "chosen": ["a"], "rejected": ["b"], "label": [3]})
-    with pytest.raises(DataError, match=r"already has \['label'\], which would be overwritten"):
+    with raises(DataError, "'label'"):
         unpair_preference_dataset(data)
 
 
@@ -282,7 +283,7 @@ def test_trap_16_sharegpt_speakers_become_roles_and_are_told_once(tiny_tokenizer
 def test_trap_17_reasoning_that_the_template_leaves_out_is_refused(tiny_tokenizer):
     """The template of the fixture writes content alone: a thinking model would be taught to answer without thinking."""
     rows = [{"messages": [QUESTION, {**ANSWER, "reasoning_content": "two is even"}]}]
-    with pytest.raises(ModelError, match=r"(?s)train dataset: .*\[PT-K116\].*row 0"):
+    with raises(ModelError, "PT-K116", "row 0"):
         prepared(rows, tiny_tokenizer)
 
 
@@ -335,7 +336,7 @@ def outside(template):
 def test_trap_19_an_end_of_turn_outside_the_marks_is_refused_with_assistant_only_loss(tiny_tokenizer):
     tiny_tokenizer.chat_template = outside(CHAT_TEMPLATE)
     rows = [{"messages": [QUESTION, ANSWER]}]
-    with pytest.raises(DataError, match="no row trains a token that ends a turn"):
+    with raises(DataError):
         prepared(rows, tiny_tokenizer, assistant_only_loss=True)
     assert trained(prepared(rows, tiny_tokenizer)[0], tiny_tokenizer).endswith("A number.<|im_end|>\n")
 
@@ -459,7 +460,7 @@ def test_trap_30_fewer_prompts_than_one_generation_are_refused():
 def test_trap_31_splitting_a_batch_leaves_no_sample_out():
     parts = split_tensor_dict({"ids": torch.arange(6)[:, None]}, 3)
     assert [part["ids"].flatten().tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(DataError, match="7 rows cannot be cut into 3 equal chunks"):
+    with raises(DataError, "7", "3"):
         split_tensor_dict({"ids": torch.arange(7)[:, None]}, 3)
 
 
@@ -473,9 +474,7 @@ def test_trap_34_the_kl_term_never_pairs_a_prompt_with_an_answer_of_its_own(tmp_
         assert all(prompts[p] != prompts[i] for i, p in enumerate(found)), (prompts, found)
     assert partners([Row([1], [[5]], [[1]])]) == [None]  # No partner rather than itself.
     assert partners([Row([1], [[5]], [[1]]), Row([1], [[6]], [[1]])]) == [None, None]
-    with pytest.raises(
-        ConfigError, match="per_device_train_batch_size=1: the baseline of 'kto' needs an answer to another prompt"
-    ):
+    with raises(ConfigError, "per_device_train_batch_size=1", "'kto'"):
         KTOConfig(str(tmp_path), per_device_train_batch_size=1)
 
 
@@ -487,7 +486,7 @@ def test_trap_35_a_gap_in_the_mask_loses_no_token():
 def test_trap_36_an_empty_first_row_does_not_turn_ids_to_float():
     with pytest.raises(DataError, match="row 0"):
         DataCollatorForLanguageModeling(0)([{"input_ids": []}, {"input_ids": [1]}])
-    with pytest.raises(DataError, match=r"tensor 1 has dtype torch.int64, and tensor 0 has torch.float32"):
+    with raises(DataError, "1", "torch.int64", "0", "torch.float32"):
         pad([torch.tensor([]), torch.tensor([1, 2])])
 
 
@@ -496,7 +495,7 @@ def test_trap_36_an_empty_first_row_does_not_turn_ids_to_float():
 
 @pytest.mark.parametrize("row", [{"text": "all of it"}, {"messages": [QUESTION, ANSWER]}])
 def test_t5_completion_only_loss_without_a_completion_is_refused(tiny_tokenizer, row):
-    with pytest.raises(DataError, match="everything would be trained"):
+    with raises(DataError):
         prepared([row], tiny_tokenizer, completion_only_loss=True)
 
 
@@ -515,12 +514,10 @@ class Rows(list):
 
 def test_t27_mixed_rows_are_refused_by_number(tiny_tokenizer):
     plain, conversational = {"prompt": "q", "completion": "a"}, {"prompt": [QUESTION], "completion": [ANSWER]}
-    with pytest.raises(DataError, match="row 3 is conversational and row 0 is plain text"):
+    with raises(DataError, "row 3", "row 0"):
         formats.describe_dataset(Rows([plain, plain, plain, conversational]))
     # Looked at in a fixed order, never a set's: see also the test that runs other hash seeds.
-    with pytest.raises(
-        DataError, match=r"columns \['chosen', 'rejected'\] hold messages and columns \['prompt'\] hold text"
-    ):
+    with raises(DataError, "'chosen'", "'rejected'", "'prompt'"):
         formats.is_conversational({"prompt": "q", "chosen": [ANSWER], "rejected": [ANSWER]})
     assert isinstance(formats.MESSAGE_COLUMNS, tuple)
 
@@ -530,7 +527,7 @@ def test_t28_each_split_has_its_own_type(tiny_tokenizer):
     plain, parted = [{"text": "whole"}], [{"prompt": "a ", "completion": "b"}]
     assert trained(prepared(parted, tiny_tokenizer)[0], tiny_tokenizer) == "b<|im_end|>"
     assert trained(prepared(plain, tiny_tokenizer)[0], tiny_tokenizer) == "whole<|im_end|>"
-    with pytest.raises(DataError, match="the eval rows have no completion"):
+    with raises(DataError):
         prepare_sft_dataset(
             datasets.Dataset.from_list(plain), tiny_tokenizer, SupervisedOptions(completion_only_loss=True), name="eval"
         )

@@ -22,6 +22,7 @@ from posttrain.losses.divergence import (
     pair_values,
     wpo_weight,
 )
+from tests.wordings import raises
 
 
 def t(*values, dtype=torch.float64, grad=False):
@@ -33,7 +34,7 @@ def test_the_table_holds_exactly_the_public_divergences():
 
 
 def test_an_unknown_divergence_is_named_with_the_closest():
-    with pytest.raises(ConfigError, match=r"f_divergence_type='reverse_lk'.*did you mean 'reverse_kl'"):
+    with raises(ConfigError, "f_divergence_type='reverse_lk'", "'reverse_kl'"):
         link(t(0.0), divergence="reverse_lk")
 
 

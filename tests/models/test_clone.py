@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from posttrain.errors import ModelError
 from posttrain.models.load import VocabularyMismatchError, clone_chat_template
 from tests.conftest import build_model
+from tests.wordings import raises
 
 TEMPLATE = "{% for m in messages %}{{ '<turn>' + m.role + ' ' + m.content + '<stop>' }}{% endfor %}"
 
@@ -187,18 +188,18 @@ def test_a_source_without_a_template_is_refused(tiny_model, tiny_tokenizer, sour
     shutil.rmtree(source)
     other.save_pretrained(source)
     before = len(tiny_tokenizer)
-    with pytest.raises(ModelError, match="no chat template, so there is none to clone"):
+    with raises(ModelError):
         clone_chat_template(tiny_model, tiny_tokenizer, source)
     assert len(tiny_tokenizer) == before
 
 
 def test_a_multiple_below_one_is_refused(tiny_model, tiny_tokenizer, source):
-    with pytest.raises(ModelError, match="at least 1 or None, and it is 0"):
+    with raises(ModelError, "1", "0"):
         clone_chat_template(tiny_model, tiny_tokenizer, source, 0)
 
 
 def test_a_mismatch_is_a_runtime_error_with_both_sizes(tiny_model, tiny_tokenizer, source, monkeypatch):
     monkeypatch.setattr(tiny_model, "resize_token_embeddings", lambda *args, **kwargs: None)
-    with pytest.raises(VocabularyMismatchError, match=r"ids end at \d+ .* has \d+ rows") as caught:
+    with raises(VocabularyMismatchError) as caught:
         clone_chat_template(tiny_model, tiny_tokenizer, source)
     assert isinstance(caught.value, RuntimeError)

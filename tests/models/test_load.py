@@ -8,6 +8,7 @@ from posttrain import ConfigError, create_model_from_path
 from posttrain.models.load import load_classifier
 from posttrain.rewards.model import ModelReward
 from posttrain.training.config import PostTrainingConfig
+from tests.wordings import raises
 
 HALVES = [torch.bfloat16, "bfloat16"]
 
@@ -42,5 +43,5 @@ def test_every_config_knows_torch_dtype_and_refuses_two_that_differ(config, tmp_
     assert args.model_init_kwargs == {"dtype": "bfloat16", "revision": "main"}
     both = config(str(tmp_path), model_init_kwargs={"torch_dtype": torch.bfloat16, "dtype": "bfloat16"})
     assert both.model_init_kwargs == {"dtype": "bfloat16"}
-    with pytest.raises(ConfigError, match=r"torch_dtype=.*float16.*dtype=.*float32"):
+    with raises(ConfigError, "torch_dtype", "float16", "float32"):
         config(str(tmp_path), model_init_kwargs={"torch_dtype": "float16", "dtype": "float32"})

@@ -6,6 +6,7 @@ import torch
 from posttrain.errors import ConfigError
 from posttrain.models.memory import OffloadActivations, get_act_offloading_ctx_manager
 from tests.algorithms.helpers import sft
+from tests.wordings import raises
 
 
 def gradients(model, context):
@@ -40,5 +41,5 @@ def test_parameters_and_small_tensors_stay():
 
 
 def test_it_is_refused_on_a_cpu_before_the_model_loads(tiny_tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match=r"activation_offloading=True .* on the CPU"):
+    with raises(ConfigError, "activation_offloading=True"):
         sft(tmp_path, tiny_tokenizer, activation_offloading=True)

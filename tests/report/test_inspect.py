@@ -12,6 +12,7 @@ from posttrain.errors import DataError
 from posttrain.report.inspect import MOST, Bin, Piece, elide, pieces_of, summarise, to_console, to_html
 from posttrain.report.templates import visible
 from posttrain.types import Finding, Row
+from tests.wordings import raises
 
 BOS, EOS = 1, 2
 
@@ -100,7 +101,7 @@ def test_empty_rows_are_shown_as_they_are_and_no_rows_are_refused(tiny_tokenizer
     summary = summarise([Row([], [[]], [[]])], tiny_tokenizer)
     assert (summary.tokens, summary.padding_share, summary.trained_share) == (0, 0, 0)
     to_html(summary)
-    with pytest.raises(DataError, match="no rows"):
+    with raises(DataError):
         summarise([], tiny_tokenizer)
 
 

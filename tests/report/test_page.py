@@ -14,6 +14,7 @@ from posttrain.errors import ConfigError, DataError
 from posttrain.report.page import read_run, read_runs, render
 from posttrain.report.page.build import content, panels_of
 from tests.report.page_runs import EVIL, break_record, dpo_record, grpo_record
+from tests.wordings import raises
 
 
 class Reader(html.parser.HTMLParser):
@@ -81,12 +82,12 @@ def test_a_broken_record_is_shown_with_notes_and_never_fails(tmp_path):
 
 
 def test_a_folder_without_a_record_is_refused_and_runs_inside_it_are_named(tmp_path):
-    with pytest.raises(DataError, match="is not a folder"):
+    with raises(DataError):
         read_run(tmp_path / "none")
     grpo_record(tmp_path / "a", steps=1)
-    with pytest.raises(DataError, match=r"holds no record of a run .* Runs inside it: a\."):
+    with raises(DataError):
         read_run(tmp_path)
-    with pytest.raises(ConfigError, match="is named twice"):
+    with raises(ConfigError):
         read_runs([tmp_path / "a", tmp_path / "a"])
 
 

@@ -18,6 +18,7 @@ from posttrain.errors import ConfigError
 from posttrain.report.progress import sparkline, watch
 from posttrain.report.record import FolderLock, RunRecord
 from tests.report.page_runs import break_record, grpo_record
+from tests.wordings import raises
 
 
 def shown(folder, *, terminal=False, **options):
@@ -139,7 +140,7 @@ def test_the_page_is_rendered_again_only_when_the_record_changed_and_time_has_pa
 
 
 def test_a_taken_port_and_several_runs_on_the_terminal_are_refused(server, tmp_path, capsys):
-    with pytest.raises(ConfigError, match=r"port \d+ on 127\.0\.0\.1 cannot be used"):
+    with raises(ConfigError, "127.0.0.1"):
         serve([tmp_path / "a"], server.server_address[1])
     assert main(["watch", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert "add --serve" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from posttrain.rewards.math import (
     parse_number,
     string_match_reward,
 )
+from tests.wordings import raises
 
 EQUAL = [
     ("42", "42.0"),
@@ -91,7 +92,7 @@ def test_modes_decide_what_counts():
     assert answers_match("many", "7", mode="number") is False
     assert answers_match("7", "many", mode="number") is None
     assert answers_match("42.0", "42", mode="text") is True  # Normalised text, which spells numbers one way.
-    with pytest.raises(ConfigError, match="did you mean 'number'"):
+    with raises(ConfigError, "'number'"):
         answers_match("1", "1", mode="numbr")
 
 
@@ -160,7 +161,7 @@ def test_string_match_reward_reads_its_column_and_its_pattern():
 
 
 def test_string_match_reward_says_what_is_missing():
-    with pytest.raises(ConfigError, match=r"needs the column 'answer'; it got \['solution'\]"):
+    with raises(ConfigError, "'answer'", "'solution'"):
         string_match_reward()(completions=["a"], solution=["a"])
-    with pytest.raises(ConfigError, match="not a regular expression"):
+    with raises(ConfigError):
         string_match_reward(extract="(")

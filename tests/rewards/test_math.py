@@ -14,6 +14,7 @@ import pytest
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError
 from posttrain.rewards import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 from posttrain.rewards import math as math_rewards
+from tests.wordings import raises
 
 needs_math = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("math_verify", "pebble")),
@@ -215,7 +216,7 @@ def test_cosine_table():
 
 
 def test_cosine_needs_a_length():
-    with pytest.raises(ConfigError, match="max_len=0 must be above 0"):
+    with raises(ConfigError, "max_len=0", "0"):
         get_cosine_scaled_reward(0)
 
 
@@ -232,7 +233,7 @@ def test_r23_answers_that_are_never_readable_are_explained_after_three_batches(c
 
 @needs_math
 def test_r17_columns_of_different_length_are_refused_not_zipped():
-    with pytest.raises(RewardError, match="2 completions and 1 solutions"):
+    with raises(RewardError, "2", "1"):
         accuracy_reward(["a", "b"], ["1"])
 
 

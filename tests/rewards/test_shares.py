@@ -8,6 +8,7 @@ import torch
 
 from posttrain.errors import ConfigError, RewardError
 from posttrain.rewards.runner import RewardRunner, correlation, describe_shares, variance_shares
+from tests.wordings import raises
 
 NAN = float("nan")
 
@@ -145,7 +146,7 @@ def test_each_class_of_environments_has_a_column_and_its_weight_is_one():
 
 def test_an_environment_may_be_the_only_reward_and_its_error_names_it():
     runner = RewardRunner(None, environments=[Game()])
-    with pytest.raises(RewardError, match=r"Game.get_reward\(\) raised RuntimeError: no board \(row 1\)"):
+    with raises(RewardError, "get_reward", "row 1"):
         runner(prompts=["p"] * 2, completions=["a"] * 2, completion_ids=[[1]] * 2, environments=[Game(), Game(None)])
-    with pytest.raises(ConfigError, match="reward_funcs is empty"):
+    with raises(ConfigError, "reward_funcs"):
         RewardRunner(None, environments=[object()])

@@ -17,6 +17,7 @@ from posttrain.rollouts.native import engine as native
 from posttrain.rollouts.server.weight_sync import SHARED_FOLDER
 from posttrain.training.online_config import resolve_auto
 from tests.conftest import build_model
+from tests.wordings import raises
 
 
 class OnGpu(nn.Module):
@@ -87,7 +88,7 @@ def test_auto_takes_native_where_it_is_exact_and_hf_elsewhere(caplog):
 
 
 def test_an_unknown_name_and_an_option_of_another_engine_are_told(caplog):
-    with pytest.raises(ConfigError, match="did you mean 'native'"):
+    with raises(ConfigError, "'native'"):
         create_engine("nativ", build_model(50), pad_token_id=0)
     create_engine("native", build_model(50), pad_token_id=0, cache="static")
     assert "cache_implementation='static' is ignored" in caplog.text

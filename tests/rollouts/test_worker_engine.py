@@ -7,6 +7,7 @@ from posttrain import NativeEngine, RolloutError, RolloutInterrupted, ScriptedEn
 from posttrain.rollouts.workers.engine import ResumableGenerator, begin_completions
 from posttrain.types import Request, Rollout, Sampling
 from tests.conftest import build_model
+from tests.wordings import raises
 
 
 class Interrupted:
@@ -67,7 +68,7 @@ def test_an_engine_without_log_probs_is_refused():
                 for r in super().generate(requests, sampling)
             ]
 
-    with pytest.raises(RolloutError, match="0 log-probs for 2 tokens"):
+    with raises(RolloutError, "0", "2"):
         ResumableGenerator(Silent([[5, 2]])).finish([Request([1])], Sampling(max_new_tokens=4, stop_token_ids=(2,)))
 
 
