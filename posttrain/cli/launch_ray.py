@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from posttrain.cli import ranks
 from posttrain.cli.parser import PosttrainArgumentParser, load_config, split_config
-from posttrain.cli.vllm_serve import vllm_command
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.integrations import is_available, require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
+from posttrain.rollouts.vllm import vllm_command
 from posttrain.serve.server import ServeConfig
 
 __all__ = ["SERVED", "RayArguments", "RayRun", "is_wanted", "run", "split"]
