@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from posttrain.cli import ranks
 from posttrain.cli.parser import PosttrainArgumentParser, load_config, split_config
-from posttrain.cli.vllm_serve import vllm_command
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.integrations import is_available, require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
+from posttrain.rollouts.vllm import vllm_command
 from posttrain.serve.server import ServeConfig
 
 __all__ = ["SERVED", "RayArguments", "RayRun", "is_wanted", "run", "split"]
@@ -301,10 +301,16 @@ class _Placed:
             return INTERRUPTED
         finally:
             # The trainer first: it may still need its servers to save.
-            for tasks in ([trainer] if trainer is not None else [], list(servers)):
-                for task in tasks:
-                    self.ray.cancel(task)
-                self.ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE) if tasks else None
+            self.end([trainer] if trainer is not None else [])
+            self.end(list(servers))
+
+    def end(self, tasks: list[Any]) -> None:
+        """Interrupt the tasks that still run, and wait for them."""
+        running = self.ray.wait(tasks, num_returns=len(tasks), timeout=0)[1] if tasks else []
+        for task in running:
+            self.ray.cancel(task)
+        if running:
+            self.ray.wait(running, num_returns=len(running), timeout=PATIENCE)
 
     def follow(self, trainer: Any, servers: dict[Any, str]) -> int:
         """Wait for the trainer, or for the last of its servers, without which it cannot go on."""

@@ -106,7 +106,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _lazy("cli.report:run"),
     "watch": _lazy("cli.report:watch"),
     "serve": _serve,
-    "vllm-serve": _lazy("cli.vllm_serve:run"),
+    "vllm-serve": _lazy("rollouts.vllm:run_server"),
     "demo": _lazy("cli.demo:run"),
     "env": _env,
 }

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from posttrain.errors import ConfigError, check_choice
 from posttrain.integrations import require
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token
 
-__all__ = ["ServeConfig", "check_token", "run_server"]
+__all__ = ["ServeConfig", "run_server"]
 
 # Seconds. Clients keep connections between steps of training; closed ones would cost them a retry.
 KEEP_ALIVE_S = 120
@@ -54,19 +54,6 @@ class ServeConfig:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} must be 0 (a free one) to 65535.")
         check_token(self.host, self.api_key)
-
-
-def check_token(host: str, api_key: str | None) -> None:
-    """Refuse to listen on an address that others reach without a token: whoever reaches the server replaces its weights.
-
-    Raises:
-        ConfigError: No token, and an address other than loopback.
-    """
-    if host not in LOOPBACK and not api_key:
-        raise ConfigError(
-            f"--host {host} without a token: whoever reaches the server could replace its weights. Fix: set the variable "
-            f"{API_KEY_VARIABLE} for the server and for the trainer, or listen on 127.0.0.1."
-        )
 
 
 def run_server(config: ServeConfig) -> int:

@@ -19,7 +19,8 @@ from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.base import Capabilities, RolloutEngine, create_engine
-from posttrain.rollouts.server.engine import AWAY, ServerEngine
+from posttrain.rollouts.server.engine import ServerEngine
+from posttrain.rollouts.server.pool import AWAY
 from posttrain.rollouts.server.replies import derived_seed, ranked, sampling_body, shape_of
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.training.checks import Checks

@@ -21,6 +21,8 @@ from posttrain.errors import PosttrainError
 from posttrain.training import checkpoint as checkpoints
 
 LOOPBACK = re.compile(r"127\.0\.0\.1:\d+")
+# What servers call a version of the weights: a run that is new every time, and the trainer's number.
+VERSION = re.compile(r"\b[0-9a-f]{8}-(\d+)\b")
 CODE = re.compile(r"\b(PT-[A-Z]\d{3})\b")
 
 
@@ -175,7 +177,8 @@ def observe(case: Case, folder: Path) -> Result:
         package.removeHandler(ear)
     result.lost = scene.note or lost(scene)
     for notice in result.notices:  # The same words in every run.
-        notice.text = LOOPBACK.sub("127.0.0.1:8000", notice.text.replace(str(folder), "runs/a"))
+        text = LOOPBACK.sub("127.0.0.1:8000", notice.text.replace(str(folder), "runs/a"))
+        notice.text = VERSION.sub(r"RUN-\1", text)
     return result
 
 

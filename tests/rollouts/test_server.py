@@ -312,7 +312,7 @@ def test_the_client_updates_a_whole_model(made, stub, model):
 def test_a_server_of_another_machine_takes_no_weights_through_shared_memory(engine, stub, model):
     (server,) = engine.fleet.live
     server.client.host = "10.0.0.9"
-    with pytest.raises(WeightSyncError, match="another machine.*nccl") as caught:
+    with pytest.raises(WeightSyncError, match=r"another machine.*nccl") as caught:
         engine.load_weights(Weights(model), 2)
     assert caught.value.phase == "begin"
 

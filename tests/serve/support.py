@@ -9,8 +9,7 @@ import requests
 import uvicorn
 
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.serve.engines import ServedEngine
-from posttrain.serve.host import Host, create_app
+from posttrain.serve.host import Host, ServedEngine, create_app
 from posttrain.serve.server import ServeConfig
 from tests.conftest import build_model
 

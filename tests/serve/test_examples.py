@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from posttrain.cli.parser import PosttrainArgumentParser
-from posttrain.cli.vllm_serve import vllm_command
+from posttrain.rollouts.vllm import vllm_command
 from posttrain.serve.server import ServeConfig
 
 FOLDER = Path(__file__).parents[2] / "examples" / "serving"

@@ -443,9 +443,9 @@ class VLLMClient:
             )
         # A server that hangs is noticed now, not at the end of a longer call.
         self.health()
-        self.pause()
         if self.facts.get("transfer") == "nccl" and self.communicator is None:
             self.init_communicator()
+        self.pause()
         self.call("POST", "/update_weight_version", {"new_version": INCOMPLETE}, timeout=QUICK)
         start = functools.partial(self.call, "POST", "/start_weight_update", {}, timeout=self.sync_timeout)
         try:

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from posttrain.errors import BadRequest, RolloutServerError, ServerBusy, ServerUnreachable, WeightSyncError
+from posttrain.errors import BadRequest, RolloutServerError, ServerUnreachable, WeightSyncError
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed
 from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.server.pool import Server, ServerPool, Urls
+from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
 from posttrain.rollouts.server.replies import check_each, derived_seed, read_choice, sampling_body
 from posttrain.rollouts.server.weight_sync import Pusher
 from posttrain.rollouts.workers.shared_weights import as_dtype
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 RETRIES = 3
 # Seconds between two looks for a server that is gone.
 WAIT = 2.0
-# Errors of a server that may come back by itself.
-AWAY = (ServerUnreachable, ServerBusy)
 # Fields of `Sampling` that servers have no rule for.
 UNKNOWN = ("no_repeat_ngram",)
 Found = TypeVar("Found")

@@ -18,12 +18,14 @@ from filelock import FileLock, Timeout
 from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable
 from posttrain.rollouts.server.client import VLLMClient
 
-__all__ = ["Server", "ServerPool", "Urls"]
+__all__ = ["AWAY", "Server", "ServerPool", "Urls"]
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two looks at who has come or gone.
 REFRESH_SECONDS = 5.0
+# Errors of a server that may come back by itself.
+AWAY = (ServerUnreachable, ServerBusy)
 
 Urls = str | Path | Sequence[str] | Callable[[], Sequence[str]]
 

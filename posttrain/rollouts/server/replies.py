@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.errors import RolloutServerError
+from posttrain.errors import ConfigError, RolloutServerError
 from posttrain.rollouts.base import check_requests
 from posttrain.types import Request, Rollout, Sampling
 
@@ -17,6 +17,7 @@ __all__ = [
     "LOOPBACK",
     "Scores",
     "check_each",
+    "check_token",
     "checked_choices",
     "derived_seed",
     "ranked",
@@ -37,6 +38,19 @@ INCOMPLETE = "incomplete"
 SEEDS = 2**62
 # What vLLM writes in place of minus infinity.
 NO_LOGP = -9999.0
+
+
+def check_token(host: str, api_key: str | None) -> None:
+    """Refuse to listen on an address that others reach without a token: whoever reaches the server replaces its weights.
+
+    Raises:
+        ConfigError: No token, and an address other than loopback.
+    """
+    if host not in LOOPBACK and not api_key:
+        raise ConfigError(
+            f"--host {host} without a token: whoever reaches the server could replace its weights. Fix: set the variable "
+            f"{API_KEY_VARIABLE} for the server and for the trainer, or listen on 127.0.0.1."
+        )
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:

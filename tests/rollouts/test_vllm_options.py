@@ -2,11 +2,10 @@
 
 import pytest
 
-from posttrain.cli import vllm_serve
-from posttrain.cli.vllm_serve import vllm_command
 from posttrain.errors import ConfigError, MissingDependencyError
+from posttrain.rollouts import vllm
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
-from posttrain.rollouts.vllm import EXTENSION
+from posttrain.rollouts.vllm import EXTENSION, vllm_command
 
 BASE = ["--model", "m"]
 
@@ -63,12 +62,12 @@ def test_trap_s27_what_cannot_work_is_refused_before_the_start(more, words):
 def test_trap_s52_with_a_token_every_path_is_guarded_and_other_addresses_are_open(monkeypatch):
     monkeypatch.setenv(API_KEY_VARIABLE, "secret")
     words = vllm_command([*BASE, "--host", "0.0.0.0"], cpu=False)
-    assert words[words.index("--middleware") + 1] == vllm_serve.GUARD
+    assert words[words.index("--middleware") + 1] == vllm.GUARD
     assert "secret" not in words
 
 
 def test_without_vllm_the_error_says_what_to_install(monkeypatch, capsys):
-    assert vllm_serve.run(["--help"]) == 0 and "vllm serve" in capsys.readouterr().out
+    assert vllm.run_server(["--help"]) == 0 and "vllm serve" in capsys.readouterr().out
     monkeypatch.setitem(__import__("sys").modules, "vllm", None)
     with pytest.raises(MissingDependencyError):
-        vllm_serve.run(BASE)
+        vllm.run_server(BASE)
