@@ -65,10 +65,14 @@ class PictureEncoder:
 
     Attributes:
         encoded, reused: Pictures since the start.
+        next: Encoder of another model that sees the same pictures in its next pass, and gets the pixels.
+        given: Pixels from such a model.
     """
 
     def __init__(self, processor: PictureProcessor, cache_bytes: int) -> None:
         self.processor, self.cache_bytes = processor, cache_bytes
+        self.next: PictureEncoder | None = None
+        self.given: dict[Picture, dict[str, Tensor]] = {}
         self.encoded = self.reused = 0
         # Whether the model's forward wants features as a list of images or as one tensor.
         self._listed = False
@@ -155,7 +159,11 @@ class PictureEncoder:
     def _encode(self, model: Any, pictures: list[Picture], counts: dict[Picture, int]) -> list[list[Tensor]]:
         """Features ``(tokens, H)`` of each picture, and one such tensor more a level of deepstack."""
         weight = next(iter(tower_parameters(model).values()))
-        joined = self.processor.join([self.processor.prepare(picture) for picture in pictures])
+        pixels = [self.given.get(picture) or self.processor.prepare(picture) for picture in pictures]
+        self.given = {}
+        if self.next is not None:
+            self.next.given = dict(zip(pictures, pixels, strict=True))
+        joined = self.processor.join(pixels)
         joined = {k: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for k, v in joined.items()}
         if self.processor.family.cross:
             return self._beside(model, joined)

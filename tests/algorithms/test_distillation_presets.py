@@ -255,6 +255,8 @@ def test_sparse_supports_with_a_tail_tend_to_the_whole(support, tmp_path, tiny_t
         ("GKD", {"assistant_only_loss": True}, ConfigError),
         ("GOLD", {"callbacks": ["x"]}, ConfigError),
         ("MiniLLM", {"gamma": 1.5}, ConfigError),
+        ("MiniLLM", {"entropy_coef": 0.1}, ConfigError),
+        ("SDPO", {"sync_ref_model": True}, ConfigError),
         ("MiniLLM", {"rkl_advantage": False, "single_step_decomposition": False}, ConfigError),
         ("Distillation", {"teacher_model_kind": "ema", "teacher_model_name_or_path": "x"}, ConfigError),
     ],

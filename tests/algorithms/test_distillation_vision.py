@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import posttrain as pt
+from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.heads import picture_encoder
 from tests.algorithms.helpers import losses
@@ -96,6 +97,14 @@ def test_the_teacher_samples_under_the_picture_where_the_student_does_not(tmp_pa
     encoder.encoded = 0
     trainer.train()
     assert encoder.encoded > 0 and losses(trainer)[0] > 0
+
+
+def test_pixels_are_prepared_once_for_both(tmp_path, monkeypatch):
+    trainer, seen = make(tmp_path, "llava", settings={"lmbda": 0.0, "preflight": "off"}), []
+    prepare = PictureProcessor.prepare
+    monkeypatch.setattr(PictureProcessor, "prepare", lambda self, one: seen.append(one.digest) or prepare(self, one))
+    trainer.train()
+    assert len(seen) == len(set(seen)) == 4
 
 
 def test_the_student_as_its_own_teacher_sees_the_pictures(tmp_path):

@@ -185,13 +185,6 @@ class DistillationFields:
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal:
                 check_choice(name, getattr(self, name), get_args(kind))
-        check_rules(
-            self,
-            (
-                (n, getattr(self, n) == old, f"would change nothing. Fix: {new}")
-                for n, (old, new) in self._refused.items()
-            ),
-        )
         check_rules(self, self._rules())
         self._check_sources()
         axes = self.axes().check()
@@ -201,7 +194,9 @@ class DistillationFields:
             )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
+        refused = self._refused.items()
         return [
+            *((name, getattr(self, name) == old, f"would change nothing. Fix: {new}") for name, (old, new) in refused),
             ("lmbda", 0 <= self.lmbda <= 1, "must be in [0, 1]: the share of prompts that the student completes"),
             ("loss_top_k", self.loss_top_k >= 0, "must be 0 (the whole vocabulary) or positive"),
             ("teacher_update_rate", 0 < self.teacher_update_rate <= 1, "must be in (0, 1]"),

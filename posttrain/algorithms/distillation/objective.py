@@ -109,10 +109,11 @@ def _by_position(
         return chunked_rows(hidden, layer.weight, layer.bias, measure, columns=2, **options)
 
 
+@dataclass
 class Comparison:
     """Compares the student's logits with a teacher, position by position.
 
-    Args:
+    Attributes:
         axes: What is compared.
         teacher: `HiddenTeacher` or `TokenScores` at the same positions.
         columns: Ids that both models have a token for; those beyond are padding. None: all.
@@ -120,17 +121,11 @@ class Comparison:
         without: Ids that have no probability on either side: those that stand for images.
     """
 
-    def __init__(
-        self,
-        axes: Axes,
-        teacher: Any,
-        *,
-        columns: int | None,
-        policy_temperature: float,
-        without: Tensor | None = None,
-    ) -> None:
-        self.axes, self.teacher, self.columns, self.policy_temperature = axes, teacher, columns, policy_temperature
-        self.without = without
+    axes: Axes
+    teacher: Any
+    columns: int | None
+    policy_temperature: float
+    without: Tensor | None = None
 
     def __call__(self, hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
         """``(N,)`` numbers by name; ``divergence`` and ``logp`` are differentiable."""
@@ -200,10 +195,11 @@ class Comparison:
         ]
 
 
+@dataclass
 class AlignedComparison:
     """Compares groups of tokens that spell the same bytes in two vocabularies.
 
-    Args:
+    Attributes:
         axes: Temperatures and beta.
         teacher: At the teacher's rows of the groups.
         rows: ``(G,)`` which of the student's loss positions belong to the groups.
@@ -213,12 +209,13 @@ class AlignedComparison:
         without: Of each, ids that have no probability: those that stand for images.
     """
 
-    def __init__(
-        self, axes: Axes, teacher: HiddenTeacher, rows: Tensor, matched: tuple[Tensor, Tensor] | None,
-        *, weights: tuple[float, float], widths: tuple[int, int], without: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> None:  # fmt: skip
-        self.axes, self.teacher, self.rows = axes, teacher, rows
-        self.matched, self.weights, self.widths, self.without = matched, weights, widths, without
+    axes: Axes
+    teacher: HiddenTeacher
+    rows: Tensor
+    matched: tuple[Tensor, Tensor] | None
+    weights: tuple[float, float]
+    widths: tuple[int, int]
+    without: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def __call__(self, hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
         """``matched``, ``unmatched`` at the groups' positions and 0 elsewhere, and ``logp``: ``(N,)``, differentiable."""

@@ -67,6 +67,15 @@ OF_SFT: dict[str, tuple[Any, str]] = {
     "padding_free": (False, "See packing."),
     "truncation_mode": ("keep_start", "Of a prompt that is too long the end is kept, as the peer's collator does."),
 }
+# Of GRPO's trainer, and not of its loss.
+OF_GRPO: dict[str, tuple[Any, str]] = {
+    "cast_lm_head_to_fp32": (False, "Both models' logits are in float32 anyway."),
+    "entropy_coef": (0.0, "Use GRPO for a bonus of entropy."),
+    "mask_zero_variance_groups": (False, "Groups without a reward to learn from still have a teacher."),
+    "sync_ref_model": (False, "teacher_model_kind='ema' is a teacher that follows the student."),
+    "top_entropy_quantile": (1.0, "The teacher is asked about every token."),
+    "use_adaptive_entropy": (False, "See entropy_coef."),
+}
 OF_BUFFER: dict[str, tuple[Any, str]] = {
     "vllm_sync_frequency": (
         1,
@@ -163,7 +172,9 @@ class IWOPDTrainer(DistillationTrainer, config=IWOPDConfig, arguments=OF_GKD, na
 
 
 @dataclass
-@preset(disable_dropout=True, num_generations=(8, "Completions per prompt; 1 sets scale_rewards='none'."))
+@preset(
+    unread=OF_GRPO, disable_dropout=True, num_generations=(8, "Completions per prompt; 1 sets scale_rewards='none'.")
+)
 class MiniLLMConfig(DistillationFields, GRPOConfig):
     """Arguments of `MiniLLMTrainer`: those of GRPO, whose ``beta`` is a KL penalty, and of the teacher."""
 
@@ -327,7 +338,7 @@ class SDFTTrainer(DistillationTrainer, config=SDFTConfig, arguments=OF_SELF):
 @preset(
     distillation_alpha=1.0, distillation_mode="sampled_token", distillation_topk=None, teacher_model_kind="ema",
     epsilon_high=(0.2, "Upper clip: 1 + epsilon_high; None: epsilon."),
-    unread={
+    unread=OF_GRPO | {
         "diagnostics_warning_interval": (10, "The checks of the log warn of flat rewards by themselves."),
         "diagnostics_flat_tolerance": (1e-8, "Use min_group_std."),
     },

@@ -37,7 +37,7 @@ from posttrain.errors import ConfigError, DataError
 from posttrain.losses.reduce import spread
 from posttrain.models import load, parallel
 from posttrain.models.forward import causal_lm, install_token_head
-from posttrain.models.heads import has_tower
+from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.memory_estimate import Part
 from posttrain.models.reference import Reference
 from posttrain.models.vision import install_pictures
@@ -134,6 +134,8 @@ class DistillationTrainer(OnlineTrainer):
         self.teacher_vision: Any = None  # How the teacher reads images, where it does not read the student's ids.
         super().__init__(model, reward_funcs or _unrewarded, args, **kwargs)
         self.record.listeners.append(self._listed)
+        # A mean over the tokens of the micro-batch wants them in one pass.
+        self.single_forward_per_microbatch = self.takes_rewards and self.args.loss_type == "bnpo"
         self.teacher: ModelTeacher | None = None
         self.teacher_model: nn.Module | None = None
         self.server: ServerTeacher | None = None
@@ -237,7 +239,9 @@ class DistillationTrainer(OnlineTrainer):
                 f"{kinds[0]!r}. Fix: a teacher of the student's family, or GOLD with use_uld_loss=True and one that reads images."
             )
         size = int(self.args.image_cache_gb * 2**30)
-        install_pictures(teacher, (self.teacher_vision or self.vision).processor, cache_bytes=size)
+        encoder = install_pictures(teacher, (self.teacher_vision or self.vision).processor, cache_bytes=size)
+        if self.shares_tokens:
+            encoder.next = picture_encoder(self.model)
 
     @property
     def shares_tokens(self) -> bool:
