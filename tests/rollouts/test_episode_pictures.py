@@ -248,6 +248,15 @@ def test_a_model_to_which_a_later_turn_changes_an_earlier_one_takes_no_tools(nam
         trainer_of(tmp_path, name, dataset=prompts([(84, 56, 1)] * 4))
 
 
+def test_such_a_model_uses_tools_on_text_as_ever(always_calls, tmp_path):
+    dataset = datasets.Dataset.from_list([{"prompt": user(f"row {i}?", 0)} for i in range(4)])
+    trainer = trainer_of(tmp_path, "mllama", dataset=dataset)
+    assert not trainer.vision.images
+    generation = trainer.generate([dict(trainer.train_dataset[0])], "train")
+    (message, *_) = [m for m in generation.completions[0] if m["role"] == "tool"]
+    assert "this model reads text only" in message["content"]
+
+
 def test_exchanged_images_and_tools_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="check_image_use"):
         trainer_of(tmp_path, check_image_use=True)

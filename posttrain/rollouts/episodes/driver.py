@@ -124,7 +124,7 @@ class EpisodeDriver:
             ModelError: Its chat template cannot hold tool calls; or what the model wrote would be read differently in the next
                 turn, because a prompt is read both ways, or text before a picture attends to it.
         """
-        if reader is not None and (reader.family.block == "prompt" or reader.family.cross):
+        if reader is not None and not reader.family.several_turns:
             raise ModelError(
                 f"{type(reader.processor).__name__}: this model reads a whole prompt both ways, or text before a picture attends "
                 "to it: what it wrote would be read differently in the next turn. Fix: prompts of one turn, or a model of "
