@@ -220,7 +220,9 @@ def _mllama(name):
     from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 
     tokenizer = byte_tokenizer(image_token="<image>")
-    text = _text(num_hidden_layers=3, cross_attention_layers=[1], rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    text = _text(
+        num_hidden_layers=3, cross_attention_layers=[1], rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
     vision = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 4,
         "image_size": 28, "patch_size": 14, "vision_output_dim": 64, "intermediate_layers_indices": [0],

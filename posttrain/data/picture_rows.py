@@ -262,7 +262,8 @@ def place_pictures(
     both ways is the prompt.
 
     Raises:
-        DataError: A row's ids hold other placeholders than its pictures have.
+        DataError: A row's ids hold other placeholders than its pictures have; or an answer has some, for a model that takes
+            none there.
     """
     for row, example in zip(rows, examples, strict=True):
         held = example.get("pictures") or ()
@@ -276,4 +277,9 @@ def place_pictures(
             first = mask.index(1) if 1 in mask else 0
             row.prompt_ids, row.completions, row.loss_masks = ids[:first], [ids[first:]], [mask[first:]]
         row.pictures = reader.place_all([row.prompt_ids, *row.completions], pictures)
+        if reader.family.cross and any(row.pictures[1:]):
+            raise DataError(
+                "an answer holds images, and text before an image attends to it in this model: prompt and other answers would "
+                "see it. Fix: images in prompts alone, or leave this row out."
+            )
     return rows

@@ -57,6 +57,11 @@ class Family:
     block: Literal["none", "image", "prompt"] = "none"
     cross: bool = False
 
+    @property
+    def several_turns(self) -> bool:
+        """Whether what was read in earlier turns stays as it was when a later one brings pictures."""
+        return self.block != "prompt" and not self.cross
+
 
 # Each proven with tiny models: log-probs and gradients of a tree equal those of its sequences alone.
 FAMILIES = {

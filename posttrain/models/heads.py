@@ -567,7 +567,14 @@ def _balance(inner: Any, router_logits: Any, real: Tensor) -> Tensor:
 
 def has_tower(model: Any) -> bool:
     """Whether a model encodes images."""
-    return hasattr(causal_lm(model), "get_image_features")
+    return _encodes_images(causal_lm(model))
+
+
+def _encodes_images(module: Any) -> bool:
+    # Mllama, whose text attends to images beside it, has no method for their features.
+    inner = getattr(module, "model", module)
+    beside = hasattr(inner, "vision_model") and hasattr(inner, "multi_modal_projector")
+    return beside or hasattr(module, "get_image_features")
 
 
 def text_modules(model: nn.Module) -> list[nn.Module]:
@@ -576,7 +583,7 @@ def text_modules(model: nn.Module) -> list[nn.Module]:
     if not has_tower(model):
         return list(named.values())
     # Whatever holds tower and text model answers for both, and gives them their features.
-    return [m for name, m in named.items() if set(LANGUAGE) & set(name.split(".")) or hasattr(m, "get_image_features")]
+    return [m for name, m in named.items() if set(LANGUAGE) & set(name.split(".")) or _encodes_images(m)]
 
 
 def picture_encoder(model: Any) -> Any:

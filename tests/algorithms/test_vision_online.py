@@ -75,6 +75,7 @@ def generate(trainer, rows=(0, 1, 2, 3), size=2):
         *((name, "native") for name in ("qwen2_vl", "smolvlm", "idefics3", "gemma3", "llava")),
         ("qwen2_vl", "hf"),
         ("gemma3", "hf"),
+        ("mllama", "hf"),
     ],
 )
 def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, engine, tmp_path):

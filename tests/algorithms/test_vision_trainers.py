@@ -174,7 +174,7 @@ def gradient(trainer, examples, batch):
     return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "mllama"])
 def test_any_order_and_any_split_of_mixed_rows_gives_one_gradient(name, tmp_path):
     model, processor = build(name)
     args = SFTConfig(str(tmp_path), gradient_checkpointing=False, **QUICK)

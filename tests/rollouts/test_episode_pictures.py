@@ -242,9 +242,19 @@ def test_a_model_of_text_reads_no_image(tmp_path):
         add_observation(user("x"), [{"type": "image", "image": noise(8, 8)}], "here")
 
 
-def test_a_model_that_reads_prompts_both_ways_takes_no_tools(tmp_path):
-    with pytest.raises(ModelError, match="both ways"):
-        trainer_of(tmp_path, "paligemma", dataset=prompts([(84, 56, 1)] * 4))
+@pytest.mark.parametrize("name", ["paligemma", "mllama"])
+def test_a_model_to_which_a_later_turn_changes_an_earlier_one_takes_no_tools(name, tmp_path):
+    with pytest.raises(ModelError, match="next turn"):
+        trainer_of(tmp_path, name, dataset=prompts([(84, 56, 1)] * 4))
+
+
+def test_such_a_model_uses_tools_on_text_as_ever(always_calls, tmp_path):
+    dataset = datasets.Dataset.from_list([{"prompt": user(f"row {i}?", 0)} for i in range(4)])
+    trainer = trainer_of(tmp_path, "mllama", dataset=dataset)
+    assert not trainer.vision.images
+    generation = trainer.generate([dict(trainer.train_dataset[0])], "train")
+    (message, *_) = [m for m in generation.completions[0] if m["role"] == "tool"]
+    assert "this model reads text only" in message["content"]
 
 
 def test_exchanged_images_and_tools_are_refused(tmp_path):

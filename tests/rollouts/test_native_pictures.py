@@ -55,6 +55,17 @@ def test_the_probe_holds_pictures_and_finds_the_engine_exact(family):
     assert choose_engine(model) == "native"
 
 
+def test_mllama_is_sampled_by_hf():
+    model, processor = build("mllama")
+    encoder = install_pictures(model, processor)
+    assert native_is_exact(model) is not None and choose_engine(model) == "hf"
+    # Prompts with one, two, one and no picture in one call.
+    rollouts = HFEngine(model, pad_token_id=256).generate(requests_of("mllama", encoder), never(encoder))
+    for rollout, request in zip(rollouts, [r for r in requests_of("mllama", encoder) for _ in range(2)], strict=True):
+        rollout.pictures = request.pictures
+    assert gap(model, rollouts) < 1e-4
+
+
 def test_log_probs_are_those_of_each_row_alone(family):
     name, model, encoder = family
     engine = NativeEngine(model, pad_token_id=256, max_slots=5)

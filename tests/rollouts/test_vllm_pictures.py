@@ -74,7 +74,8 @@ def wide_qwen2_vl(folder):
     kept = {k: v for k, v in kept.items() if k != "image_processor_type"} | {"do_sample_frames": False}
     kept |= {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 2.0, "min_frames": 4, "max_frames": 8}
     (Path(folder) / "video_preprocessor_config.json").write_text(json.dumps(kept))
-    return model.float().eval(), processor
+    # As a run loads it beside vLLM: with torchvision both resize alike (PIL differs by 0.006 nats here).
+    return model.float().eval(), tf.AutoProcessor.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

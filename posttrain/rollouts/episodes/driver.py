@@ -121,12 +121,14 @@ class EpisodeDriver:
         """Render and read turns with this tokenizer; with a reader, tools and environments may return images.
 
         Raises:
-            ModelError: Its chat template cannot hold tool calls, or the model reads a whole prompt both ways.
+            ModelError: Its chat template cannot hold tool calls; or what the model wrote would be read differently in the next
+                turn, because a prompt is read both ways, or text before a picture attends to it.
         """
-        if reader is not None and reader.family.block == "prompt":
+        if reader is not None and not reader.family.several_turns:
             raise ModelError(
-                f"{type(reader.processor).__name__}: this model reads a whole prompt both ways, so what it wrote would be read "
-                "differently in the next turn. Fix: prompts of one turn, or a model of another family."
+                f"{type(reader.processor).__name__}: this model reads a whole prompt both ways, or text before a picture attends "
+                "to it: what it wrote would be read differently in the next turn. Fix: prompts of one turn, or a model of "
+                "another family."
             )
         self.reader = reader
         self.runner.background = None if reader is None else reader.background
