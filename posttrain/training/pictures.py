@@ -17,7 +17,7 @@ from posttrain.data.chat import RENDERED, template_arguments
 from posttrain.data.formats import STREAMED, is_messages, pictures_of, shows_pictures, strip_none, undecoded
 from posttrain.data.picture_rows import PictureOptions, place_pictures
 from posttrain.data.pictures import conversation_pictures, read_picture
-from posttrain.data.processors import MARK, PictureProcessor, load_processor
+from posttrain.data.processors import PictureProcessor, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
@@ -179,7 +179,7 @@ class Vision:
         goes_on = blocks[-1].get("role") == "assistant"
         how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
         text = self.reader.render(blocks, **how, **kwargs)
-        self._escaped += text.count(MARK)
+        self._escaped += self.reader.escaped(text)
         read = [read_picture(value, "column 'images' of a prompt", background) for value in held]
         pictures = [self.reader.fitted(picture).encoded() for picture in read]
         self._resized += sum(a != b for a, b in zip(read, pictures, strict=True))
@@ -208,10 +208,11 @@ class Vision:
         return [Row(list(ids), [], [], pictures=[list(ids.pictures)]) for ids in self.prompts(examples)]
 
     def checked_prompts(self, dataset: Any, name: str) -> Any:
-        """A dataset (or several by name, or None) whose images wait undecoded; no pixels are read.
+        """A dataset (or several by name, or None) whose images wait undecoded; headers are read, no pixels.
 
         Raises:
-            DataError: By row: text that stands for an image, other places than images, or an image above image_max_tokens.
+            DataError: By row: text that stands for an image, other places than images, or an image that is remote, broken, of
+                more than 8 bits a channel, or above image_max_tokens.
         """
         if not self.images or dataset is None:
             return dataset
@@ -223,7 +224,7 @@ class Vision:
             try:
                 blocks, held = _conversation(strip_none(dict(row)))
                 self.reader.refuse_controls(blocks)
-                for value in held if self.reader.most is not None else ():
+                for value in held:
                     self.reader.fitted(read_picture(value, "column 'images'"))
             except DataError as error:
                 raise DataError(f"{name} row {index}: {error}") from error
