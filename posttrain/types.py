@@ -83,6 +83,23 @@ class Row:
     prompt_mask: list[int] | None = None
     pictures: list[list[Any]] = field(default_factory=list)
 
+    def picture_spans(self, index: int, ids: Sequence[int]) -> list[tuple[Any, int, int]]:
+        """Pictures of the prompt and of completion ``index``, and where the placeholders of each begin and end in ``ids``.
+
+        Args:
+            index: Of a completion.
+            ids: The prompt and that completion, or their beginning.
+        """
+        parts, found = [*self.pictures[:1], *self.pictures[index + 1 : index + 2]], []
+        placed = ((one, one.start + part * len(self.prompt_ids)) for part, held in enumerate(parts) for one in held)
+        for one, start in placed:
+            end, left = start, one.count
+            while left and end < len(ids):
+                left -= ids[end] == ids[start]
+                end += 1
+            found.append((one, start, end))
+        return found
+
 
 @dataclass(slots=True)
 class Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -12,10 +11,9 @@ import torch
 
 from posttrain.checks.registry import Context, finding, probe, register
 from posttrain.data.formats import MESSAGE_COLUMNS, picture_blocks, pictures_of, undecoded
-from posttrain.data.pictures import ALIASES, ORIENTATION, Picture, read_picture
+from posttrain.data.pictures import ALIASES, ORIENTATION, Picture, image_size, open_source, read_picture
 from posttrain.data.processors import Placed
 from posttrain.errors import DataError
-from posttrain.integrations import require
 from posttrain.models.forward import forward
 from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
@@ -36,44 +34,19 @@ __all__ = [
 ]
 
 
-def _open(picture: Any) -> Any:
-    """An image object that has read no more than its header."""
-    library = require("PIL.Image", "looking at images")
-    if isinstance(picture, Mapping):  # As `datasets` keeps an image that it has not decoded.
-        picture = picture.get("bytes") or picture.get("path")
-    if isinstance(picture, bytes | bytearray):
-        picture = io.BytesIO(picture)
-    return library.open(picture)
-
-
-def image_size(picture: Any) -> tuple[int, int]:
-    """Height and width in pixels of an image object, a file, or the bytes of one; about 0.1 ms, whatever its size.
-
-    Raises:
-        OSError: It is no image, or its header is damaged.
-        ValueError: There is nothing: None, or a row of `datasets` without bytes and path.
-    """
-    if picture is None or (isinstance(picture, Mapping) and not (picture.get("bytes") or picture.get("path"))):
-        raise ValueError("there is no picture")
-    if hasattr(picture, "size") and isinstance(getattr(picture, "size", None), tuple):
-        width, height = picture.size
-        return int(height), int(width)
-    with _open(picture) as opened:
-        width, height = opened.size
-    return int(height), int(width)
-
-
 def unreadable(picture: Any) -> str:
-    """Why the pixels of a picture cannot be read, or nothing; reads all of it."""
+    """Why a picture cannot be trained on, or nothing; reads all of it."""
     try:
-        if hasattr(picture, "load") and not isinstance(picture, Mapping):
-            picture.load()
-            return ""
-        with _open(picture) as opened:
-            opened.load()
-    except Exception as error:  # Image libraries raise whatever their format's decoder raises.
-        return f"{type(error).__name__}: {error}"
+        read_picture(picture).load()
+    except (DataError, OSError) as error:
+        return _reason(error)
     return ""
+
+
+def _reason(error: Exception) -> str:
+    """What the image library said, or what we say where it was not asked."""
+    cause = error.__cause__
+    return str(error).lstrip(": ") if cause is None else f"{type(cause).__name__}: {cause}"
 
 
 register("PT-G001", "images-do-not-fit", moment="data", title="images and text longer than the context", page="g")
@@ -266,7 +239,7 @@ def image_rows(
             try:
                 sizes.append(image_size(picture))
             except (OSError, ValueError) as error:
-                broken.append(f"{type(error).__name__}: {error}")
+                broken.append(_reason(error))
         found.append(ImageRow(number, tuple(sizes), count_text(example), _places(example), tuple(broken)))
     return found
 
@@ -433,7 +406,7 @@ def _kinds(value: Any, digests: dict[str, int]) -> set[str]:
 
 
 def _signs(picture: Picture, value: Any) -> dict[str, bool]:
-    image = _open(picture.source) if isinstance(picture.source, bytes | str) else picture.source
+    image = open_source(picture.source)
     odd = image.mode not in ("RGB", "L") or "transparency" in image.info or getattr(image, "n_frames", 1) > 1
     name = str(value.get("path") or "") if isinstance(value, Mapping) else ""
     again = isinstance(picture.source, bytes) and picture.source.startswith(PNG)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from posttrain.data.pictures import Picture
     from posttrain.data.processors import PictureProcessor
     from posttrain.models.memory import Available
-    from posttrain.models.memory_estimate import Generating, Shards, Workload
+    from posttrain.models.memory_estimate import Generating, Part, Shards, Workload
 
 __all__ = [
     "MOST",
@@ -362,9 +362,7 @@ def plan(
     together = {"whole_rows": trainer.keep_groups_together, "together": _single_pass(args)}
     batches = collate(rows, pad_token_id=0, layout=_layout(args, model_config, device), **together)
     reference = ("copy" if peft_config is None else "adapter") if _compares(trainer, args) else ""
-    frozen = [replace(policy, role="reference", trained=False, peft_config=None)] if reference == "copy" else []
-    if parts.get("reward_model") is not None:
-        frozen.append(Part("reward model", parts["reward_model"], "sequence", dtype, trained=False))
+    frozen = _frozen_parts(policy, reference, parts.get("reward_model"))
     teachers = trainer.teachers_in_memory(args, policy, parts) if hasattr(trainer, "teachers_in_memory") else []
     critic = parts.get("value_model")
     smoothing = {"logits"} if getattr(args, "label_smoothing_factor", 0) else set()
@@ -387,6 +385,15 @@ def plan(
         process=process,
         pixels=_pixels(pictures, min(len(rows), max(map(_trees, batches)))) if pictures else {},
     )
+
+
+def _frozen_parts(policy: Part, reference: str, reward_model: Any) -> list[Part]:
+    """Copies that stay in memory and are not trained."""
+    frozen = replace(policy, trained=False, peft_config=None)
+    parts = [replace(frozen, role="reference")] if reference == "copy" else []
+    if reward_model is not None:
+        parts.append(replace(frozen, role="reward model", config=reward_model, kind="sequence", bits=None))
+    return parts
 
 
 def _trees(batch: Batch) -> int:

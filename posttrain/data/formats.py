@@ -582,23 +582,11 @@ def shown_pieces(
     pieces_of = pieces_of or partial(_runs, tokenizer)
     made: list[tuple[str, bool]] = []
     at = 0
-    for number, (one, start, end) in enumerate(picture_spans(row, index, ids), 1):
+    for number, (one, start, end) in enumerate(row.picture_spans(index, ids), 1):
         made += pieces_of(list(ids[at:start]), list(flags[at:start])) if start > at else []
         made.append((one.picture.label(number, one.count), False))
         at = end
     return made + (pieces_of(list(ids[at:]), list(flags[at:])) if at < len(ids) or not made else [])
-
-
-def picture_spans(row: Row, index: int, ids: Sequence[int]) -> list[tuple[Any, int, int]]:
-    """Pictures of the prompt and of completion ``index``, each with where its placeholders begin and end in ``ids``."""
-    parts, found = [*row.pictures[:1], *row.pictures[index + 1 : index + 2]], []
-    for one, start in ((one, one.start + at * len(row.prompt_ids)) for at, held in enumerate(parts) for one in held):
-        end, left = start, one.count
-        while left and end < len(ids):
-            left -= ids[end] == ids[start]
-            end += 1
-        found.append((one, start, end))
-    return found
 
 
 def _runs(tokenizer: Any, ids: list[int], flags: list[Any]) -> list[tuple[str, bool]]:

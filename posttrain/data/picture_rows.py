@@ -22,7 +22,7 @@ from posttrain.data.formats import (
 )
 from posttrain.data.pictures import Background, Picture, conversation_pictures, read_picture
 from posttrain.data.preference import maybe_extract_prompt
-from posttrain.data.processors import MARK, PictureProcessor, Placed
+from posttrain.data.processors import PictureProcessor, Placed
 from posttrain.errors import DataError
 from posttrain.types import Row
 
@@ -121,19 +121,19 @@ def _batch(
     for position, index in enumerate(indices):
         row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
         try:
-            made.append(_row(row, reader, options, index))
+            made.append(_row(row, reader, options))
         except DataError as error:
             raise DataError(f"row {index}: {error}") from error
     return {name: [one[name] for one in made] for name in made[0]}
 
 
-def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions, index: int) -> dict[str, Any]:
+def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:
     """One row as columns of ids, with the reason why it is left out."""
     row = dict(maybe_extract_prompt(maybe_convert_to_chatml(row)))
     segments, plain = _segments(row, reader, options)
     reason, found, resized = "", [], 0
     try:
-        reason, where = UNREADABLE, f"row {index}, column 'images'"
+        reason, where = UNREADABLE, "column 'images'"
         read = [(text, [read_picture(v, where, options.background) for v in values]) for text, values in segments]
         reason = LARGE
         found = [(text, [reader.fitted(picture) for picture in held]) for text, held in read]
@@ -145,7 +145,7 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions,
         if options.fit != "drop":
             raise
         found = [(reader.unplaced(part), []) for part, _ in segments]
-    counts = {"_resized": resized, "_escaped": sum(text.count(MARK) for text, _ in found)}
+    counts = {"_resized": resized, "_escaped": sum(reader.escaped(text) for text, _ in found)}
     pictures = [picture for _, held in found for picture in held]
     if not pictures and not reason and reader.family.block == "prompt":
         raise DataError(
@@ -189,7 +189,7 @@ def _segments(
         inside.append(held)
     # Where a template writes the prompt differently before an answer, the boundary is where the texts part.
     begin = begin[: min(common_prefix(begin, whole) for whole in wholes)]
-    if begin.count(reader.placeholder) != len(shown):
+    if reader.places(begin) != len(shown):
         raise DataError("the chat template writes the prompt's images differently before an answer.")
     return [(begin, shown), *((w[len(begin) :], held) for w, held in zip(wholes, inside, strict=True))], False
 

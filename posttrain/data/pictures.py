@@ -23,6 +23,7 @@ __all__ = [
     "filled",
     "image_size",
     "observed_blocks",
+    "open_source",
     "read_picture",
     "without_pictures",
 ]
@@ -71,7 +72,7 @@ class Picture:
         """
         ops = require("PIL.ImageOps", "reading images")
         try:
-            opened = _open(self.source)
+            opened = open_source(self.source)
             upright = ops.exif_transpose(opened)
             image = _rgb(upright, self.background)
             return image if image.size == self.size else image.resize(self.size)
@@ -88,7 +89,7 @@ class Picture:
             # No file stays open for pixels that nobody asks for.
             with open(source, "rb") as file:
                 source = file.read()
-        image = _open(source)
+        image = open_source(source)
         turned = image.getexif().get(ORIENTATION, 1) != 1
         return require("PIL.ImageOps", "reading images").exif_transpose(image) if turned else image
 
@@ -135,7 +136,7 @@ def read_picture(value: Any, where: str = "", background: Background = "white") 
         return value
     source = _source(value, where)
     try:
-        with_header = _open(source)
+        with_header = open_source(source)
         mode, size = with_header.mode, with_header.size
         turned = with_header.getexif().get(ORIENTATION) in TURNED
         frames = getattr(with_header, "n_frames", 1)
@@ -164,7 +165,7 @@ def image_size(value: Any) -> tuple[int, int]:
     return height, width
 
 
-def _open(source: Any) -> Any:
+def open_source(source: Any) -> Any:
     """A PIL image that has read no more than its header."""
     if isinstance(source, bytes | str):
         return require("PIL.Image", "reading images").open(io.BytesIO(source) if isinstance(source, bytes) else source)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from posttrain.data.chat import RENDERED, template_arguments
 from posttrain.data.formats import is_messages, pictures_of, strip_none
@@ -79,8 +78,6 @@ FAMILIES = {
 }
 # Strings that stand for pictures or around them; a user who types one would change what the model sees.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
-# What `transformers` puts before a string of a user's that is to stay text.
-MARK = mark_control_tokens("x", re.compile("x"))[0]
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"}
 COUNTS = {"num_crops", "num_patches", "num_tiles", "rows", "cols"}  # Of an image processor, for its processor's text.
 IMAGES = ("image", "images")  # Columns of a row.
@@ -150,7 +147,7 @@ class PictureProcessor:
         token_id: Of the placeholder that a feature replaces.
         settings: A digest of the image processor's settings: part of every key of prepared pictures.
         resized: Pictures of prompts that were made smaller so far.
-        escaped: Strings of users, in prompts so far, that name a placeholder and stayed text.
+        sanitized: Strings of users, in prompts so far, that name a placeholder and stayed text.
     """
 
     def __init__(
@@ -179,16 +176,16 @@ class PictureProcessor:
         self.settings = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
         self._expansions: dict[tuple[int, int], Expansion] = {}
         self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
-        self.resized = self.escaped = 0
+        self.resized = self.sanitized = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # What was remembered is no part of a dataset's fingerprint.
         return {
-            **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone")},
+            **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_mark")},
             "_expansions": {},
             "_sizes": {},
             "resized": 0,
-            "escaped": 0,
+            "sanitized": 0,
         }
 
     @functools.cached_property
@@ -222,19 +219,32 @@ class PictureProcessor:
 
     def _template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Text of messages, in which what a user typed of `controls` is marked."""
+        from transformers.utils.chat_template_utils import mark_control_tokens
+
         words = re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))))
         contents = [mark_control_tokens(one.get("content"), words) for one in messages]
         marked = [{**one, "content": content} for one, content in zip(messages, contents, strict=True)]
         return self.processor.apply_chat_template(_as_blocks(marked), tokenize=False, **options)
 
-    def _places(self, text: str) -> int:
+    @functools.cached_property
+    def _mark(self) -> str:
+        """What `transformers` puts before a string of a user's that is to stay text."""
+        from transformers.utils.chat_template_utils import mark_control_tokens
+
+        return mark_control_tokens("x", re.compile("x"))[0]
+
+    def escaped(self, text: str) -> int:
+        """How many strings of a rendered text stay text although they spell a placeholder or a marker."""
+        return text.count(self._mark)
+
+    def places(self, text: str) -> int:
         """Placeholders of a text, those that a user typed aside."""
-        return text.count(self.placeholder) - text.count(MARK + self.placeholder)
+        return text.count(self.placeholder) - text.count(self._mark + self.placeholder)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Text of messages whose image blocks are empty, by the processor's chat template.
 
-        Placeholders and markers that a user typed stay text (``MARK`` stands before each), where this family's can.
+        Placeholders and markers that a user typed stay text (`escaped` counts them), where this family's can.
 
         Raises:
             DataError: They cannot; or the template leaves out image blocks.
@@ -244,9 +254,9 @@ class PictureProcessor:
         wanted = sum(
             b.get("type") == "image" for m in messages if isinstance(m.get("content"), list) for b in m["content"]
         )
-        if self._places(text) != wanted:
+        if self.places(text) != wanted:
             raise DataError(
-                f"PT-G013: the chat template wrote {self._places(text)} placeholders for {wanted} image blocks (roles "
+                f"PT-G013: the chat template wrote {self.places(text)} placeholders for {wanted} image blocks (roles "
                 f"{[m.get('role') for m in messages]}). Fix: a template that writes image blocks of these roles."
             )
         return text
@@ -289,14 +299,14 @@ class PictureProcessor:
         Raises:
             DataError: As many placeholders as there are not pictures, or two pictures without a token between them.
         """
-        if self._places(text) != len(pictures):
+        if self.places(text) != len(pictures):
             raise DataError(
-                f"PT-G002: the text has {self._places(text)} placeholders {self.placeholder!r} and there are "
+                f"PT-G002: the text has {self.places(text)} placeholders {self.placeholder!r} and there are "
                 f"{len(pictures)} images. Fix: one placeholder an image."
             )
         if prompt and self.family.block == "prompt":
             # Of the last image; one that a user typed is none.
-            shown = [found.end() for found in re.finditer(f"(?<!{MARK}){re.escape(self.placeholder)}", text)]
+            shown = [found.end() for found in re.finditer(f"(?<!{self._mark}){re.escape(self.placeholder)}", text)]
             end = shown[-1] if pictures else 0
             text = f"{text[:end]}{self.tokenizer.bos_token}{text[end:]}\n"
         if pictures:
@@ -306,7 +316,9 @@ class PictureProcessor:
 
     def ids(self, text: str) -> list[int]:
         """Ids of a rendered text, without special tokens of the tokenizer's own; what was marked stays text."""
-        if MARK in text:
+        if self._mark in text:
+            from transformers.utils.chat_template_utils import encode_marked_chat
+
             return encode_marked_chat(self.tokenizer, text)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -386,7 +398,7 @@ class PictureProcessor:
             DataError: PT-G001: it has more, and ``resize`` is not set; or no smaller size has fewer (some processors write as
                 many placeholders for every picture).
         """
-        count = self.expansion(picture).count
+        count = self.expansion(picture).count if self.most is not None else 0
         if self.most is None or count <= self.most:
             return picture
         about = (
@@ -582,7 +594,7 @@ class PictureProcessor:
         goes_on = blocks[-1].get("role") == "assistant"
         how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
         text = self.render(blocks, **how, **{**kwargs, **template_arguments(row)})
-        self.escaped += text.count(MARK)
+        self.sanitized += self.escaped(text)
         if pictures is None:
             read = [read_picture(value, "column 'images' of a prompt", self.background) for value in held]
             pictures = [self.fitted(picture).encoded() for picture in read]

@@ -15,7 +15,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.data.formats import picture_spans
 from posttrain.data.pictures import Picture
 from posttrain.errors import DataError
 from posttrain.report.templates import TEMPLATES, environment, visible
@@ -354,7 +353,7 @@ def _shown(
     numbers: Sequence[int] | None,
 ) -> Shown:
     pieces: list[Piece] = []
-    at, spans = 0, picture_spans(row, item.completion or 0, item.ids)
+    at, spans = 0, row.picture_spans(item.completion or 0, item.ids)
     for number, (one, start, end) in enumerate(spans, 1):
         pieces += pieces_of(item.ids[at:start], item.trained[at:start], tokenizer, roles)
         pieces.append(Piece(one.picture.label(number, one.count), tuple(item.ids[start:end]), False, "image"))

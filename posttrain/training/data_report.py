@@ -284,7 +284,7 @@ def template_findings(raw: Any, tokenizer: Any) -> list[Finding]:
     columns = get_dataset_column_names(raw)
     if not set(CHAT) & set(columns) or "input_ids" in columns:
         return []
-    rows = [strip_none(maybe_convert_to_chatml(row)) for row in islice(raw, ROWS)]
+    rows = [strip_none(maybe_convert_to_chatml(row)) for row in islice(undecoded(raw), ROWS)]
     if not any(isinstance(row.get(name), list) for row in rows for name in CHAT):
         return []
     try:

@@ -209,10 +209,11 @@ class Vision:
         return [Row(list(ids), [], [], pictures=[list(ids.pictures)]) for ids in self.prompts(examples)]
 
     def checked_prompts(self, dataset: Any, name: str) -> Any:
-        """A dataset (or several by name, or None) whose images wait undecoded; no pixels are read.
+        """A dataset (or several by name, or None) whose images wait undecoded; headers are read, no pixels.
 
         Raises:
-            DataError: By row: text that stands for an image, other places than images, or an image above image_max_tokens.
+            DataError: By row: text that stands for an image, other places than images, or an image that is remote, broken, of
+                more than 8 bits a channel, or above image_max_tokens.
         """
         if not self.images or dataset is None:
             return dataset
@@ -224,7 +225,7 @@ class Vision:
             try:
                 blocks, held = conversation_of(strip_none(dict(row)))
                 self.reader.refuse_controls(blocks)
-                for value in held if self.reader.most is not None else ():
+                for value in held:
                     self.reader.fitted(read_picture(value, "column 'images'"))
             except DataError as error:
                 raise DataError(f"{name} row {index}: {error}") from error
@@ -287,7 +288,7 @@ class Vision:
             odd |= {i} if drawn else set()
         encoder, counts = picture_encoder(model), [[p.count for p in (*r.pictures, *r.shown)] for r in rollouts]
         read, before = self.reader, self._counted
-        self._counted = (encoder.encoded, encoder.reused, read.resized, read.escaped)
+        self._counted = (encoder.encoded, encoder.reused, read.resized, read.sanitized)
         encoded, reused, resized, escaped = (now - then for now, then in zip(self._counted, before, strict=True))
         return odd, {
             "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),

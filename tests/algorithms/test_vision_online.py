@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import datasets
 import pytest
 import torch
@@ -215,8 +217,9 @@ def test_a_typed_placeholder_stays_text_and_is_counted(tmp_path):
     (prompt,) = trainer.vision.prompts([dict(trainer.train_dataset[4])])
     assert prompt.count(trainer.vision.reader.token_id) == prompt.pictures[0].count
     assert "an <image> here?" in trainer.processing_class.decode(prompt)
-    generate(trainer, (4,))
-    assert trainer.buffers["train"].compute(None)["images/escaped_strings"] == 2
+    # The first generation tells what was read before it, too.
+    counts = [(generate(trainer, (4,)), trainer.buffers["train"].compute(None))[1] for _ in range(2)]
+    assert counts[1]["images/escaped_strings"] == 1
 
 
 def test_a_typed_placeholder_that_cannot_stay_text_is_refused_by_row(tmp_path, monkeypatch):
@@ -225,6 +228,22 @@ def test_a_typed_placeholder_that_cannot_stay_text_is_refused_by_row(tmp_path, m
     monkeypatch.setattr(PictureProcessor, "escapes", False)
     dataset = datasets.concatenate_datasets([prompts(), prompts([(84, 56, 9)], text="an <image> here?")])
     with pytest.raises(DataError, match="row 4: PT-G008"):
+        trainer_of("grpo", tmp_path, dataset=dataset)
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ({"bytes": None, "path": "https://example.com/cat.png"}, "remote"),
+        ({"bytes": b"no image at all", "path": None}, "no readable picture"),
+        ({"bytes": None, "path": "missing.png"}, "no readable picture"),
+    ],
+)
+def test_a_picture_that_cannot_be_read_is_refused_by_row_before_the_model_is_loaded(held, said, tmp_path):
+    rows = [{"prompt": user(f"{i}?", 1), "images": [held if i == 1 else png(noise(84, 56))]} for i in range(4)]
+    dataset = datasets.Dataset.from_list(rows)
+    dataset = dataset.cast_column("images", datasets.List(datasets.Image()))
+    with pytest.raises(DataError, match=f"row 1: column 'images'.*{said}"):
         trainer_of("grpo", tmp_path, dataset=dataset)
 
 
@@ -360,3 +379,20 @@ def test_online_dpo_compares_completions_of_mixed_prompts_under_their_own_pictur
 def test_online_dpo_cuts_no_prompt_with_images(tmp_path):
     with pytest.raises(DataError, match="max_length"):
         online_dpo(tmp_path, max_length=12, per_device_train_batch_size=4).train()
+
+
+def test_a_generation_of_64_large_pictures_waits_as_their_files(tmp_path):
+    import pickle
+
+    buffer = io.BytesIO()
+    noise(64, 48).resize((1024, 768)).save(buffer, "JPEG", quality=90)
+    # As large as a photo of this size: what stands behind a JPEG's end is not read.
+    files = [buffer.getvalue() + bytes(160_000) + bytes([i]) for i in range(64)]
+    rows = [{"prompt": user(f"{i}?", 1), "images": [{"bytes": one, "path": None}]} for i, one in enumerate(files)]
+    dataset = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    trainer = trainer_of("grpo", tmp_path, dataset=dataset, preflight="off")
+    examples = [dict(trainer.train_dataset[i]) for i in range(64) for _ in range(2)]
+    generation = trainer.generate(examples, "train")
+    held = {one.picture.digest: one.picture for rollout in generation.rollouts for one in rollout.pictures}
+    assert len(held) == 64 and all(isinstance(one.source, bytes) for one in held.values())
+    assert len(pickle.dumps((generation.rollouts, generation.rows(range(128), skip_truncated=False)))) < 64 * 0.3e6

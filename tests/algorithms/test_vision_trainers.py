@@ -406,3 +406,29 @@ def test_the_page_of_a_run_shows_thumbnails_beside_the_labels_of_the_first_batch
     assert max(small.size) <= 64 and len(address) < 6000
     page = render([read_run(folder)])
     assert page.count("<img ") == 4 and address in page
+
+
+@pytest.mark.parametrize("branches", [("completion",), ("chosen", "rejected")])
+def test_a_placeholder_that_a_user_types_stays_text_in_given_answers(branches, tmp_path, caplog):
+    found = [dict(row) for row in rows(*branches).cast_column("images", datasets.List(datasets.Image(decode=False)))]
+    found[1]["prompt"] = user("is <image> or <image> an image?")
+    dataset = datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
+    model, processor = build("llava")
+    kind, config = (SFTTrainer, SFTConfig) if len(branches) == 1 else (DPOTrainer, DPOConfig)
+    args = config(str(tmp_path), gradient_checkpointing=False, **QUICK)
+    trainer = kind(model, args=args, train_dataset=dataset, processing_class=processor)
+    row = next(row for row in trainer.train_dataset if not row["pictures"])
+    ids = row["input_ids"] if len(branches) == 1 else row["prompt_ids"]
+    assert "is <image> or <image> an image?" in processor.tokenizer.decode(ids)
+    assert trainer.vision.reader.token_id not in ids
+    assert "2 strings that stand for an image stay text" in caplog.text
+
+
+def test_a_broken_picture_is_dropped_and_counted_where_that_is_asked_for(tmp_path):
+    found = [dict(row) for row in rows("completion").cast_column("images", datasets.List(datasets.Image(decode=False)))]
+    found[2]["images"] = [{"bytes": b"no image at all", "path": None}] * 2
+    dataset = datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
+    with pytest.raises(DataError, match="row 2: column 'images': this is no readable picture"):
+        sft(tmp_path, dataset)
+    trainer = sft(tmp_path, dataset, image_fit="drop")
+    assert len(trainer.train_dataset) == 3 and trainer.reports["train"].dropped == {"with an unreadable image": 1}

@@ -95,8 +95,7 @@ def test_placeholders_and_images_must_be_as_many():
 def test_sizes_come_from_headers_of_files_bytes_and_objects(tmp_path):
     data = png(30, 50)
     (tmp_path / "a.png").write_bytes(data)
-    head = data[:100]  # No pixels to be read.
-    for picture in (data, head, {"bytes": data, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}):
+    for picture in (data, {"bytes": data, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}):
         assert image_size(picture) == (30, 50)
     assert image_size(Image.new("RGB", (50, 30))) == (30, 50)
     assert unreadable(data) == "" and unreadable(Image.new("RGB", (5, 3))) == ""
