@@ -482,6 +482,8 @@ class PostTrainer(transformers.Trainer):
         Path(output_dir, name).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        if folder is not None:
+            checkpoint.refuse_other_optimizer(Path(folder), str(self.accelerator.distributed_type))
         super()._load_optimizer_and_scheduler(folder)
         path = Path(folder or "", f"{self.accelerator.process_index}_{checkpoint.STATE_FILE}")
         if folder is not None and path.is_file():
