@@ -392,8 +392,8 @@ def refuse_other_optimizer(folder: Path, kind: str) -> None:
     """Refuse a checkpoint of DeepSpeed's in a run without it: transformers would begin with a new optimizer and not say so."""
     if any(folder.glob("global_step*")) and "DEEPSPEED" not in kind:
         raise CheckpointError(
-            f"the optimizer of {str(folder)!r} was written by DeepSpeed, and this run is {kind.rpartition('.')[2]}: it would go on "
-            "with a new one. Fix: resume with DeepSpeed, or give the folder as the model of a new run."
+            f"the optimizer of {str(folder)!r} was written by DeepSpeed, and this run is {kind.rpartition('.')[2]}: it would "
+            "go on with a new one. Fix: resume with DeepSpeed, or give the folder as the model of a new run."
         )
 
 
