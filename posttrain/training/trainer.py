@@ -206,7 +206,8 @@ class PostTrainer(transformers.Trainer):
     def _choose_layout(self) -> Layout:
         # User functions on logits want one sequence a row.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
-        return config.choose_layout(self.model, self.args, padded=any(function is not None for function in wanted))
+        with parallel.gathered(self.model.parameters()):  # ZeRO-3 may have sharded them as they were loaded.
+            return config.choose_layout(self.model, self.args, padded=any(one is not None for one in wanted))
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
