@@ -1,4 +1,4 @@
-"""The short form of `tests.matrix`: sharded training on two processes is that of one, and goes on from its checkpoints."""
+"""The short form of `tests.matrix`: sharded training on two processes is that of one, and goes on from its checkpoints on four."""
 
 import pytest
 import torch
@@ -6,21 +6,30 @@ from transformers import AutoModelForCausalLM
 
 from tests.matrix import TOLERANCE, compared, run, saved
 
-CELLS = ["sft/plain", "dpo/lora", "grpo/checkpointing", "resume/FSDP2"]
+CELLS, RESUME = ["sft/plain", "dpo/lora", "grpo/checkpointing"], "resume/FSDP2"
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
-    return {way: run(way, CELLS, folder / way) for way in ("FSDP2", "one")}, folder
+    cells = {"FSDP2": [*CELLS, RESUME], "FSDP2-4": [RESUME], "one": CELLS}
+    return {way: run(way, of_way, folder / way) for way, of_way in cells.items()}, folder
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("cell", CELLS)
 def test_fsdp2_on_two_ranks_is_one_process(both, cell):
-    """Losses, gradient norms, evaluation and saved weights; of ``resume``, from a checkpoint of two ranks."""
+    """Losses, gradient norms, evaluation and saved weights."""
     found, folder = both
     apart = compared(found, folder, "FSDP2", cell)
+    assert isinstance(apart, dict), apart
+    assert max(apart.values()) < TOLERANCE, apart
+
+
+@pytest.mark.distributed
+def test_four_ranks_go_on_from_a_checkpoint_of_two(both):
+    found, folder = both
+    apart = compared(found, folder, "FSDP2-4", RESUME)
     assert isinstance(apart, dict), apart
     assert max(apart.values()) < TOLERANCE, apart
 

@@ -208,7 +208,8 @@ class PostTrainer(transformers.Trainer):
     def _choose_layout(self) -> Layout:
         # User functions on logits want one sequence a row.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
-        return config.choose_layout(self.model, self.args, padded=any(function is not None for function in wanted))
+        with parallel.gathered(self.model.parameters()):  # ZeRO-3 may have sharded them as they were loaded.
+            return config.choose_layout(self.model, self.args, padded=any(one is not None for one in wanted))
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
@@ -489,6 +490,8 @@ class PostTrainer(transformers.Trainer):
         Path(output_dir, name).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        if folder is not None:
+            checkpoint.refuse_other_optimizer(Path(folder), str(self.accelerator.distributed_type))
         super()._load_optimizer_and_scheduler(folder)
         path = Path(folder or "", f"{self.accelerator.process_index}_{checkpoint.STATE_FILE}")
         if folder is not None and path.is_file():

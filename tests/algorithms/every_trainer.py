@@ -70,8 +70,9 @@ def every(kind, folder, tokenizer, *, train=None, base=None, cls=None, arguments
     )
     keys = {name: settings.pop(name) for name in names if name in settings}
     reward = settings.pop("reward_funcs", by_answer)
-    args = (arguments or config)(str(folder), **(SHORT | own | settings))
+    # First, since a config of ZeRO-3 shards what is built after it, and transformers then fails to set its padding row.
     model = scorer(tokenizer) if kind == "reward" else build_model(len(tokenizer))
+    args = (arguments or config)(str(folder), **(SHORT | own | settings))
     rows = train if train is not None else data(kind, 8)
     keys |= {"model": model, "args": args, "train_dataset": rows, "processing_class": tokenizer}
     if kind in ONLINE:

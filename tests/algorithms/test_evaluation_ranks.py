@@ -137,9 +137,65 @@ def test_a_rank_without_mismatched_or_good_answers_does_not_stop_the_others(tmp_
     assert found["kto"][0]["kl/valid_fraction"] == pytest.approx(0.5)
 
 
+def sharded(folder, world, kinds, rows):
+    """What each trainer logs and evaluates after two steps; FSDP2 where there are two processes."""
+    from tests.conftest import build_tokenizer
+    from tests.matrix import WAYS, allow_fsdp_on_cpu
+
+    way = WAYS["FSDP2"][1] if world > 1 else {}
+    if way:
+        allow_fsdp_on_cpu()
+    found = {}
+    for kind in kinds:
+        tokenizer = build_tokenizer()
+        tokenizer.pad_token = "<|endoftext|>"
+        trainer = every(
+            kind, f"{folder}/{kind}", tokenizer, train=data(kind, rows), eval_dataset=data(kind, 5), max_steps=2,
+            per_device_train_batch_size=4 // world, per_device_eval_batch_size=4 // world, optim="sgd",
+            gradient_checkpointing=False, **way,
+        )  # fmt: skip
+        trainer.train()
+        assert world == 1 or "FSDP" in str(trainer.accelerator.distributed_type)
+        evaluated = [trainer.evaluate(), trainer.evaluate(data(kind, 1))]
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        found[kind] = {"losses": losses, "eval": [{k: v for k, v in one.items() if "loss" in k} for one in evaluated]}
+    return found
+
+
+def run_sharded(folder, world, half, rows):
+    module, what = "tests.algorithms.test_evaluation_ranks", f"sharded:{rows}:{','.join(HALVES[half])}"
+    return run_ranks(module, folder, world, what, processes=world, folder=folder, timeout=2 * WATCHDOG)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("half", [0, 1])
+def test_no_sharded_trainer_waits_for_a_rank_without_rows(half, tmp_path):
+    """With FSDP2 every forward pass is a collective: evaluation of five rows on two ranks, and of one."""
+    one, two = (run_sharded(tmp_path / str(world), world, half, 8) for world in (1, 2))
+    for kind in HALVES[half]:
+        for ours, alone in zip(two[kind]["eval"], one[kind]["eval"], strict=True):
+            assert set(ours) == set(alone), kind
+            for name in set(alone) if kind != "kto" else ():  # Its partners are a process's own rows.
+                assert ours[name] == pytest.approx(alone[name], abs=2e-5, rel=2e-5), (kind, name)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("half", [0, 1])
+def test_sharded_training_ends_where_the_last_step_has_an_odd_number_of_rows(half, tmp_path):
+    """Accelerate gives a row to both ranks then, so the loss is not that of one process."""
+    found = run_sharded(tmp_path, 2, half, 7)
+    assert [kind for kind in HALVES[half] if len(found[kind]["losses"]) == 2] == HALVES[half]
+
+
 if __name__ == "__main__":
     folder, world, kinds = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    result = split(folder) if kinds == "split" else work(folder, world, kinds.split(","))
+    if kinds == "split":
+        result = split(folder)
+    elif kinds.startswith("sharded:"):
+        _, rows, names = kinds.split(":")
+        result = sharded(folder, world, names.split(","), int(rows))
+    else:
+        result = work(folder, world, kinds.split(","))
     from accelerate import PartialState
 
     if PartialState().is_main_process:

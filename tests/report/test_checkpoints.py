@@ -344,3 +344,11 @@ def test_the_estimate_of_a_checkpoint_is_near_what_is_written(tmp_path, tiny_tok
     folder = tmp_path / "checkpoint-1"
     written = sum((folder / name).stat().st_size for name in ("model.safetensors", "optimizer.pt"))
     assert abs(written - expected) < 0.15 * expected
+
+
+def test_a_checkpoint_of_deepspeed_is_refused_without_it(tmp_path):
+    """Its optimizer would be left behind without a word."""
+    (tmp_path / "global_step2").mkdir()
+    checkpoints.refuse_other_optimizer(tmp_path, "DistributedType.DEEPSPEED")
+    with pytest.raises(CheckpointError, match=r"written by DeepSpeed, and this run is MULTI_GPU.*Fix: "):
+        checkpoints.refuse_other_optimizer(tmp_path, "DistributedType.MULTI_GPU")
