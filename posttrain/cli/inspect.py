@@ -347,7 +347,7 @@ def contact_sheet(summary: Summary, processor: Any) -> Any:
     from PIL import Image, ImageDraw
 
     drawn = {
-        f"row {shown.row}: image {number}, {one.size[0]}x{one.size[1]}, {one.digest[:4]}": processor.seen(one)
+        f"row {shown.row}: image {number}, {one.size[0]}x{one.size[1]}, {one.digest[:4]}": seen_by_model(processor, one)
         for shown in summary.shown
         for number, one in enumerate(shown.pictures, 1)
     }
@@ -361,3 +361,29 @@ def contact_sheet(summary: Summary, processor: Any) -> Any:
         sheet.paste(image, (0, at + CAPTION))
         at += image.height + CAPTION
     return sheet
+
+
+def seen_by_model(processor: Any, picture: Any) -> Any:
+    """What the model sees of a picture, as an image of PIL: prepared, then its normalisation undone; tiles side by side."""
+    import torch
+    from PIL import Image
+
+    images, prepared = processor.processor.image_processor, processor.prepare(picture)
+    pixels = prepared["pixel_values"]
+    if processor.family.positions == "grid":
+        pixels = _unpatched(pixels, prepared["image_grid_thw"][0].tolist(), images)[None]
+    strip = torch.cat(list(pixels.flatten(0, -4)), -1).float()  # (3, H, sum of W)
+    if images.do_normalize:
+        mean, deviation = (torch.tensor(one)[:, None, None] for one in (images.image_mean, images.image_std))
+        strip = strip * deviation + mean
+    strip = strip / (images.rescale_factor if images.do_rescale else 1)
+    return Image.fromarray(strip.round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
+
+
+def _unpatched(patches: Any, grid: Sequence[int], images: Any) -> Any:
+    """Pixels ``(3, H, W)`` of patches ``(h w, 3 * frames * size^2)``, which come in squares of ``merge_size``."""
+    (_, h, w), merge, size = grid, images.merge_size, images.patch_size
+    parts = patches.view(h // merge, w // merge, merge, merge, 3, images.temporal_patch_size, size, size)[
+        :, :, :, :, :, 0
+    ]
+    return parts.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, h * size, w * size)

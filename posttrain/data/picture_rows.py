@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from posttrain.data.chat import common_prefix, template_arguments
+from posttrain.data.chat import RENDERED, common_prefix, template_arguments
 from posttrain.data.formats import (
     PreparationReport,
     first_row,
@@ -24,16 +24,21 @@ from posttrain.data.pictures import Background, Picture, conversation_pictures, 
 from posttrain.data.preference import maybe_extract_prompt
 from posttrain.data.processors import PictureProcessor, Placed
 from posttrain.errors import DataError
-from posttrain.types import Row
+from posttrain.types import Prompt, Row
 
 __all__ = [
+    "IMAGES",
     "PictureOptions",
+    "conversation_of",
+    "picture_prompt",
+    "picture_prompts",
     "place_pictures",
     "prepare_picture_rows",
 ]
 
 logger = logging.getLogger(__name__)
 
+IMAGES = ("image", "images")  # Columns of a row.
 IGNORED = -100
 RARE = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
@@ -283,3 +288,76 @@ def place_pictures(
                 "see it. Fix: images in prompts alone, or leave this row out."
             )
     return rows
+
+
+def picture_prompts(
+    reader: PictureProcessor,
+    rows: Sequence[Mapping[str, Any]],
+    kwargs: Mapping[str, Any],
+    ids_of: Callable[[str], list[int]] | None = None,
+) -> list[Prompt]:
+    """Prompts as the model reads them, with their pictures placed; equal neighbours are read once.
+
+    Args:
+        reader: Of the run.
+        rows: With a conversational ``prompt``.
+        kwargs: For the chat template; a row's own win.
+        ids_of: See `PictureProcessor.encode`.
+
+    Raises:
+        DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
+    """
+    made: list[Prompt] = []
+    before: Mapping[str, Any] = {}
+    for row in rows:
+        if not made or any(row.get(name) != before.get(name) for name in (*RENDERED, *IMAGES)):
+            made.append(picture_prompt(reader, row, kwargs, ids_of))
+        else:
+            made.append(made[-1])
+        before = row
+    return made
+
+
+def picture_prompt(
+    reader: PictureProcessor,
+    row: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    ids_of: Callable[[str], list[int]] | None = None,
+    pictures: Sequence[Picture] | None = None,
+) -> Prompt:
+    """One of `picture_prompts`.
+
+    Args:
+        reader: Of the run.
+        row: With a conversational ``prompt``.
+        kwargs: For the chat template; the row's own win.
+        ids_of: See `PictureProcessor.encode`.
+        pictures: That were read before, of a row whose messages hold them again; None: read those of the row.
+    """
+    row = strip_none(dict(row))
+    # The messages hold what the columns hold where pictures were read before.
+    blocks, held = conversation_of(row if pictures is None else {k: v for k, v in row.items() if k not in IMAGES})
+    if reader.per_row is not None and len(held) > reader.per_row:
+        raise DataError(
+            f"a prompt has {len(held)} images, and max_images_per_row={reader.per_row}. Fix: leave this row out."
+        )
+    goes_on = blocks[-1].get("role") == "assistant"
+    how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
+    text = reader.render(blocks, **how, **{**kwargs, **template_arguments(row)})
+    reader.sanitized += reader.escaped(text)
+    if pictures is None:
+        read = [read_picture(value, "column 'images' of a prompt", reader.background) for value in held]
+        pictures = [reader.fitted(picture).encoded() for picture in read]
+        reader.resized += sum(a != b for a, b in zip(read, pictures, strict=True))
+    return Prompt(*reader.encode(text, pictures, prompt=True, ids_of=ids_of))
+
+
+def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages of a prompt with empty image blocks, and what belongs in them.
+
+    Raises:
+        DataError: The prompt is no conversation, or has other places than images.
+    """
+    if not is_messages(row["prompt"]):
+        raise DataError("rows with images need conversational prompts: [{'role': 'user', 'content': ...}].")
+    return conversation_pictures(row["prompt"], pictures_of(row))

@@ -15,19 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from posttrain.data.chat import RENDERED, template_arguments
-from posttrain.data.formats import is_messages, pictures_of, strip_none
 from posttrain.data.pictures import Background, Picture, conversation_pictures, read_picture
 from posttrain.errors import DataError, ModelError
-from posttrain.types import Prompt
 
 __all__ = [
     "FAMILIES",
-    "IMAGES",
     "Family",
     "PictureProcessor",
     "Placed",
-    "conversation_of",
     "family_of",
     "image_only",
     "is_processor",
@@ -80,7 +75,6 @@ FAMILIES = {
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"}
 COUNTS = {"num_crops", "num_patches", "num_tiles", "rows", "cols"}  # Of an image processor, for its processor's text.
-IMAGES = ("image", "images")  # Columns of a row.
 LARGE = (1500, 1000)  # A picture that is cut into tiles where any is.
 REMEMBERED = 4096  # Sizes whose expansion is kept.
 
@@ -457,21 +451,6 @@ class PictureProcessor:
         whole, alone = self._whole(image, "a shaded picture"), self._pixels(image, "a shaded picture")
         return whole.keys() == alone.keys() and all(torch.equal(value, alone[name]) for name, value in whole.items())
 
-    def seen(self, picture: Picture) -> Any:
-        """What the model sees of a picture, as an image of PIL: prepared, then its normalisation undone; tiles side by side."""
-        from PIL import Image
-
-        images, prepared = self.processor.image_processor, self.prepare(picture)
-        pixels = prepared["pixel_values"]
-        if self.family.positions == "grid":
-            pixels = _unpatched(pixels, prepared["image_grid_thw"][0].tolist(), images)[None]
-        strip = torch.cat(list(pixels.flatten(0, -4)), -1).float()  # (3, H, sum of W)
-        if images.do_normalize:
-            mean, deviation = (torch.tensor(one)[:, None, None] for one in (images.image_mean, images.image_std))
-            strip = strip * deviation + mean
-        strip = strip / (images.rescale_factor if images.do_rescale else 1)
-        return Image.fromarray(strip.round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
-
     def _whole(self, image: Any, where: str) -> dict[str, Tensor]:
         return {name: value for name, value in self._call(image, where).items() if name not in TEXT_KEYS}
 
@@ -543,64 +522,6 @@ class PictureProcessor:
 
     # Rows --------------------------------------------------------------------------------------------------------
 
-    def prompts(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        kwargs: Mapping[str, Any],
-        ids_of: Callable[[str], list[int]] | None = None,
-    ) -> list[Prompt]:
-        """Prompts as the model reads them, with their pictures placed; equal neighbours are read once.
-
-        Args:
-            rows: With a conversational ``prompt``.
-            kwargs: For the chat template; a row's own win.
-            ids_of: See `encode`.
-
-        Raises:
-            DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
-        """
-        made: list[Prompt] = []
-        before: Mapping[str, Any] = {}
-        for row in rows:
-            if not made or any(row.get(name) != before.get(name) for name in (*RENDERED, *IMAGES)):
-                made.append(self.prompt(row, kwargs, ids_of))
-            else:
-                made.append(made[-1])
-            before = row
-        return made
-
-    def prompt(
-        self,
-        row: Mapping[str, Any],
-        kwargs: Mapping[str, Any],
-        ids_of: Callable[[str], list[int]] | None = None,
-        pictures: Sequence[Picture] | None = None,
-    ) -> Prompt:
-        """One of `prompts`.
-
-        Args:
-            row: With a conversational ``prompt``.
-            kwargs: For the chat template; the row's own win.
-            ids_of: See `encode`.
-            pictures: That were read before, of a row whose messages hold them again; None: read those of the row.
-        """
-        row = strip_none(dict(row))
-        # The messages hold what the columns hold where pictures were read before.
-        blocks, held = conversation_of(row if pictures is None else {k: v for k, v in row.items() if k not in IMAGES})
-        if self.per_row is not None and len(held) > self.per_row:
-            raise DataError(
-                f"a prompt has {len(held)} images, and max_images_per_row={self.per_row}. Fix: leave this row out."
-            )
-        goes_on = blocks[-1].get("role") == "assistant"
-        how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
-        text = self.render(blocks, **how, **{**kwargs, **template_arguments(row)})
-        self.sanitized += self.escaped(text)
-        if pictures is None:
-            read = [read_picture(value, "column 'images' of a prompt", self.background) for value in held]
-            pictures = [self.fitted(picture).encoded() for picture in read]
-            self.resized += sum(a != b for a, b in zip(read, pictures, strict=True))
-        return Prompt(*self.encode(text, pictures, prompt=True, ids_of=ids_of))
-
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[Picture] = (), **options: Any
     ) -> tuple[str, list[Any]]:
@@ -609,29 +530,9 @@ class PictureProcessor:
         return self.render(blocks, **options), pictures
 
 
-def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages of a prompt with empty image blocks, and what belongs in them.
-
-    Raises:
-        DataError: The prompt is no conversation, or has other places than images.
-    """
-    if not is_messages(row["prompt"]):
-        raise DataError("rows with images need conversational prompts: [{'role': 'user', 'content': ...}].")
-    return conversation_pictures(row["prompt"], pictures_of(row))
-
-
 def family_of(processor: Any) -> Family | None:
     """What is known of the models of a processor; None: nothing, or it is a tokenizer."""
     return next((FAMILIES[kind.__name__] for kind in type(processor).__mro__ if kind.__name__ in FAMILIES), None)
-
-
-def _unpatched(patches: Tensor, grid: Sequence[int], images: Any) -> Tensor:
-    """Pixels ``(3, H, W)`` of patches ``(h w, 3 * frames * size^2)``, which come in squares of ``merge_size``."""
-    (_, h, w), merge, size = grid, images.merge_size, images.patch_size
-    parts = patches.view(h // merge, w // merge, merge, merge, 3, images.temporal_patch_size, size, size)[
-        :, :, :, :, :, 0
-    ]
-    return parts.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, h * size, w * size)
 
 
 def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

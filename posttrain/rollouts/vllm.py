@@ -53,7 +53,6 @@ CHECKED = {
 # GB of keys and values on a CPU, where vLLM would take most of the machine's memory.
 CPU_CACHE_GB = "4"
 
-
 State = Literal["awake", "asleep1", "asleep2"]
 LEVELS = ("auto", "1", "2")
 ROOM = 1.2  # Host memory that level 1 asks for, in sizes of the weights of all ranks of a host.

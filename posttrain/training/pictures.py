@@ -14,9 +14,16 @@ from typing import Any, Literal
 from transformers.utils.hub import cached_file
 
 from posttrain.data.formats import STREAMED, is_messages, pictures_of, shows_pictures, strip_none, undecoded
-from posttrain.data.picture_rows import PictureOptions, place_pictures
+from posttrain.data.picture_rows import (
+    IMAGES,
+    PictureOptions,
+    conversation_of,
+    picture_prompt,
+    picture_prompts,
+    place_pictures,
+)
 from posttrain.data.pictures import Picture, conversation_pictures, filled, read_picture
-from posttrain.data.processors import IMAGES, PictureProcessor, conversation_of, family_of, load_processor
+from posttrain.data.processors import PictureProcessor, family_of, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
@@ -179,12 +186,12 @@ class Vision:
             DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
         """
         assert self.reader is not None
-        return self.reader.prompts(examples, self.args.chat_template_kwargs or {})
+        return picture_prompts(self.reader, examples, self.args.chat_template_kwargs or {})
 
     def prompt(self, example: Mapping[str, Any], pictures: Sequence[Picture] | None = None) -> Prompt:
         """One prompt with its pictures; or of an `opened` one its text, with pictures that were read before."""
         assert self.reader is not None
-        return self.reader.prompt(example, self.args.chat_template_kwargs or {}, pictures=pictures)
+        return picture_prompt(self.reader, example, self.args.chat_template_kwargs or {}, pictures=pictures)
 
     def opened(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Examples as reward functions see them: PIL images in columns and messages, decoded when they are touched.

@@ -62,6 +62,7 @@ class PostTrainer(transformers.Trainer):
     # Whether the objective compares the completions of a row, which are then never divided.
     keep_groups_together: ClassVar[bool] = False
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
+    eval_group: int = 1  # Consecutive rows of an evaluation batch that are compared with each other.
     takes_images: bool = False  # Whether rows may hold pictures.
     returns_images: bool = False  # Whether tools or environments may show some.
     takes_loss_func: ClassVar[bool] = False  # Whether a user's compute_loss_func says what the loss is.
@@ -102,8 +103,8 @@ class PostTrainer(transformers.Trainer):
         config.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        images = {"takes": self.takes_images, "returned": self.returns_images}
-        self.vision = Vision(args, processing_class, model_id, (train_dataset, eval_dataset), **images)
+        sets, shown = (train_dataset, eval_dataset), self.returns_images
+        self.vision = Vision(args, processing_class, model_id, sets, takes=self.takes_images, returned=shown)
         self.processing_class = self.vision.tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
@@ -123,15 +124,8 @@ class PostTrainer(transformers.Trainer):
         self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self.counters: dict[str, float] = {"num_tokens": 0.0}
         self.router_coefficient = router_coefficient(model, args)
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=self.collator(),
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=self.processing_class,
-            **trainer_kwargs,
-        )
+        trainer_kwargs |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        super().__init__(model, args, self.collator(), processing_class=self.processing_class, **trainer_kwargs)
         self._begin()
 
     def _begin(self) -> None:
@@ -411,8 +405,8 @@ class PostTrainer(transformers.Trainer):
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
         needs = self.needs | {"aux"} if self.router_coefficient else self.needs
-        options = {"chunk_size": self.args.logits_chunk_size, "compare": self.comparison(batch)}
-        outputs = forward(model, batch, needs, temperature=self.temperature, **options)
+        chunk, compare = self.args.logits_chunk_size, self.comparison(batch)
+        outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=chunk, compare=compare)
         terms = self.objective(outputs, batch)
         add_router_term(terms, outputs, self.router_coefficient)
         return terms, outputs
@@ -486,16 +480,17 @@ class PostTrainer(transformers.Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        name = f"{self.accelerator.process_index}_{checkpoint.STATE_FILE}"
-        Path(output_dir, name).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
+        self._own_state(output_dir).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         if folder is not None:
             checkpoint.refuse_other_optimizer(Path(folder), str(self.accelerator.distributed_type))
         super()._load_optimizer_and_scheduler(folder)
-        path = Path(folder or "", f"{self.accelerator.process_index}_{checkpoint.STATE_FILE}")
-        if folder is not None and path.is_file():
+        if folder is not None and (path := self._own_state(folder)).is_file():
             self.load_saved_state(json.loads(path.read_text(encoding="utf-8")))
+
+    def _own_state(self, folder: str) -> Path:
+        return Path(folder, f"{self.accelerator.process_index}_{checkpoint.STATE_FILE}")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -556,11 +551,6 @@ class PostTrainer(transformers.Trainer):
 
     def _collated(self, collator: Callable[[list[Any]], Any], rows: list[Any]) -> Any:
         return collator(rows) if rows else self.no_rows
-
-    @property
-    def eval_group(self) -> int:
-        """Consecutive rows of an evaluation batch that are compared with each other."""
-        return 1
 
     def eval_batches(self, inputs: Any) -> list[Batch]:
         """Batches of one evaluation micro-batch, which may be empty; online trainers generate here."""

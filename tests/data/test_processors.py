@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from posttrain.cli.inspect import seen_by_model
 from posttrain.data.pictures import read_picture
 from posttrain.data.processors import PictureProcessor, is_processor, load_processor
 from posttrain.errors import DataError, ModelError
@@ -174,7 +175,7 @@ def test_what_the_model_sees_is_the_picture_after_resizing(name):
     _, processor = build(name)
     reader = PictureProcessor(processor)
     picture = read_picture(noise(56, 56, 3))
-    seen = reader.seen(picture)
+    seen = seen_by_model(reader, picture)
     # The last tile is the whole picture in every family that cuts one; squares of noise survive the resizing.
     whole = seen if name not in ("llava_next",) else seen.crop((0, 0, seen.height, seen.height))
     if whole.width != whole.height:

@@ -19,6 +19,7 @@ from posttrain.data.chat import (
     with_template,
 )
 from posttrain.data.formats import strip_none
+from posttrain.data.picture_rows import picture_prompts
 from posttrain.data.pictures import Picture
 from posttrain.data.processors import PictureProcessor
 from posttrain.data.responses import add_response_schema
@@ -125,7 +126,7 @@ def tokenize_observed(
             {**row, "prompt": row["prompt"].through(plain.hide)} if isinstance(row["prompt"], Observed) else row
             for row in rows
         ]
-        return reader.prompts(hidden, chat_template_kwargs or {}, plain.ids)
+        return picture_prompts(reader, hidden, chat_template_kwargs or {}, plain.ids)
     found = tokenize_prompts(rows, tokenizer, chat_template_kwargs=chat_template_kwargs)
     observed = [i for i, row in enumerate(rows) if isinstance(row["prompt"], Observed)]
     plain = PlainText(tokenizer) if observed else None
