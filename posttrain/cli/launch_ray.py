@@ -186,22 +186,21 @@ def _run_command(arguments: Sequence[str], folder: str) -> int:
     """Run ``posttrain ARGUMENTS`` until it ends or the task is cancelled, which interrupts it as Ctrl-C does."""
     # Ray blocks Ctrl-C in its workers, and children would inherit that.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "posttrain.cli.main", *arguments]
     process = subprocess.Popen(command, cwd=folder, preexec_fn=_end_with_parent, start_new_session=True)
     try:
         while process.poll() is None:
             # Ray's cancellation interrupts Python, not a system call that blocks.
             time.sleep(0.2)
-        return process.returncode if process.returncode >= 0 else 128 - process.returncode
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
-        return process.wait(PATIENCE)
+        process.wait(PATIENCE)
     finally:
         # With the processes that it started itself.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        signal.signal(signal.SIGINT, before)
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def _end_with_parent() -> None:
@@ -232,12 +231,8 @@ def run(name: str, argv: list[str]) -> int:
     address = job.options.ray_address
     # Equal lines of several servers are all meant.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    passed = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON) and key != ranks.EXIT_CODES}
-    # The token keeps other users of the cluster from replacing the servers' weights.
-    passed |= {API_KEY_VARIABLE: os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32), STARTED: "1"}
-    options: Any = {"include_dashboard": False} if address == "local" else {}
     try:
-        ray.init(address=address, runtime_env={"env_vars": passed}, **options)
+        ray.init(address=address, **({"include_dashboard": False} if address == "local" else {}))
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster can be used at ray_address={address!r}: {str(error).strip().splitlines()[0]} Fix: start one with "
@@ -257,18 +252,19 @@ class _Placed:
 
     def __init__(self, ray: Any, job: RayRun) -> None:
         self.ray, self.job = ray, job
+        env = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON) and key != ranks.EXIT_CODES}
+        # The token keeps other users of the cluster from replacing the servers' weights.
+        env |= {API_KEY_VARIABLE: os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32), STARTED: "1"}
+        self.options = {"max_retries": 0, "runtime_env": {"env_vars": env}}
         self.bundles = job.bundles(ray.cluster_resources().get("GPU", 0) > 0)
         self.group = ray.util.placement_group(self.bundles, strategy=job.options.ray_placement)
         # A cluster that scales by itself adds machines meanwhile.
         if not self.group.wait(job.options.ray_timeout):
-            needed, free = (
-                (sum(bundle[kind] for bundle in self.bundles) for kind in ("CPU", "GPU")),
-                ray.available_resources(),
-            )
+            cpus, gpus = (sum(bundle[kind] for bundle in self.bundles) for kind in ("CPU", "GPU"))
+            free = ray.available_resources()
             raise ConfigError(
-                "--launcher ray needs {:g} CPUs and {:g} GPUs".format(*needed)
-                + f" for the trainer and {len(self.bundles) - 1} "
-                f"servers (ray_placement={job.options.ray_placement!r}), and the Ray cluster has {free.get('CPU', 0):g} CPUs and "
+                f"--launcher ray needs {cpus:g} CPUs and {gpus:g} GPUs for the trainer and {len(self.bundles) - 1} servers "
+                f"(ray_placement={job.options.ray_placement!r}), and the Ray cluster has {free.get('CPU', 0):g} CPUs and "
                 f"{free.get('GPU', 0):g} GPUs free after {job.options.ray_timeout:g} s. Fix: lower those, or add machines."
             )
 
@@ -276,7 +272,7 @@ class _Placed:
         """A task with the resources of one bundle: 0 is the trainer's, the others are the servers'."""
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
         takes = {"num_cpus": self.bundles[index]["CPU"], "num_gpus": self.bundles[index]["GPU"]}
-        return self.ray.remote(max_retries=0, scheduling_strategy=place, **takes)(function).remote(*arguments)
+        return self.ray.remote(scheduling_strategy=place, **takes, **self.options)(function).remote(*arguments)
 
     def run(self) -> int:
         """Start everything, wait for the trainer, end everything."""
@@ -288,7 +284,7 @@ class _Placed:
             for index, (host, port) in enumerate(places[1:], start=1):
                 # On the trainer's own machine, weights go through shared memory.
                 host = "127.0.0.1" if host == places[0][0] else host
-                urls.append(f"http://{host}:{port}")
+                urls.append(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
                 words = [self.job.serving, *self.job.serve_arguments(host, port)]
                 task = self.start(index, _run_command, words, os.getcwd())
                 servers[task] = f"rollout server {index} ({urls[-1]})"
