@@ -354,9 +354,8 @@ def plan(
     parts = dict(parts or {})
     lengths = lengths or assumed_lengths(trainer, args)
     dtype = _dtype(args, model_config)
-    vision = {"freeze_vision": getattr(args, "freeze_vision", "auto"), "images": pictures is not None}
-    kind = "causal" if trainer.generative else "sequence"
-    policy = Part("policy", model_config, kind, dtype, peft_config, bits=bits, **vision)
+    known = _kind(trainer, args, images=pictures is not None)
+    policy = Part("policy", model_config, dtype=dtype, peft_config=peft_config, bits=bits, **known)
     size = batch_size or int(args.per_device_train_batch_size)
     rows = _longest_rows(trainer, args, lengths, size)
     together = {"whole_rows": trainer.keep_groups_together, "together": _single_pass(args)}
@@ -364,8 +363,7 @@ def plan(
     reference = ("copy" if peft_config is None else "adapter") if _compares(trainer, args) else ""
     frozen = _frozen_parts(policy, reference, parts.get("reward_model"))
     teachers = trainer.teachers_in_memory(args, policy, parts) if hasattr(trainer, "teachers_in_memory") else []
-    critic = parts.get("value_model")
-    smoothing = {"logits"} if getattr(args, "label_smoothing_factor", 0) else set()
+    critic, smoothing = parts.get("value_model"), bool(getattr(args, "label_smoothing_factor", 0))
     return Workload(
         policy=policy,
         batches=batches,
@@ -374,7 +372,7 @@ def plan(
         value_head="values" in trainer.needs and critic is None,
         frozen=(*frozen, *teachers),
         reference=reference or ("copy" if teachers else ""),
-        needs=trainer.needs | {"entropy"} | smoothing,
+        needs=trainer.needs | {"entropy"} | ({"logits"} if smoothing else set()),
         checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
         kept_layers=args.kept_layers,
         optimizer=str(getattr(args.optim, "value", args.optim)),
@@ -385,6 +383,12 @@ def plan(
         process=process,
         pixels=_pixels(pictures, min(len(rows), max(map(_trees, batches)))) if pictures else {},
     )
+
+
+def _kind(trainer: Any, args: Any, *, images: bool) -> dict[str, Any]:
+    """What a trainer and its config say of the policy."""
+    kind = "causal" if trainer.generative else "sequence"
+    return {"kind": kind, "freeze_vision": getattr(args, "freeze_vision", "auto"), "images": images}
 
 
 def _frozen_parts(policy: Part, reference: str, reward_model: Any) -> list[Part]:
