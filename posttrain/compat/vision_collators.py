@@ -70,7 +70,7 @@ class VisionCollator(Collator):
         self, messages: list[Any], answers: Sequence[Any], example: Example, row: int
     ) -> tuple[str, list[str]]:
         """Text of a prompt, and what each answer adds to it; where they part is where the texts differ."""
-        render, options = self.processor.apply_chat_template, template_arguments(example)
+        render, options = self.processor.apply_chat_template, template_arguments(dict(example))
         goes_on = messages[-1]["role"] == "assistant"
         how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
         begin, wholes = render(messages, tokenize=False, **how, **options), []

@@ -553,7 +553,7 @@ class OnlineTrainer(PostTrainer):
 
     def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
         """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage."""
-        step, images = self.state.global_step, self.args.log_multimodal
+        step, images = self.state.global_step, self.vision.images and self.args.log_multimodal
         self._rows = completion_rows(generation, table, self.processing_class, step, images=images)
         return self._rows
 
