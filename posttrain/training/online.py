@@ -107,9 +107,9 @@ class OnlineTrainer(PostTrainer):
         given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
         self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
         # Tools and environments may return images; a rollout function reads them itself.
-        episodes, processing_class = self.driver is not None, kwargs.get("processing_class")
-        self.returns_images = episodes and rollout_func is None and is_processor(processing_class)
-        self.takes_images = self.takes_images and (not episodes or self.returns_images)
+        own = self.driver is not None and rollout_func is None
+        self.returns_images = own and is_processor(kwargs.get("processing_class"))
+        self.takes_images = self.takes_images and (self.driver is None or self.returns_images)
         # By the names that TRL's trainers have.
         self.tools, self.rollout_func = list(tools or ()), rollout_func
         self.environments = None if self.driver is None else self.driver.pool

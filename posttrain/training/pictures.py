@@ -147,8 +147,9 @@ class Vision:
         returned: bool = False,
     ) -> None:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
-        family = family_of(processing_class)
-        returned = takes and returned and family is not None and family.several_turns
+        if returned := takes and returned:
+            family = family_of(processing_class)
+            returned = family is not None and family.several_turns
         self.images = returned or (takes and any(map(shows_pictures, sets)))
         if returned and args.check_image_use:
             raise ConfigError(
