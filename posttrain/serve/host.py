@@ -6,11 +6,7 @@ import asyncio
 import hmac
 import math
 import os
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import prometheus_client
@@ -19,17 +15,16 @@ from fastapi import Body, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor, nn
 
-from posttrain.errors import BadRequest, ConfigError, ModelError, RolloutError, WeightSyncError
-from posttrain.models.heads import LogitRule, causal_lm, trunk
+from posttrain.errors import BadRequest, ConfigError, RolloutError, WeightSyncError
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
-from posttrain.rollouts.base import RolloutEngine, check_requests, evaluating
+from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.sampling import structured_guide
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, INCOMPLETE, LOOPBACK, shape_of
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
+from posttrain.serve.engine import NOT_WHOLE, Job, ServedEngine
 from posttrain.serve.server import ServeConfig
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling
@@ -37,218 +32,13 @@ from posttrain.types import Rollout, Sampling
 __all__ = [
     "Completions",
     "Host",
-    "Job",
-    "ServedEngine",
     "TokenGuard",
     "choices_of",
     "create_app",
     "make_host",
     "score_choice",
-    "score_sequence",
 ]
 
-
-# The engine
-
-# Seconds without a new request after which those that wait are begun: clients send the prompts of a step one by one.
-GATHER_S = 0.01
-NOT_WHOLE = "the weights are not whole: an update failed midway. Push all of them again."
-# Positions whose logits exist at once while a sequence is scored.
-CHUNK = 256
-
-
-@dataclass(eq=False)
-class Job:
-    """One prompt on its way.
-
-    Attributes:
-        request: With its own sampling.
-        version: Of the weights that wrote its completions.
-        rollouts: Its completions, or the error that ended it.
-    """
-
-    request: Prompt
-    version: str = ""
-    rollouts: Future[list[Rollout]] = field(default_factory=Future)
-
-
-class ServedEngine:
-    """An engine whose calls, weight updates and scores run in one thread, one after the other.
-
-    Generation is held while it is paused, and from the beginning of a weight update until its end. Requests that come
-    meanwhile wait.
-
-    Args:
-        engine: Samples from its ``model``, whose parameters new weights are copied into.
-
-    Attributes:
-        version: Of the weights, as the trainer calls them; ``default``: those of the checkpoint.
-        state: ``whole``; ``updating``; ``complete``: all buckets of an update came; ``failed``: they are not of one version.
-        paused: Whether generation is held.
-        waiting: Jobs that are in no call yet.
-        running: Completions of the call under way.
-    """
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self.engine: Any = engine
-        self.model: nn.Module = self.engine.model
-        self.version = "default"
-        self.state: Literal["whole", "updating", "complete", "failed"] = "whole"
-        self.paused = False
-        self.waiting: deque[Job] = deque()
-        self.running = 0
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._known: dict[str, Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
-        self._known |= dict(self.model.named_parameters(remove_duplicate=False))
-        self._loaded: set[int] = set()
-
-    # Generation. All methods but `submit` are called in the engine's thread.
-
-    def submit(self, jobs: Iterable[Job]) -> None:
-        """Queue jobs; they are begun with the others that wait, after the call under way."""
-        self.waiting += jobs
-        self.thread.submit(self.write_waiting)
-
-    def write_waiting(self) -> None:
-        """Complete the jobs that wait, in as few calls of the engine as they allow."""
-        if not self.waiting or self.paused or self.state != "whole":
-            return
-        seen = 0
-        while seen < len(self.waiting):
-            seen = len(self.waiting)
-            time.sleep(GATHER_S)
-        first, everyone = self.waiting[0], list(self.waiting)
-        if not self.engine.capabilities.per_request_sampling:
-            everyone = [job for job in everyone if job.request.sampling == first.request.sampling]
-        for job in everyone:
-            self.waiting.remove(job)
-        self._write([job for job in everyone if job.rollouts.set_running_or_notify_cancel()])
-        # Behind the pauses, updates and scores that came during the call.
-        self.thread.submit(self.write_waiting)
-
-    def _write(self, jobs: Sequence[Job]) -> None:
-        if not jobs:
-            return
-        self.running, version = sum(job.request.n for job in jobs), self.version
-        call = jobs[0].request.sampling
-        if self.engine.capabilities.per_request_sampling:
-            # Requests without a seed must not take that of the first one.
-            call = replace(call, seed=None)
-        try:
-            stream = iter(self.engine.generate([job.request for job in jobs], call))
-            written = [[next(stream) for _ in range(job.request.n)] for job in jobs]
-        except Exception as error:
-            if len(jobs) == 1:
-                jobs[0].rollouts.set_exception(error)
-                return
-            # One request that cannot be served (a guide that does not compile, say) must not end the others.
-            for job in jobs:
-                self._write([job])
-            return
-        finally:
-            self.running = 0
-        for job, rollouts in zip(jobs, written, strict=True):
-            job.version = version
-            job.rollouts.set_result(rollouts)
-
-    # Weights
-
-    def begin_update(self) -> None:
-        """New weights are on their way: nothing is sampled until they are whole."""
-        self.state, self.version, self._loaded = "updating", INCOMPLETE, set()
-
-    @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors into the parameters of their names.
-
-        Raises:
-            ModelError: A name that the model does not have, or a tensor of another shape.
-        """
-        for name, tensor in tensors:
-            target = self._known.get(name)
-            if target is None or target.shape != tensor.shape:
-                theirs = "does not know it" if target is None else f"has the shape {tuple(target.shape)} there"
-                came = f"{name} of shape {tuple(tensor.shape)}"
-                raise ModelError(f"{came} came, and the server {theirs}. Fix: serve the model that is trained.")
-            target.copy_(tensor)
-            self._loaded.add(id(target))
-
-    def complete_update(self) -> None:
-        """All buckets came.
-
-        Raises:
-            ModelError: A parameter that nothing came for.
-        """
-        # Tied weights are one parameter with two names.
-        missing = [name for name, parameter in self.model.named_parameters() if id(parameter) not in self._loaded]
-        if missing:
-            raise ModelError(
-                f"the server still has old values of {len(missing)} weights: {', '.join(missing[:5])}. Fix: serve the model "
-                "that is trained (same architecture, same names), and push all of its weights."
-            )
-        self.state = "complete"
-
-    def end_update(self, version: str | None) -> None:
-        """The weights are whole and called ``version`` from now on; None: the update failed, and what waits is refused."""
-        if version is None:
-            self.state, self.version = "failed", INCOMPLETE
-            while self.waiting:
-                self.waiting.popleft().rollouts.set_exception(WeightSyncError(NOT_WHOLE, phase="generate"))
-            return
-        self.state, self.version = "whole", version
-        # What the engine kept was computed with the old weights.
-        self.engine.load_weights((), self.engine.version + 1)
-        self.thread.submit(self.write_waiting)
-
-    # Other
-
-    def score(self, ids: Sequence[int], top: int) -> list[dict[int, float] | None]:
-        """See `score_sequence`."""
-        with evaluating(self.model):
-            return score_sequence(self.model, ids, top)
-
-    def facts(self) -> dict[str, Any]:
-        """What a trainer compares with its own model, and how it may send weights."""
-        text = causal_lm(self.model).config.get_text_config()
-        weight = next(self.model.parameters())
-        return {
-            "engine": self.engine.name,
-            "architectures": [type(self.model).__name__],
-            **shape_of(text),
-            "vocab_size": text.vocab_size,
-            "dtype": str(weight.dtype),
-            "device": weight.device.type,
-            "device_uuids": [str(torch.cuda.get_device_properties(weight.device).uuid)] if weight.is_cuda else [],
-            "transfer": "shared memory",
-            "tells_versions": True,
-        }
-
-
-def score_sequence(model: nn.Module, ids: Sequence[int], top: int) -> list[dict[int, float] | None]:
-    """For each position the log-probs of its ``top`` most likely tokens and of the token that stands there.
-
-    Args:
-        model: In eval mode.
-        ids: T token ids.
-        top: k; 0 leaves only the token's own.
-
-    Returns:
-        T entries as vLLM's ``prompt_logprobs`` has them; the first is None, because nothing predicts the first token.
-    """
-    inner: Any = causal_lm(model)
-    rule, tokens = LogitRule.of(inner.config), torch.tensor(list(ids), device=next(model.parameters()).device)
-    hidden = trunk(inner)(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]  # (T - 1, H)
-    found: list[dict[int, float] | None] = [None]
-    for part, own in zip(hidden.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
-        logits = rule.logits(inner.get_output_embeddings()(part))  # (c, V)
-        for line, token in zip(logits.log_softmax(-1), own.tolist(), strict=True):
-            best = line.topk(min(top, len(line)))
-            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            found.append(dict(pairs) | {token: float(line[token])})
-    return found[: len(ids)]
-
-
-# What is asked and answered
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
 # What divides logits: a smaller number makes them infinite, which no engine can sample from.

@@ -11,7 +11,7 @@ from posttrain.algorithms.distillation.scores import ScoreFile, score_dataset
 from posttrain.cli.main import main
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.serve.host import ServedEngine
+from posttrain.serve.engine import ServedEngine
 from tests.algorithms.helpers import losses, prompts
 from tests.algorithms.test_distillation import answers, dense_loss, make
 from tests.conftest import build_model

@@ -17,7 +17,8 @@ from safetensors.torch import load as load_safetensors
 
 from posttrain.errors import BadRequest
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.serve.host import Completions, Job, choices_of, score_choice, score_sequence
+from posttrain.serve.engine import Job, score_sequence
+from posttrain.serve.host import Completions, choices_of, score_choice
 
 VOCABULARY = 10**6  # Ids beyond the model's own are for the trainer to notice.
 ONE_AT_A_TIME = threading.RLock()  # The native engine plugs into a table of transformers: one run a process.

@@ -9,7 +9,8 @@ import requests
 import uvicorn
 
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.serve.host import Host, ServedEngine, create_app
+from posttrain.serve.engine import ServedEngine
+from posttrain.serve.host import Host, create_app
 from posttrain.serve.server import ServeConfig
 from tests.conftest import build_model
 

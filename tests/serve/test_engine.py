@@ -6,7 +6,7 @@ import torch
 from posttrain.errors import ModelError, WeightSyncError
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.serve.host import Job, ServedEngine
+from posttrain.serve.engine import Job, ServedEngine
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 
