@@ -31,6 +31,7 @@ __all__ = [
     "keep_inputs_only",
     "learns_prompts",
     "picture_encoder",
+    "placeholder_of",
     "plain",
     "score",
     "score_layer",
@@ -584,6 +585,12 @@ def text_modules(model: nn.Module) -> list[nn.Module]:
         return list(named.values())
     # Whatever holds tower and text model answers for both, and gives them their features.
     return [m for name, m in named.items() if set(LANGUAGE) & set(name.split(".")) or _encodes_images(m)]
+
+
+def placeholder_of(model: Any) -> int | None:
+    """Id that a feature of a picture replaces; None: passes of this model hold no pictures."""
+    encoder = picture_encoder(model)
+    return None if encoder is None else encoder.processor.token_id
 
 
 def picture_encoder(model: Any) -> Any:

@@ -175,7 +175,7 @@ def check_requests(
     context: int | None,
     vocabulary: int | None,
     *,
-    encoder: Any = None,
+    placeholder: int | None = None,
 ) -> None:
     """Refuse what no engine could do, naming the request; one's own sampling settings go before those of the call.
 
@@ -184,7 +184,7 @@ def check_requests(
         sampling: Of the call.
         context: Most tokens of prompt and completion; None: unknown.
         vocabulary: Size of the vocabulary; None: unknown.
-        encoder: The model's `PictureEncoder`; None: the engine samples from text alone.
+        placeholder: Id of the token that a picture's features replace; None: the engine samples from text alone.
 
     Raises:
         RolloutError: No token in a prompt, an id outside the vocabulary, a prompt that leaves no room in the context,
@@ -192,12 +192,12 @@ def check_requests(
     """
     for index, request in enumerate(requests):
         length, most = len(request.prompt_ids), (request.sampling or sampling).max_new_tokens
-        if request.pictures and encoder is None:
+        if request.pictures and placeholder is None:
             raise RolloutError(
                 f"request {index} has {len(request.pictures)} pictures, and this engine samples from text alone: it would answer "
                 "about pictures it never saw. Fix: rollout_engine='auto' or 'hf'."
             )
-        _check_placeholders(index, request, encoder)
+        _check_placeholders(index, request, placeholder)
         if length == 0:
             raise RolloutError(f"request {index} has an empty prompt; give it at least one token (a bos token, say).")
         if context is not None and length + most > context:
@@ -206,8 +206,7 @@ def check_requests(
                 f"model's context of {context} tokens."
             )
         # A placeholder may have no logit: nothing is ever drawn in its place.
-        own = None if encoder is None else encoder.processor.token_id
-        largest = max((token for token in request.prompt_ids if token != own), default=0)
+        largest = max((token for token in request.prompt_ids if token != placeholder), default=0)
         if vocabulary is not None and largest >= vocabulary:
             raise RolloutError(
                 f"request {index} holds token id {largest}, and the model has {vocabulary}: the tokenizer "
@@ -222,10 +221,10 @@ def check_requests(
             )
 
 
-def _check_placeholders(index: int, request: Request, encoder: Any) -> None:
-    if encoder is None:
+def _check_placeholders(index: int, request: Request, placeholder: int | None) -> None:
+    if placeholder is None:
         return
-    found, wanted = list(request.prompt_ids).count(encoder.processor.token_id), sum(p.count for p in request.pictures)
+    found, wanted = list(request.prompt_ids).count(placeholder), sum(p.count for p in request.pictures)
     if found != wanted:
         raise RolloutError(
             f"PT-G011: request {index} has {found} image placeholders, and its {len(request.pictures)} pictures have {wanted}."

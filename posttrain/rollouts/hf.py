@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from posttrain.errors import ConfigError
 from posttrain.models.attention import rope_limits
-from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder
+from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, placeholder_of
 from posttrain.models.vision import prefill_inputs
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, evaluating
 from posttrain.rollouts.sampling import apply_rules, cuts, ends_with_string, has_rules, penalize_repetition, truncate
@@ -141,7 +141,7 @@ class HFEngine(RolloutEngine):
         """
         text = self.model.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
-        check_requests(requests, sampling, most, text.vocab_size, encoder=picture_encoder(self.model))
+        check_requests(requests, sampling, most, text.vocab_size, placeholder=placeholder_of(self.model))
         check_followed(requests, sampling, "rollout_engine='hf'", self.capabilities.unsupported, own=("seed",))
         if sampling.stop_strings and self.tokenizer is None:
             raise ConfigError(

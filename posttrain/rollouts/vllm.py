@@ -284,7 +284,8 @@ class VLLMEngine(RolloutEngine):
         """See `posttrain.rollouts.base.RolloutEngine.generate`."""
         own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
         check_followed(requests, sampling, "vLLM", UNKNOWN, own)
-        check_each(requests, sampling, self.context, self.vocabulary, encoder=self.encoder)
+        placeholder = None if self.encoder is None else self.encoder.processor.token_id
+        check_each(requests, sampling, self.context, self.vocabulary, placeholder=placeholder)
         self.sleeper.before_generate()
         prompts = [self._prompt(request) for request in requests]
         settings = [self._settings(r, sampling, index) for index, r in enumerate(requests)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError, WeightSyncError
-from posttrain.models.heads import LogitRule, causal_lm, trunk
+from posttrain.models.heads import LogitRule, causal_lm, placeholder_of, trunk
 from posttrain.rollouts.base import RolloutEngine, evaluating
 from posttrain.rollouts.server.replies import INCOMPLETE, shape_of
 from posttrain.types import Request as Prompt
@@ -187,10 +187,12 @@ class ServedEngine:
             "architectures": [type(self.model).__name__],
             **shape_of(text),
             "vocab_size": text.vocab_size,
+            "placeholder": placeholder_of(self.model),
             "dtype": str(weight.dtype),
             "device": weight.device.type,
             "device_uuids": [str(torch.cuda.get_device_properties(weight.device).uuid)] if weight.is_cuda else [],
             "transfer": "shared memory",
+            "placeholder": placeholder_of(self.model),
             "tells_versions": True,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +17,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from posttrain.errors import BadRequest, ConfigError, RolloutError, WeightSyncError
+from posttrain.data.pictures import read_picture
+from posttrain.data.processors import Placed
+from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, RolloutError, WeightSyncError
+from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
 from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.hf import HFEngine
@@ -43,12 +47,24 @@ __all__ = [
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
 # What divides logits: a smaller number makes them infinite, which no engine can sample from.
 LEAST, MOST = 1e-5, 1e5
+# Of a picture: encoded, and decoded (a small file may hold an image that fills the memory).
+MOST_BYTES, MOST_PIXELS = 32 * 2**20, 64 * 10**6
 
 
 class Strict(BaseModel):
     """Unknown fields are refused: an option that is left out in silence would change what is sampled."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class PlacedPicture(Strict):
+    """Where a picture of ``pictures`` is in the prompt, and how the trainer shows it."""
+
+    digest: str
+    start: Annotated[int, Field(ge=0)]
+    count: Annotated[int, Field(ge=1)]
+    size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
+    background: Literal["white", "black"] = "white"
 
 
 class Completions(Strict):
@@ -75,18 +91,21 @@ class Completions(Strict):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: Literal[False] = False
+    pictures: dict[str, Annotated[str, Field(max_length=MOST_BYTES * 4 // 3 + 4)]] = {}
+    placed: list[PlacedPicture] = []
 
-    def requests(self, stops: Sequence[int], context: int | None, vocabulary: int) -> list[Prompt]:
+    def requests(self, stops: Sequence[int], context: int | None, vocabulary: int, encoder: Any = None) -> list[Prompt]:
         """One request a prompt, each shown to fit the context and the vocabulary.
 
         Args:
             stops: Token ids that end a completion unless ``ignore_eos``.
             context: Most tokens of prompt and completion; None: no limit.
             vocabulary: Of the model.
+            encoder: Of pictures; None: the model reads text alone.
 
         Raises:
             ConfigError: ``structured_outputs`` that cannot be followed.
-            BadRequest: A prompt that does not fit; names its index.
+            BadRequest: A prompt that does not fit, or pictures that cannot be read or are expanded otherwise here.
         """
         if self.logprobs and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1):
             raise BadRequest(
@@ -108,12 +127,35 @@ class Completions(Strict):
             top_logps=self.logprobs or 0,
         )
         prompts: Any = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
-        found = [Prompt(ids, self.n, sampling) for ids in prompts]
+        if self.placed and (encoder is None or len(prompts) > 1):
+            raise BadRequest("pictures belong to one prompt a request, and to a model with images. Fix: send them so.")
         try:
-            check_requests(found, sampling, context, vocabulary)
-        except RolloutError as error:
+            held = self._held(prompts[0], encoder) if self.placed else ()
+            found = [Prompt(ids, self.n, sampling, pictures=held) for ids in prompts]
+            placeholder = None if encoder is None else encoder.processor.token_id
+            check_requests(found, sampling, context, vocabulary, placeholder=placeholder)
+        except (DataError, RolloutError) as error:
             raise BadRequest(str(error)) from error
         return found
+
+    def _held(self, ids: Sequence[int], encoder: Any) -> list[Placed]:
+        """The pictures, read and placed by this process.
+
+        Raises:
+            DataError: They cannot be read, are too large, or have other placeholders here (PT-G016).
+        """
+        found = []
+        for number, one in enumerate(self.placed):
+            where = f"picture {number}"
+            address = f"data:;base64,{self.pictures.get(one.digest, '')}"
+            if math.prod(one.size) > MOST_PIXELS:
+                raise DataError(f"{where} is shown with {math.prod(one.size)} pixels; at most {MOST_PIXELS} are.")
+            found.append(read_picture(address, where, one.background, MOST_PIXELS).resized(one.size))
+        placed = encoder.processor.place(ids, found)
+        theirs, ours = [(p.start, p.count) for p in self.placed], [(p.start, p.count) for p in placed]
+        if theirs != ours:
+            raise DataError(f"PT-G016: pictures are at {ours} (start, count) here and at {theirs} at the trainer.")
+        return placed
 
 
 class Update(Strict):
@@ -166,6 +208,8 @@ def score_choice(ids: Sequence[int], entries: Sequence[dict[int, float] | None])
 
 
 # The endpoints
+
+logger = logging.getLogger(__name__)
 
 
 class TokenGuard:
@@ -249,7 +293,8 @@ class Host:
 
     async def completions(self, body: Completions) -> JSONResponse:
         """Completions of prompts; with ``prompt_logprobs`` their scores alone."""
-        requests = body.requests(self.stops, self.context, self.facts["vocab_size"])
+        encoder = picture_encoder(self.served.model)
+        requests = body.requests(self.stops, self.context, self.facts["vocab_size"], encoder)
         if self.served.state == "failed":
             raise WeightSyncError(NOT_WHOLE, phase="generate")
         if body.prompt_logprobs is not None:
@@ -378,6 +423,7 @@ def make_host(config: ServeConfig) -> Host:
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    _let_hold_pictures(model, config, extra)
     options = {"pad_token_id": resolve_pad_token(tokenizer), "tokenizer": tokenizer}
     if config.engine == "hf":
         engine: Any = HFEngine(model, **options)
@@ -386,3 +432,17 @@ def make_host(config: ServeConfig) -> Host:
     limits = (config.max_model_len, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     context = min((limit for limit in limits if limit is not None), default=None)
     return Host(ServedEngine(engine), config, stops=tuple(terminal_token_ids(tokenizer, generation)), context=context)
+
+
+def _let_hold_pictures(model: Any, config: ServeConfig, extra: dict[str, Any]) -> None:
+    """Let prompts hold pictures where the model has a tower and its processor is of a known family; else it reads text."""
+    if not has_tower(model):
+        return
+    from posttrain.data.processors import load_processor
+    from posttrain.models.vision import install_pictures
+
+    try:
+        processor = load_processor(config.model, trust_remote_code=config.trust_remote_code, **extra)
+        install_pictures(model, processor)
+    except ModelError as error:
+        logger.warning("%s is served for text alone: %s", config.model, error)

@@ -1,20 +1,26 @@
 """The thin host over HTTP: vLLM's endpoints, every refusal with its reason, no sample from weights that are not whole."""
 
 import concurrent.futures
+import math
 import time
 
 import pytest
 import torch
+from posttrain.serve.engines import ServedEngine
 from safetensors.torch import save
 
+from posttrain.data.pictures import read_picture
 from posttrain.errors import ConfigError
+from posttrain.models.vision import install_pictures
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE
+from posttrain.rollouts.server.engine import ServerEngine
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
 from posttrain.serve.server import ServeConfig
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.serve.support import VOCAB, serving
+from tests.vision_families import build, noise
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +258,82 @@ def test_trap_s52_the_token_is_asked_for_everywhere_but_in_health_and_off_loopba
 def test_options_that_cannot_work_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServeConfig("m", **options)
+
+
+# Pictures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pictured():
+    """A tiny Qwen2-VL behind HTTP, a client, and the same model here."""
+    model, processor = build("qwen2_vl")
+    encoder = install_pictures(model, processor)
+    with serving(lambda: ServedEngine(NativeEngine(copied(processor), pad_token_id=256)), context=512) as server:
+        engine = ServerEngine(server.url, pushes=False)
+        yield server, engine, model, encoder.processor
+        engine.close()
+
+
+def copied(processor):
+    model, _ = build("qwen2_vl")
+    install_pictures(model, processor)
+    return model
+
+
+def asked_about(reader, seeds=(0, 1, None), size=(84, 56)):
+    """One question about pictures of one size, and without any."""
+    made = []
+    for seed in seeds:
+        held = [] if seed is None else [read_picture(noise(*size, seed=seed))]
+        text = "".join(f"see {reader.placeholder} " for _ in held) + "which is it?"
+        ids, placed = reader.encode(text, held, prompt=True)
+        made.append(Request(ids, 2, pictures=placed))
+    return made
+
+
+def test_pictures_go_as_bytes_and_log_probs_are_those_of_a_plain_forward(pictured):
+    _, engine, model, reader = pictured
+    assert engine.capabilities.pictures
+    never = reader.never(320)
+    asked = asked_about(reader)
+    sampling = Sampling(5, seed=1, logit_bias=tuple((token, -math.inf) for token in never))
+    rollouts = engine.generate(asked, sampling)
+    gaps = []
+    for request, rollout in zip([one for one in asked for _ in range(2)], rollouts, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *rollout.token_ids]])
+        for held in (request.pictures, asked[1].pictures):
+            inputs = reader.plain_inputs(
+                ids, [one.picture for one in held if request.pictures], len(request.prompt_ids)
+            )
+            with torch.no_grad():
+                logits = model(input_ids=ids, **inputs).logits[0, len(request.prompt_ids) - 1 : -1]
+            # No placeholder is drawn: it has no part in the distribution.
+            logits[:, never] = -math.inf
+            truth = logits.log_softmax(-1).gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
+            gaps.append(float((truth - torch.tensor(rollout.logp)).abs().max()))
+    assert max(gaps[::2]) < 1e-4
+    # The control: the first question's answers under the second's picture.
+    assert min(gaps[1], gaps[3]) > 1e-2
+
+
+def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_are_a_400(pictured):
+    server, _, _, reader = pictured
+    (request,) = asked_about(reader, (0,))
+    body = pictures_body(request)
+    (digest,) = body["pictures"]
+    (placed,) = body["placed"]
+    for wrong, words in (
+        ({"pictures": {digest: "bm8gcGljdHVyZQ=="}}, "no readable picture"),
+        ({"pictures": {}}, "no readable picture"),
+        ({"placed": [placed | {"size": [8000, 8001]}]}, "at most"),
+        ({"placed": [placed | {"size": [560, 560]}]}, "PT-G011"),
+        ({"placed": [placed | {"start": 1}]}, "PT-G016"),
+        ({"placed": []}, "PT-G011"),
+    ):
+        found = error(server.complete(list(request.prompt_ids), **body | wrong), 400)
+        assert words in found
+
+
+def test_a_host_without_a_processor_takes_no_pictures(server, pictured):
+    (request,) = asked_about(pictured[3], (0,))
+    assert "model with images" in error(server.complete([1, 2], **pictures_body(request)), 400)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.attention import coarsest_dtype, disagreement, probe_cases, probe_key
 from posttrain.models.forward import LogitRule, causal_lm, sequence_logps
-from posttrain.models.heads import picture_encoder, trunk
+from posttrain.models.heads import picture_encoder, placeholder_of, trunk
 from posttrain.models.vision import probe_rows
 from posttrain.rollouts.base import (
     Capabilities,
@@ -143,8 +143,8 @@ class NativeEngine(RolloutEngine):
             RolloutInterrupted: Ctrl-C; holds all completions, the unfinished ones with reason ``abort``.
         """
         text = self.inner.config.get_text_config()
-        most, encoder = getattr(text, "max_position_embeddings", None), picture_encoder(self.inner)
-        check_requests(requests, sampling, most, text.vocab_size, encoder=encoder)
+        most, placeholder = getattr(text, "max_position_embeddings", None), placeholder_of(self.inner)
+        check_requests(requests, sampling, most, text.vocab_size, placeholder=placeholder)
         check_rope(requests, sampling, self.model, "the native engine")
         self.interrupted.clear()
         if self.kept is not None:

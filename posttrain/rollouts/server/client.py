@@ -259,6 +259,7 @@ class VLLMClient:
         n: int = 1,
         seeds: Sequence[int | None] | None = None,
         retries: int = 3,
+        own: Sequence[dict[str, Any]] | None = None,
         **body: Any,
     ) -> list[dict[str, Any]]:
         """Completions by ``/v1/completions``: ``n`` choices of each prompt, in order; each prompt is a request of its own.
@@ -270,6 +271,7 @@ class VLLMClient:
             n: Completions a prompt.
             seeds: One a prompt; None: the server draws them.
             retries: Further tries where nothing came, or a 502, 503 or 504.
+            own: Further fields of each prompt.
             body: Further fields.
 
         Returns:
@@ -286,14 +288,14 @@ class VLLMClient:
         before = "" if tells else self._whole_version()
         timeout = self.time_for(len(prompts) * n * body["max_tokens"])
 
-        def ask(prompt: Any, seed: int | None) -> list[dict[str, Any]]:
-            sent = body | {"prompt": prompt} | ({} if seed is None else {"seed": seed})
+        def ask(prompt: Any, seed: int | None, fields: dict[str, Any]) -> list[dict[str, Any]]:
+            sent = body | fields | {"prompt": prompt} | ({} if seed is None else {"seed": seed})
             reply = self.call("POST", "/v1/completions", sent, timeout=timeout, retries=retries)
             found = checked_choices(reply, prompt, drawn, body["max_tokens"], vocabulary, self.base_url)
             return found * (n // drawn)
 
         with ThreadPoolExecutor(max_workers=max(min(len(prompts), AT_ONCE), 1)) as pool:
-            answers = pool.map(ask, prompts, seeds or [None] * len(prompts))
+            answers = pool.map(ask, prompts, seeds or [None] * len(prompts), own or [{}] * len(prompts))
             choices = [choice for found in answers for choice in found]
         if tells:
             return choices

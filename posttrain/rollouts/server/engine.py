@@ -19,7 +19,7 @@ from posttrain.errors import BadRequest, RolloutServerError, ServerUnreachable, 
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
-from posttrain.rollouts.server.replies import check_each, derived_seed, read_choice, sampling_body
+from posttrain.rollouts.server.replies import check_each, derived_seed, pictures_body, read_choice, sampling_body
 from posttrain.rollouts.server.weight_sync import Pusher
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
@@ -98,6 +98,11 @@ class ServerEngine(RolloutEngine):
     def _least(self, name: str) -> int | None:
         return min((int(s.info[name]) for s in self.fleet.servers.values() if s.info.get(name)), default=None)
 
+    def _placeholder(self) -> int | None:
+        """Id that a picture's features replace, where all servers take pictures."""
+        known = {server.info.get("placeholder") for server in self.fleet.live or self.fleet.servers.values()}
+        return known.pop() if len(known) == 1 else None
+
     @property
     def capabilities(self) -> Capabilities:
         """What all servers that are up can do together: the smallest context, one dtype or None."""
@@ -111,6 +116,7 @@ class ServerEngine(RolloutEngine):
             checkpoint_names=any(info.get("checkpoint_names") for info in infos),
             unsupported=UNKNOWN,
             context=self._least("max_model_len"),
+            pictures=self._placeholder() is not None,
             dtype=dtypes.pop() if len(dtypes) == 1 else None,
         )
 
@@ -152,7 +158,8 @@ class ServerEngine(RolloutEngine):
         """
         own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
         check_followed(requests, sampling, "a rollout server", UNKNOWN, own)
-        check_each(requests, sampling, self._least("max_model_len"), self._least("vocab_size"))
+        limits = self._least("max_model_len"), self._least("vocab_size")
+        check_each(requests, sampling, *limits, placeholder=self._placeholder())
         return self.patiently(lambda: self._generate(requests, sampling))
 
     def patiently(self, ask: Callable[[], Found]) -> Found:
@@ -238,6 +245,7 @@ class ServerEngine(RolloutEngine):
             n=n,
             seeds=[request.sampling.seed for request in requests if request.sampling],
             retries=RETRIES if alone else 1,
+            own=[pictures_body(request) for request in requests],
             **sampling_body(sampling),
         )
         rollouts = [read_choice(choice, sampling) for choice in choices]

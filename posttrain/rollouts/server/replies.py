@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ __all__ = [
     "check_token",
     "checked_choices",
     "derived_seed",
+    "pictures_body",
     "ranked",
     "read_choice",
     "sampling_body",
@@ -36,6 +38,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 INCOMPLETE = "incomplete"
 # Seeds stay within the signed integers of every engine.
 SEEDS = 2**62
+# A logit that no token is drawn with.
+NEVER = -1e9
 # What vLLM writes in place of minus infinity.
 NO_LOGP = -9999.0
 
@@ -67,12 +71,12 @@ def check_each(
     context: int | None,
     vocabulary: int | None,
     *,
-    encoder: Any = None,
+    placeholder: int | None = None,
 ) -> None:
     """`posttrain.rollouts.base.check_requests` where requests may bring their own sampling."""
     for own in {id(r.sampling): r.sampling or sampling for r in requests}.values():
         alike = [r for r in requests if (r.sampling or sampling) is own]
-        check_requests(alike, own, context, vocabulary, encoder=encoder)
+        check_requests(alike, own, context, vocabulary, placeholder=placeholder)
 
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
@@ -91,12 +95,31 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
         "stop": list(sampling.stop_strings),
     }
     if sampling.logit_bias:
-        body["logit_bias"] = {str(token): value for token, value in sampling.logit_bias}
+        # JSON has no infinity.
+        body["logit_bias"] = {str(token): max(value, NEVER) for token, value in sampling.logit_bias}
     if sampling.guide is not None:
         kind, text = sampling.guide
         value = text.split("\n") if kind == "choices" else text
         body["structured_outputs"] = {"choice" if kind == "choices" else kind: value}
     return body
+
+
+def pictures_body(request: Request) -> dict[str, Any]:
+    """A request's pictures as fields that the thin host takes: encoded bytes once a digest, and where each is placed."""
+    if not request.pictures:
+        return {}
+    sent = {one.picture.digest: base64.b64encode(one.picture.file_bytes()).decode() for one in request.pictures}
+    placed = [
+        {
+            "digest": one.picture.digest,
+            "start": one.start,
+            "count": one.count,
+            "size": one.picture.size,
+            "background": one.picture.background,
+        }
+        for one in request.pictures
+    ]
+    return {"pictures": sent, "placed": placed}
 
 
 def checked_choices(
