@@ -192,7 +192,6 @@ class ServedEngine:
             "device": weight.device.type,
             "device_uuids": [str(torch.cuda.get_device_properties(weight.device).uuid)] if weight.is_cuda else [],
             "transfer": "shared memory",
-            "placeholder": placeholder_of(self.model),
             "tells_versions": True,
         }
 

@@ -9,6 +9,7 @@ import torch
 from posttrain.serve.engines import ServedEngine
 from safetensors.torch import save
 
+from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.data.pictures import read_picture
 from posttrain.errors import ConfigError
 from posttrain.models.vision import install_pictures
@@ -18,6 +19,7 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
 from posttrain.serve.server import ServeConfig
 from posttrain.types import Request, Sampling
+from tests.algorithms.test_vision_online import QUICK, prompts, short
 from tests.conftest import build_model
 from tests.serve.support import VOCAB, serving
 from tests.vision_families import build, noise
@@ -291,29 +293,44 @@ def asked_about(reader, seeds=(0, 1, None), size=(84, 56)):
     return made
 
 
+def gap(model, reader, rollout, placed):
+    """How far its log-probs are from a plain forward of the sequence alone; no placeholder has a part in the distribution."""
+    ids, begin = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]]), len(rollout.prompt_ids)
+    inputs = reader.plain_inputs(ids, [one.picture for one in placed], begin)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids, **inputs).logits[0, begin - 1 : -1]
+    logits[:, reader.never(320)] = -math.inf
+    truth = logits.log_softmax(-1).gather(1, ids[0, begin:, None])[:, 0]
+    return float((truth - torch.tensor(rollout.logp)).abs().max())
+
+
 def test_pictures_go_as_bytes_and_log_probs_are_those_of_a_plain_forward(pictured):
     _, engine, model, reader = pictured
     assert engine.capabilities.pictures
-    never = reader.never(320)
     asked = asked_about(reader)
-    sampling = Sampling(5, seed=1, logit_bias=tuple((token, -math.inf) for token in never))
+    sampling = Sampling(5, seed=1, logit_bias=tuple((token, -math.inf) for token in reader.never(320)))
     rollouts = engine.generate(asked, sampling)
     gaps = []
     for request, rollout in zip([one for one in asked for _ in range(2)], rollouts, strict=True):
-        ids = torch.tensor([[*request.prompt_ids, *rollout.token_ids]])
-        for held in (request.pictures, asked[1].pictures):
-            inputs = reader.plain_inputs(
-                ids, [one.picture for one in held if request.pictures], len(request.prompt_ids)
-            )
-            with torch.no_grad():
-                logits = model(input_ids=ids, **inputs).logits[0, len(request.prompt_ids) - 1 : -1]
-            # No placeholder is drawn: it has no part in the distribution.
-            logits[:, never] = -math.inf
-            truth = logits.log_softmax(-1).gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
-            gaps.append(float((truth - torch.tensor(rollout.logp)).abs().max()))
+        other = asked[1].pictures if request.pictures else ()
+        gaps += [gap(model, reader, rollout, held) for held in (request.pictures, other)]
     assert max(gaps[::2]) < 1e-4
     # The control: the first question's answers under the second's picture.
     assert min(gaps[1], gaps[3]) > 1e-2
+
+
+def test_grpo_samples_from_a_host_under_its_rows_pictures(tmp_path):
+    model, processor = build("qwen2_vl")
+    with torch.no_grad():
+        # Others than the host begins with.
+        model.lm_head.weight.mul_(1.1)
+    with serving(lambda: ServedEngine(NativeEngine(copied(processor), pad_token_id=256)), context=512) as server:
+        args = GRPOConfig(str(tmp_path), **QUICK, use_vllm=True, vllm_mode="server", vllm_server_base_url=server.url)
+        trainer = GRPOTrainer(model, short, args, train_dataset=prompts(), processing_class=processor)
+        generation = trainer.generate([dict(trainer.train_dataset[i]) for i in range(4)], "train")
+        reader = trainer.vision.reader
+        assert max(gap(trainer.model, reader, r, r.pictures) for r in generation.rollouts) < 1e-4
+        trainer.train()
 
 
 def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_are_a_400(pictured):
