@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from posttrain.serve.engines import ServedEngine
 from safetensors.torch import save
 
 from posttrain import GRPOConfig, GRPOTrainer
@@ -17,6 +16,7 @@ from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
+from posttrain.serve.engine import ServedEngine
 from posttrain.serve.server import ServeConfig
 from posttrain.types import Request, Sampling
 from tests.algorithms.test_vision_online import QUICK, prompts, short
