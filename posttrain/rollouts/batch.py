@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from posttrain.data.responses import parse_response
 from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.types import Rollout, Row
+from posttrain.types import Prompt, Request, Rollout, Row
 
 if TYPE_CHECKING:
     from posttrain.rollouts.workers.samples import RolloutSample
@@ -31,6 +32,7 @@ __all__ = [
     "prompt_suffixes",
     "rollout_batch",
     "sampler_gap",
+    "shared_requests",
 ]
 
 # Prompt tokens shown to format rewards: an opening tag that a template prefills is among them.
@@ -369,3 +371,11 @@ def _busiest(costs: list[list[list[Cost]]], slices: list[list[Row]], accelerator
         named = {"balance/busiest_rank_before": before, "balance/busiest_rank": now}
         found.append({name: mean(max(loads) * len(loads) / max(sum(loads), 1)) for name, loads in named.items()})
     return found
+
+
+def shared_requests(prompts: Sequence[list[int]]) -> list[Request]:
+    """One request for each run of equal neighbours; prompts are equal where their pictures are too."""
+    return [
+        Request(prompt, len(list(equal)), pictures=Prompt.pictures_of(prompt))
+        for prompt, equal in itertools.groupby(prompts)
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -32,6 +31,7 @@ from posttrain.rollouts.batch import (
     RolloutWindow,
     balance_rows,
     completions_for_rewards,
+    shared_requests,
 )
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.training.dynamic_sampling import DynamicSampler, groups_without_signal
@@ -58,7 +58,7 @@ from posttrain.training.scoring import (
 )
 from posttrain.training.trainer import PostTrainer
 from posttrain.training.weight_sync import WeightSync, training_engine, vllm_engine
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row, Sampling
+from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
 
 __all__ = ["OnlineConfig", "OnlineTrainer", "RolloutBatch"]
 
@@ -107,8 +107,8 @@ class OnlineTrainer(PostTrainer):
         given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
         self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
         # Tools and environments may return images; a rollout function reads them itself.
-        own = self.driver is not None and rollout_func is None
-        self.returns_images = own and is_processor(kwargs.get("processing_class"))
+        calls = self.driver is not None and rollout_func is None
+        self.returns_images = calls and is_processor(kwargs.get("processing_class"))
         self.takes_images = self.takes_images and (self.driver is None or self.returns_images)
         # By the names that TRL's trainers have.
         self.tools, self.rollout_func = list(tools or ()), rollout_func
@@ -159,16 +159,12 @@ class OnlineTrainer(PostTrainer):
 
     def _make_weight_sync(self, engine: Any) -> WeightSync:
         return WeightSync(
-            engine,
-            self.args,
-            self.accelerator,
+            engine, self.args, self.accelerator,
             model=lambda: self.model,
             wrapped=lambda: self.model_wrapped,
             step=lambda: self.state.global_step,
-            inference=self.inference,
-            log=self.log_metrics_now,
-            checks=self.checks,
-        )
+            inference=self.inference, log=self.log_metrics_now, checks=self.checks,
+        )  # fmt: skip
 
     def make_source(self) -> RolloutSource:
         """Where the rollouts of a step come from."""
@@ -427,8 +423,7 @@ class OnlineTrainer(PostTrainer):
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """One call to the engine, one completion a prompt; equal neighbours are one request and share their prompt."""
-        same = ((prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts))
-        requests = [Request(prompt, n, pictures=Prompt.pictures_of(prompt)) for prompt, n in same]
+        requests = shared_requests(prompts)
         self.prompt_source.check_lengths(requests, self.context, sampling.max_new_tokens)
         rollouts = self.weight_sync.ask([(requests, sampling)])[0]
         for rollout, prompt in zip(rollouts, prompts, strict=True):

@@ -510,10 +510,10 @@ class SyncRollouts(RolloutSource):
         Returns:
             Rollouts, and the messages of each episode.
         """
-        from posttrain.rollouts.episodes.loop import share_prompts
+        from posttrain.rollouts.batch import shared_requests
 
         def generate(batches: Batches) -> list[list[Rollout]]:
-            return self.sync.ask([(share_prompts(prompts), one) for prompts, one in batches])
+            return self.sync.ask([(shared_requests(prompts), one) for prompts, one in batches])
 
         def any_process(here: bool) -> bool:
             return parallel.all_reduce_sum([float(here)], self.accelerator)[0] > 0

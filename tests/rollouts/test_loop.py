@@ -14,8 +14,9 @@ import pytest
 from posttrain import ConfigError, ModelError, Request, RolloutError, Sampling, ScriptedEngine
 from posttrain.data.chat import tokenize_prompts, with_template
 from posttrain.data.templates import FAMILIES, training_template
+from posttrain.rollouts.batch import shared_requests
 from posttrain.rollouts.episodes.environments import add_observation
-from posttrain.rollouts.episodes.loop import Episode, ToolLoop, roll_out_with_tools, share_prompts
+from posttrain.rollouts.episodes.loop import Episode, ToolLoop, roll_out_with_tools
 from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer, tokenize_observed
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, as_text, tool_schema
 from tests.wordings import raises
@@ -365,7 +366,7 @@ def test_ids_of_calls_come_back_with_their_results(tokenizer):
 
     engine = ScriptedEngine([[5, EOS]])
     loop = ToolLoop(
-        own, lambda batches: [engine.generate(share_prompts(p), s) for p, s in batches], stop_ids=[EOS], parse=parse
+        own, lambda batches: [engine.generate(shared_requests(p), s) for p, s in batches], stop_ids=[EOS], parse=parse
     )
     episode = Episode([1, 5], ToolBox.of([multiply]))
     loop.run([episode], Sampling(200, stop_token_ids=(EOS,)))
@@ -457,7 +458,7 @@ def test_r46_samples_keep_their_own_prompts_when_some_stop_before_others(tokeniz
 
 
 def test_equal_neighbours_are_one_request():
-    assert share_prompts([[1], [1], [2], [1]]) == [Request([1], 2), Request([2], 1), Request([1], 1)]
+    assert shared_requests([[1], [1], [2], [1]]) == [Request([1], 2), Request([2], 1), Request([1], 1)]
 
 
 def test_rollouts_with_much_smaller_budgets_get_calls_of_their_own(tokenizer):
@@ -663,7 +664,7 @@ def test_a_process_with_nothing_to_say_keeps_step_with_the_others(tokenizer):
 
     def generate(batches):
         rounds.append(len(batches))
-        return [said.engine.generate(share_prompts(p), s) for p, s in batches]
+        return [said.engine.generate(shared_requests(p), s) for p, s in batches]
 
     others = iter([True, True, False])
     own = prepare_tokenizer(tokenizer)

@@ -23,9 +23,9 @@ from posttrain.data.formats import is_conversational
 from posttrain.errors import RolloutError
 from posttrain.losses.advantages import MOST, centred, group_advantages, weighted_total
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
+from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards, shared_requests
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
-from posttrain.rollouts.episodes.loop import Batches, Episode, share_prompts
+from posttrain.rollouts.episodes.loop import Batches, Episode
 from posttrain.rollouts.workers.engine import (
     EngineSpec,
     PartialCompletion,
@@ -234,11 +234,11 @@ class GroupGenerator:
             return list(zip(*self.driver.run_tools(episodes, sampling, self._generate, **limits), strict=True))
         prompts = [episode.prompt_ids for episode in episodes]
         room = replace(sampling, max_new_tokens=min(map(self._room, prompts)))
-        rollouts = self.generator.finish(share_prompts(prompts), room)
+        rollouts = self.generator.finish(shared_requests(prompts), room)
         return list(zip(rollouts, completions_for_rewards(self.tokenizer, rollouts, conversational=True), strict=True))
 
     def _generate(self, batches: Batches) -> list[list[Rollout]]:
-        return [self.generator.finish(share_prompts(prompts), sampling) for prompts, sampling in batches]
+        return [self.generator.finish(shared_requests(prompts), sampling) for prompts, sampling in batches]
 
 
 def _call_metrics(episode: Episode) -> dict[str, float]:

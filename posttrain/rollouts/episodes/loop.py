@@ -14,12 +14,13 @@ from posttrain.data.processors import PictureProcessor, Placed
 from posttrain.data.responses import parse_response
 from posttrain.errors import DataError, RolloutError
 from posttrain.rollouts.base import RolloutEngine, require_engine
+from posttrain.rollouts.batch import shared_requests
 from posttrain.rollouts.episodes.environments import is_done
 from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolResult, ToolRunner
-from posttrain.types import FinishReason, Prompt, Request, Rollout, Sampling
+from posttrain.types import FinishReason, Prompt, Rollout, Sampling
 
-__all__ = ["Batches", "Episode", "ToolLoop", "roll_out_with_tools", "share_prompts"]
+__all__ = ["Batches", "Episode", "ToolLoop", "roll_out_with_tools"]
 
 logger = logging.getLogger(__name__)
 
@@ -318,14 +319,6 @@ def _later(seed: int | None, number: int, stride: int = SEED_STRIDE) -> int | No
     return None if seed is None else (seed + number * stride) % 2**63
 
 
-def share_prompts(prompts: Sequence[list[int]]) -> list[Request]:
-    """One request for each run of equal neighbours; prompts are equal where their pictures are too."""
-    return [
-        Request(prompt, len(list(equal)), pictures=Prompt.pictures_of(prompt))
-        for prompt, equal in itertools.groupby(prompts)
-    ]
-
-
 def roll_out_with_tools(
     engine: RolloutEngine,
     tokenizer: Any,
@@ -362,7 +355,7 @@ def roll_out_with_tools(
     episodes = [Episode(prompt, box) for prompt in ids]
 
     def generate(batches: Batches) -> list[list[Rollout]]:
-        return [engine.generate(share_prompts(p), one) for p, one in batches]
+        return [engine.generate(shared_requests(p), one) for p, one in batches]
 
     loop = ToolLoop(own, generate, stop_ids=stop_ids, runner=runner, **options)
     with require_engine(engine, "engine").prefix_cache():
