@@ -133,7 +133,7 @@ class Vision:
 
     Raises:
         DataError: Rows have images, and a tokenizer was given.
-        ConfigError: ``check_image_use`` beside tools or environments.
+        ConfigError: ``check_image_use`` beside tools or environments, or ``chat_template_path`` beside images.
     """
 
     def __init__(
@@ -155,6 +155,12 @@ class Vision:
             raise ConfigError(
                 "check_image_use=True samples prompts again under other images, and here tools or environments have a part in "
                 "what is sampled. Fix: check_image_use=False."
+            )
+        template = getattr(args, "chat_template_path", None)
+        if self.images and template:
+            raise ConfigError(
+                f"chat_template_path={template!r} replaces the template of a tokenizer, and rows with images are rendered by that "
+                "of the processor. Fix: set processor.chat_template and give it as processing_class=processor."
             )
         self.processor = _processor_of(processing_class, model_id, images=self.images)
         self.reader = None

@@ -261,6 +261,13 @@ def test_another_models_processor_is_refused(tmp_path):
         sft(tmp_path, rows("completion"), build("smolvlm")[1])
 
 
+def test_a_template_that_would_not_be_used_is_refused(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ messages[0]['content'] }}")
+    with pytest.raises(ConfigError, match="chat_template_path"):
+        sft(tmp_path, rows("completion"), chat_template_path=str(path))
+
+
 def test_a_remote_picture_is_refused_by_row(tmp_path):
     dataset = datasets.Dataset.from_list(
         [{"prompt": user("which?", 1), "images": ["https://example.com/cat.png"], "completion": assistant("a")}]
