@@ -159,8 +159,8 @@ class Vision:
         template = getattr(args, "chat_template_path", None)
         if self.images and template:
             raise ConfigError(
-                f"chat_template_path={template!r} replaces the template of a tokenizer, and rows with images are rendered by that "
-                "of the processor. Fix: set processor.chat_template and give it as processing_class=processor."
+                f"chat_template_path={template!r} is a template for the tokenizer, and rows with images are rendered by that of "
+                "the processor. Fix: set processor.chat_template and give it as processing_class=processor."
             )
         self.processor = _processor_of(processing_class, model_id, images=self.images)
         self.reader = None
