@@ -1,4 +1,4 @@
-"""What only an accelerator can show, in one command: ``make verify-gpu GPU=1``; no network, random weights, minutes.
+"""What only an accelerator can show, in one command: ``make verify-gpu``; no network, random weights, minutes.
 
 The tests that are marked gpu; log-probs of the token forest in bf16 beside each sequence alone, with SDPA and
 FlexAttention; steps of SFT, DPO and GRPO on the shape of Qwen2.5-0.5B; rollouts of each engine beside `generate`. A part
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run every part; 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dry-run", action="store_true", help="a tiny shape, on the CPU")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "verify_gpu.json")
+    parser.add_argument("--out", type=Path, help="by default in benchmarks/results, of a dry run in build")
     parser.add_argument("--page", type=Path, help="page whose table is written")
     options = parser.parse_args(argv)
     shape, device = ("tiny", "cpu") if options.dry_run else ("Qwen2.5-0.5B", "cuda")
@@ -204,7 +204,8 @@ def main(argv: list[str] | None = None) -> int:
             torch.cuda.empty_cache()
     from harness import write
 
-    write(options.out, {"hardware": where, "torch": torch.__version__, "parts": found})
+    usual = ROOT / ("build" if options.dry_run else "benchmarks/results") / "verify_gpu.json"
+    write(options.out or usual, {"hardware": where, "torch": torch.__version__, "parts": found})
     if options.page:
         text = options.page.read_text(encoding="utf-8")
         head, tail = text.split(BEGIN)[0], text.split(END)[1]
