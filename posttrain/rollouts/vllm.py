@@ -31,7 +31,6 @@ __all__ = [
     "choose_level",
     "on_cpu",
     "run_server",
-    "server_options",
     "sleep_available",
     "vllm_command",
     "vllm_refusal",
@@ -39,8 +38,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# Of weights through shared memory.
 EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
-# Weights through shared memory, see `posttrain.rollouts.vllm_worker`.
 TRANSFER = '{"backend": "posttrain"}'
 GUARD = "posttrain.serve.host.TokenGuard"
 TRANSFERS = ("posttrain", "nccl")
