@@ -16,6 +16,7 @@ def dry(tmp_path_factory):
     return code, json.loads((folder / "found.json").read_text())["parts"], page.read_text()
 
 
+@pytest.mark.slow
 def test_every_part_of_a_dry_run_holds(dry):
     code, parts, page = dry
     assert code == 0 and not [name for name, part in parts.items() if "failed" in part]
