@@ -441,6 +441,16 @@ def test_what_a_dying_server_was_asked_for_goes_to_the_others_and_a_newcomer_joi
     assert sum(path == "start_weight_update" for _, path in stubs[0].calls) == 1  # Only the newcomer was sent anything.
 
 
+def test_servers_with_nothing_to_do_take_turns(made, model):
+    stubs = [StubServer(model) for _ in range(3)]
+    made += stubs
+    engine = connect(made, *stubs)
+    engine.load_weights(Weights(model), 1)
+    for _ in range(3):
+        engine.generate(REQUESTS[:1], SAMPLING)
+    assert [generations(stub) for stub in stubs] == [1, 1, 1]
+
+
 def test_when_all_servers_die_the_error_says_so(made, model):
     stubs = [StubServer(model) for _ in range(2)]
     engine = connect(made, *stubs)

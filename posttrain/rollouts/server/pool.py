@@ -39,6 +39,7 @@ class Server:
         info: What it said of itself when it was asked last.
         holds: The version of its weights by the name they were pushed under; empty: they must be pushed anew.
         outstanding: Tokens it has been asked for and has not answered.
+        asked: How often it was chosen, so that servers with nothing to do take turns.
         down: Why it gets no requests; None: it does.
         lock: Keeps other trainers of this machine from a server on this machine; None: nothing is pushed to it.
     """
@@ -47,6 +48,7 @@ class Server:
     info: dict[str, Any]
     holds: str = ""
     outstanding: int = 0
+    asked: int = 0
     down: RolloutServerError | None = None
     lock: FileLock | None = None
 
@@ -214,8 +216,9 @@ class ServerPool:
             ready = [s for s in self.live if s not in without and version in (None, s.holds)]
             if not ready:
                 return None
-            chosen = min(ready, key=lambda server: server.outstanding)
+            chosen = min(ready, key=lambda server: (server.outstanding, server.asked))
             chosen.outstanding += tokens
+            chosen.asked += 1
             return chosen
 
     def release(self, server: Server, tokens: int) -> None:
