@@ -2,6 +2,8 @@
 
 import logging
 import queue
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -334,3 +336,27 @@ def test_pacing_counts_what_the_current_step_holds(tmp_path, running):
     assert (len(given.rollout_buffer), given.writing) == (4, 0)  # Four are held: the step is not over.
     given.ledger.train()
     until(lambda: len(given.rollout_buffer) == 8)
+
+
+TRAINER_IS_GONE = """
+import multiprocessing, pathlib, sys, time
+from posttrain.rollouts.workers.worker import Link
+
+ours, theirs = multiprocessing.Pipe()
+link = Link(theirs, 0)
+
+def remove():
+    time.sleep(0.5)
+    pathlib.Path(sys.argv[1], "removed").touch()
+
+link.on_orphaned = remove
+ours.close()
+{noticed}
+"""
+
+
+@pytest.mark.parametrize("noticed", ["link.send('done')", "link.wait(20)"])
+def test_a_worker_whose_trainer_is_gone_removes_what_that_left_whichever_thread_notices_it_first(tmp_path, noticed):
+    code = TRAINER_IS_GONE.format(noticed=noticed)
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "removed").is_file()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from posttrain.errors import ArgumentTypeError, RolloutError
 
@@ -159,7 +159,7 @@ class Link:
         self.stopping = threading.Event()
         self.on_news: Callable[[], None] = lambda: None
         self.on_orphaned: Callable[[], None] = lambda: None
-        self._news, self._sending = threading.Event(), threading.Lock()
+        self._news, self._sending, self._ending = threading.Event(), threading.Lock(), threading.Lock()
         self.importing = threading.Lock()
         self._clock = ActiveClock(GAP_S)
         self._alive = self._clock.look()
@@ -167,10 +167,13 @@ class Link:
             threading.Thread(target=work, daemon=True, name=f"link{work.__name__}").start()
 
     def send(self, kind: str, **content: Any) -> None:
-        """A message to the trainer."""
+        """A message to the trainer; the end of this process where that is gone."""
         data = ForkingPickler.dumps((kind, content))
-        with self._sending:
-            self.connection.send_bytes(data)
+        try:
+            with self._sending:
+                self.connection.send_bytes(data)
+        except OSError:
+            self._orphaned()
 
     def ready(self) -> None:
         """What takes long to make is made."""
@@ -189,14 +192,19 @@ class Link:
         try:
             while True:
                 self._take(self.connection.recv_bytes())
-        except (EOFError, OSError):  # The trainer is gone; nobody would ever end this process.
-            try:
-                self.on_orphaned()
-            finally:
-                os._exit(0)
+        except (EOFError, OSError):
+            self._orphaned()
         except BaseException:  # A worker that hears nothing more would be waited for without end.
             traceback.print_exc()
             os._exit(1)
+
+    def _orphaned(self) -> NoReturn:
+        """The trainer is gone, and nobody else would ever end this process."""
+        self._ending.acquire()  # Never released: threads that notice it too must not end the process half way.
+        try:
+            self.on_orphaned()
+        finally:
+            os._exit(0)
 
     def _take(self, data: bytes) -> None:
         with self.importing:
@@ -216,8 +224,7 @@ class Link:
 
     def _beat(self) -> None:
         while True:
-            with contextlib.suppress(OSError):
-                self.send("beat", idle=self._clock.look() - self._alive)
+            self.send("beat", idle=self._clock.look() - self._alive)
             time.sleep(BEAT_S)
 
 
@@ -238,9 +245,8 @@ def worker_main(payload: bytes, connection: Connection, log: str, index: int) ->
         job.run(link)
     except Exception as error:
         traceback.print_exc()
-        with contextlib.suppress(OSError):
-            link.send("failed", error=f"{type(error).__name__}: {error}")
         file.flush()
+        link.send("failed", error=f"{type(error).__name__}: {error}")
         os._exit(1)  # Threads of tools that hang must not keep it alive.
     file.flush()
     os._exit(0)
