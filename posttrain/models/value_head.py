@@ -170,7 +170,7 @@ def check_vocabulary(tokenizer: Any, model: Any, role: str) -> None:
             "model of the same family, or score texts with a reward function."
         )
     theirs = _own_vocabulary(model)
-    other = next((i for i, token in theirs.items() if ours.get(i, token) != token), None)
+    other = min((i for i, token in theirs.items() if ours.get(i, token) != token), default=None)
     if other is not None:
         raise ModelError(
             f"{role} reads the policy's token ids as they are, but its vocabulary is another one: id {other} is "
