@@ -17,8 +17,8 @@ from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, 
 from posttrain.integrations import require
 from posttrain.models.heads import causal_lm, picture_encoder
 from posttrain.models.vision import probe_rows
-from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, refuse_virtual_tokens
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_each, check_token, derived_seed, truncates
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, refuse_virtual_tokens
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token, derived_seed, truncates
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
@@ -284,7 +284,7 @@ class VLLMEngine(RolloutEngine):
         own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
         check_followed(requests, sampling, "vLLM", UNKNOWN, own)
         placeholder = None if self.encoder is None else self.encoder.processor.token_id
-        check_each(requests, sampling, self.context, self.vocabulary, placeholder=placeholder)
+        check_requests(requests, sampling, self.context, self.vocabulary, placeholder=placeholder)
         self.sleeper.before_generate()
         prompts = [self._prompt(request) for request in requests]
         settings = [self._settings(r, sampling, index) for index, r in enumerate(requests)]

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from posttrain.errors import BadRequest, RolloutServerError, ServerUnreachable, WeightSyncError
-from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
-from posttrain.rollouts.server.replies import check_each, derived_seed, pictures_body, read_choice, sampling_body
+from posttrain.rollouts.server.replies import derived_seed, pictures_body, read_choice, sampling_body
 from posttrain.rollouts.server.weight_sync import Pusher
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
@@ -159,7 +159,7 @@ class ServerEngine(RolloutEngine):
         own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
         check_followed(requests, sampling, "a rollout server", UNKNOWN, own)
         limits = self._least("max_model_len"), self._least("vocab_size")
-        check_each(requests, sampling, *limits, placeholder=self._placeholder())
+        check_requests(requests, sampling, *limits, placeholder=self._placeholder())
         return self.patiently(lambda: self._generate(requests, sampling))
 
     def patiently(self, ask: Callable[[], Found]) -> Found:

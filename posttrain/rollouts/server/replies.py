@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.errors import ConfigError, RolloutServerError
-from posttrain.rollouts.base import check_requests
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "INCOMPLETE",
     "LOOPBACK",
     "Scores",
-    "check_each",
     "check_token",
     "checked_choices",
     "derived_seed",
@@ -63,20 +61,6 @@ def derived_seed(seed: int | None, index: int) -> int | None:
     Multiplier and increment are Knuth's of MMIX, so that seeds of neighbours lie far apart (engines count on from them).
     """
     return None if seed is None else (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % SEEDS
-
-
-def check_each(
-    requests: Sequence[Request],
-    sampling: Sampling,
-    context: int | None,
-    vocabulary: int | None,
-    *,
-    placeholder: int | None = None,
-) -> None:
-    """`posttrain.rollouts.base.check_requests` where requests may bring their own sampling."""
-    for own in {id(r.sampling): r.sampling or sampling for r in requests}.values():
-        alike = [r for r in requests if (r.sampling or sampling) is own]
-        check_requests(alike, own, context, vocabulary, placeholder=placeholder)
 
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
